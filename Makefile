@@ -1,0 +1,49 @@
+# `make demo` or `make test` alone is enough on a fresh machine with Python 3.11+, make and g++.
+PYTHON ?= python3
+TOOLS  := .tools
+UV     := $(TOOLS)/bin/uv
+RUN    := .venv/bin/
+OUTPUT ?= demo
+
+.PHONY: help env demo test check format crds faults clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+$(UV):
+	@$(PYTHON) -c 'import sys; sys.exit("Spillway needs Python 3.11 or newer; found " + sys.version.split()[0] + ". Set PYTHON=.") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -m venv $(TOOLS) || { echo "python3 -m venv failed: install your system's python3-venv package"; exit 1; }
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+
+.venv/.in-step: $(UV) pyproject.toml uv.lock CMakeLists.txt $(wildcard csrc/* csrc/*/*)
+	$(UV) sync --locked --quiet --python $(PYTHON)
+	@touch $@
+
+env: .venv/.in-step ## .venv from the lock file, native library built
+
+demo: env ## from nothing to a finished training run under a memory budget (OUTPUT=demo)
+	$(RUN)spillway demo --output $(OUTPUT)
+
+test: env ## every test that runs on this machine; the long sweeps reduced
+	$(RUN)pytest
+
+check: env ## ruff, mypy --strict, import-linter, generated files in step
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+	$(RUN)lint-imports
+	$(RUN)python -m spillway.crd --check
+
+format: env ## let ruff mend what it can
+	$(RUN)ruff check --fix .
+	$(RUN)ruff format .
+
+crds: env ## crds/*.yaml from api.py
+	$(RUN)python -m spillway.crd
+
+faults: env ## the long sweeps in full: 100 kills, every fault
+	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local
+
+clean: ## remove what the other targets made
+	rm -rf .venv $(TOOLS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

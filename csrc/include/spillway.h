@@ -1,0 +1,163 @@
+/* Spillway's native functions: a plain C ABI, mirrored by spillway_trainer/native.py (a contract test compares the two).
+ *
+ * Rules of this header
+ *   - No state but opaque handles and one pool of worker threads, started on first use and again after a fork.
+ *   - Every function that can fail returns a spillway_error; spillway_strerror has one plain sentence for each.
+ *   - Arrays may have any length and any alignment that their element type allows; lengths count elements.
+ *   - Results do not depend on num_threads, on the instruction set, or on how a caller cuts an array.
+ *   - During a call the floating-point environment is: round to nearest even, no flush-to-zero, no denormals-are-zero,
+ *     exceptions masked; the caller's own is restored on return.
+ *   - Only the types below cross this line: a 32-bit enum value travels as int32_t.
+ */
+#ifndef SPILLWAY_H
+#define SPILLWAY_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SPILLWAY_ABI_VERSION 1
+
+#if defined(__GNUC__)
+#define SPILLWAY_API __attribute__((visibility("default")))
+#else
+#define SPILLWAY_API
+#endif
+
+typedef enum spillway_error {
+  SPILLWAY_OK = 0,
+  SPILLWAY_BAD_ARGUMENT = 1,
+  SPILLWAY_ISA_UNAVAILABLE = 2,
+  SPILLWAY_NO_MEMORY = 3,
+  SPILLWAY_ENGINE_UNAVAILABLE = 4,
+  SPILLWAY_IO_FAILED = 5,
+  SPILLWAY_END_OF_FILE = 6,
+  SPILLWAY_CHECKSUM_MISMATCH = 7
+} spillway_error;
+
+/* Instruction sets; AUTO is the widest that both the library and the processor have. */
+typedef enum spillway_isa {
+  SPILLWAY_ISA_AUTO = 0,
+  SPILLWAY_ISA_SCALAR = 1,
+  SPILLWAY_ISA_AVX2 = 2,
+  SPILLWAY_ISA_AVX512 = 3
+} spillway_isa;
+
+typedef enum spillway_type {
+  SPILLWAY_NONE = 0, /* no array: the pointer is ignored */
+  SPILLWAY_FLOAT32 = 1,
+  SPILLWAY_BFLOAT16 = 2
+} spillway_type;
+
+SPILLWAY_API int32_t spillway_abi_version(void);
+
+/* One sentence without a full stop; never NULL; static storage. */
+SPILLWAY_API const char* spillway_strerror(int32_t error);
+
+/* 1 when this library was built with `isa` and this processor and operating system can run it, else 0. */
+SPILLWAY_API int32_t spillway_isa_available(int32_t isa);
+
+/* The float32 scalars of one AdamW step; the caller rounds each once from fp64 (reference.py: AdamWScalars). */
+typedef struct spillway_adamw_scalars {
+  float gradient_scale;
+  float decay; /* 1 - learning_rate * weight_decay */
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float sqrt_bias_correction2;
+  float eps;
+  float step_size; /* learning_rate / bias_correction1 */
+} spillway_adamw_scalars;
+
+/* One AdamW step in place; every operation is rounded once, in this order, without fused multiply-add:
+ *   g = gradient_scale * g;  p = p * decay;  m = beta1 * m + one_minus_beta1 * g;  v = beta2 * v + one_minus_beta2 * (g * g)
+ *   p = p - step_size * (m / (sqrt(v) / sqrt_bias_correction2 + eps))
+ * `gradient_type` is FLOAT32 or BFLOAT16; `out_type` is BFLOAT16 (round to nearest even), FLOAT32 (a copy of p) or NONE.
+ * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0): payloads are what IEEE 754 leaves open. */
+SPILLWAY_API int32_t spillway_adamw(const spillway_adamw_scalars* scalars, float* master, float* exp_avg, float* exp_avg_sq,
+                                    const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n,
+                                    int32_t isa, int32_t num_threads);
+
+/* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. */
+SPILLWAY_API int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gradient_type, int32_t first,
+                                         int64_t n, int32_t isa, int32_t num_threads);
+
+#define SPILLWAY_NUM_BINS 254
+
+/* Exact sum of squares by exponent. A finite value with biased exponent i + 1 (denormals: i = 0) and 24-bit mantissa M is
+ * M * 2^(i - 149); bin i holds the sum of M^2 as the 128-bit integer low[i] + 2^64 * high[i]. Bins are overwritten.
+ * Infinities and NaNs are counted in *num_non_finite and never summed. */
+typedef struct spillway_bins {
+  uint64_t low[SPILLWAY_NUM_BINS];
+  uint64_t high[SPILLWAY_NUM_BINS];
+  uint64_t num_non_finite;
+} spillway_bins;
+
+SPILLWAY_API int32_t spillway_gradient_bins(spillway_bins* bins, const void* gradient, int32_t gradient_type, int64_t n,
+                                            int32_t num_threads);
+
+typedef struct spillway_copy {
+  void* dst;
+  const void* src;
+  uint64_t nbytes;
+} spillway_copy;
+
+/* memmove of each element of `copies`, in any order: no destination may overlap another element. */
+SPILLWAY_API int32_t spillway_copy_batch(const spillway_copy* copies, int64_t num_copies, int32_t num_threads);
+
+/* CRC-32C (Castagnoli; RFC 3720 B.4) of `nbytes`, continuing from `crc32c` (0 to begin). */
+SPILLWAY_API uint32_t spillway_crc32c(uint32_t crc32c, const void* bytes, uint64_t nbytes);
+
+/* CRC-32C of A followed by B, given that of A, that of B, and B's length. */
+SPILLWAY_API uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c_b, uint64_t nbytes_b);
+
+/* ---- I/O engines: batches of positional transfers between memory and an open file ---- */
+
+typedef enum spillway_engine {
+  SPILLWAY_ENGINE_THREADS = 1 /* a pool of threads with pread and pwrite */
+} spillway_engine;
+
+typedef enum spillway_direction { SPILLWAY_READ = 0, SPILLWAY_WRITE = 1 } spillway_direction;
+
+typedef struct spillway_io spillway_io;
+
+/* One transfer. The caller sets the first four fields; `crc32c` is an input of READ (expected) and an output of WRITE;
+ * the rest are outputs. */
+typedef struct spillway_io_request {
+  void* buffer;
+  uint64_t nbytes;
+  uint64_t offset;
+  uint32_t crc32c;
+  uint32_t crc32c_found; /* READ: of the bytes that arrived */
+  int32_t error;         /* spillway_error of this request */
+  int32_t os_error;      /* errno when error is SPILLWAY_IO_FAILED, else 0 */
+  uint64_t error_offset; /* file offset at which the transfer stopped, when error is not SPILLWAY_OK */
+} spillway_io_request;
+
+/* Test hook: takes the place of pread(2) and pwrite(2). Returns bytes moved, or -errno. Called from several threads. */
+typedef int64_t (*spillway_io_call)(void* context, int32_t direction, int32_t file, void* buffer, uint64_t nbytes,
+                                    uint64_t offset);
+
+/* An engine over the open file descriptor `file`, which stays the caller's and must outlive the handle. At most
+ * `num_threads` transfers are in flight. `call` is NULL but in fault tests; `context` is handed to it. */
+SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call, void* context,
+                                      spillway_io** io);
+
+/* Performs every request, in any order, and returns when all have ended: SPILLWAY_OK, or the error of the first (in
+ * `requests` order) that failed. A short transfer is resumed; EINTR and EAGAIN are retried. A read is SPILLWAY_OK only
+ * when every byte arrived and its CRC-32C is the expected one; the contents of a failed read's buffer are undefined.
+ * Several threads may transfer through one handle at a time. */
+SPILLWAY_API int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_request* requests,
+                                          int64_t num_requests);
+
+/* Ends the threads. The handle must be idle; NULL is allowed. */
+SPILLWAY_API void spillway_io_close(spillway_io* io);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPILLWAY_H */

@@ -1,0 +1,206 @@
+// The C ABI: checks arguments, chooses the instruction set, spreads ranges over threads. No exception leaves this file.
+#include "spillway.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <new>
+
+#include "crc32c.h"
+#include "elementwise.h"
+#include "float_mode.h"
+#include "gradient_bins.h"
+#include "io_engine.h"
+#include "thread_pool.h"
+
+using namespace spillway;
+
+struct spillway_io {
+  IoEngine* engine;
+};
+
+namespace {
+
+// A range that one thread takes at a time; a multiple of every vector and cache line, so only an array's end has a tail.
+constexpr int64_t kElementwiseRange = int64_t{1} << 16;
+constexpr int64_t kBinsRange = int64_t{1} << 20;
+constexpr uint64_t kCopyRange = uint64_t{4} << 20;
+
+const Elementwise* elementwise_of(int32_t isa) {
+  switch (isa) {
+    case SPILLWAY_ISA_AUTO:
+      for (int32_t wide : {SPILLWAY_ISA_AVX512, SPILLWAY_ISA_AVX2}) {
+        if (const Elementwise* functions = elementwise_of(wide)) return functions;
+      }
+      return &scalar::kElementwise;
+    case SPILLWAY_ISA_SCALAR:
+      return &scalar::kElementwise;
+#if defined(SPILLWAY_HAVE_AVX2)
+    case SPILLWAY_ISA_AVX2:
+      return __builtin_cpu_supports("avx2") ? &avx2::kElementwise : nullptr;
+#endif
+#if defined(SPILLWAY_HAVE_AVX512)
+    case SPILLWAY_ISA_AVX512:
+      return __builtin_cpu_supports("avx512f") ? &avx512::kElementwise : nullptr;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+bool is_gradient_type(int32_t type) { return type == SPILLWAY_FLOAT32 || type == SPILLWAY_BFLOAT16; }
+
+int64_t element_bytes(int32_t type) { return type == SPILLWAY_FLOAT32 ? 4 : type == SPILLWAY_BFLOAT16 ? 2 : 0; }
+
+template <class Pointer>
+Pointer* advance(Pointer* array, int64_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
+  return array == nullptr ? nullptr : reinterpret_cast<Pointer*>(reinterpret_cast<Byte*>(array) + bytes);
+}
+
+// Calls work(begin, count) for consecutive ranges of [0, n), each under the declared floating-point mode.
+template <class Work>
+int32_t for_ranges(int64_t n, int64_t range, int32_t num_threads, const Work& work) try {
+  compute_pool().run((n + range - 1) / range, num_threads, [&](int64_t i) {
+    const FloatMode declared;
+    work(i * range, std::min(range, n - i * range));
+  });
+  return SPILLWAY_OK;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+bool overlap(const spillway_copy& copy) {
+  const auto dst = reinterpret_cast<uintptr_t>(copy.dst), src = reinterpret_cast<uintptr_t>(copy.src);
+  return dst < src + copy.nbytes && src < dst + copy.nbytes;
+}
+
+}  // namespace
+
+int32_t spillway_abi_version(void) { return SPILLWAY_ABI_VERSION; }
+
+const char* spillway_strerror(int32_t error) {
+  switch (error) {
+    case SPILLWAY_OK:
+      return "no error";
+    case SPILLWAY_BAD_ARGUMENT:
+      return "a null pointer, a negative count, or a type or direction that spillway.h does not list was given";
+    case SPILLWAY_ISA_UNAVAILABLE:
+      return "the instruction set is unknown, was not compiled into this library, or is missing on this processor";
+    case SPILLWAY_NO_MEMORY:
+      return "the system has no memory left for the library's own bookkeeping";
+    case SPILLWAY_ENGINE_UNAVAILABLE:
+      return "the I/O engine is unknown or was not compiled into this library";
+    case SPILLWAY_IO_FAILED:
+      return "the operating system refused to read or write";
+    case SPILLWAY_END_OF_FILE:
+      return "the file ended before all bytes were read";
+    case SPILLWAY_CHECKSUM_MISMATCH:
+      return "the bytes read are not the bytes that were written: their CRC-32C differs";
+    default:
+      return "an error code that this library does not define";
+  }
+}
+
+int32_t spillway_isa_available(int32_t isa) { return elementwise_of(isa) != nullptr; }
+
+int32_t spillway_adamw(const spillway_adamw_scalars* scalars, float* master, float* exp_avg, float* exp_avg_sq,
+                       const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n, int32_t isa,
+                       int32_t num_threads) {
+  const bool has_out = is_gradient_type(out_type);
+  if (scalars == nullptr || n < 0 || !is_gradient_type(gradient_type) || (!has_out && out_type != SPILLWAY_NONE)) {
+    return SPILLWAY_BAD_ARGUMENT;
+  }
+  if (n > 0 && (!master || !exp_avg || !exp_avg_sq || !gradient || (has_out && !out))) return SPILLWAY_BAD_ARGUMENT;
+  const Elementwise* functions = elementwise_of(isa);
+  if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
+  return for_ranges(n, kElementwiseRange, num_threads, [=](int64_t begin, int64_t count) {
+    functions->adamw(*scalars, master + begin, exp_avg + begin, exp_avg_sq + begin,
+                     advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
+                     has_out ? advance(out, begin * element_bytes(out_type)) : nullptr, out_type, count);
+  });
+}
+
+int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gradient_type, int32_t first, int64_t n,
+                            int32_t isa, int32_t num_threads) {
+  if (n < 0 || !is_gradient_type(gradient_type) || (n > 0 && (!accumulator || !gradient))) return SPILLWAY_BAD_ARGUMENT;
+  const Elementwise* functions = elementwise_of(isa);
+  if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
+  return for_ranges(n, kElementwiseRange, num_threads, [=](int64_t begin, int64_t count) {
+    functions->accumulate(accumulator + begin, advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
+                          first != 0, count);
+  });
+}
+
+int32_t spillway_gradient_bins(spillway_bins* bins, const void* gradient, int32_t gradient_type, int64_t n,
+                               int32_t num_threads) {
+  if (bins == nullptr || n < 0 || !is_gradient_type(gradient_type) || (n > 0 && !gradient)) return SPILLWAY_BAD_ARGUMENT;
+  ExponentSums total;
+  std::mutex merging;
+  const int32_t error = for_ranges(n, kBinsRange, num_threads, [&](int64_t begin, int64_t count) {
+    ExponentSums part;
+    if (gradient_type == SPILLWAY_BFLOAT16) {
+      part.add(static_cast<const bfloat16*>(gradient) + begin, count);
+    } else {
+      part.add(static_cast<const float*>(gradient) + begin, count);
+    }
+    std::lock_guard<std::mutex> lock(merging);
+    total.merge(part);
+  });
+  total.write(bins);
+  return error;
+}
+
+int32_t spillway_copy_batch(const spillway_copy* copies, int64_t num_copies, int32_t num_threads) {
+  if (num_copies < 0 || (num_copies > 0 && copies == nullptr)) return SPILLWAY_BAD_ARGUMENT;
+  for (int64_t i = 0; i < num_copies; ++i) {
+    const spillway_copy& copy = copies[i];
+    if (copy.nbytes > 0 && (!copy.dst || !copy.src)) return SPILLWAY_BAD_ARGUMENT;
+    // Pieces on several threads would read what another has overwritten; one memmove does not.
+    const uint64_t range = overlap(copy) ? std::max<uint64_t>(copy.nbytes, 1) : kCopyRange;
+    const int32_t error = for_ranges(static_cast<int64_t>(copy.nbytes), static_cast<int64_t>(range), num_threads,
+                                     [&](int64_t begin, int64_t count) {
+                                       std::memmove(advance(copy.dst, begin), advance(copy.src, begin), static_cast<size_t>(count));
+                                     });
+    if (error != SPILLWAY_OK) return error;
+  }
+  return SPILLWAY_OK;
+}
+
+uint32_t spillway_crc32c(uint32_t crc, const void* bytes, uint64_t nbytes) { return crc32c(crc, bytes, nbytes); }
+
+uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c_b, uint64_t nbytes_b) {
+  return crc32c_combine(crc32c_a, crc32c_b, nbytes_b);
+}
+
+int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call, void* context,
+                         spillway_io** io) try {
+  if (io == nullptr || file < 0 || num_threads < 1) return SPILLWAY_BAD_ARGUMENT;
+  if (engine != SPILLWAY_ENGINE_THREADS) return SPILLWAY_ENGINE_UNAVAILABLE;
+  *io = new spillway_io{nullptr};
+  (*io)->engine = open_thread_engine(file, num_threads, call, context);
+  return SPILLWAY_OK;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_request* requests, int64_t num_requests) try {
+  const bool known = direction == SPILLWAY_READ || direction == SPILLWAY_WRITE;
+  if (io == nullptr || !known || num_requests < 0 || (num_requests > 0 && !requests)) return SPILLWAY_BAD_ARGUMENT;
+  for (int64_t i = 0; i < num_requests; ++i) {
+    if (requests[i].nbytes > 0 && !requests[i].buffer) return SPILLWAY_BAD_ARGUMENT;
+  }
+  io->engine->transfer(static_cast<spillway_direction>(direction), requests, num_requests);
+  for (int64_t i = 0; i < num_requests; ++i) {
+    if (requests[i].error != SPILLWAY_OK) return requests[i].error;
+  }
+  return SPILLWAY_OK;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+void spillway_io_close(spillway_io* io) {
+  if (io == nullptr) return;
+  delete io->engine;
+  delete io;
+}

@@ -1,0 +1,701 @@
+"""TrainingJob, `spillway.dev/v1alpha1`: every field with its meaning, unit and default. The CRD is generated from here.
+
+Paths in messages are those of the YAML. Floats are strings and byte counts are quantities there, numbers here
+(field_types.py). `load_job` is the way from a file to a TrainingJob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway.field_types import (
+    Count,
+    Fields,
+    Flag,
+    Fraction,
+    Name,
+    Number,
+    Positive,
+    Quantity,
+    StringMap,
+    Text,
+    exactly_one,
+    refuse,
+)
+from spillway.manifest import dotted, parse, read_text
+
+GROUP = "spillway.dev"
+VERSION = "v1alpha1"
+MAX_NAME_LENGTH = 52
+"""pod host names, <name>-<attempt>-<index>, must fit 63 characters"""
+
+
+# --- spec.model -------------------------------------------------------------------------------------------------------
+
+
+class ModelConfig(Fields):
+    """A decoder-only transformer, initialised at random."""
+
+    architecture: Literal["llama", "gpt2"] = Field(description="Family of the architecture.")
+    hidden_size: Annotated[Positive, Field(le=1 << 17)] = Field(description="Width of the residual stream.")
+    num_layers: Annotated[Positive, Field(le=1024)] = Field(description="Number of blocks.")
+    num_heads: Annotated[Positive, Field(le=1024)] = Field(description="Attention heads; divides hiddenSize.")
+    num_key_value_heads: Annotated[Positive, Field(le=1024)] = Field(
+        default_factory=lambda given: given.get("num_heads", 1),
+        description="Key and value heads; divides numHeads. Default: numHeads.",
+    )
+    intermediate_size: Annotated[Positive, Field(le=1 << 20)] = Field(
+        default_factory=lambda given: 4 * given.get("hidden_size", 1),
+        description="Width of the feed-forward layer. Default: 4 x hiddenSize.",
+    )
+    vocab_size: Annotated[Positive, Field(ge=2, le=1 << 22)] = Field(
+        description="Tokens in the vocabulary; for text the tokenizer is trained to this size."
+    )
+    max_positions: Annotated[Positive, Field(le=1 << 24)] = Field(
+        default=1024, description="Learned positions; gpt2 only, at least training.sequenceLength."
+    )
+    tie_word_embeddings: Flag = Field(
+        default_factory=lambda given: given.get("architecture") == "gpt2",
+        description="One matrix for the embedding and the output projection. Default: true for gpt2, false for llama.",
+    )
+    dropout: Annotated[Number, Field(lt=1.0)] = Field(
+        default=0.0, description="Probability of dropping a value of each attention and feed-forward output."
+    )
+    rope_theta: Annotated[Number, Field(gt=0.0)] = Field(
+        default=10000.0, description="Base of the rotary position embedding; llama only."
+    )
+    norm_eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-5, description="Added under the root in every norm.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        problems = []
+        if self.hidden_size % self.num_heads:
+            problems.append(("numHeads", f"must divide hiddenSize ({self.hidden_size})"))
+        elif self.architecture == "llama" and self.hidden_size // self.num_heads % 2:
+            head_size = self.hidden_size // self.num_heads
+            problems.append(
+                ("numHeads", f"hiddenSize / numHeads is {head_size}; rotary embeddings need an even number")
+            )
+        if self.num_heads % self.num_key_value_heads:
+            problems.append(("numKeyValueHeads", f"must divide numHeads ({self.num_heads})"))
+        if self.architecture == "gpt2" and self.num_key_value_heads != self.num_heads:
+            problems.append(("numKeyValueHeads", f"gpt2 has one per head: leave it out, or write {self.num_heads}"))
+        refuse(problems)
+        return self
+
+
+class Location(Fields):
+    """A directory: on a claim, or a path as the trainer sees it."""
+
+    claim: Name | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
+    sub_path: Text = Field(default="", description="Directory on the claim.")
+    path: Annotated[Text, Field(min_length=1)] | None = Field(
+        default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
+    )
+
+    @model_validator(mode="after")
+    def _claim_or_path(self) -> Self:
+        problems = exactly_one(self, ("claim", "path"))
+        if self.path is not None and self.sub_path:
+            problems.append(("subPath", "belongs to a claim; write the whole directory into path"))
+        refuse(problems)
+        return self
+
+
+class Lora(Fields):
+    """Low-rank adapters on a frozen model."""
+
+    rank: Annotated[Positive, Field(le=4096)] = Field(default=16, description="Rank of every adapter.")
+    alpha: Number = Field(default=32.0, description="Scale of the adapters, divided by rank.")
+    target_modules: tuple[Name, ...] = Field(
+        default=(), max_length=64, description="Names of the modules that get an adapter. Default: the attention's."
+    )
+
+
+class Precision(Fields):
+    """Types of numbers."""
+
+    compute: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Parameters on the device, activations and gradients."
+    )
+    master: Literal["float32"] = Field(default="float32", description="Master parameters and optimizer states.")
+    gradient_reduce: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Gradients on the wire between ranks."
+    )
+    gradient_accumulate: Literal["float32"] = Field(
+        default="float32", description="Sum of the gradients over micro-batches."
+    )
+
+
+class Model(Fields):
+    """What is trained: exactly one of config, source, entrypoint."""
+
+    config: ModelConfig | None = Field(default=None, description="A transformer by its sizes, initialised at random.")
+    source: Location | None = Field(default=None, description="A Hugging Face directory with safetensors.")
+    entrypoint: Name | None = Field(default=None, description="package.module:function that builds the model.")
+    lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
+    precision: Precision = Field(default=Precision(), description="Types of numbers.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("config", "source", "entrypoint")))
+        return self
+
+    @property
+    def transformer(self) -> ModelConfig:
+        """The sizes of the model; for jobs that `load_job` accepted, where `config` is always given."""
+        if self.config is None:
+            raise UserError("spec.model: only model.config works so far; give the model's sizes there")
+        return self.config
+
+
+# --- spec.data --------------------------------------------------------------------------------------------------------
+
+
+class HuggingFaceData(Fields):
+    """A data set of the `datasets` library."""
+
+    name: Name = Field(description="Name or path of the data set.")
+    subset: Text = Field(default="", description="Configuration of the data set.")
+    split: Name = Field(default="train", description="Split to train on.")
+    text_field: Name = Field(default="text", description="Column that holds the text.")
+
+
+class Evaluation(Fields):
+    """Loss on text that is never trained on."""
+
+    fraction: Annotated[Number, Field(gt=0.0, le=0.5)] = Field(
+        default=0.01, description="Share of the documents that is held out."
+    )
+    every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
+
+
+class Data(Fields):
+    """What it is trained on: exactly one of text, tokens, huggingFace, entrypoint, builtin."""
+
+    text: Location | None = Field(
+        default=None, description="Text files; a tokenizer of model.config.vocabSize tokens is trained on them."
+    )
+    tokens: Location | None = Field(default=None, description="Packed token shards.")
+    hugging_face: HuggingFaceData | None = Field(default=None, description="A data set of the datasets library.")
+    entrypoint: Name | None = Field(default=None, description="package.module:function that builds the data set.")
+    builtin: Literal["PythonStdlib"] | None = Field(
+        default=None, description="Real text that every trainer has: the sources of Python's standard library."
+    )
+    evaluation: Evaluation | None = Field(default=None, description="Held-out loss. Default: none.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("text", "tokens", "hugging_face", "entrypoint", "builtin")))
+        return self
+
+
+# --- spec.training ----------------------------------------------------------------------------------------------------
+
+
+class Optimizer(Fields):
+    """AdamW with decoupled weight decay; vectors (norms, biases) do not decay."""
+
+    name: Literal["AdamW"] = Field(default="AdamW", description="Algorithm.")
+    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
+    betas: tuple[Annotated[Number, Field(lt=1.0)], ...] = Field(
+        default=(0.9, 0.95), min_length=2, max_length=2, description="Decay rates of the two moments."
+    )
+    eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: Annotated[Number, Field(le=10.0)] = Field(default=0.1, description="Decoupled weight decay.")
+
+
+class Schedule(Fields):
+    """Learning rate over the steps: a linear warm-up, then a fall to finalFraction of the peak."""
+
+    name: Literal["Cosine", "Linear", "Constant"] = Field(default="Cosine", description="Shape after the warm-up.")
+    warmup_steps: Count = Field(default=0, description="Steps of linear warm-up.")
+    final_fraction: Fraction = Field(
+        default=0.1, description="Learning rate of the last step as a fraction of the peak; Constant ignores it."
+    )
+
+
+class Training(Fields):
+    """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
+
+    steps: Positive = Field(description="Optimizer steps to train.")
+    sequence_length: Annotated[Positive, Field(ge=2, le=1 << 24)] = Field(description="Tokens per sequence.")
+    global_batch_size: Annotated[Positive, Field(le=1 << 24)] = Field(
+        description="Sequences per optimizer step, over all devices and micro-batches."
+    )
+    micro_batch_size: Annotated[Positive, Field(le=1 << 20)] = Field(
+        default=1, description="Sequences per device in one forward and backward; changes rounding only."
+    )
+    seed: Count = Field(default=0, description="Seed of initialisation, data order and dropout.")
+    gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")
+    non_finite: Literal["SkipStep", "Fail"] = Field(
+        default="SkipStep", description="A step whose gradients are not finite: left out, or the end of the job."
+    )
+    optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
+    schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        problems = []
+        if self.global_batch_size % self.micro_batch_size:
+            problems.append(("globalBatchSize", f"must be a multiple of microBatchSize ({self.micro_batch_size})"))
+        if self.schedule.warmup_steps > self.steps:
+            problems.append(("schedule.warmupSteps", f"at most steps ({self.steps})"))
+        refuse(problems)
+        return self
+
+
+# --- spec.parallelism, spec.memory ------------------------------------------------------------------------------------
+
+Strategy = Literal["Auto", "Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
+
+
+class Parallelism(Fields):
+    """How many devices, and what each of them holds."""
+
+    nodes: Annotated[Positive, Field(le=4096)] = Field(default=1, description="Nodes; one pod each.")
+    devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
+    device: Literal["Auto", "Cuda", "Cpu"] = Field(default="Auto", description="Kind of device.")
+    strategy: Strategy = Field(
+        default="Auto", description="What ranks share: Ddp and Fsdp are torch's, Zero1 to Zero3 DeepSpeed's."
+    )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class Budget(Fields):
+    """Bytes that the job may use. Default of each: what the node has."""
+
+    device: Annotated[Quantity, Field(gt=0)] | None = Field(default=None, description="Memory of each device, bytes.")
+    host: Annotated[Quantity, Field(ge=0)] | None = Field(
+        default=None, description="Host memory of each node, bytes; its ranks share it."
+    )
+    nvme: Annotated[Quantity, Field(ge=0)] | None = Field(
+        default=None, description="NVMe space of each node, bytes; its ranks share it."
+    )
+
+
+class OptimizerMemory(Fields):
+    """optimizer_offload."""
+
+    placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"] = Field(
+        default="Auto",
+        description="Where optimizer states live and are updated. Device: all there. Host: in host memory, by the CPU. "
+        "Interleaved: in host memory, by CPU and device in turn. Auto: any split of these, whatever is fastest.",
+    )
+
+
+class ActivationMemory(Fields):
+    """activation_spill."""
+
+    policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"] = Field(
+        default="Auto",
+        description="What becomes of the activations that backward needs, in every block: kept on the device, "
+        "recomputed, or moved to host memory or NVMe and back. Auto: block by block, whatever is fastest.",
+    )
+
+
+class ParameterMemory(Fields):
+    """model_spill."""
+
+    placement: Literal["Auto", "Resident", "Stream"] = Field(
+        default="Auto", description="Resident: parameters stay on the device. Stream: they pass through it."
+    )
+
+
+class Endurance(Fields):
+    """Protection of flash from being worn out."""
+
+    drive_writes_per_day: Annotated[Number, Field(gt=0.0)] = Field(
+        default=1.0, description="Plans that write more than this many drive capacities a day are not chosen by Auto."
+    )
+
+
+class Memory(Fields):
+    """Where bytes may live."""
+
+    mode: Literal["Auto", "Advise", "Disabled"] = Field(
+        default="Auto",
+        description="Auto: plan and run the plan. Advise: plan and report, run what the fields below say. "
+        "Disabled: everything on the device, nothing planned; budget.host is required.",
+    )
+    budget: Budget = Field(default=Budget(), description="Bytes that the job may use.")
+    optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
+    activations: ActivationMemory = Field(default=ActivationMemory(), description="Saved activations.")
+    parameters: ParameterMemory = Field(default=ParameterMemory(), description="Parameters.")
+    endurance: Endurance = Field(default=Endurance(), description="Protection of flash.")
+
+    @model_validator(mode="after")
+    def _disabled_is_bounded(self) -> Self:
+        problems = []
+        if self.mode == "Disabled":
+            if self.budget.host is None:
+                problems.append(("budget.host", "required with mode Disabled, because nothing is planned"))
+            if self.optimizer.placement not in ("Auto", "Device"):
+                problems.append(("optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"))
+            if self.activations.policy not in ("Auto", "Keep"):
+                problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))
+        refuse(problems)
+        return self
+
+
+class Spill(Fields):
+    """The volume for NVMe spill."""
+
+    storage_class_name: Annotated[Text, Field(max_length=253)] = Field(
+        default="", description="Class of an ephemeral volume. Default: an emptyDir."
+    )
+    encryption: Literal["None", "Ephemeral"] = Field(
+        default="None", description="Ephemeral: encrypted with a key that only the process holds."
+    )
+
+
+# --- members, checkpoint, pod -----------------------------------------------------------------------------------------
+
+
+class Member(Fields):
+    """One model of a sweep: the job's spec with some fields changed."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")] = Field(
+        description="Name, unique in the job."
+    )
+    overrides: StringMap = Field(
+        default={}, description='Fields below spec and their values, for example training.seed: "1".'
+    )
+
+
+class Objective(Fields):
+    """What makes one member better than another."""
+
+    metric: Literal["EvaluationLoss", "Loss"] = Field(default="EvaluationLoss", description="Figure compared.")
+    direction: Literal["Minimize", "Maximize"] = Field(default="Minimize", description="Which end is better.")
+    halving: Count = Field(
+        default=0, description="Steps between rounds, each of which stops the worse half of the members; 0 = never."
+    )
+
+
+class Checkpoint(Fields):
+    """When and where checkpoints are written."""
+
+    every_steps: Positive = Field(default=200, description="Steps between two checkpoints.")
+    keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(
+        default=2, description="Verified checkpoints that are kept; one alone would be none while the next is written."
+    )
+    claim: Name | None = Field(
+        default=None, description="PersistentVolumeClaim for checkpoints. Default: none, they end with the pod."
+    )
+    sub_path: Text = Field(
+        default="", description="Directory on the claim. Default: <name>-<first 8 characters of the uid>."
+    )
+    resume: Literal["OwnOnly", "Never"] = Field(
+        default="OwnOnly", description="OwnOnly: an attempt goes on from this job's checkpoints. Never: from step 0."
+    )
+    from_: Name | None = Field(
+        default=None, alias="from", description="Another job whose last checkpoint is the start. Default: none."
+    )
+
+
+class NamedReference(Fields):
+    name: Name = Field(description="Name of an object in the job's namespace.")
+
+
+class SecretKey(Fields):
+    name: Name = Field(description="Name of the Secret.")
+    key: Name = Field(description="Key in the Secret.")
+
+
+class VariableSource(Fields):
+    secret_key_ref: SecretKey = Field(description="A key of a Secret.")
+
+
+class Variable(Fields):
+    """An environment variable of the trainer: exactly one of value, valueFrom."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = Field(
+        description="Name of the variable."
+    )
+    value: Annotated[str, Field(max_length=8192)] | None = Field(default=None, description="Its value.")
+    value_from: VariableSource | None = Field(default=None, description="Where its value comes from.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("value", "value_from")))
+        return self
+
+
+class Resources(Fields):
+    cpu: Quantity | None = Field(default=None, description="CPU request per pod, cores. Default: from the plan.")
+
+
+class PodOverrides(Fields):
+    """The parts of the pod that a job may change."""
+
+    labels: StringMap = Field(default={}, description="Labels added to the pods.")
+    annotations: StringMap = Field(default={}, description="Annotations added to the pods.")
+    service_account_name: Annotated[Text, Field(max_length=253)] = Field(
+        default="", description="ServiceAccount of the pods. Default: the namespace's."
+    )
+
+
+class Toleration(Fields):
+    """As in a pod."""
+
+    key: Annotated[Text, Field(max_length=317)] = Field(default="", description="Taint that is tolerated.")
+    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How value is compared.")
+    value: Annotated[Text, Field(max_length=63)] = Field(default="", description="Value of the taint.")
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
+        default="", description="Effect that is tolerated. Default: all."
+    )
+    toleration_seconds: Count | None = Field(
+        default=None, description="Seconds until eviction by NoExecute. Default: for ever."
+    )
+
+
+class Scheduling(Fields):
+    """Which nodes, when."""
+
+    queue_name: Annotated[Text, Field(max_length=63)] = Field(
+        default="", description="Kueue LocalQueue. Default: none."
+    )
+    priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
+        default="", description="PriorityClass of the pods."
+    )
+    gang: Literal["Auto", "Required", "Disabled"] = Field(
+        default="Auto", description="Start all pods or none. Auto: where the cluster can."
+    )
+    node_selector: StringMap = Field(default={}, description="Labels that a node must have.")
+    tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")
+
+
+class Lifecycle(Fields):
+    """Deadlines and retries."""
+
+    active_deadline_seconds: Count = Field(default=0, description="Seconds that the job may run; 0 = no limit.")
+    pending_deadline_seconds: Count = Field(default=0, description="Seconds that it may wait for nodes; 0 = no limit.")
+    stall_seconds: Count = Field(default=1800, description="Seconds without a step that end an attempt; 0 = never.")
+    ttl_seconds_after_finished: Count | None = Field(
+        default=None, description="Seconds after the end until the job is deleted. Default: never."
+    )
+    max_restarts: Annotated[Count, Field(le=1000)] = Field(
+        default=5, description="Restarts after a crash; memory errors and disruptions are counted apart."
+    )
+
+
+class TrainingJobSpec(Fields):
+    """What the user wants. model, data, training and parallelism never change; memory, scheduling and spill change only
+    while suspended; suspend and lifecycle at any time."""
+
+    model: Model = Field(description="What is trained.")
+    data: Data = Field(description="What it is trained on.")
+    training: Training = Field(description="How it is trained.")
+    parallelism: Parallelism = Field(default=Parallelism(), description="How many devices.")
+    memory: Memory = Field(default=Memory(), description="Where bytes may live.")
+    spill: Spill = Field(default=Spill(), description="The volume for NVMe spill.")
+    members: tuple[Member, ...] = Field(
+        default=(), max_length=64, description="Several models in one job, sharing its devices. Default: one model.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )  # fmt: skip
+    objective: Objective | None = Field(default=None, description="What makes one member better than another.")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When and where checkpoints are written.")
+    image: Text = Field(default="", description="Trainer image. Default: the chart's.")
+    image_pull_secrets: tuple[NamedReference, ...] = Field(
+        default=(), max_length=16, description="Secrets to pull the image with.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )  # fmt: skip
+    env: tuple[Variable, ...] = Field(
+        default=(), max_length=128, description="Environment variables of the trainer.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )  # fmt: skip
+    resources: Resources = Field(default=Resources(), description="Requests that the plan does not decide.")
+    resource_name: Annotated[Name, Field(max_length=317)] = Field(
+        default="nvidia.com/gpu", description="Extended resource that a device is requested by."
+    )
+    runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
+        default="", description="RuntimeClass of the pods."
+    )
+    pod_overrides: PodOverrides = Field(default=PodOverrides(), description="Parts of the pod that a job may change.")
+    command: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
+        default=(), max_length=64, description="Any script under torchrun, with mounts, restarts and metrics."
+    )
+    scheduling: Scheduling = Field(default=Scheduling(), description="Which nodes, when.")
+    lifecycle: Lifecycle = Field(default=Lifecycle(), description="Deadlines and retries.")
+    managed_by: Annotated[Name, Field(max_length=63)] = Field(
+        default="spillway.dev/operator", description="Controller that runs the job; others leave it alone."
+    )
+    suspend: Flag = Field(default=False, description="End the running attempt at a checkpoint, start none.")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        problems = []
+        training, world_size = self.training, self.parallelism.world_size
+        if training.global_batch_size % (training.micro_batch_size * world_size):
+            product = f"microBatchSize x nodes x devicesPerNode ({training.micro_batch_size} x {world_size})"
+            problems.append(("training.globalBatchSize", f"must be a multiple of {product}"))
+        config = self.model.config
+        if config and config.architecture == "gpt2" and training.sequence_length > config.max_positions:
+            problems.append(("training.sequenceLength", f"at most model.config.maxPositions ({config.max_positions})"))
+        refuse(problems)
+        return self
+
+
+# --- the object -------------------------------------------------------------------------------------------------------
+
+
+class Metadata(Fields):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)] = Field(description="Name of the job.")
+    namespace: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        default="default", description="Namespace of the job."
+    )
+    labels: StringMap = Field(default={}, description="Labels.")
+    annotations: dict[str, str] = Field(default={}, description="Annotations.")
+
+    @model_validator(mode="after")
+    def _dns_labels(self) -> Self:
+        problems = []
+        for field, value in (("name", self.name), ("namespace", self.namespace)):
+            if not _is_dns_label(value):
+                wanted = "lower-case letters, digits and '-' are allowed, with a letter or digit first and last"
+                problems.append((field, f"{wanted}; for example {_as_dns_label(value)}"))
+        refuse(problems)
+        return self
+
+
+class TrainingJob(Fields):
+    """A training run, and where its memory lives."""
+
+    api_version: Literal["spillway.dev/v1alpha1"] = Field(description="Version of this schema.")
+    kind: Literal["TrainingJob"] = Field(description="Kind of the object.")
+    metadata: Metadata = Field(description="Name and namespace.")
+    spec: TrainingJobSpec = Field(description="What the user wants.")
+
+
+def _is_dns_label(text: str) -> bool:
+    return text.isascii() and text.replace("-", "").isalnum() and text == text.lower().strip("-")
+
+
+def _as_dns_label(text: str) -> str:
+    kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text.lower())
+    return kept.strip("-")[:MAX_NAME_LENGTH].strip("-") or "my-job"
+
+
+# Set by an API server; `kubectl get -o yaml > job.yaml` must load again.
+_SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
+    ("status",),
+    *(
+        ("metadata", field)
+        for field in (
+            "uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "ownerReferences",
+            "finalizers", "selfLink", "deletionTimestamp", "deletionGracePeriodSeconds",
+        )
+    ),
+)  # fmt: skip
+
+
+def load_job(path: Path) -> TrainingJob:
+    """The job in a YAML file. Raises InvalidJob with every wrong field, UserError when the file cannot be read."""
+    return parse_job(read_text(path), str(path))
+
+
+def parse_job(text: str, source: str) -> TrainingJob:
+    """The job in a YAML text; `source` names it in errors."""
+    job = parse(TrainingJob, text, source, ignored=_SERVER_FIELDS)
+    problems = refusals(job)
+    if problems:
+        raise InvalidJob(source, problems)
+    return job
+
+
+# --- what does not work yet -------------------------------------------------------------------------------------------
+
+
+def refusals(job: TrainingJob) -> list[FieldProblem]:
+    """Fields that neither `plan` nor `run` can honour yet, each with what works instead."""
+    spec = job.spec
+    found = [
+        (spec.model.source, "spec.model.source", "does not work yet; give the model's sizes in model.config"),
+        (spec.model.entrypoint, "spec.model.entrypoint", "does not work yet; give the model's sizes in model.config"),
+        (spec.model.lora, "spec.model.lora", "does not work yet; leave it out for full training"),
+        (spec.members, "spec.members", "does not work yet; write one TrainingJob per model"),
+        (spec.objective, "spec.objective", "belongs to members, which do not work yet; leave it out"),
+        (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
+        (spec.memory.optimizer.placement == "Nvme", "spec.memory.optimizer.placement",
+         "Nvme does not work yet; use Host, Interleaved or Auto"),
+        (spec.memory.parameters.placement == "Stream", "spec.memory.parameters.placement",
+         "Stream does not work yet; use Resident or Auto"),
+        (spec.spill.encryption != "None", "spec.spill.encryption",
+         "does not work yet; use None, or an encrypted storage class"),
+    ]  # fmt: skip
+    return _refused(found, job)
+
+
+def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
+    """Fields that `plan` understands and `spillway run` cannot honour yet, each with what works instead."""
+    spec = job.spec
+    text_instead = "does not work in a run yet; use data.text or data.builtin"
+    found = [
+        (spec.model.transformer.architecture != "llama", "spec.model.config.architecture",
+         "cannot be trained yet, only planned; use llama"),
+        (spec.data.tokens, "spec.data.tokens", text_instead),
+        (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
+        (spec.data.entrypoint, "spec.data.entrypoint", text_instead),
+        (spec.parallelism.nodes > 1, "spec.parallelism.nodes", "a local run has one node; write 1"),
+        (spec.parallelism.device == "Cuda", "spec.parallelism.device",
+         "a run uses the CPU so far; use Auto or Cpu (`spillway plan` knows GPUs)"),
+        (spec.checkpoint.from_, "spec.checkpoint.from", "does not work in a run yet; leave it out"),
+        (spec.checkpoint.resume != "OwnOnly", "spec.checkpoint.resume",
+         "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start"),
+    ]  # fmt: skip
+    return _refused(found, job)
+
+
+def _refused(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:
+    return [FieldProblem(path, _given(job, path), problem) for wrong, path, problem in found if wrong]
+
+
+def _given(job: TrainingJob, path: str) -> str:
+    value: Any = job.model_dump(mode="json")
+    for part in path.split("."):
+        value = value[part]
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+_CLUSTER_ONLY = (
+    "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
+    "spill.storageClassName", "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
+    "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
+    "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
+    "suspend",
+)  # fmt: skip
+
+
+def not_used_locally(spec: TrainingJobSpec) -> list[str]:
+    """Fields without a meaning in a local run that the user gave another value than the default, as spec.a.b."""
+    given = spec.model_dump(mode="json", exclude_unset=True)
+    default = TrainingJobSpec.model_construct(model=spec.model, data=spec.data, training=spec.training)
+    defaults = default.model_dump(mode="json")
+    defaults["model"] = {"precision": Precision().model_dump(mode="json")}
+    return [
+        dotted(("spec", *leaf))
+        for field in _CLUSTER_ONLY
+        for leaf, value in _leaves(_below(given, field), tuple(field.split(".")))
+        if value not in (None, {}, [], _below(defaults, ".".join(leaf)))
+    ]
+
+
+def _below(document: Any, path: str) -> Any:
+    for part in path.split("."):
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict) and path[-1] not in ("nodeSelector", "labels", "annotations"):
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
+    return [(path, value)]

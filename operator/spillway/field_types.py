@@ -1,0 +1,88 @@
+"""The scalar types of the API: Kubernetes spellings outside, plain Python numbers inside.
+
+Number     "3e-4" in YAML (floats do not survive every JSON parser), float in Python
+Quantity   24Gi in YAML, bytes as int in Python
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Strict, WithJsonSchema
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from spillway.units import QUANTITY_PATTERN, format_quantity, parse_quantity
+
+NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
+_NUMBER = re.compile(NUMBER_PATTERN)
+MAX_COUNT = 10**12
+
+
+class Fields(BaseModel):
+    """A map of the manifest: camelCase outside, snake_case inside, unknown fields refused, values never change."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, serialize_by_alias=True, protected_namespaces=()
+    )
+
+
+def _to_float(value: object) -> float:
+    """Quoted or bare, never negative, never inf or nan: the API has no field where those have a meaning."""
+    text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    if not _NUMBER.match(text):
+        raise ValueError('a number >= 0 is needed, as a string: for example "0.1" or "3e-4"')
+    return float(text)
+
+
+def _to_bytes(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError("a quantity is needed, for example 24Gi")
+    return parse_quantity(str(value))
+
+
+def quoted(value: float) -> str:
+    """The shortest text that reads back as the same float: 0.0003 -> "0.0003", 1e-08 -> "1e-08"."""
+    return repr(value)
+
+
+Number = Annotated[
+    float,
+    BeforeValidator(_to_float),
+    PlainSerializer(quoted, return_type=str),
+    WithJsonSchema({"type": "string", "maxLength": 32, "pattern": NUMBER_PATTERN}),
+]
+Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
+Quantity = Annotated[
+    int,
+    BeforeValidator(_to_bytes),
+    PlainSerializer(format_quantity, return_type=str),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": 32, "pattern": QUANTITY_PATTERN}),
+]
+Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+StringMap = Annotated[
+    dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=1024)]], Field(max_length=64)
+]
+
+
+def refuse(problems: list[tuple[str, str]]) -> None:
+    """Raise from a model validator: pairs of (field below this model, dotted; what is allowed). None when empty."""
+    if problems:
+        text = "; ".join(f"{field}: {problem}" if field else problem for field, problem in problems)
+        context: dict[str, Any] = {"problems": problems, "text": text}
+        raise PydanticCustomError("rules", "{text}", context)
+
+
+def exactly_one(owner: BaseModel, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The problem when not exactly one of the fields is given; empty otherwise."""
+    given = [name for name in names if getattr(owner, name) is not None]
+    if len(given) == 1:
+        return []
+    choices = ", ".join(to_camel(name) for name in names)
+    found = " and ".join(to_camel(name) for name in given) or "none"
+    return [("", f"exactly one of {choices} is needed; found {found}")]

@@ -1,0 +1,157 @@
+"""Hardware: what a node has and how fast it moves bytes. Figures live in catalog/*.toml, each with its source.
+
+"h100", "h100-80"   one rank of the node class as the job asks for it
+"8xh100"            the same node with that many devices
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from spillway.errors import UserError
+
+DeviceKind = Literal["Cpu", "Cuda"]
+DISK_SHARE = 0.9
+"""of the drives' capacity that spill may use"""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes per second between device and host, one direction at a time."""
+
+    h2d_bytes_per_second: float
+    d2h_bytes_per_second: float
+    duplex_efficiency: float
+    """what remains of each direction when both are busy"""
+    devices_per_root_port: int
+    """devices that share the rates"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One node: capacities and achieved rates. Figures of devices are per device, all others per node."""
+
+    name: str
+    device_kind: DeviceKind
+    num_devices: int
+    device_bytes: int
+    """usable: without the driver's and the allocator's own"""
+    bfloat16_flops_per_second: float
+    float32_flops_per_second: float
+    device_bytes_per_second: float
+    """device memory"""
+    link: Link
+    interconnect_bytes_per_second: float
+    """between devices of the node, per device, one direction"""
+    network_bytes_per_second: float
+    """between nodes, per device, one direction"""
+    num_cores: int
+    host_bytes: int
+    dram_bytes_per_second: float
+    """host memory, cores and copies together"""
+    cpu_bytes_per_second: float
+    """host memory, what the cores alone can stream"""
+    nvme_bytes: int
+    nvme_read_bytes_per_second: float
+    nvme_write_bytes_per_second: float
+
+    @property
+    def copies_use_cores(self) -> bool:
+        """On a CPU device a copy takes the cores that compute; on a GPU copy engines do it."""
+        return self.device_kind == "Cpu"
+
+    def flops_per_second(self, compute: str) -> float:
+        return self.bfloat16_flops_per_second if compute == "bfloat16" else self.float32_flops_per_second
+
+
+def node_names() -> list[str]:
+    """Names of node classes; aliases are not listed."""
+    return sorted(name for name, entry in _catalog().items() if entry["kind"] != "Disk")
+
+
+def resolve_node(name: str) -> NodeSpec:
+    """The node class called `name`, an alias of it, or COUNTxNAME. Raises UserError with the nearest names."""
+    match = re.fullmatch(r"(?:([1-9][0-9]{0,2})x)?(.+)", name.strip().lower())
+    if match is None:
+        raise UserError(f"--node is empty; known nodes: {', '.join(node_names())}")
+    count, base = match.groups()
+    aliases = {alias: key for key, entry in _catalog().items() for alias in (key, *entry["aliases"])}
+    names = {alias: key for alias, key in aliases.items() if _catalog()[key]["kind"] != "Disk"}
+    if base not in names:
+        near = difflib.get_close_matches(base, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME sets the devices")
+    node = _node(names[base])
+    return _with_devices(node, int(count)) if count else _with_devices(node, node.num_devices)
+
+
+def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: int) -> NodeSpec:
+    """This machine as a CPU node: the catalog's rates, the given capacities. `nvme_bytes` 0 = no spill directory."""
+    node = _node("cpu")
+    share = num_cores / node.num_cores
+    return replace(
+        node,
+        name="local",
+        num_cores=num_cores,
+        device_bytes=device_bytes,
+        bfloat16_flops_per_second=node.bfloat16_flops_per_second * share,
+        float32_flops_per_second=node.float32_flops_per_second * share,
+        host_bytes=host_bytes,
+        nvme_bytes=nvme_bytes,
+    )
+
+
+def _with_devices(node: NodeSpec, num_devices: int) -> NodeSpec:
+    if node.device_kind == "Cpu" and num_devices == 1:
+        return node
+    return replace(node, name=f"{num_devices}x-{node.name}", num_devices=num_devices)
+
+
+@cache
+def _catalog() -> dict[str, dict[str, Any]]:
+    folder = files("spillway").joinpath("catalog")
+    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    return {entry.name.removesuffix(".toml"): tomllib.loads(entry.read_text(encoding="utf-8")) for entry in entries}
+
+
+@cache
+def _node(name: str) -> NodeSpec:
+    entry = _catalog()[name]
+    device, links, node = (_values(entry[part]) for part in ("device", "links", "node"))
+    disk = _values(_catalog()[entry["disk"]]["disk"])
+    # Figures of a CPU's compute are per core: its device is all of its cores.
+    cores = node["num_cores"] if entry["kind"] == "Cpu" else 1
+    return NodeSpec(
+        name=name,
+        device_kind=entry["kind"],
+        num_devices=int(node["num_devices"]),
+        device_bytes=int(device["memory_bytes"] - device["reserved_bytes"]),
+        bfloat16_flops_per_second=device["bfloat16_flops_per_second"] * cores,
+        float32_flops_per_second=device["float32_flops_per_second"] * cores,
+        device_bytes_per_second=device["memory_bytes_per_second"],
+        link=Link(
+            links["h2d_bytes_per_second"],
+            links["d2h_bytes_per_second"],
+            links["duplex_efficiency"],
+            int(links["devices_per_root_port"]),
+        ),
+        interconnect_bytes_per_second=links["interconnect_bytes_per_second"],
+        network_bytes_per_second=links["network_bytes_per_second"],
+        num_cores=int(node["num_cores"]),
+        host_bytes=int(node["host_bytes"]),
+        dram_bytes_per_second=node["dram_bytes_per_second"],
+        cpu_bytes_per_second=node["cpu_bytes_per_second"],
+        nvme_bytes=int(node["num_disks"] * disk["capacity_bytes"] * DISK_SHARE),
+        nvme_read_bytes_per_second=node["num_disks"] * disk["read_bytes_per_second"],
+        nvme_write_bytes_per_second=node["num_disks"] * disk["write_bytes_per_second"],
+    )
+
+
+def _values(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {name: figure["value"] for name, figure in figures.items()}

@@ -1,0 +1,40 @@
+"""JobFile: job.json, what the trainer is asked to do. With plan.json beside it, it is the whole contract to the trainer.
+
+Written by `spillway run` (or, in a cluster, by the operator into the attempt's ConfigMap); read by `spillway_trainer`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spillway.api import TrainingJobSpec
+from spillway.plan import Frozen
+
+JOB_VERSION = 1
+
+
+class JobFile(Frozen):
+    version: Literal[1] = JOB_VERSION
+    name: str
+    namespace: str = "default"
+    uid: str
+    """tells a namesake apart: a checkpoint of another uid is never resumed"""
+    epoch: int = Field(ge=1)
+    """attempt number; rises with every attempt, and fences the writers of earlier ones"""
+    spec: TrainingJobSpec
+    output_directory: str
+    """run.jsonl goes here"""
+    corpus_directory: str
+    """tokenizer and token shards: built here once, reused afterwards"""
+    checkpoint_directory: str
+    spill_directory: str
+    """where the NVMe slab is made; nothing in it outlives the process"""
+    claims: dict[str, str] = Field(default_factory=dict)
+    """claim name -> directory, as the trainer sees it"""
+    termination_message_path: str
+    compute_threads: int = Field(ge=1)
+    """torch's intra-op threads: fixed, because a matrix product's rounding depends on it"""
+    metrics_port: int | None = None
+    """port of /metrics; none = no exporter"""

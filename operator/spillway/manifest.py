@@ -1,0 +1,273 @@
+"""From a YAML file to a typed model, or to the list of everything that is wrong with it.
+
+Knows YAML and pydantic, and nothing about training: `api.py` holds the types and calls `parse`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from spillway.errors import FieldProblem, InvalidJob, UserError
+
+Location = tuple[str | int, ...]
+Lines = dict[Location, int]
+M = TypeVar("M", bound=BaseModel)
+
+_MAX_FILE_BYTES = 1 << 20
+_TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader without the YAML 1.1 surprises: no dates, no base-60 and no leading-zero octal numbers."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+\.[0-9]*([eE][-+]?[0-9]+)?$"), list("-+0123456789")
+)
+
+
+def read_text(path: Path) -> str:
+    """The manifest's text. Raises UserError when there is none to read."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a TrainingJob in YAML") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a TrainingJob in YAML") from None
+    if len(raw) > _MAX_FILE_BYTES:
+        raise UserError(f"{path}: {len(raw)} bytes; a TrainingJob is at most {_MAX_FILE_BYTES}")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+
+
+def parse(model: type[M], text: str, source: str, ignored: Sequence[Location] = ()) -> M:
+    """Validate a YAML document against `model`; `ignored` locations (set by servers) are dropped first.
+
+    Raises InvalidJob with every wrong field.
+    """
+    document, lines, problems = _read_yaml(text, source)
+    if problems:
+        raise InvalidJob(source, problems)
+    for location in ignored:
+        _drop(document, location)
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise InvalidJob(source, [p for detail in found for p in _translate(model, detail, lines, document)]) from None
+
+
+def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[FieldProblem]]:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            _refuse(source, "the file", "empty", "write a map with apiVersion, kind, metadata and spec")
+        if not isinstance(node, yaml.MappingNode):
+            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            _refuse(source, "the file", kind, "write a map with apiVersion, kind, metadata and spec")
+        lines: Lines = {}
+        problems = list(_inspect(node, (), lines))
+        document = {} if problems else loader.construct_document(node)
+    except yaml.composer.ComposerError as error:
+        _refuse(source, _place(error.problem_mark), "", f"{error.problem or error.context}; one TrainingJob a file")
+    except yaml.MarkedYAMLError as error:
+        _refuse(source, _place(error.problem_mark), "", f"this is no YAML: {error.problem or error.context}")
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        _refuse(source, "the file", "", f"this is no YAML: {str(error).splitlines()[0]}")
+    finally:
+        loader.dispose()
+    return document, lines, problems
+
+
+def _refuse(source: str, where: str, given: str, problem: str) -> NoReturn:
+    raise InvalidJob(source, [FieldProblem(where, given, problem)]) from None
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+
+
+def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[FieldProblem]:
+    """Record the line of every value; report duplicate keys, anchors used as merges, and YAML 1.1 booleans."""
+    line = node.start_mark.line + 1
+    lines[location] = line
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
+                yield FieldProblem(dotted(location), "", f"keys are plain words (line {key_node.start_mark.line + 1})")
+                continue
+            key, key_line = str(key_node.value), key_node.start_mark.line + 1
+            inner = (*location, key)
+            if key in seen:
+                yield FieldProblem(dotted(inner), "", f"given twice, on lines {seen[key]} and {key_line}; keep one")
+            seen.setdefault(key, key_line)
+            if _is_boolean_word(key_node):
+                yield FieldProblem(dotted(inner), key, f"{key!r} means a boolean in YAML; quote it (line {key_line})")
+            yield from _inspect(value_node, inner, lines)
+            lines[inner] = key_line
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _inspect(item, (*location, index), lines)
+    elif _is_boolean_word(node):
+        wanted = f"{node.value!r} means true or false in YAML 1.1; write true or false, or quote it (line {line})"
+        yield FieldProblem(dotted(location), str(node.value), wanted)
+
+
+def _is_boolean_word(node: yaml.Node) -> bool:
+    """yes, no, on, off: booleans for kubectl, words for most people."""
+    return bool(
+        isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:bool" and node.value not in _TRUE_AND_FALSE
+    )
+
+
+def dotted(location: Location) -> str:
+    """("spec", "members", 0, "name") -> "spec.members[0].name"."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or "the file"
+
+
+def _drop(document: dict[str, Any], location: Location) -> None:
+    inner: Any = document
+    for part in location[:-1]:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+        inner.pop(location[-1], None)
+
+
+# --- pydantic's errors in our words -----------------------------------------------------------------------------------
+
+
+def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, document: object) -> Iterator[FieldProblem]:
+    location, context = tuple(detail["loc"]), dict(detail.get("ctx", {}))
+    if detail["type"] == "default_factory_not_called":
+        return  # a field derived from one that is wrong itself, and reported
+    if detail["type"] == "too_short" and len(detail["input"]) > context["actual_length"]:
+        return  # counted without the entries that are wrong themselves, and reported
+    if detail["type"] == "rules":
+        for field, problem in context["problems"]:
+            inner = (*location, *field.split(".")) if field else location
+            yield FieldProblem(dotted(inner), _shown(_value_at(document, inner)), _with_line(problem, inner, lines))
+        return
+    if detail["type"] == "extra_forbidden":
+        yield FieldProblem(dotted(location), "", _with_line(_unknown_field(model, location), location, lines))
+        return
+    given = "" if detail["type"] == "missing" else _shown(detail["input"])
+    yield FieldProblem(dotted(location), given, _with_line(_problem(detail, context), location, lines))
+
+
+def _with_line(problem: str, location: Location, lines: Lines) -> str:
+    line = lines.get(location)
+    return f"{problem} (line {line})" if line else problem
+
+
+_PROBLEMS = {
+    "missing": "missing; this field is required",
+    "int_type": "an integer is needed, without quotes",
+    "bool_type": "true or false is needed, without quotes",
+    "string_type": "a string is needed; quote it",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "too_long": "at most {max_length} entries, found {actual_length}",
+    "too_short": "at least {min_length} entries, found {actual_length}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}",
+    "model_type": "a map of fields is needed",
+    "model_attributes_type": "a map of fields is needed",
+    "dict_type": "a map of fields is needed",
+    "list_type": "a list is needed",
+    "tuple_type": "a list is needed",
+    "value_error": "{error}",
+}
+
+
+def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
+    if detail["type"] == "literal_error":
+        return _wrong_choice(detail["input"], context["expected"])
+    sentence = _PROBLEMS.get(detail["type"])
+    return sentence.format(**context) if sentence else detail["msg"]
+
+
+def _wrong_choice(given: object, expected: str) -> str:
+    """`expected` is pydantic's list: "'Auto', 'Keep' or 'Host'"."""
+    choices = re.findall(r"'([^']*)'", expected)
+    allowed = f"one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.6)
+    return f"{allowed}; did you mean {by_lower[near[0]]}?" if near and len(choices) > 1 else allowed
+
+
+def _unknown_field(model: type[BaseModel], location: Location) -> str:
+    owner = _model_at(model, location[:-1])
+    if owner is None:
+        return "unknown field"
+    names = [field.alias or name for name, field in owner.model_fields.items()]
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(location[-1]).replace("_", "").lower(), by_lower, n=1, cutoff=0.6)
+    if near:
+        return f"unknown field; did you mean {by_lower[near[0]]}?"
+    return f"unknown field; the fields here are {', '.join(names)}"
+
+
+def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    """The model class that validates the value at `location`."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        if current is None:
+            return None
+        if isinstance(part, int):
+            continue
+        fields = {field.alias or name: field for name, field in current.model_fields.items()}
+        current = _model_in(fields[part].annotation) if part in fields else None
+    return current
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """The model inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple):
+        return next((found for found in map(_model_in, get_args(annotation)) if found), None)
+    return None
+
+
+def _value_at(document: object, location: Location) -> object:
+    for part in location:
+        try:
+            document = document[part]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return document
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return "{...}" if value else "{}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,165 @@
+"""MemoryPlan: what the planner decided and the trainer executes; plan.json is its JSON form.
+
+A plan is a value. It says where every byte lives (`bytes`), which technique does what (`optimizer`, `activations`,
+`parameters`), what it should cost (`prediction`), and why (`reasons`, `alternatives`). The result of training never
+depends on it, except through `micro_batch_size` (rounding).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PLAN_VERSION = 1
+
+
+class Tier(StrEnum):
+    """Where bytes live, nearest first; the order is meaningful."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Answer(StrEnum):
+    """The four answers for what one segment saves for backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TierBytes(Frozen):
+    """Peak bytes of one rank in one tier, by purpose. `total` is what the budget is held against."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    activations: int = 0
+    buffers: int = 0
+    """staging, reload windows, slots of streamed subgroups"""
+    workspace: int = 0
+    """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters + self.gradients + self.optimizer_states + self.activations + self.buffers + self.workspace
+        )
+
+
+class OptimizerPlan(Frozen):
+    """optimizer_offload: shares of the parameters by where their update runs; they sum to 1."""
+
+    cpu_share: float = 0.0
+    """c: states in host memory, updated by CPU threads"""
+    streamed_share: float = 0.0
+    """g: states in host memory, streamed to the device, updated there, streamed back"""
+    resident_share: float = 1.0
+    """s: states stay on the device"""
+    chunk_parameters: int = 1 << 20
+    """parameters per chunk: the unit of assignment, update and copy (4 Mi parameters = 16 MiB of fp32)"""
+    num_threads: int = 1
+    """CPU threads of the update"""
+
+    @property
+    def offloads(self) -> bool:
+        return self.resident_share < 1.0
+
+
+class ActivationPlan(Frozen):
+    """activation_spill: one answer per segment of the model, in forward order."""
+
+    answers: tuple[Answer, ...] = ()
+    """empty = keep everywhere"""
+    minimum_bytes: int = 64 * 1024
+    """storages smaller than this are kept: moving them costs more than it frees"""
+    window_bytes: int = 256 * 2**20
+    """saved bytes of spilled segments allowed on the device while their copies are in flight; forward waits beyond"""
+    num_io_threads: int = 2
+
+    @property
+    def uses(self) -> frozenset[Answer]:
+        return frozenset(self.answers)
+
+
+class ParameterPlan(Frozen):
+    """model_spill: only Resident so far."""
+
+    placement: Literal["Resident"] = "Resident"
+
+
+class Prediction(Frozen):
+    """Predicted seconds of one optimizer step of one rank, and what binds it."""
+
+    step_seconds: float
+    compute_seconds: float
+    """forward, backward and recompute"""
+    exposed_optimizer_seconds: float
+    """update time not hidden behind compute"""
+    exposed_transfer_seconds: float
+    """activation copies and disk time not hidden behind compute"""
+    bound_by: str
+    """compute, H2D, D2H, DRAM, disk read, disk write or CPU update"""
+    link_bytes: dict[str, int] = Field(default_factory=dict)
+    """bytes per step: h2d, d2h, dram, nvme_read, nvme_write"""
+    nvme_written_bytes_per_day: float = 0.0
+    drive_writes_per_day: float = 0.0
+
+
+class Alternative(Frozen):
+    """A candidate that was not chosen, and why."""
+
+    summary: str
+    step_seconds: float | None = None
+    """None when it does not fit"""
+    missing_bytes: dict[Tier, int] = Field(default_factory=dict)
+    reason: str
+
+
+class MemoryPlan(Frozen):
+    version: Literal[1] = PLAN_VERSION
+    job: str
+    node: str
+    """catalog name of the node class, for example 8x-h100-80 or local"""
+    mode: Literal["Auto", "Advise", "Disabled"]
+    strategy: Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"] = "Ddp"
+    world_size: int = 1
+    micro_batch_size: int
+    num_micro_batches: int
+    """per rank and step: globalBatchSize = micro_batch_size x num_micro_batches x world_size"""
+    num_segments: int
+    """embedding + blocks + head"""
+    optimizer: OptimizerPlan
+    activations: ActivationPlan
+    parameters: ParameterPlan = ParameterPlan()
+    bytes: dict[Tier, TierBytes]
+    budget: dict[Tier, int]
+    prediction: Prediction
+    reasons: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def spills(self) -> bool:
+        """True when any byte leaves the device."""
+        return any(self.bytes[tier].total > 0 for tier in (Tier.HOST, Tier.NVME) if tier in self.bytes)
+
+
+class Infeasible(Frozen):
+    """Nothing fits: a value, not an exception."""
+
+    job: str
+    node: str
+    missing_bytes: dict[Tier, int]
+    """of the candidate that came nearest, per tier"""
+    budget: dict[Tier, int]
+    nearest: str
+    """the nearest configuration that fits, as a sentence with the YAML fields to change"""
+    alternatives: tuple[Alternative, ...] = ()

@@ -1,0 +1,124 @@
+"""Planner: candidates -> those that fit every tier -> the fastest; says why the others lost. Pure, milliseconds, no torch.
+
+job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan | Infeasible, explained (explain.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spillway.api import TrainingJob
+from spillway.candidates import Question, Timed, as_specified, best, candidates, fitting, timed
+from spillway.errors import UserError
+from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned
+from spillway.hardware import NodeSpec
+from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What a caller knows better than the spec: budgets in bytes per device and per node, ranks of a local run."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+    world_size: int | None = None
+
+
+NO_OVERRIDES = Overrides()
+
+
+def make_plan(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -> MemoryPlan | Infeasible:
+    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits.
+
+    Raises UserError when the job asks for devices that the node has not.
+    """
+    question = ask(job, node, overrides)
+    found = list(candidates(question))
+    choices = fitting(question, found)
+    if question.mode != "Auto":
+        chosen = timed(question, as_specified(question))
+        advised = best(choices) if choices else None
+        return _plan(question, chosen, reasons_unplanned(question, chosen, advised), ())
+    if not choices:
+        return infeasible(question, found)
+    chosen = best(choices)
+    return _plan(question, chosen, reasons(question, chosen, choices), alternatives(question, chosen, found))
+
+
+def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -> Question:
+    """Resolve spec, node and overrides into one question."""
+    spec = job.spec
+    parallelism, memory = spec.parallelism, spec.memory
+    local_ranks = overrides.world_size or parallelism.devices_per_node
+    world_size = overrides.world_size or parallelism.world_size
+    _check_devices(job, node, local_ranks)
+    micro_batch_size = spec.training.micro_batch_size
+    if spec.training.global_batch_size % (micro_batch_size * world_size):
+        raise UserError(
+            f"spec.training.globalBatchSize = {spec.training.global_batch_size}: must be a multiple of "
+            f"microBatchSize x ranks ({micro_batch_size} x {world_size})"
+        )
+    return Question(
+        job=job,
+        node=node,
+        budget={
+            Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.device_bytes),
+            Tier.HOST: _least(overrides.host_bytes, memory.budget.host, node.host_bytes) // local_ranks,
+            Tier.NVME: _least(overrides.nvme_bytes, memory.budget.nvme, node.nvme_bytes) // local_ranks,
+        },
+        world_size=world_size,
+        local_ranks=local_ranks,
+        num_nodes=world_size // local_ranks,
+        micro_batch_size=micro_batch_size,
+        mode=memory.mode,
+        strategy=parallelism.strategy,
+        placement=memory.optimizer.placement,
+        policy=memory.activations.policy,
+    )
+
+
+def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
+    device = job.spec.parallelism.device
+    if device not in ("Auto", node.device_kind):
+        raise UserError(
+            f"spec.parallelism.device = {device}: node {node.name} has {node.device_kind} devices; use Auto"
+        )
+    if node.device_kind == "Cuda" and local_ranks > node.num_devices:
+        raise UserError(
+            f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} devices"
+        )
+
+
+def _least(override: int | None, budget: int | None, capacity: int) -> int:
+    """The caller's figure goes before the spec's; neither exceeds what the node has."""
+    wanted = override if override is not None else budget
+    return capacity if wanted is None else min(wanted, capacity)
+
+
+def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterable[Alternative]) -> MemoryPlan:
+    candidate = chosen.candidate
+    blocks, work = candidate.blocks, candidate.work
+    keeps_all = blocks.kept == blocks.num_layers
+    return MemoryPlan(
+        job=question.job.metadata.name,
+        node=question.node.name,
+        mode=question.job.spec.memory.mode,
+        strategy=work.strategy,
+        world_size=question.world_size,
+        micro_batch_size=work.micro_batch_size,
+        num_micro_batches=work.num_micro_batches,
+        num_segments=work.shape.num_segments,
+        optimizer=candidate.optimizer,
+        activations=ActivationPlan(
+            answers=() if keeps_all else (Answer.KEEP, *blocks.answers, Answer.KEEP),
+            minimum_bytes=work.minimum_bytes,
+            window_bytes=candidate.window_bytes,
+        ),
+        bytes=candidate.bytes,
+        budget=question.budget,
+        prediction=chosen.prediction,
+        reasons=tuple(why),
+        alternatives=tuple(others),
+    )

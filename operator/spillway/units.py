@@ -1,0 +1,81 @@
+"""Kubernetes quantities in, readable figures out. Inside the code a number's unit ends its name: `_bytes`, `_seconds`."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+TIB = 1024**4
+
+_SUFFIX = {
+    "": Fraction(1),
+    "n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 10**3),
+    "k": Fraction(10**3), "M": Fraction(10**6), "G": Fraction(10**9), "T": Fraction(10**12),
+    "P": Fraction(10**15), "E": Fraction(10**18),
+    "Ki": Fraction(2**10), "Mi": Fraction(2**20), "Gi": Fraction(2**30), "Ti": Fraction(2**40),
+    "Pi": Fraction(2**50), "Ei": Fraction(2**60),
+}  # fmt: skip
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
+_QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
+
+
+def parse_quantity(text: str) -> int:
+    """Bytes (or units) of a Kubernetes quantity: "24Gi" -> 25769803776, "1.5G" -> 1500000000; fractions round up.
+
+    Raises ValueError with the allowed form when `text` is no quantity or exceeds 2^63 - 1, as the API server would.
+    """
+    match = _QUANTITY.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity: write a number with Ki, Mi, Gi, Ti or k, M, G, T, for example 24Gi")
+    number, suffix, exponent = match.groups()
+    scale = Fraction(10) ** int(exponent) if exponent else _SUFFIX[suffix or ""]
+    value = Fraction(number) * scale
+    rounded = -(-value.numerator // value.denominator)
+    if rounded > 2**63 - 1:
+        raise ValueError(f"{text!r} is larger than a quantity can be (2^63 - 1)")
+    return rounded
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three significant figures with a binary suffix: 25769803776 -> "24.0 GiB"."""
+    sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
+            return f"{sign}{size:.{digits}f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_quantity(num_bytes: int) -> str:
+    """The shortest exact Kubernetes quantity of a byte count: 25769803776 -> "24Gi", 1000 -> "1000"."""
+    for suffix, size in (("Ti", TIB), ("Gi", GIB), ("Mi", MIB), ("Ki", KIB)):
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size}{suffix}"
+    return str(num_bytes)
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0123 -> "12.3 ms", 75 -> "1m15s", 5025 -> "1h23m"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def format_count(count: float) -> str:
+    """Parameters and tokens in powers of ten: 6738415616 -> "6.74 B"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"

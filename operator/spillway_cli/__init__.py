@@ -1,0 +1,1 @@
+"""The `spillway` command: a thin shell over the domain and the trainer."""

@@ -1,0 +1,194 @@
+"""The `spillway` command: one function per subcommand, each of which imports its work when it is called.
+
+`spillway --help` and `spillway plan` import no torch (a test holds it). Expected errors end as one sentence and a
+documented exit code; unexpected ones as one line, with the traceback in a file.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spillway.errors import ExitCode, InvalidJob, SpillwayError
+
+from .console import Format, message_console, print_json
+
+CLICK_USAGE_ERROR = 2
+"""what the command-line library exits with for a wrong option; ours is UserError (64)"""
+UNEXPECTED = 1
+
+app = typer.Typer(
+    help="Train models under memory budgets, and see where the bytes go.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify and export checkpoints.")
+app.add_typer(checkpoints, name="ckpt")
+
+FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the result is printed.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The --output of a run.")]
+DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
+HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
+NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe budget.")]
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spillway {version('spillway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def spillway(
+    _: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(help="Show where a job's memory would live, without running it.")
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
+    node: Annotated[str, typer.Option(metavar="NAME", help="Node class: h100, 8xh100, a100-40, cpu.")],
+    device: DeviceOption = None,
+    host: HostOption = None,
+    nvme: NvmeOption = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import plan_command  # noqa: PLC0415
+
+    raise typer.Exit(plan_command.plan(file, node, device, host, nvme, output))
+
+
+@app.command(help="Train a job on this machine; again: resume it.")
+def run(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory of the run.")],
+    claim: Annotated[list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory for a claim.")] = None,
+    device: DeviceOption = None,
+    host: HostOption = None,
+    nvme: NvmeOption = None,
+    spill: Annotated[Path | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics there.")] = None,
+    max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import run_command  # noqa: PLC0415
+    from .local_plan import BudgetOverrides  # noqa: PLC0415
+
+    budget = BudgetOverrides(device, host, nvme)
+    options = run_command.RunOptions(job, directory, claim or [], budget, spill, metrics_port, max_restarts, output)
+    raise typer.Exit(run_command.run(options))
+
+
+@app.command(help="Train, kill, resume and compare under half the memory.")
+def demo(
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where.")] = Path("spillway-demo"),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep corpus and checkpoints afterwards.")] = False,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import demo_command  # noqa: PLC0415
+
+    raise typer.Exit(demo_command.demo(directory, keep, output))
+
+
+@app.command(help="Write a run's report: one self-contained HTML page.")
+def report(
+    run: RunArgument,
+    file: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Default: RUN/report.html.")] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import report_command  # noqa: PLC0415
+
+    raise typer.Exit(report_command.report(run, file, output))
+
+
+@checkpoints.command(help="Every committed checkpoint, newest first.")
+def ls(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
+    from . import checkpoint_command  # noqa: PLC0415
+
+    raise typer.Exit(checkpoint_command.ls(run, output))
+
+
+@checkpoints.command(help="Read every byte; exit 74 when one is not as it was written.")
+def verify(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
+    from . import checkpoint_command  # noqa: PLC0415
+
+    raise typer.Exit(checkpoint_command.verify(run, output))
+
+
+@checkpoints.command(help="Weights as a Hugging Face directory (safetensors).")
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Default: the newest that is intact.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import checkpoint_command  # noqa: PLC0415
+
+    wanted = checkpoint_command.ExportDtype
+    if dtype not in list(wanted):
+        raise typer.BadParameter(f"{dtype!r}: use bfloat16 or float32", param_hint="--dtype")
+    raise typer.Exit(checkpoint_command.export(run, to, step, wanted(dtype), output))
+
+
+def main() -> None:
+    """Entry point: exit codes as documented, no traceback on the terminal."""
+    sys.exit(run_app(sys.argv[1:]))
+
+
+def run_app(arguments: list[str]) -> int:
+    as_json = wants_json(arguments)
+    try:
+        app(arguments, prog_name="spillway")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else UNEXPECTED
+        return ExitCode.USER_ERROR if code == CLICK_USAGE_ERROR else code
+    except SpillwayError as error:
+        say_expected(error, as_json)
+        return error.exit_code
+    except Exception as error:
+        message_console().print(f"spillway: unexpected {type(error).__name__}: {error}; details in {keep_traceback()}")
+        return UNEXPECTED
+    raise AssertionError("unreachable: the command-line library always exits")
+
+
+def say_expected(error: SpillwayError, as_json: bool) -> None:
+    """One sentence on stderr; with -o json the document of a failure on stdout."""
+    if not as_json:
+        message_console().print(f"spillway: {error}")
+        return
+    problems = error.problems if isinstance(error, InvalidJob) else ()
+    fields = [{"path": one.path, "given": one.given, "problem": one.problem} for one in problems]
+    code = error.exit_code
+    failure: dict[str, object] = {"exitCode": int(code), "reason": code.reason, "message": str(error)}
+    print_json({"error": {**failure, "fields": fields} if fields else failure})
+
+
+def wants_json(arguments: list[str]) -> bool:
+    """Whether -o json was asked for; read from the words, because a command may fail before they are parsed."""
+    return any(pair in {("-o", "json"), ("--format", "json")} for pair in pairwise(arguments)) or bool(
+        {"-ojson", "--format=json"} & {*arguments}
+    )
+
+
+def keep_traceback() -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="spillway-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write(traceback.format_exc())
+    return file.name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the commands print: text for people, one JSON document for machines.
+
+Results go to stdout, everything that is said on the way to stderr. Without a terminal there is no colour, no bar and no
+wrapping at the width of one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH_WITHOUT_TERMINAL = 160
+
+
+class Format(StrEnum):
+    """`-o`: how a command's result is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def console_on(stream: TextIO) -> Console:
+    """A console that prints text as it is: square brackets in a name are no markup. NO_COLOR is respected by rich."""
+    terminal = stream.isatty()
+    return Console(
+        file=stream,
+        force_terminal=terminal,
+        width=None if terminal else WIDTH_WITHOUT_TERMINAL,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+
+
+def result_console() -> Console:
+    return console_on(sys.stdout)
+
+
+def message_console() -> Console:
+    return console_on(sys.stderr)
+
+
+def print_json(document: Mapping[str, object] | Sequence[object]) -> None:
+    """The one document of `-o json`; not-finite numbers do not exist in JSON and must be None by now."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def table(*headings: str, title: str | None = None) -> Table:
+    """The one table style of the house: first column left, figures right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
+    return made

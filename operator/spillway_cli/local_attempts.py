@@ -1,0 +1,247 @@
+"""Attempts of a local run: one trainer process after the other, until the job is done or a restart cannot help.
+
+    attempt E = epoch E: start -> follow run.jsonl -> exit code -> done | restart with epoch E+1 | give up
+
+A crash (a signal, or a code that nobody documented) and an unreadable checkpoint are worth another attempt, from the
+last good checkpoint. The other documented failures would only repeat: same plan, same bytes, same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from spillway.errors import RANK_CRASHED, ExitCode, reason_of
+
+from .run_directory import RunDirectory, next_epoch, write_atomic
+from .run_log import Event, Follower, RunLog
+
+POLL_SECONDS = 0.2
+MAXIMUM_BACKOFF_SECONDS = 30.0
+ENDED = "ended.json"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How one trainer process ended."""
+
+    epoch: int
+    exit_code: int
+    """as a shell reports it: 128 + number for a signal"""
+    reason: str
+    message: str
+    """one sentence: the trainer's own, or what is known of a crash"""
+
+    @property
+    def worth_restarting(self) -> bool:
+        return self.reason == RANK_CRASHED or self.exit_code == ExitCode.CHECKPOINT_CORRUPT
+
+
+class Watcher(Protocol):
+    """Is told what happens, as it happens (the progress line, the demo)."""
+
+    def attempt_started(self, epoch: int, pid: int) -> None: ...
+
+    def event(self, event: Event, log: RunLog) -> None: ...
+
+    def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None: ...
+
+    def stopping(self, signal_number: int, pid: int) -> None: ...
+
+
+class StopRequest:
+    """Ctrl-C, SIGTERM or a closed terminal: passed on to the trainer once, as SIGTERM.
+
+    The handler only notes the signal; everything else happens in the loop, where printing and locks are safe.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._told_pid: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def pass_on(self, process: subprocess.Popen[bytes], watcher: Watcher) -> None:
+        """Ask this trainer to stop, once, when stopping was requested (also before it was started)."""
+        if self.signal_number is not None and process.pid != self._told_pid:
+            self._told_pid = process.pid
+            watcher.stopping(self.signal_number, process.pid)
+            process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait that long, or until stopping is requested; returns whether it is."""
+        deadline = time.monotonic() + seconds
+        while not self.requested and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return self.requested
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """How to start one attempt."""
+
+    prepare: Callable[[int], None]
+    """writes job.json for an epoch"""
+    command: Sequence[str]
+    lock: int
+    """descriptor that the trainer inherits and keeps open: the run directory stays taken while it lives"""
+
+    def start(self, run: RunDirectory, epoch: int) -> subprocess.Popen[bytes]:
+        directory = run.attempt(epoch)
+        directory.mkdir(parents=True)
+        self.prepare(epoch)
+        with (directory / "trainer.log").open("wb") as log:
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,  # the trainer's end of our life: see trainer_process
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+                pass_fds=(self.lock,),
+            )
+
+
+def run_attempts(
+    run: RunDirectory,
+    trainer: Trainer,
+    watcher: Watcher,
+    stop: StopRequest,
+    max_restarts: int,
+    first_backoff_seconds: float = 1.0,
+) -> list[Attempt]:
+    """Attempts in order; the last one decides how the run ended."""
+    follower = Follower(run.log)
+    for _ in follower.new_events():
+        pass  # what earlier runs of this directory left
+    ended: list[Attempt] = []
+    while True:
+        attempt = one_attempt(run, next_epoch(run), trainer, watcher, stop, follower)
+        restarts_left = max_restarts - len(ended) if attempt.worth_restarting and not stop.requested else 0
+        ended.append(attempt)
+        record_end(run, attempt)
+        watcher.attempt_ended(attempt, restarts_left)
+        if restarts_left <= 0:
+            return ended
+        backoff_seconds = min(first_backoff_seconds * 2 ** (len(ended) - 1), MAXIMUM_BACKOFF_SECONDS)
+        if stop.wait(backoff_seconds):
+            ended.append(stopped_before_training(attempt.epoch))
+            return ended
+
+
+def one_attempt(
+    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopRequest, follower: Follower
+) -> Attempt:
+    process = trainer.start(run, epoch)
+    try:
+        watcher.attempt_started(epoch, process.pid)
+        while process.poll() is None:
+            stop.pass_on(process, watcher)
+            follow(follower, watcher)
+            wait_for_exit(process, POLL_SECONDS)
+        follow(follower, watcher)
+    finally:
+        close_life_line(process)
+    if stop.requested and process.returncode == -signal.SIGTERM:
+        return stopped_before_training(epoch)
+    return describe_end(run.attempt(epoch), epoch, process.returncode)
+
+
+def follow(follower: Follower, watcher: Watcher) -> None:
+    for event in follower.new_events():
+        watcher.event(event, follower.log)
+
+
+def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def close_life_line(process: subprocess.Popen[bytes]) -> None:
+    """Closing the pipe tells a trainer that is still alive (we are failing) to stop; an ended one does not notice."""
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def stopped_before_training(epoch: int) -> Attempt:
+    """The request came before the trainer could listen: nothing happened since the last checkpoint."""
+    code = ExitCode.PREEMPTED
+    return Attempt(epoch, code, code.reason, "stopped on request before training went on")
+
+
+def record_end(run: RunDirectory, attempt: Attempt) -> None:
+    """Keep how it ended beside its log: a killed trainer cannot say it in run.jsonl."""
+    content = {"exitCode": attempt.exit_code, "reason": attempt.reason, "message": attempt.message}
+    write_atomic(run.attempt(attempt.epoch) / ENDED, json.dumps(content) + "\n")
+
+
+def read_ended(run: RunDirectory, epoch: int) -> Attempt | None:
+    """How an attempt ended; None while it trains, or when the CLI that watched it was killed."""
+    content = read_json_object(run.attempt(epoch) / ENDED)
+    if not content:
+        return None
+    return Attempt(epoch, int(str(content["exitCode"])), str(content["reason"]), str(content["message"]))
+
+
+def describe_end(directory: Path, epoch: int, returncode: int) -> Attempt:
+    """Code, reason and sentence of an ended trainer; the trainer's own message counts when it matches the code."""
+    exit_code = 128 - returncode if returncode < 0 else returncode
+    reason = reason_of(exit_code)
+    termination = read_json_object(directory / "termination.json")
+    if termination.get("exitCode") == exit_code and termination.get("message"):
+        return Attempt(epoch, exit_code, reason, str(termination["message"]))
+    if returncode < 0:
+        return Attempt(epoch, exit_code, reason, f"killed by {signal_name(-returncode)}")
+    if exit_code == ExitCode.COMPLETED:
+        return Attempt(epoch, exit_code, reason, "")
+    last_line = last_log_line(directory / "trainer.log")
+    said = f"; it last said: {last_line}" if last_line else ""
+    return Attempt(epoch, exit_code, reason, f"the trainer ended with exit code {exit_code}{said}")
+
+
+def signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    hint = " (out of memory, if nobody sent it: see the kernel's log)" if number == signal.SIGKILL else ""
+    return name + hint
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object in a small JSON file, or an empty one when a crash left none or a part of one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def last_log_line(path: Path, longest: int = 300) -> str:
+    """The last line of a log that says something; a traceback's last line is the error."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:longest] for line in reversed(lines) if line.strip()), "")

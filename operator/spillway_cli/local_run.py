@@ -1,0 +1,189 @@
+"""A job on this machine: what must be true before the first attempt, and the files that the attempts read.
+
+job -> claims and paths exist -> plan -> same run as the directory's? -> job.json, plan.json -> attempts
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from spillway.api import TrainingJob, TrainingJobSpec, not_used_locally, refusals_for_local_run
+from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway.job import JobFile
+from spillway.plan import MemoryPlan
+
+from .local_attempts import Attempt, StopRequest, Trainer, Watcher, run_attempts
+from .run_directory import RunDirectory, write_atomic
+from .run_log import read_run_log
+
+IDENTITY = ("model", "data", "training")
+"""Sections of the spec that a run keeps for life: its numbers depend on them, and on nothing in the others."""
+MOST_DIFFERENCES_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A job that this machine can run, with everything that the YAML does not say."""
+
+    job: TrainingJob
+    claims: Mapping[str, Path]
+    corpus: Path
+    spill: Path
+    metrics_port: int | None = None
+
+
+def refuse_wrong_fields(job: TrainingJob, source: str) -> None:
+    """Raises InvalidJob with every field that a local run cannot honour."""
+    problems = refusals_for_local_run(job)
+    if problems:
+        raise InvalidJob(source, problems)
+
+
+def unused_fields(spec: TrainingJobSpec) -> list[str]:
+    """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on."""
+    claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
+    return sorted({*not_used_locally(spec), *claim})
+
+
+def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
+    """`--claim NAME=DIR`, repeated. Raises UserError for another form or a directory that does not exist."""
+    claims: dict[str, Path] = {}
+    for text in texts:
+        name, equals, directory = text.partition("=")
+        if not name or not equals or not directory:
+            raise UserError(f"--claim {text}: write NAME=DIRECTORY, for example --claim corpus=/data/corpus")
+        if name in claims:
+            raise UserError(f"--claim {text}: {name} is given twice; keep one")
+        if not Path(directory).is_dir():
+            raise UserError(f"--claim {text}: {directory} is no directory; name the one that stands for the claim")
+        claims[name] = Path(directory).resolve()
+    return claims
+
+
+def refuse_missing_text(job: TrainingJob, claims: Mapping[str, Path], source: str) -> None:
+    """Raises InvalidJob when the job's text is not on this machine."""
+    text = job.spec.data.text
+    if text is None:
+        return
+    if text.claim is not None and text.claim not in claims:
+        wanted = f"give its directory: --claim {text.claim}=DIRECTORY"
+        raise InvalidJob(source, [FieldProblem("spec.data.text.claim", text.claim, wanted)])
+    if text.claim is not None and not (claims[text.claim] / text.sub_path).exists():
+        missing = f"there is no {claims[text.claim] / text.sub_path}; correct it, or the --claim"
+        raise InvalidJob(source, [FieldProblem("spec.data.text.subPath", text.sub_path, missing)])
+    if text.path is not None and not Path(text.path).exists():
+        raise InvalidJob(source, [FieldProblem("spec.data.text.path", text.path, "there is no such file or directory")])
+
+
+def read_job_file(path: Path) -> JobFile | None:
+    """The job.json of an earlier invocation; None when there is none. Raises UserError when it cannot be read."""
+    try:
+        return JobFile.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, ValueError, OSError) as error:
+        raise UserError(f"{path}: is no job file of this version of spillway; name another --output") from error
+
+
+def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> None:
+    """Raises UserError when the directory belongs to a job with other numbers; says which field differs."""
+    if earlier is None:
+        if run.checkpoints.exists():
+            raise UserError(f"--output {run.path}: holds checkpoints but no job.json; name another directory")
+        return
+    differences = []
+    if earlier.name != job.metadata.name:
+        differences.append(f"metadata.name is {earlier.name} there and {job.metadata.name} here")
+    differences += [
+        f"{path} is {shown(there)} there and {shown(here)} here"
+        for path, there, here in differing_fields(identity_of(earlier.spec), identity_of(job.spec), "spec")
+    ]
+    if differences:
+        named = "; ".join(differences[:MOST_DIFFERENCES_NAMED])
+        more = len(differences) - MOST_DIFFERENCES_NAMED
+        others = f"; and {more} more" if more > 0 else ""
+        raise UserError(f"--output {run.path}: holds another run: {named}{others}. Name another directory.")
+
+
+def identity_of(spec: TrainingJobSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
+
+
+def differing_fields(there: object, here: object, path: str) -> Iterator[tuple[str, object, object]]:
+    """Leaves that are not equal, as (dotted path, there, here)."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted({*there, *here}):
+            yield from differing_fields(there.get(key), here.get(key), f"{path}.{key}")
+    elif there != here:
+        yield path, there, here
+
+
+def shown(value: object) -> str:
+    return "absent" if value is None else json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
+    """Whether an earlier invocation trained the last step."""
+    ends = read_run_log(run.log).ends
+    return bool(ends) and ends[-1].exit_code == 0 and ends[-1].step >= job.spec.training.steps
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """Writes what one attempt reads; uid and threads stay those of the run's first invocation."""
+
+    run: RunDirectory
+    local: LocalJob
+    plan: MemoryPlan
+    uid: str
+    compute_threads: int
+    """a matrix product's rounding depends on it, so a resumed run keeps it"""
+
+    def write(self, epoch: int) -> None:
+        job, run = self.local.job, self.run
+        job_file = JobFile(
+            name=job.metadata.name,
+            namespace=job.metadata.namespace,
+            uid=self.uid,
+            epoch=epoch,
+            spec=job.spec,
+            output_directory=str(run.path),
+            corpus_directory=str(self.local.corpus),
+            checkpoint_directory=str(run.checkpoints),
+            spill_directory=str(self.local.spill),
+            claims={name: str(directory) for name, directory in self.local.claims.items()},
+            termination_message_path=str(run.attempt(epoch) / "termination.json"),
+            compute_threads=self.compute_threads,
+            metrics_port=self.local.metrics_port,
+        )
+        write_atomic(run.plan_file, self.plan.model_dump_json(indent=2) + "\n")
+        write_atomic(run.job_file, job_file.model_dump_json(indent=2) + "\n")
+
+
+def local_files(
+    run: RunDirectory, local: LocalJob, plan: MemoryPlan, cores: int, earlier: JobFile | None
+) -> LocalFiles:
+    if earlier is None:
+        return LocalFiles(run, local, plan, str(uuid.uuid4()), cores)
+    return LocalFiles(run, local, plan, earlier.uid, earlier.compute_threads)
+
+
+def trainer_command(run: RunDirectory) -> list[str]:
+    """-P: what lies in the current directory must not shadow a module of ours or of Python's."""
+    return [sys.executable, "-P", "-m", "spillway_cli.trainer_process", "spillway_trainer", str(run.path)]
+
+
+def train(files: LocalFiles, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
+    """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
+    trainer = Trainer(files.write, trainer_command(files.run), lock)
+    stop = StopRequest()
+    with stop.listening():
+        return run_attempts(files.run, trainer, watcher, stop, max_restarts)

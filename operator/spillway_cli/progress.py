@@ -1,0 +1,160 @@
+"""How a run looks while it goes on: one line with step, loss, speed, bytes per tier and the time that is left.
+
+On a terminal a bar that is redrawn; elsewhere one plain line per logging interval, and no control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from spillway.errors import ExitCode
+from spillway.plan import Tier
+from spillway.units import format_bytes, format_count, format_seconds
+
+from .local_attempts import Attempt
+from .run_log import Checkpoint, Evaluation, Event, MissedCheckpoint, RunLog, Start, Step
+
+LINES_PER_RUN = 20
+"""Without a terminal a run prints about that many lines, and"""
+LONGEST_SILENCE_SECONDS = 60.0
+"""at least one in that time."""
+ETA_WINDOW_STEPS = 20
+
+
+class RemainingTime:
+    """Seconds to the last step, from the pace of the latest ones: evaluation and checkpoints between them included."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
+
+    def restart(self, time: float) -> None:
+        """An attempt begins: the time without a trainer is nobody's pace."""
+        self._times.clear()
+        self._times.append(time)
+
+    def after(self, step: int, time: float) -> float | None:
+        """Seconds left after `step`, which ended at Unix time `time`; None when there is no pace yet."""
+        self._times.append(time)
+        if len(self._times) < 2:
+            return None
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        return max(0.0, pace) * (self._num_steps - step)
+
+
+def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
+    """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s"""
+    metrics = step.metrics
+    parts = [
+        f"step {metrics.step}/{num_steps}",
+        f"loss {format_loss(metrics.loss)}" + (" (skipped)" if metrics.skipped else ""),
+        f"{format_count(metrics.tokens_per_second)} tok/s",
+        *(occupancy(tier, metrics.tier_peak_bytes, budget) for tier in Tier if metrics.tier_peak_bytes.get(tier)),
+        f"eta {'?' if eta_seconds is None else format_seconds(round(eta_seconds))}",
+    ]
+    return "  ".join(parts)
+
+
+def format_loss(loss: float) -> str:
+    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+
+
+def occupancy(tier: Tier, held: Mapping[str, int], budget: Mapping[Tier, int]) -> str:
+    """`device 102/128 MiB`: peak of the step over the budget, in the budget's unit; the device alone is that tight."""
+    used = format_bytes(held[tier])
+    if tier is not Tier.DEVICE or not budget.get(tier):
+        return f"{tier} {used}"
+    number, unit = used.split()
+    allowed_number, allowed_unit = format_bytes(budget[tier]).split()
+    return (
+        f"{tier} {number}/{allowed_number} {unit}"
+        if unit == allowed_unit
+        else f"{tier} {used}/{allowed_number} {allowed_unit}"
+    )
+
+
+def logging_interval(num_steps: int) -> int:
+    """Steps between two plain lines: 1, 2 or 5 times a power of ten, for about LINES_PER_RUN lines in a run."""
+    wanted = max(1.0, num_steps / LINES_PER_RUN)
+    power = int(10 ** math.floor(math.log10(wanted)))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
+
+
+class ProgressReporter:
+    """Tells a console about the attempts of a run; `with` it, so that a bar leaves the terminal in order."""
+
+    def __init__(self, console: Console, num_steps: int, budget: Mapping[Tier, int]) -> None:
+        self._console, self._num_steps, self._budget = console, num_steps, dict(budget)
+        self._interval = logging_interval(num_steps)
+        self._last_line_time = -math.inf
+        self._remaining = RemainingTime(num_steps)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if console.is_terminal:
+            self._bar = Progress(BarColumn(24), TextColumn("{task.fields[line]}"), console=console)
+            self._task = self._bar.add_task("", total=num_steps, line="starting")
+
+    def __enter__(self) -> ProgressReporter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, sentence: str) -> None:
+        """A line of its own, above the bar when there is one."""
+        self._console.print(sentence)
+
+    def attempt_started(self, epoch: int, pid: int) -> None:
+        if epoch > 1:
+            self.say(f"attempt {epoch} (process {pid})")
+
+    def event(self, event: Event, log: RunLog) -> None:
+        match event:
+            case Start():
+                self._remaining.restart(event.time)
+                if event.resumed_from_step:
+                    self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
+            case Step():
+                self._step(event)
+            case Evaluation():
+                self.say(f"step {event.step}: evaluation loss {format_loss(event.loss)}")
+            case Checkpoint():
+                size, seconds = format_bytes(event.nbytes), format_seconds(event.seconds)
+                self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
+
+            case MissedCheckpoint():
+                self.say(f"step {event.step}: checkpoint NOT written, training goes on: {event.problem}")
+
+    def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None:
+        if attempt.exit_code == ExitCode.COMPLETED:
+            return
+        self.say(f"attempt {attempt.epoch} ended: {attempt.reason}: {attempt.message}")
+        if restarts_left > 0:
+            left = restarts_left - 1
+            self.say(f"restarting from the last checkpoint; {left} more restart{'' if left == 1 else 's'} allowed")
+
+    def stopping(self, signal_number: int, pid: int) -> None:
+        name = signal.Signals(signal_number).name
+        self.say(f"{name}: stopping after the step under way and its checkpoint (kill -9 {pid} would abandon both)")
+
+    def _step(self, step: Step) -> None:
+        number, time = step.metrics.step, step.time
+        line = progress_line(step, self._num_steps, self._budget, self._remaining.after(number, time))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, line=line)
+        elif (
+            number % self._interval == 0
+            or number in {1, self._num_steps}
+            or time - self._last_line_time >= LONGEST_SILENCE_SECONDS
+        ):
+            self._last_line_time = time
+            self._console.print(line)

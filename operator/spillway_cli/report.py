@@ -1,0 +1,247 @@
+"""The report of a run as one HTML page. Pure: log and plan in, text out. The page loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from spillway.metrics import Phase, StepMetrics
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, format_seconds
+
+from .local_attempts import Attempt
+from .report_charts import Limit, Mark, Point, Series, line_chart, stacked_chart
+from .run_log import RunLog
+from .run_summary import RunSummary, median, summarize
+
+TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
+PHASE_COLOURS = {Phase.FORWARD: "c1", Phase.BACKWARD: "c5", Phase.OPTIMIZER: "c3", Phase.WAIT: "c2", Phase.DATA: "c4"}
+OTHER_COLOUR = "c6"
+MOST_LABELLED_MARKS = 6
+BINARY_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """All that a run left behind, read."""
+
+    title: str
+    version: str
+    """of spillway, for the footer"""
+    plan: MemoryPlan
+    log: RunLog
+    ended: dict[int, Attempt]
+    """by epoch; an attempt without an entry is running, or nobody saw its end"""
+
+
+def render_report(run: RunRecord) -> str:
+    """The whole page. Every text that came from the run is escaped."""
+    summary = summarize(run.log, run.plan)
+    template = Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8"))
+    charts = [loss_section(run), speed_section(run), phase_section(run), *tier_sections(run, summary)]
+    return template.substitute(
+        title=escape(run.title),
+        subtitle=escape(subtitle(run)),
+        tiles=tiles(run, summary),
+        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>'
+        + reality_section(run, summary)
+        + attempts_section(run)
+        + reasons_section(run.plan),
+        footer=escape(
+            f"spillway {run.version}, plan for node {run.plan.node}; values of charts appear under the mouse"
+        ),
+    )
+
+
+def subtitle(run: RunRecord) -> str:
+    """What was trained, where, when."""
+    if not run.log.starts:
+        return "The trainer has not started yet."
+    start = run.log.starts[-1]
+    began = datetime.fromtimestamp(run.log.starts[0].time, UTC)
+    parts = [
+        f"{format_count(start.parameters)} parameters",
+        f"memory mode {run.plan.mode}",
+        f"started {began:%Y-%m-%d %H:%M} UTC",
+        f"CPU kernels {start.isa}" if start.isa else "",
+        f"I/O {start.io_backend}" if start.io_backend else "",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def tiles(run: RunRecord, summary: RunSummary) -> str:
+    device = next((use for use in summary.tiers if use.tier is Tier.DEVICE), None)
+    loss_note = f"first step {format_loss(summary.first_loss)}"
+    if summary.evaluation_loss is not None:
+        loss_note += f", evaluation {format_loss(summary.evaluation_loss)}"
+    shown = [
+        ("final loss", format_loss(summary.final_loss), loss_note),
+        ("steps", str(summary.num_steps), f"in {format_seconds(summary.training_seconds)}"),
+        ("speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{format_seconds(summary.step_seconds)} a step"),
+    ]
+    if device is not None:
+        budget = f"of a budget of {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
+        shown.append(("device peak", format_bytes(device.peak_bytes), budget))
+    shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
+    return "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+        for name, value, note in shown
+    )
+
+
+def loss_section(run: RunRecord) -> str:
+    series = [Series("training", "c1", points(run, lambda step: step.loss))]
+    if run.log.evaluations:
+        evaluated = sorted(run.log.evaluations.items())
+        series.append(Series("evaluation", "c2", [(step, each.loss) for step, each in evaluated], dots=True))
+    chart = line_chart("nats per token", series, resumes(run), from_zero=False)
+    return section("Loss", "Mean over the step's tokens; dashed: resumed from a checkpoint.", chart)
+
+
+def speed_section(run: RunRecord) -> str:
+    series = [Series("tokens", "c1", points(run, lambda step: step.tokens_per_second))]
+    return section("Speed", "Tokens per second of each step.", line_chart("tokens/s", series, resumes(run)))
+
+
+def phase_section(run: RunRecord) -> str:
+    scale, unit = (1e3, "ms") if median([step.metrics.step_seconds for step in run.log.curve]) < 1 else (1.0, "s")
+    series = [
+        Series(phase.value, colour, points(run, phase_value(phase, scale))) for phase, colour in PHASE_COLOURS.items()
+    ]
+    series.append(Series("other", OTHER_COLOUR, points(run, lambda step: other_seconds(step) * scale)))
+    chart = stacked_chart(unit, series, resumes(run))
+    return section("Step breakdown", "Where a step's time goes; wait = copies and I/O that nothing hid.", chart)
+
+
+def phase_value(phase: Phase, scale: float) -> Callable[[StepMetrics], float]:
+    return lambda step: step.phase_seconds.get(phase.value, 0.0) * scale
+
+
+def other_seconds(step: StepMetrics) -> float:
+    return max(0.0, step.step_seconds - sum(step.phase_seconds.values()))
+
+
+def tier_sections(run: RunRecord, summary: RunSummary) -> list[str]:
+    """One chart per tier in use: their sizes differ too much for one axis."""
+    made = []
+    for use in summary.tiers:
+        if not use.peak_bytes and not use.planned_bytes:
+            continue
+        unit, size = binary_unit(max(use.peak_bytes, use.planned_bytes))
+        peaks = points(run, tier_value(use.tier, size))
+        near = 0 < use.budget_bytes <= 3 * max(use.peak_bytes, use.planned_bytes)
+        limits = [Limit(use.budget_bytes / size, f"budget {format_bytes(use.budget_bytes)}")] if near else []
+        colour = TIER_COLOURS[use.tier]
+        chart = line_chart(unit, [Series(f"{use.tier} peak", colour, peaks)], resumes(run), limits)
+        far = "" if near or not use.budget_bytes else f" The budget of {format_bytes(use.budget_bytes)} is far above."
+        made.append(section(f"Bytes in the {use.tier} tier", f"Highest bytes held during each step.{far}", chart))
+    return made
+
+
+def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
+    return lambda step: step.tier_peak_bytes.get(tier.value, 0) / size
+
+
+def reality_section(run: RunRecord, summary: RunSummary) -> str:
+    rows = [
+        [
+            f"{use.tier} peak",
+            format_bytes(use.planned_bytes),
+            format_bytes(use.peak_bytes),
+            difference(use.planned_bytes, use.peak_bytes),
+            format_bytes(use.budget_bytes) if use.budget_bytes else "none",
+        ]
+        for use in summary.tiers
+    ]
+    predicted, seen = summary.predicted_step_seconds, summary.step_seconds
+    rows.append(
+        ["seconds per step", format_seconds(predicted), format_seconds(seen), difference(predicted, seen), "none"]
+    )
+    for link, planned in sorted(run.plan.prediction.link_bytes.items()):
+        moved = median([float(step.metrics.moved_bytes.get(link, 0)) for step in run.log.curve])
+        if planned or moved:
+            figures = [format_bytes(planned), format_bytes(moved), difference(planned, moved), "none"]
+            rows.append([f"{link} per step", *figures])
+    chart = html_table(["", "planned", "seen", "difference", "budget"], rows)
+    bound = f"Predicted to be bound by {run.plan.prediction.bound_by}. Seen: peaks, and medians of the steps."
+    return section("Plan against reality", bound, chart)
+
+
+def attempts_section(run: RunRecord) -> str:
+    starts = {start.epoch: start for start in run.log.starts}
+    rows = []
+    for epoch in sorted({*starts, *run.ended}):
+        start, ended = starts.get(epoch), run.ended.get(epoch)
+        last = run.log.last_step_of_epoch.get(epoch)
+        rows.append(
+            [
+                str(epoch),
+                "never" if start is None else f"{datetime.fromtimestamp(start.time, UTC):%H:%M:%S}",
+                "-" if start is None else str(start.resumed_from_step),
+                "-" if last is None else str(last),
+                "no end seen" if ended is None else ended.reason,
+                "" if ended is None else ended.message,
+            ]
+        )
+    headings = ["attempt", "started (UTC)", "from step", "to step", "ended", "message"]
+    return section("Attempts", "Each begins at the newest checkpoint that verifies.", html_table(headings, rows, 2))
+
+
+def reasons_section(plan: MemoryPlan) -> str:
+    """Why this plan; left out when the planner had nothing to decide."""
+    if not plan.reasons:
+        return ""
+    lost = [[one.summary, "does not fit" if one.step_seconds is None else format_seconds(one.step_seconds), one.reason]
+            for one in plan.alternatives]  # fmt: skip
+    reasons = "".join(f"<p>{escape(reason)}</p>" for reason in plan.reasons)
+    table = html_table(["alternative", "step", "why not"], lost, 1) if lost else ""
+    return section("Why this plan", "", reasons + table)
+
+
+def section(heading: str, note: str, body: str) -> str:
+    paragraph = f"<p>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(heading)}</h2>{paragraph}{body}</section>"
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int = 0) -> str:
+    """The last `num_text_columns` columns hold text, which may wrap."""
+    first_text = len(headings) - num_text_columns
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        styles = [' class="text"' if index >= first_text else "" for index in range(len(values))]
+        return "".join(f"<{tag}{style}>{escape(value)}</{tag}>" for style, value in zip(styles, values, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<tr>{cells('th', headings)}</tr>"
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def points(run: RunRecord, value: Callable[[StepMetrics], float]) -> list[Point]:
+    return [(step.metrics.step, value(step.metrics)) for step in run.log.curve]
+
+
+def resumes(run: RunRecord) -> list[Mark]:
+    """Where attempts took up the run; too many labels would hide the curve."""
+    marks = [start for start in run.log.starts if start.resumed_from_step]
+    labelled = len(marks) <= MOST_LABELLED_MARKS
+    return [
+        Mark(start.resumed_from_step, f"resumed at {start.resumed_from_step}" if labelled else "") for start in marks
+    ]
+
+
+def binary_unit(num_bytes: int) -> tuple[str, int]:
+    """The unit in which a chart's axis has small numbers."""
+    return next(((unit, size) for unit, size in BINARY_UNITS if num_bytes >= size), ("B", 1))
+
+
+def difference(planned: float, seen: float) -> str:
+    return f"{(seen - planned) / planned:+.1%}" if planned else ("none" if not seen else "not planned")
+
+
+def format_loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"

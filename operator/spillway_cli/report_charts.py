@@ -1,0 +1,232 @@
+"""Small SVG charts, drawn by hand: lines, stacked areas, axes with units. Numbers in, a string of SVG out.
+
+Colours are CSS classes of report.html (`c1`..`c6`), so that one file serves light and dark. Every text goes through
+`escape`. A chart with more points than columns is drawn from the means of equal buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+WIDTH, HEIGHT = 640, 240
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 40
+LARGEST_COLUMNS = 200
+"""points drawn, and strips that answer the mouse, per chart"""
+
+Point = tuple[float, float]
+"""(step, value)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    name: str
+    colour: str
+    """CSS class: c1..c6"""
+    points: Sequence[Point]
+    dots: bool = False
+    """mark each point: for series with few of them"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line at a step, for example where an attempt resumed."""
+
+    step: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A horizontal line, for example a budget."""
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The plane of one chart: maps steps and values to pixels."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        share = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def line_chart(
+    unit: str,
+    series: Sequence[Series],
+    marks: Sequence[Mark] = (),
+    limits: Sequence[Limit] = (),
+    from_zero: bool = True,
+) -> str:
+    """Lines over steps; gaps where a value is not finite. `unit` labels the vertical axis."""
+    drawn = [Series(one.name, one.colour, thin(one.points), one.dots) for one in series]
+    values = [value for one in drawn for _, value in one.points if math.isfinite(value)]
+    frame = frame_of(drawn, [*values, *(limit.value for limit in limits)], from_zero)
+    parts = [axes(frame, unit), *(mark_line(frame, mark) for mark in marks)]
+    parts += [limit_line(frame, limit) for limit in limits]
+    parts += [line(frame, one) for one in drawn]
+    parts.append(hover_strips(frame, drawn, unit))
+    return figure("".join(parts), drawn, unit)
+
+
+def stacked_chart(unit: str, series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
+    """Areas on top of one another; all series have the same steps."""
+    drawn = [Series(one.name, one.colour, thin(one.points)) for one in series]
+    steps = [step for step, _ in drawn[0].points] if drawn else []
+    floors = [0.0] * len(steps)
+    bands: list[tuple[Series, list[float], list[float]]] = []
+    for one in drawn:
+        ceilings = [floor + max(0.0, value) for floor, (_, value) in zip(floors, one.points, strict=True)]
+        bands.append((one, floors, ceilings))
+        floors = ceilings
+    frame = frame_of(drawn, floors, from_zero=True)
+    parts = [axes(frame, unit), *(band(frame, steps, *each) for each in bands)]
+    parts += [mark_line(frame, mark) for mark in marks]
+    parts.append(hover_strips(frame, drawn, unit))
+    return figure("".join(parts), drawn, unit)
+
+
+def figure(body: str, series: Sequence[Series], unit: str) -> str:
+    names = ", ".join(one.name for one in series)
+    keys = "".join(f'<span class="key {one.colour}">{escape(one.name)}</span>' for one in series)
+    legend = f'<div class="legend">{keys}</div>' if len(series) > 1 else ""
+    label = escape(f"{names} in {unit} over steps", quote=True)
+    return f'{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most LARGEST_COLUMNS points: means of equal buckets, each at its last step."""
+    if len(points) <= LARGEST_COLUMNS:
+        return list(points)
+    edges = [round(index * len(points) / LARGEST_COLUMNS) for index in range(LARGEST_COLUMNS + 1)]
+    return [mean_point(points[start:end]) for start, end in pairwise(edges)]
+
+
+def mean_point(bucket: Sequence[Point]) -> Point:
+    return bucket[-1][0], math.fsum(value for _, value in bucket) / len(bucket)
+
+
+def frame_of(series: Sequence[Series], values: Sequence[float], from_zero: bool) -> Frame:
+    """Bounds on round numbers; a chart without values still has axes."""
+    steps = [step for one in series for step, _ in one.points] or [0.0, 1.0]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    low = min(0.0, low) if from_zero else low
+    spacing = tick_spacing(low, high)
+    return Frame(min(steps), max(steps), math.floor(low / spacing) * spacing, ceiling(low, high, spacing))
+
+
+def ceiling(low: float, high: float, spacing: float) -> float:
+    top = math.ceil(high / spacing) * spacing
+    return top if top > low else low + spacing
+
+
+def tick_spacing(low: float, high: float, wanted: int = 4) -> float:
+    """1, 2 or 5 times a power of ten, for about `wanted` intervals."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * wanted >= span)
+
+
+def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    spacing = tick_spacing(low, high, wanted)
+    first, last = math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9)
+    return [index * spacing for index in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """A tick's text: as few digits as tell it apart."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{value:.10g}" if abs(value) >= 1e-4 or value == 0 else f"{value:.1e}"
+
+
+def axes(frame: Frame, unit: str) -> str:
+    rows, bottom = [], HEIGHT - BOTTOM
+    for value in ticks(frame.low, frame.high):
+        y = frame.y(value)
+        rows.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        rows.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    steps = [step for step in ticks(frame.first, frame.last, 6) if step == int(step)]
+    for step in steps:
+        x = frame.x(step)
+        rows.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number(step)}</text>')
+    rows.append(f'<text class="unit" x="{LEFT}" y="{TOP - 4}" text-anchor="start">{escape(unit)}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    rows.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    return "".join(rows)
+
+
+def line(frame: Frame, series: Series) -> str:
+    """Pieces of a line, broken where a value is missing; a lone point is a dot."""
+    pieces: list[list[Point]] = [[]]
+    for step, value in series.points:
+        if math.isfinite(value):
+            pieces[-1].append((frame.x(step), frame.y(value)))
+        elif pieces[-1]:
+            pieces.append([])
+    drawn = []
+    for piece in filter(None, pieces):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+        drawn.append(f'<polyline class="line {series.colour}" points="{path}"/>')
+        if series.dots or len(piece) == 1:
+            drawn += [f'<circle class="dot {series.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in piece]
+    return "".join(drawn)
+
+
+def band(frame: Frame, steps: Sequence[float], series: Series, floors: list[float], ceilings: list[float]) -> str:
+    upper = [f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in zip(steps, ceilings, strict=True)]
+    lower = [f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in zip(steps, floors, strict=True)]
+    return f'<polygon class="band {series.colour}" points="{" ".join([*upper, *reversed(lower)])}"/>'
+
+
+def mark_line(frame: Frame, mark: Mark) -> str:
+    if not frame.first <= mark.step <= frame.last:
+        return ""
+    x, y = frame.x(mark.step), HEIGHT - BOTTOM
+    anchor, shift = ("end", -4) if x > WIDTH * 0.8 else ("start", 4)
+    text = f'<text class="note" x="{x + shift:.1f}" y="{TOP + 9}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+    return f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{y}"/>{text}'
+
+
+def limit_line(frame: Frame, limit: Limit) -> str:
+    y = frame.y(limit.value)
+    x = WIDTH - RIGHT
+    text = f'<text class="note" x="{x}" y="{y - 5:.1f}" text-anchor="end">{escape(limit.label)}</text>'
+    return f'<line class="limit" x1="{LEFT}" x2="{x}" y1="{y:.1f}" y2="{y:.1f}"/>{text}'
+
+
+def hover_strips(frame: Frame, series: Sequence[Series], unit: str) -> str:
+    """An invisible strip per step that shows its values as a native tooltip: no script."""
+    values: dict[float, list[str]] = {}
+    for one in series:
+        for step, value in one.points:
+            values.setdefault(step, []).append(f"{one.name} {format_value(value)} {unit}")
+    steps = sorted(values)
+    strips = []
+    for index, step in enumerate(steps):
+        left = frame.x((steps[index - 1] + step) / 2) if index else LEFT
+        right = frame.x((step + steps[index + 1]) / 2) if index + 1 < len(steps) else WIDTH - RIGHT
+        text = escape("\n".join([f"step {step:.0f}", *values[step]]))
+        strips.append(
+            f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{max(0.5, right - left):.1f}" '
+            f'height="{HEIGHT - TOP - BOTTOM}"><title>{text}</title></rect>'
+        )
+    return "".join(strips)
+
+
+def format_value(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"

@@ -1,0 +1,149 @@
+"""`spillway run JOB --output DIR`: plans the job for this machine, trains it, restarts it after crashes, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from spillway.api import TrainingJob, load_job
+from spillway.errors import ExitCode
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import format_bytes, format_count, format_seconds
+
+from . import local_run
+from .console import Format, message_console, print_json, result_console, table
+from .local_attempts import Attempt
+from .local_node import probe
+from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
+from .local_run import LocalJob
+from .progress import ProgressReporter, format_loss
+from .report_command import read_plan, write_report
+from .run_directory import RunDirectory, create_run_directory, exclusive
+from .run_log import read_run_log
+from .run_summary import RunSummary, summarize
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The command line of `spillway run`."""
+
+    job: Path
+    output: Path
+    claims: Sequence[str]
+    budget: BudgetOverrides
+    spill: Path | None
+    """directory of the NVMe tier; none = `output`"""
+    metrics_port: int | None
+    max_restarts: int | None
+    """none = lifecycle.maxRestarts"""
+    format: Format
+
+
+def run(options: RunOptions) -> int:
+    """Train; returns the exit code of the last attempt. Every refusal happens before anything is written."""
+    source = str(options.job)
+    job = with_budget(load_job(options.job), options.budget)
+    local_run.refuse_wrong_fields(job, source)
+    claims = local_run.parse_claims(options.claims)
+    local_run.refuse_missing_text(job, claims, source)
+    console = message_console()
+    unused = local_run.unused_fields(job.spec)
+    if unused:
+        console.print(f"not used locally: {', '.join(unused)}")
+    directory = create_run_directory(options.output)
+    spill = create_run_directory(options.spill).path if options.spill else directory.path
+    local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port)
+    with exclusive(directory) as lock:
+        earlier = local_run.read_job_file(directory.job_file)
+        local_run.refuse_another_run(directory, job, earlier)
+        if local_run.is_complete(directory, job):
+            console.print(f"{directory.path}: complete already, all {job.spec.training.steps} steps are trained")
+            return finish(directory, job, [], options.format)
+        resources = probe(spill)
+        plan = plan_for_this_machine(job, resources)
+        say_plan(console, plan)
+        files = local_run.local_files(directory, local, plan, resources.cores, earlier)
+        max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
+        with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:
+            attempts = local_run.train(files, progress, lock, max_restarts)
+        return finish(directory, job, attempts, options.format)
+
+
+def say_plan(console: Console, plan: MemoryPlan) -> None:
+    """Where the bytes will be, and how fast a step should be."""
+    shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}")
+    for tier in Tier:
+        if tier in plan.bytes:
+            budget = plan.budget.get(tier)
+            shown.add_row(tier.value, format_bytes(plan.bytes[tier].total), "-" if not budget else format_bytes(budget))
+    console.print(shown)
+    seconds = format_seconds(plan.prediction.step_seconds)
+    console.print(f"predicted {seconds} a step, bound by {plan.prediction.bound_by}")
+
+
+def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
+    """Report, summary, exit code. No attempt at all means that the run was complete before."""
+    exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
+    summary = summarize(read_run_log(directory.log), read_plan(directory.plan_file))
+    report = write_report(directory, directory.report)
+    if output is Format.JSON:
+        print_json(as_json(directory, job, attempts, summary, report))
+    else:
+        result_console().print(summary_table(job, summary))
+        result_console().print(f"report: {report}")
+    if attempts and exit_code != ExitCode.COMPLETED:
+        message_console().print(closing_sentence(attempts[-1], summary.num_steps, directory))
+    return exit_code
+
+
+def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> str:
+    """Why it ended, and what to do."""
+    log = directory.attempt(last.epoch) / "trainer.log"
+    if last.exit_code == ExitCode.PREEMPTED:
+        return f"stopped after step {num_steps}; the same command goes on from the last checkpoint"
+    if last.worth_restarting:
+        return f"given up: {last.reason}: {last.message}. The log is {log}; the same command tries again."
+    return f"ended: {last.reason}: {last.message}. The log is {log}."
+
+
+def summary_table(job: TrainingJob, summary: RunSummary) -> object:
+    shown = table("", job.metadata.name)
+    shown.add_row("steps", f"{summary.num_steps} of {job.spec.training.steps}")
+    shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
+    if summary.evaluation_loss is not None:
+        shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
+    shown.add_row("speed", f"{format_count(summary.tokens_per_second)} tok/s")
+    predicted = format_seconds(summary.predicted_step_seconds)
+    shown.add_row("step", f"{format_seconds(summary.step_seconds)} (predicted {predicted})")
+    for use in summary.tiers:
+        if use.planned_bytes or use.peak_bytes:
+            budget = f", budget {format_bytes(use.budget_bytes)}" if use.budget_bytes else ""
+            planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
+            shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
+    shown.add_row("restarts", str(summary.num_restarts))
+    shown.add_row("time", format_seconds(summary.training_seconds))
+    return shown
+
+
+def as_json(
+    directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], summary: RunSummary, report: Path
+) -> dict[str, object]:
+    """The document of `-o json` (docs/cli.md)."""
+    last = attempts[-1] if attempts else None
+    return {
+        "job": job.metadata.name,
+        "output": str(directory.path),
+        "exitCode": int(last.exit_code) if last else 0,
+        "reason": last.reason if last else ExitCode.COMPLETED.reason,
+        "message": last.message if last else "complete already",
+        "stepsPlanned": job.spec.training.steps,
+        **summary.as_json(),
+        "attempts": [
+            {"epoch": one.epoch, "exitCode": int(one.exit_code), "reason": one.reason, "message": one.message}
+            for one in attempts
+        ],
+        "report": str(report),
+    }

@@ -1,0 +1,121 @@
+"""RunDirectory: where everything of a local run lies, and the lock that keeps two runs out of one directory.
+
+OUTPUT/  job.json plan.json run.jsonl report.html  corpus/  checkpoints/
+         attempts/attempt-E/{trainer.log,termination.json,ended.json}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "run.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def corpus(self) -> Path:
+        return self.path / "corpus"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def attempt(self, epoch: int) -> Path:
+        return self.attempts / f"attempt-{epoch}"
+
+
+def create_run_directory(path: Path) -> RunDirectory:
+    """Make the directory, and prove that it can be written to. Raises UserError with the system's reason."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".spillway-write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--output {path}: cannot write there ({error.strerror}); name a directory that you may write to"
+        ) from error
+    return RunDirectory(path.resolve())
+
+
+@contextmanager
+def exclusive(run: RunDirectory) -> Iterator[int]:
+    """Hold the directory for one run; yields the lock's descriptor.
+
+    The lock belongs to the open file: a trainer that inherits the descriptor keeps it, so that nobody starts beside a
+    trainer that outlived its parent and is still writing its last checkpoint.
+    """
+    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"--output {run.path}: another run is training here (or its trainer is still committing a checkpoint); "
+            "wait for it, stop it, or name another directory"
+        ) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+_EPOCH_NAME = re.compile(r"(?:epoch-|attempt-|step-[0-9]+\.e)([0-9]+)(?:\.json)?")
+
+
+def next_epoch(run: RunDirectory) -> int:
+    """1 + the highest epoch that left a trace in checkpoints or attempts: epochs only rise, fencing earlier ones."""
+    return 1 + max((*epochs_of(run.checkpoints), *epochs_of(run.attempts)), default=0)
+
+
+def epochs_of(directory: Path) -> list[int]:
+    """Epochs with an entry (attempt-E, epoch-E.json, step-N.eE) in a directory that need not exist."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(int(match[1]) for match in map(_EPOCH_NAME.fullmatch, names) if match)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file as a whole: a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def existing_run(path: Path) -> RunDirectory:
+    """The run directory that a command reads. Raises UserError when there is no run in it."""
+    run = RunDirectory(path.resolve())
+    if not run.log.is_file() and not run.job_file.is_file():
+        raise UserError(f"{path}: no run here (neither job.json nor run.jsonl); name the --output of a `spillway run`")
+    return run

@@ -1,0 +1,216 @@
+"""run.jsonl as values: the events that the trainer appended, also while it is still appending.
+
+A killed trainer may leave a half-written line, and steps repeat after a resume: an unreadable line is left out, and the
+last line of a step wins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spillway.metrics import StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An attempt began to train."""
+
+    time: float
+    """Unix time, as in every event"""
+    epoch: int
+    resumed_from_step: int
+    isa: str
+    io_backend: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step, and the attempt that made it."""
+
+    time: float
+    epoch: int
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    time: float
+    step: int
+    loss: float
+    """mean over the held-out tokens; NaN when it was not finite"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    time: float
+    step: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MissedCheckpoint:
+    """The disk refused a checkpoint; training went on."""
+
+    time: float
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """An attempt ended in an orderly way; a killed one leaves no such event."""
+
+    time: float
+    step: int
+    reason: str
+    exit_code: int
+    message: str
+
+
+Event = Start | Step | Evaluation | Checkpoint | MissedCheckpoint | End
+
+
+@dataclass(slots=True)
+class RunLog:
+    """All that a run directory's run.jsonl says so far."""
+
+    starts: list[Start] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    missed_checkpoints: list[MissedCheckpoint] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    last_step_of_epoch: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def curve(self) -> list[Step]:
+        """The steps in order."""
+        return [self.steps[step] for step in sorted(self.steps)]
+
+    def add(self, line: str) -> Event | None:
+        """Take one line in; returns its event, or None when the line is no event of ours."""
+        try:
+            event = self._event(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            return None
+        match event:
+            case Start():
+                self.starts.append(event)
+            case Step():
+                self.steps[event.metrics.step] = event
+                self.last_step_of_epoch[event.epoch] = event.metrics.step
+            case Evaluation():
+                self.evaluations[event.step] = event
+            case Checkpoint():
+                self.checkpoints.append(event)
+            case MissedCheckpoint():
+                self.missed_checkpoints.append(event)
+            case End():
+                self.ends.append(event)
+        return event
+
+    def _event(self, fields: dict[str, Any]) -> Event | None:
+        reader = READERS.get(fields["event"])
+        epoch = self.starts[-1].epoch if self.starts else 1
+        return None if reader is None else reader(float(fields["time"]), epoch, fields)
+
+
+def start(time: float, _: int, fields: dict[str, Any]) -> Start:
+    return Start(
+        time=time,
+        epoch=int(fields["epoch"]),
+        resumed_from_step=int(fields["resumed_from_step"]),
+        isa=str(fields["isa"]),
+        io_backend=str(fields["io_backend"]),
+        parameters=int(fields["parameters"]),
+    )
+
+
+def step(time: float, epoch: int, fields: dict[str, Any]) -> Step:
+    return Step(time, epoch, step_metrics(fields))
+
+
+def evaluation(time: float, _: int, fields: dict[str, Any]) -> Evaluation:
+    return Evaluation(time, int(fields["step"]), number(fields["loss"]))
+
+
+def checkpoint(time: float, _: int, fields: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"]))
+
+
+def missed_checkpoint(time: float, _: int, fields: dict[str, Any]) -> MissedCheckpoint:
+    return MissedCheckpoint(time, int(fields["step"]), str(fields["problem"]))
+
+
+def end(time: float, _: int, fields: dict[str, Any]) -> End:
+    return End(time, int(fields["step"]), str(fields["reason"]), int(fields["exit_code"]), str(fields["message"]))
+
+
+READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
+    "start": start,
+    "step": step,
+    "evaluation": evaluation,
+    "checkpoint": checkpoint,
+    "checkpoint_missed": missed_checkpoint,
+    "end": end,
+}
+"""event name -> from (time, epoch of the attempt under way, fields) to a value"""
+
+
+def step_metrics(fields: dict[str, Any]) -> StepMetrics:
+    """The StepMetrics of a `step` line; what was not finite (null in JSON) is NaN."""
+    return StepMetrics(
+        step=int(fields["step"]),
+        loss=number(fields["loss"]),
+        learning_rate=number(fields["learning_rate"]),
+        gradient_norm=number(fields["gradient_norm"]),
+        clip_factor=number(fields["clip_factor"]),
+        tokens=int(fields["tokens"]),
+        step_seconds=float(fields["step_seconds"]),
+        phase_seconds=dict(fields["phase_seconds"]),
+        tier_bytes=dict(fields["tier_bytes"]),
+        tier_peak_bytes=dict(fields["tier_peak_bytes"]),
+        moved_bytes=dict(fields["moved_bytes"]),
+        skipped=bool(fields["skipped"]),
+    )
+
+
+def number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+class Follower:
+    """Reads a growing run.jsonl from where the last call ended. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.log = RunLog()
+
+    def new_events(self) -> Iterator[Event]:
+        """Events of the whole lines appended since the last call; a line without its end waits for the next call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                event = self.log.add(line.decode("utf-8", errors="replace"))
+                if event is not None:
+                    yield event
+
+
+def read_run_log(path: Path) -> RunLog:
+    """The whole of a run.jsonl; empty when there is none."""
+    follower = Follower(path)
+    for _ in follower.new_events():
+        pass
+    return follower.log

@@ -1,0 +1,95 @@
+"""RunSummary: a run in a dozen figures, with the plan's beside them. Pure: log and plan in, figures out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spillway.plan import MemoryPlan, Tier
+
+from .run_log import Event, RunLog, Step
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    tier: Tier
+    budget_bytes: int
+    planned_bytes: int
+    peak_bytes: int
+    """highest of all steps"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    num_steps: int
+    """steps on the curve"""
+    first_loss: float
+    final_loss: float
+    """NaN when there is no step yet, or when it was not finite"""
+    evaluation_loss: float | None
+    tokens_per_second: float
+    """median of the steps"""
+    step_seconds: float
+    """median, evaluation and checkpoints apart"""
+    predicted_step_seconds: float
+    training_seconds: float
+    """from the first start to the last event, restarts included"""
+    num_restarts: int
+    tiers: tuple[TierUse, ...]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "steps": self.num_steps,
+            "firstLoss": finite(self.first_loss),
+            "finalLoss": finite(self.final_loss),
+            "evaluationLoss": finite(self.evaluation_loss),
+            "tokensPerSecond": self.tokens_per_second,
+            "stepSeconds": self.step_seconds,
+            "predictedStepSeconds": self.predicted_step_seconds,
+            "trainingSeconds": self.training_seconds,
+            "restarts": self.num_restarts,
+            "tiers": {
+                use.tier.value: {
+                    "budgetBytes": use.budget_bytes,
+                    "plannedBytes": use.planned_bytes,
+                    "peakBytes": use.peak_bytes,
+                }
+                for use in self.tiers
+            },
+        }
+
+
+def summarize(log: RunLog, plan: MemoryPlan) -> RunSummary:
+    steps = log.curve
+    events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
+    times = [event.time for event in events]
+    evaluations = sorted(log.evaluations)
+    return RunSummary(
+        num_steps=len(steps),
+        first_loss=steps[0].metrics.loss if steps else math.nan,
+        final_loss=steps[-1].metrics.loss if steps else math.nan,
+        evaluation_loss=log.evaluations[evaluations[-1]].loss if evaluations else None,
+        tokens_per_second=median([step.metrics.tokens_per_second for step in steps]),
+        step_seconds=median([step.metrics.step_seconds for step in steps]),
+        predicted_step_seconds=plan.prediction.step_seconds,
+        training_seconds=max(times) - min(times) if times else 0.0,
+        num_restarts=max(0, len(log.starts) - 1),
+        tiers=tuple(tier_use(tier, steps, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
+    )
+
+
+def tier_use(tier: Tier, steps: Sequence[Step], plan: MemoryPlan) -> TierUse:
+    planned = plan.bytes[tier].total if tier in plan.bytes else 0
+    peak = max((step.metrics.tier_peak_bytes.get(tier.value, 0) for step in steps), default=0)
+    return TierUse(tier, plan.budget.get(tier, 0), planned, peak)
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def finite(value: float | None) -> float | None:
+    """JSON knows no NaN and no infinity: null."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,133 @@
+"""kill -9 at any moment costs at most the steps since the last commit, and changes no bit of what follows."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import local_runs
+import pytest
+
+from spillway.errors import ExitCode
+from spillway_trainer.checkpoint_directory import choose_resume
+from spillway_trainer.checkpoint_manifest import Checkpoint
+
+TRIALS = 100 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 20
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run that nobody interrupts."""
+
+    text: Path
+    corpus: Path
+    losses: dict[int, float]
+    evaluations: dict[int, float]
+    last: Checkpoint
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    root = tmp_path_factory.mktemp("reference")
+    text = local_runs.write_text(root / "text")
+    warm_up = local_runs.job_file(root / "warm-up", text, root / "corpus", epoch=1)
+    assert local_runs.complete(warm_up, local_runs.spread_plan()) == 0, local_runs.log_of(root / "warm-up", 1)
+    job = local_runs.job_file(root / "run", text, root / "corpus", epoch=1)
+    started = time.monotonic()
+    assert local_runs.complete(job, local_runs.spread_plan()) == 0, local_runs.log_of(root / "run", 1)
+    seconds = time.monotonic() - started
+    return Reference(text, root / "corpus", *curves(root / "run"), last_checkpoint(root / "run"), seconds)
+
+
+def curves(output: Path) -> tuple[dict[int, float], dict[int, float]]:
+    steps = {entry["step"]: entry["loss"] for entry in local_runs.events(output, "step")}
+    evaluations = {entry["step"]: entry["loss"] for entry in local_runs.events(output, "evaluation")}
+    return steps, evaluations
+
+
+def last_checkpoint(output: Path) -> Checkpoint:
+    found = choose_resume(output / "checkpoints").checkpoint
+    assert found is not None
+    return found
+
+
+def tensor_hashes(checkpoint: Checkpoint) -> list[str]:
+    return [entry.xxh3_128 for entry in checkpoint.manifest.files]
+
+
+def test_disabled_mode_gives_the_same_bits(reference: Reference, tmp_path: Path) -> None:
+    """The spread plan used host, NVMe, recompute and all three optimizer paths; Disabled uses none of them."""
+    job = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=1)
+    assert local_runs.complete(job, local_runs.disabled_plan()) == 0, local_runs.log_of(tmp_path, 1)
+    assert curves(tmp_path) == (reference.losses, reference.evaluations)
+    assert tensor_hashes(last_checkpoint(tmp_path)) == tensor_hashes(reference.last)
+
+
+def test_the_spread_plan_uses_every_tier(reference: Reference) -> None:
+    peaks = [entry["tier_peak_bytes"] for entry in local_runs.events(reference.last.path.parents[1], "step")]
+    assert all(peak[tier] > 0 for peak in peaks for tier in ("device", "host", "nvme"))
+
+
+def test_sigterm_commits_and_exits_75_and_the_next_attempt_goes_on(reference: Reference, tmp_path: Path) -> None:
+    process = local_runs.start_attempt(
+        local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=1), local_runs.spread_plan()
+    )
+    wait_for_step(tmp_path, 2)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    stopped_at = local_runs.events(tmp_path, "end")[-1]["step"]
+    assert process.exitcode == ExitCode.PREEMPTED, local_runs.log_of(tmp_path, 1)
+    assert last_checkpoint(tmp_path).manifest.state.step == stopped_at
+    second = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=2)
+    assert local_runs.complete(second, local_runs.disabled_plan()) == 0, local_runs.log_of(tmp_path, 2)
+    assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] == stopped_at
+    assert curves(tmp_path)[0] == reference.losses
+
+
+def wait_for_step(output: Path, step: int) -> None:
+    """Poll until the run has logged `step`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(entry["step"] >= step for entry in local_runs.events(output, "step")):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {local_runs.log_of(output, 1)}")
+
+
+def test_an_earlier_epoch_is_fenced(reference: Reference, tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=2)
+    assert local_runs.complete(job, local_runs.spread_plan()) == 0
+    zombie = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=1)
+    assert local_runs.complete(zombie, local_runs.spread_plan()) == ExitCode.FENCED
+
+
+@pytest.mark.parametrize("trial", range(TRIALS))
+def test_killed_at_a_random_moment_the_curve_is_the_same(reference: Reference, tmp_path: Path, trial: int) -> None:
+    """Up to two kills, each at a uniformly random moment of an attempt, then an attempt that is left alone."""
+    moments = random.Random(trial)
+    epoch = 1
+    for epoch in range(1, moments.choice((2, 3))):
+        process = local_runs.start_attempt(
+            local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch), local_runs.spread_plan()
+        )
+        process.join(moments.uniform(0.0, reference.seconds))
+        process.kill()
+        process.join()
+    committed = max((entry["step"] for entry in local_runs.events(tmp_path, "checkpoint")), default=0)
+    final = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch + 1)
+    assert local_runs.complete(final, local_runs.spread_plan()) == 0, local_runs.log_of(tmp_path, epoch + 1)
+    assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] >= committed
+    all_losses = {(entry["step"], entry["loss"]) for entry in local_runs.events(tmp_path, "step")}
+    assert all_losses == set(reference.losses.items())
+    assert tensor_hashes(last_checkpoint(tmp_path)) == tensor_hashes(reference.last)
+
+
+def test_print_how_many_kills_were_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nkill -9 at {TRIALS} random moments (100 in `make faults`)")

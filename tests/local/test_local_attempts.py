@@ -1,0 +1,225 @@
+"""Supervision of trainer processes, with a fake trainer: real processes and signals, no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway.errors import UserError
+from spillway_cli.local_attempts import Attempt, StopRequest, Trainer, read_ended, run_attempts
+from spillway_cli.run_directory import RunDirectory, exclusive, next_epoch
+from spillway_cli.run_log import Event, RunLog, Step, read_run_log
+
+FAKE_TRAINER = Path(__file__).resolve().parents[1] / "fake_trainer.py"
+NOTHING = {"steps": [1, 0], "end": 0}
+
+
+class Recorder:
+    """A watcher that remembers, and calls `on_step` for every step."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.ended: list[tuple[int, int]] = []
+        self.stopped: list[int] = []
+        self.steps: list[int] = []
+        self.on_step = lambda step: None
+
+    def attempt_started(self, epoch: int, pid: int) -> None:
+        self.started.append(epoch)
+
+    def event(self, event: Event, log: RunLog) -> None:
+        if isinstance(event, Step):
+            self.steps.append(event.metrics.step)
+            self.on_step(event.metrics.step)
+
+    def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None:
+        self.ended.append((attempt.exit_code, restarts_left))
+
+    def stopping(self, signal_number: int, pid: int) -> None:
+        self.stopped.append(signal_number)
+
+
+def supervise(
+    path: Path, script: dict[str, dict[str, Any]], max_restarts: int = 3, watcher: Recorder | None = None
+) -> list[Attempt]:
+    """Run the fake trainer through `script`."""
+    path.mkdir(exist_ok=True)
+    run = RunDirectory(path)
+    (path / "script.json").write_text(json.dumps(script))
+
+    def prepare(epoch: int) -> None:
+        run.job_file.write_text(json.dumps({"epoch": epoch}))
+
+    stop = StopRequest()
+    with exclusive(run) as lock, stop.listening():
+        trainer = Trainer(prepare, [sys.executable, str(FAKE_TRAINER), str(path)], lock)
+        return run_attempts(run, trainer, watcher or Recorder(), stop, max_restarts, first_backoff_seconds=0.0)
+
+
+def codes(attempts: list[Attempt]) -> list[int]:
+    return [attempt.exit_code for attempt in attempts]
+
+
+def test_completed_trainer_is_not_restarted(tmp_path: Path) -> None:
+    assert codes(supervise(tmp_path, {"1": {"steps": [1, 3], "end": 0}})) == [0]
+
+
+def test_killed_trainer_is_restarted_with_the_next_epoch(tmp_path: Path) -> None:
+    attempts = supervise(tmp_path, {"1": {"steps": [1, 5], "end": "kill"}, "2": {"steps": [4, 8], "end": 0}})
+    assert [(one.epoch, one.exit_code) for one in attempts] == [(1, 137), (2, 0)]
+
+
+def test_undocumented_exit_code_is_a_crash_worth_restarting(tmp_path: Path) -> None:
+    assert codes(supervise(tmp_path, {"1": {"steps": [1, 1], "end": 1}, "2": NOTHING})) == [1, 0]
+
+
+def test_corrupt_checkpoint_is_worth_restarting(tmp_path: Path) -> None:
+    assert codes(supervise(tmp_path, {"1": {"steps": [1, 0], "end": 74}, "2": NOTHING})) == [74, 0]
+
+
+@pytest.mark.parametrize("code", [4, 64, 70, 71, 72, 73, 75, 76, 77])
+def test_documented_failure_is_not_restarted(tmp_path: Path, code: int) -> None:
+    assert codes(supervise(tmp_path, {"1": {"steps": [1, 1], "end": code}, "2": NOTHING})) == [code]
+
+
+def test_restarts_end_with_the_budget(tmp_path: Path) -> None:
+    script = {str(epoch): {"steps": [1, 0], "end": "kill"} for epoch in range(1, 9)}
+    assert codes(supervise(tmp_path, script, max_restarts=2)) == [137, 137, 137]
+
+
+def test_watcher_is_told_how_many_restarts_are_left(tmp_path: Path) -> None:
+    watcher = Recorder()
+    script = {str(epoch): {"steps": [1, 0], "end": "kill"} for epoch in range(1, 9)}
+    supervise(tmp_path, script, max_restarts=2, watcher=watcher)
+    assert watcher.ended == [(137, 2), (137, 1), (137, 0)]
+
+
+def test_epochs_go_on_from_an_earlier_invocation(tmp_path: Path) -> None:
+    supervise(tmp_path, {"1": NOTHING})
+    assert [one.epoch for one in supervise(tmp_path, {"2": NOTHING})] == [2]
+
+
+@pytest.mark.parametrize("trace", ["checkpoints/epoch-7.json", "checkpoints/step-12.e7/x", "attempts/attempt-7/x"])
+def test_next_epoch_is_above_every_trace(tmp_path: Path, trace: str) -> None:
+    (tmp_path / trace).parent.mkdir(parents=True)
+    (tmp_path / trace).touch()
+    assert next_epoch(RunDirectory(tmp_path)) == 8
+
+
+def test_every_step_is_seen_though_the_trainer_ends_at_once(tmp_path: Path) -> None:
+    watcher = Recorder()
+    supervise(tmp_path, {"1": {"steps": [1, 500], "end": 0}}, watcher=watcher)
+    assert watcher.steps == list(range(1, 501))
+
+
+def test_steps_of_an_earlier_invocation_are_not_told_again(tmp_path: Path) -> None:
+    supervise(tmp_path, {"1": {"steps": [1, 5], "end": 75}})
+    watcher = Recorder()
+    supervise(tmp_path, {"2": {"steps": [6, 8], "end": 0}}, watcher=watcher)
+    assert watcher.steps == [6, 7, 8]
+
+
+def test_termination_message_of_the_trainer_is_kept(tmp_path: Path) -> None:
+    attempts = supervise(tmp_path, {"1": {"steps": [1, 1], "end": 71, "message": "step 2: loss nan"}})
+    assert (attempts[0].reason, attempts[0].message) == ("NonFinite", "step 2: loss nan")
+
+
+def test_crash_without_a_message_quotes_the_log(tmp_path: Path) -> None:
+    attempts = supervise(tmp_path, {"1": {"steps": [1, 1], "end": 3}}, max_restarts=0)
+    assert "fake trainer, epoch 1" in attempts[0].message
+
+
+def test_end_of_every_attempt_is_recorded_for_the_report(tmp_path: Path) -> None:
+    supervise(tmp_path, {"1": {"steps": [1, 1], "end": "kill"}, "2": NOTHING})
+    ended = [read_ended(RunDirectory(tmp_path), epoch) for epoch in (1, 2)]
+    assert [one.reason for one in ended if one] == ["RankCrashed", "Completed"]
+
+
+def test_signal_to_us_reaches_the_trainer_and_ends_the_run(tmp_path: Path) -> None:
+    watcher = Recorder()
+    watcher.on_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None
+    script = {"1": {"steps": [1, 3], "end": "wait"}, "2": NOTHING}
+    assert codes(supervise(tmp_path, script, watcher=watcher)) == [75]
+
+
+def test_second_signal_is_not_passed_on(tmp_path: Path) -> None:
+    watcher = Recorder()
+    watcher.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM)
+    supervise(tmp_path, {"1": {"steps": [1, 3], "end": "wait"}}, watcher=watcher)
+    assert watcher.stopped == [signal.SIGTERM]
+
+
+def test_trainer_killed_while_stopping_is_not_restarted(tmp_path: Path) -> None:
+    watcher = Recorder()
+    watcher.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM)
+    script = {"1": {"steps": [1, 1], "end": "kill"}, "2": NOTHING}
+    assert codes(supervise(tmp_path, script, watcher=watcher))[0] == 137
+
+
+def test_our_signal_handlers_are_gone_afterwards(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    supervise(tmp_path, {"1": NOTHING})
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_directory_is_refused_while_another_run_holds_it(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with exclusive(run), pytest.raises(UserError, match="another run"), exclusive(run):
+        pass
+
+
+def test_directory_stays_taken_while_a_trainer_lives_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with exclusive(run) as lock:
+        orphan = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(lock,)
+        )
+    with pytest.raises(UserError, match="another run"), exclusive(run):
+        pass
+    orphan.communicate()
+    with exclusive(run):
+        pass
+
+
+PARENT = """
+import subprocess, sys, time
+command = [sys.executable, "-P", "-m", "spillway_cli.trainer_process", "waits_for_sigterm", sys.argv[1]]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode().strip(), flush=True)
+time.sleep(600)
+"""
+CHILD = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("ready", flush=True)
+taken = signal.sigwait({signal.SIGTERM})
+with open(sys.argv[1], "w") as fifo:
+    fifo.write(signal.Signals(taken).name)
+"""
+
+
+def test_trainer_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "waits_for_sigterm.py").write_text(CHILD)
+    os.mkfifo(tmp_path / "said")
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "said")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert parent.stdout is not None
+    assert parent.stdout.readline().split()[1] == b"ready"
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert (tmp_path / "said").read_text() == "SIGTERM"
+
+
+def test_run_log_outlives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    supervise(tmp_path, {"1": {"steps": [1, 5], "end": 75}})
+    log = tmp_path / "run.jsonl"
+    log.write_text(log.read_text()[:-20])
+    assert len(read_run_log(log).steps) == 4

@@ -1,0 +1,150 @@
+"""Optimizers driven by the same gradients: one case is a set of parameters, gradients and hyperparameters by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spillway.plan import OptimizerPlan
+from spillway_trainer import reference
+from spillway_trainer.optimizer import AdamWSettings, Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.tracing import TracingLanes
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SHAPES = {"embedding": (61, 37), "norm": (37,), "up": (83, 37), "bias": (83,), "rare": (19, 7), "down": (37, 83)}
+"""8,652 parameters: matrices and vectors, no size a multiple of a vector or of a chunk"""
+ALIAS, ALIAS_OWNER = "head", "embedding"
+UNTIL_MIDDLE, NUM_STEPS = 2, 5
+SKIPPED_STEP, RARE_STEPS, ALIAS_ALONE_STEP = 3, (1, 4), 4
+HOST_BYTES, LANE_RATE = 8 * 2**20, 1e9
+
+Named = list[tuple[str, Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    dtype: torch.dtype
+    num_micro_batches: int = 1
+    clipping: float | None = None
+    tied: bool = False
+    seed: int = 0
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {ALIAS: ALIAS_OWNER} if self.tied else {}
+
+    def parameters(self) -> Named:
+        """Fresh parameters, the same bits each time; one of them frozen."""
+        generator = torch.Generator().manual_seed(self.seed)
+        named = [(name, self._parameter(shape, generator)) for name, shape in SHAPES.items()]
+        named.append(("frozen", Parameter(torch.ones(5, dtype=self.dtype), requires_grad=False)))
+        if self.tied:
+            alias = Parameter(torch.empty(0, dtype=self.dtype))
+            alias.data = dict(named)[ALIAS_OWNER].data
+            named.append((ALIAS, alias))
+        return named
+
+    def gradients(self, step: int, micro_batch: int) -> Iterator[tuple[str, Tensor]]:
+        """In backward order. "rare" comes in some steps only; SKIPPED_STEP has an infinity; in ALIAS_ALONE_STEP the
+        owner of a tied pair gets none."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + micro_batch)
+        uses = {**SHAPES, **({ALIAS: SHAPES[ALIAS_OWNER]} if self.tied else {})}
+        for name, shape in reversed(uses.items()):
+            scale = 10.0 ** torch.randint(-6, 2, (1,), generator=generator).item()
+            gradient = (torch.randn(shape, generator=generator) * scale).to(self.dtype)
+            if step == SKIPPED_STEP and name == "up":
+                gradient[0, 0] = math.inf
+            owner_left_out = self.tied and step == ALIAS_ALONE_STEP and name == ALIAS_OWNER
+            if not owner_left_out and (name != "rare" or step in RARE_STEPS):
+                yield name, gradient
+
+    def _parameter(self, shape: tuple[int, ...], generator: torch.Generator) -> Parameter:
+        return Parameter(torch.randn(shape, generator=generator).to(self.dtype))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run leaves: everything that placement must not change."""
+
+    parameters: dict[str, Tensor]
+    states: dict[str, Tensor]
+    scalars: dict[str, float]
+    norms: list[float] = field(default_factory=list)
+
+    def difference(self, other: Outcome) -> list[str]:
+        """Names of what differs in a bit."""
+        pairs = [(self.parameters, other.parameters), (self.states, other.states)]
+        names = [name for mine, theirs in pairs for name in mine if not torch.equal(mine[name], theirs[name])]
+        if [repr(norm) for norm in self.norms] != [repr(norm) for norm in other.norms]:
+            names.append("norms")
+        return names + ([] if self.scalars == other.scalars else ["scalars"])
+
+
+def drive(optimizer: Optimizer, case: Case, first: int = 0, last: int = NUM_STEPS) -> list[float]:
+    """Steps first..last-1 as the step loop does them; returns the gradient norms."""
+    norms = []
+    for step in range(first, last):
+        for micro_batch in range(case.num_micro_batches):
+            for name, gradient in case.gradients(step, micro_batch):
+                optimizer.take(name, gradient)
+        norm = optimizer.norm()
+        norms.append(norm)
+        if math.isfinite(norm):
+            clip_factor = 1.0 if case.clipping is None else min(1.0, case.clipping / (norm + 1e-6))
+            optimizer.step(1e-2 / (step + 1), clip_factor)
+            optimizer.flush()
+        else:
+            optimizer.skip()
+    return norms
+
+
+def outcome(optimizer: Optimizer, parameters: Named, norms: list[float]) -> Outcome:
+    tensors = {name: parameter.detach().clone() for name, parameter in parameters}
+    return Outcome(tensors, dict(optimizer.state()), optimizer.scalars(), norms)
+
+
+def resident(parameters: Named, case: Case) -> ResidentOptimizer:
+    return ResidentOptimizer(parameters, case.aliases, SETTINGS, DeviceLedger(None), update=reference.adamw)
+
+
+_ORACLES: dict[Case, Outcome] = {}
+
+
+def oracle(case: Case) -> Outcome:
+    """The plain optimizer on the reference arithmetic, all steps."""
+    if case not in _ORACLES:
+        parameters = case.parameters()
+        optimizer = resident(parameters, case)
+        _ORACLES[case] = outcome(optimizer, parameters, drive(optimizer, case))
+    return _ORACLES[case]
+
+
+LANES: dict[str, Callable[[HostSlab, DeviceLedger], Lanes]] = {
+    "cpu": CpuLanes,
+    "lazy": LazyLanes,
+    "tracing": lambda host, ledger: TracingLanes(host, ledger, dict.fromkeys(Lane, LANE_RATE)),
+}
+
+
+def offload(parameters: Named, case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> OptimizerOffload:
+    """The CPU path on the native kernel and the device path on the reference: two different codes meet."""
+    return OptimizerOffload(parameters, case.aliases, SETTINGS, plan, lanes, ledger, device_update=reference.adamw)
+
+
+def split(cpu: float, streamed: float, resident: float, chunk_parameters: int, num_threads: int = 1) -> OptimizerPlan:
+    return OptimizerPlan(
+        cpu_share=cpu,
+        streamed_share=streamed,
+        resident_share=resident,
+        chunk_parameters=chunk_parameters,
+        num_threads=num_threads,
+    )

@@ -1,0 +1,194 @@
+"""optimizer_offload on = off, bit for bit: every split, chunk size, thread count and kind of lanes, against the plain
+optimizer on the reference arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from optimizer_cases import (
+    HOST_BYTES,
+    LANES,
+    NUM_STEPS,
+    SETTINGS,
+    UNTIL_MIDDLE,
+    Case,
+    Outcome,
+    drive,
+    offload,
+    oracle,
+    outcome,
+    resident,
+    split,
+)
+from torch import Tensor
+
+from spillway.plan import OptimizerPlan
+from spillway_trainer import kernels
+from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import CpuLanes, Lanes, LazyLanes
+from spillway_trainer.tiers.tracing import TracingLanes
+
+torch.set_num_threads(1)
+
+SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, 0.5, 0), (0.3, 0.3, 0.4), (0.61, 0.17, 0.22)]
+CHUNKS = (1009, 4096, 1 << 20)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def memory() -> tuple[HostSlab, DeviceLedger]:
+    return HostSlab(HOST_BYTES), DeviceLedger(None)
+
+
+def run(case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> Outcome:
+    parameters = case.parameters()
+    optimizer = offload(parameters, case, plan, lanes, ledger)
+    return outcome(optimizer, parameters, drive(optimizer, case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lanes_name", LANES)
+@pytest.mark.parametrize("shares", SPLITS, ids=str)
+def test_every_split_leaves_the_bits_of_the_plain_optimizer(
+    shares: tuple[float, float, float], lanes_name: str, dtype: torch.dtype
+) -> None:
+    """Over 5 steps with a skipped one: parameters, masters, moments and norms; 48 combinations each."""
+    for num_micro_batches, clipping, tied, chunk, num_threads in itertools.product(
+        (1, 4), (None, 1.0), (False, True), CHUNKS, (1, 2)
+    ):
+        case = Case(dtype, num_micro_batches, clipping, tied)
+        host, ledger = memory()
+        lanes = LANES[lanes_name](host, ledger)
+        result = run(case, split(*shares, chunk, num_threads), lanes, ledger)
+        lanes.close()
+        assert result.difference(oracle(case)) == [], (case, chunk, num_threads)
+        assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPLITS, 2)), ids=str)
+def test_what_one_plan_saved_another_continues_bitwise(
+    before: tuple[float, float, float], after: tuple[float, float, float], dtype: torch.dtype
+) -> None:
+    case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True)
+    host, ledger = memory()
+    first_parameters = case.parameters()
+    first = offload(first_parameters, case, split(*before, 1009), LazyLanes(host, ledger), ledger)
+    norms = drive(first, case, 0, UNTIL_MIDDLE)
+    saved, scalars = dict(first.state()), first.scalars()
+
+    parameters = Case(dtype, tied=True, seed=7).parameters()  # other weights: all must come from the checkpoint
+    host, ledger = memory()
+    second = offload(parameters, case, split(*after, 4096), LazyLanes(host, ledger), ledger)
+    for name, value in saved.items():
+        second.load(name, value)
+    second.load_scalars(scalars)
+    result = outcome(second, parameters, norms + drive(second, case, UNTIL_MIDDLE, NUM_STEPS))
+    assert result.difference(oracle(case)) == []
+
+
+def test_plain_optimizer_continues_what_an_offloaded_one_saved() -> None:
+    case = Case(torch.bfloat16, clipping=1.0, tied=True)
+    host, ledger = memory()
+    first = offload(case.parameters(), case, split(0.3, 0.3, 0.4, 1009), LazyLanes(host, ledger), ledger)
+    norms = drive(first, case, 0, UNTIL_MIDDLE)
+    parameters = case.parameters()
+    second = resident(parameters, case)
+    for name, value in first.state():
+        second.load(name, value)
+    second.load_scalars(first.scalars())
+    result = outcome(second, parameters, norms + drive(second, case, UNTIL_MIDDLE, NUM_STEPS))
+    assert result.difference(oracle(case)) == []
+
+
+def test_skip_leaves_states_and_parameters_unchanged() -> None:
+    case = Case(torch.bfloat16, tied=True)
+    host, ledger = memory()
+    parameters = case.parameters()
+    optimizer = offload(parameters, case, split(0.3, 0.3, 0.4, 1009), LazyLanes(host, ledger), ledger)
+    before = outcome(optimizer, parameters, [])
+    for name, gradient in case.gradients(0, 0):
+        optimizer.take(name, gradient)
+    optimizer.skip()
+    assert outcome(optimizer, parameters, []).difference(before) == []
+
+
+def test_default_kernels_of_both_sides_agree_with_the_reference() -> None:
+    case = Case(torch.bfloat16, num_micro_batches=4, clipping=1.0, tied=True)
+    host, ledger = memory()
+    parameters, lanes = case.parameters(), LazyLanes(host, ledger)
+    plan = split(0.3, 0.3, 0.4, 1009, num_threads=2)
+    optimizer = OptimizerOffload(parameters, case.aliases, SETTINGS, plan, lanes, ledger)
+    assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
+
+
+def test_wrong_arithmetic_on_one_side_shows() -> None:
+    """The matrix can fail: one path with another epsilon differs."""
+    case = Case(torch.bfloat16)
+    host, ledger = memory()
+    parameters, lanes = case.parameters(), LazyLanes(host, ledger)
+
+    def other_epsilon(scalars: AdamWScalars, *tensors: object) -> None:
+        kernels.adamw(dataclasses.replace(scalars, eps=1e-6), *tensors)  # type: ignore[arg-type]
+
+    optimizer = OptimizerOffload(
+        parameters, {}, SETTINGS, split(0.5, 0.5, 0, 1009), lanes, ledger, device_update=other_epsilon
+    )
+    assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) != []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shares", SPLITS, ids=str)
+def test_step_without_norm_waits_for_the_gradients(shares: tuple[float, float, float], dtype: torch.dtype) -> None:
+    case = Case(dtype, num_micro_batches=2, tied=True)
+    host, ledger = memory()
+    results = []
+    for make in (resident, lambda p, c: offload(p, c, split(*shares, 1009), LazyLanes(host, ledger), ledger)):
+        parameters = case.parameters()
+        optimizer = make(parameters, case)
+        for micro_batch in range(2):
+            for name, gradient in case.gradients(0, micro_batch):
+                optimizer.take(name, gradient)
+        optimizer.step(1e-2, 1.0)
+        optimizer.flush()
+        results.append(outcome(optimizer, parameters, []))
+    assert results[1].difference(results[0]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_never_touches_the_memory_of_the_device(dtype: torch.dtype) -> None:
+    case, touched = Case(dtype), set()
+    host, ledger = memory()
+    parameters = case.parameters()
+
+    def recording(scalars: AdamWScalars, *tensors: Tensor) -> None:
+        touched.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        kernels.adamw(scalars, *tensors)
+
+    lanes, plan = LazyLanes(host, ledger), split(0.5, 0.3, 0.2, 1009)
+    optimizer = OptimizerOffload(parameters, {}, SETTINGS, plan, lanes, ledger, cpu_update=recording)
+    drive(optimizer, case)
+    assert touched == {host.allocate(1, "probe").untyped_storage().data_ptr()}
+
+
+def test_error_of_an_update_is_raised_by_flush() -> None:
+    case = Case(torch.bfloat16)
+    host, ledger = memory()
+    lanes = CpuLanes(host, ledger)
+
+    def failing(*_: object) -> None:
+        raise ArithmeticError("planted")
+
+    plan = split(1, 0, 0, 1009)
+    broken = OptimizerOffload(case.parameters(), {}, SETTINGS, plan, lanes, ledger, cpu_update=failing)
+    for name, gradient in case.gradients(0, 0):
+        broken.take(name, gradient)
+    broken.step(1e-3, 1.0)
+    with pytest.raises(ArithmeticError, match="planted"):
+        broken.flush()
+    lanes.close()

@@ -1,0 +1,96 @@
+"""Lanes that leave out one kind of order: what a schedule with that defect would submit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spillway.plan import Tier
+from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, Lanes, Region
+
+Edges = Sequence[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Operations of `lane` whose label starts with `label`; `keep` says which of their `after` events survive."""
+
+    name: str
+    lane: Lane
+    label: str
+    keep: Callable[[Edges], Edges]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class LanesWithDefect:
+    """`lanes`, but operations of the defect lose edges; `dropped` counts the edges that were left out."""
+
+    def __init__(self, lanes: Lanes, defect: Defect) -> None:
+        self._lanes, self._defect = lanes, defect
+        self.dropped = 0
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        kept = after
+        if lane is self._defect.lane and label.startswith(self._defect.label):
+            kept = self._defect.keep(after)
+            self.dropped += len(after) - len(kept)
+        return self._lanes.submit(lane, work, reads=reads, writes=writes, after=kept, nbytes=nbytes, label=label)
+
+    def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        return self._lanes.acquire(tier, nbytes, label)
+
+    def release(self, region: Region, after: Sequence[Event] = ()) -> None:
+        self._lanes.release(region, after)
+
+    def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
+        self._lanes.compute(reads=reads, writes=writes, label=label)
+
+    def computed(self) -> Event:
+        return self._lanes.computed()
+
+    def wait(self, event: Event) -> None:
+        self._lanes.wait(event)
+
+    def moved_bytes(self) -> dict[str, int]:
+        return self._lanes.moved_bytes()
+
+    def stalled_seconds(self) -> float:
+        return self._lanes.stalled_seconds()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+class LanesThatLose(LanesWithDefect):
+    """The operation with this label reports completion and is never run: defect 5, the last write-back left out."""
+
+    def __init__(self, lanes: Lanes, lane: Lane, label: str) -> None:
+        super().__init__(lanes, Defect("lost", lane, label, lambda after: after))
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        if lane is self._defect.lane and label == self._defect.label:
+            self.dropped += 1
+            return DONE
+        return self._lanes.submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)

@@ -1,0 +1,369 @@
+"""The command line itself: help, refusals, exit codes, documents. No trainer is started here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_records import plan as made_plan
+
+from spillway.api import TrainingJob, parse_job
+from spillway.errors import ExitCode, UserError
+from spillway.job import JobFile
+from spillway_cli import __main__ as cli
+from spillway_cli import local_run
+from spillway_cli.local_node import probe
+from spillway_cli.local_plan import BudgetOverrides, shared_memory, with_budget
+from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = (ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8")
+GIB = 2**30
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB, encoding="utf-8")
+    return path
+
+
+def changed(path: Path, *edits: tuple[str, str]) -> Path:
+    """The job file with texts replaced."""
+    text = path.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def run(job: Path, *options: str) -> int:
+    return cli.run_app(["run", str(job), "--output", str(job.parent / "out"), *options])
+
+
+# --- help, version, imports -------------------------------------------------------------------------------------------
+
+
+def test_help_fits_twenty_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_app(["--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 20
+
+
+def test_help_cuts_no_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run_app(["--help"])
+    assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
+
+
+def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_app(["--version"]) == 0
+    assert re.fullmatch(r"spillway \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", str(ROOT / "examples" / "demo.yaml"), "--node", "h100"], ["ckpt", "ls", "."]]
+)
+def test_command_imports_no_torch(arguments: list[str]) -> None:
+    code = (
+        f"import sys; from spillway_cli.__main__ import run_app; run_app({arguments!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_help_imports_no_model_of_the_api() -> None:
+    code = "import sys; from spillway_cli.__main__ import run_app; run_app(['--help']); sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+# --- exit codes, errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["run"], ["run", "job.yaml", "--fast"], ["report", "x", "-o", "xml"]])
+def test_wrong_command_line_is_a_user_error(arguments: list[str]) -> None:
+    assert cli.run_app(arguments) == ExitCode.USER_ERROR
+
+
+def test_missing_job_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "none.yaml") == ExitCode.USER_ERROR
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_every_wrong_field_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(job_file, ("steps: 80", "steps: -3"), ("sequenceLength", "sequenceLenght"))
+    assert run(job_file) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err
+    assert "spec.training.steps" in said and "sequenceLength?" in said and "Traceback" not in said
+
+
+def test_refused_job_leaves_nothing_behind(job_file: Path) -> None:
+    run(changed(job_file, ("steps: 80", "steps: -3")))
+    assert [path.name for path in job_file.parent.iterdir()] == ["job.yaml"]
+
+
+def test_json_error_is_one_document_with_the_fields(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(job_file, ("steps: 80", "steps: -3"))
+    assert run(job_file, "-o", "json") == ExitCode.USER_ERROR
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["exitCode"], error["reason"]) == (64, "UserError")
+    assert [field["path"] for field in error["fields"]] == ["spec.training.steps"]
+
+
+def test_unexpected_error_is_one_line_and_a_file(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(local_run, "refuse_wrong_fields", broken)
+    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+    assert run(job_file) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "KeyError" in Path(said[0].split()[-1]).read_text(encoding="utf-8")
+
+
+def test_budget_that_is_no_quantity_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(job_file, "--device", "many") == ExitCode.USER_ERROR
+    assert "--device" in capsys.readouterr().err
+
+
+def test_impossible_budget_says_numbers_and_what_would_fit(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(job_file, "--device", "1Mi") == ExitCode.DOES_NOT_FIT
+    said = capsys.readouterr().err
+    assert re.search(r"device lacks \d+(\.\d+)? MiB", said) and "what would fit: spec.memory.budget.device" in said
+
+
+def test_no_traceback_without_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_app(["report", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert "no run here" in capsys.readouterr().err
+
+
+def test_demo_refuses_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").touch()
+    assert cli.run_app(["demo", "--output", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert (tmp_path / "thesis.tex").exists()
+
+
+# --- claims and text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (["corpus"], "write NAME=DIRECTORY"),
+        (["=x"], "write NAME=DIRECTORY"),
+        (["corpus=/does/not/exist"], "is no directory"),
+        (["corpus=/", "corpus=/"], "given twice"),
+    ],
+)
+def test_wrong_claim_is_refused(texts: list[str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        local_run.parse_claims(texts)
+
+
+def test_claim_of_the_text_must_be_given(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(job_file, ("builtin: PythonStdlib", "text: {claim: corpus}"))
+    assert run(job_file) == ExitCode.USER_ERROR
+    assert "--claim corpus=DIRECTORY" in capsys.readouterr().err
+
+
+def test_text_on_a_claim_must_exist(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(job_file, ("builtin: PythonStdlib", "text: {claim: corpus, subPath: en}"))
+    assert run(job_file, "--claim", f"corpus={job_file.parent}") == ExitCode.USER_ERROR
+    assert "spec.data.text.subPath = en" in capsys.readouterr().err
+
+
+def test_path_of_the_text_must_exist(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(job_file, ("builtin: PythonStdlib", "text: {path: /does/not/exist}"))
+    assert run(job_file) == ExitCode.USER_ERROR
+    assert "spec.data.text.path = /does/not/exist" in capsys.readouterr().err
+
+
+# --- one directory, one run -------------------------------------------------------------------------------------------
+
+
+def demo_job(*edits: tuple[str, str]) -> TrainingJob:
+    text = JOB
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    return parse_job(text, "job.yaml")
+
+
+def job_json(job: TrainingJob, **changes: Any) -> JobFile:
+    fields: dict[str, Any] = {
+        "name": job.metadata.name, "uid": "u", "epoch": 1, "spec": job.spec, "output_directory": "o",
+        "corpus_directory": "c", "checkpoint_directory": "p", "spill_directory": "s",
+        "termination_message_path": "t", "compute_threads": 3,
+    }  # fmt: skip
+    return JobFile(**{**fields, **changes})
+
+
+def test_directory_of_another_run_names_the_field(tmp_path: Path) -> None:
+    earlier = job_json(demo_job())
+    with pytest.raises(UserError, match=r"spec\.training\.steps is 80 there and 90 here"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(("steps: 80", "steps: 90")), earlier)
+
+
+def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metadata\.name is other there and demo here"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(), job_json(demo_job(), name="other"))
+
+
+def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
+    smaller = demo_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
+    local_run.refuse_another_run(RunDirectory(tmp_path), smaller, job_json(demo_job()))
+
+
+def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="no job.json"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(), None)
+
+
+def test_resumed_run_keeps_its_uid_and_threads(tmp_path: Path) -> None:
+    local = local_run.LocalJob(demo_job(), {}, tmp_path, tmp_path)
+    files = local_run.local_files(RunDirectory(tmp_path), local, made_plan(), 64, job_json(demo_job()))
+    assert (files.uid, files.compute_threads) == ("u", 3)
+
+
+def test_job_file_reads_back_as_the_same_job(tmp_path: Path) -> None:
+    run_directory = RunDirectory(tmp_path)
+    local = local_run.LocalJob(demo_job(), {"corpus": tmp_path}, tmp_path / "c", tmp_path / "s", 9400)
+    local_run.local_files(run_directory, local, made_plan(), 2, None).write(4)
+    read = local_run.read_job_file(run_directory.job_file)
+    assert read is not None
+    assert (read.epoch, read.spec, read.claims) == (4, demo_job().spec, {"corpus": str(tmp_path)})
+
+
+def test_job_file_of_another_version_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"version": 99}')
+    with pytest.raises(UserError, match="no job file of this version"):
+        local_run.read_job_file(tmp_path / "job.json")
+
+
+def test_output_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write there"):
+        create_run_directory(tmp_path / "file" / "out")
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_checkpoint_claim_is_not_used_locally() -> None:
+    job = demo_job(("keep: 2", "keep: 2, claim: ckpt"))
+    assert local_run.unused_fields(job.spec) == ["spec.checkpoint.claim"]
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, cgroup: str, files: dict[str, str], available_kib: int = 8 << 20) -> Path:
+    for name, text in {
+        "proc/meminfo": f"MemTotal: 99 kB\nMemAvailable:    {available_kib} kB\n",
+        "proc/self/cgroup": cgroup,
+        **files,
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = {"sys/fs/cgroup/pod/box/memory.max": "max\n", "sys/fs/cgroup/pod/box/memory.current": "1000\n"}
+
+
+def test_memory_without_a_limit_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+    assert probe(tmp_path, machine(tmp_path, "0::/\n", {})).memory_bytes == 8 * GIB
+
+
+def test_memory_limit_of_an_outer_cgroup_binds(tmp_path: Path) -> None:
+    limits = {"sys/fs/cgroup/pod/memory.max": f"{2 * GIB}\n", "sys/fs/cgroup/pod/memory.current": f"{GIB // 2}\n"}
+    assert probe(tmp_path, machine(tmp_path, "0::/pod/box\n", V2 | limits)).memory_bytes == 2 * GIB - GIB // 2
+
+
+def test_page_cache_in_a_cgroup_does_not_count_as_used(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GIB // 4}\n",
+    }
+    assert probe(tmp_path, machine(tmp_path, "0::/\n", files)).memory_bytes == GIB // 4
+
+
+def test_memory_limit_of_cgroup_v1_binds(tmp_path: Path) -> None:
+    directory = "sys/fs/cgroup/memory/docker/abc"
+    files = {f"{directory}/memory.limit_in_bytes": f"{GIB}\n", f"{directory}/memory.usage_in_bytes": "0\n"}
+    root = machine(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n", files)
+    assert probe(tmp_path, root).memory_bytes == GIB
+
+
+def test_no_limit_of_cgroup_v1_is_no_limit(tmp_path: Path) -> None:
+    directory = "sys/fs/cgroup/memory"
+    files = {f"{directory}/memory.limit_in_bytes": "9223372036854771712\n", f"{directory}/memory.usage_in_bytes": "0\n"}
+    assert probe(tmp_path, machine(tmp_path, "4:memory:/\n", files)).memory_bytes == 8 * GIB
+
+
+def test_container_without_its_own_cgroup_namespace_uses_the_mount(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": f"{GIB}\n", "sys/fs/cgroup/memory.current": "0\n"}
+    assert probe(tmp_path, machine(tmp_path, "0::/kubepods/pod1/c1\n", files)).memory_bytes == GIB
+
+
+def test_cpu_quota_bounds_the_cores(tmp_path: Path) -> None:
+    assert probe(tmp_path, machine(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "150000 100000\n"})).cores == 1
+
+
+def test_host_tier_gets_what_the_device_leaves() -> None:
+    assert shared_memory(demo_job(("host: 256Mi, ", "")), GIB).host_bytes == GIB - 64 * 2**20
+
+
+def test_device_without_a_budget_leaves_memory_to_the_host_tier() -> None:
+    job = demo_job(("device: 64Mi, host: 256Mi, ", ""))
+    assert (shared_memory(job, 4 * GIB).device_bytes, shared_memory(job, 4 * GIB).host_bytes) == (3 * GIB, GIB)
+
+
+def test_budget_on_the_command_line_replaces_the_jobs() -> None:
+    job = with_budget(demo_job(), BudgetOverrides(device="1Gi"))
+    assert (job.spec.memory.budget.device, job.spec.memory.budget.host) == (GIB, 256 * 2**20)
+
+
+# --- what is written down ---------------------------------------------------------------------------------------------
+
+
+def test_packaged_demo_job_is_the_example() -> None:
+    assert (ROOT / "operator/spillway_cli/demo.yaml").read_text(encoding="utf-8") == JOB
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_every_exit_code_is_documented(code: ExitCode) -> None:
+    text = (ROOT / "docs/exit-codes.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| {code.value} \| {code.reason} ", text, flags=re.MULTILINE)
+
+
+COMMANDS = (["plan"], ["run"], ["demo"], ["report"], ["ckpt", "ls"], ["ckpt", "verify"], ["ckpt", "export"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_documented(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run_app([*command, "--help"])
+    options = {*re.findall(r"(--[a-z-]+)", capsys.readouterr().out)} - {"--help", "--no-keep"}
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    section = text.split(f"## spillway {' '.join(command)}\n")[1].split("\n## ")[0]
+    assert {option for option in options if option not in section} == {*()}

@@ -1,0 +1,150 @@
+"""The pipeline of optimizer_offload in virtual time: free of races, near its bound, and planted defects are found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from optimizer_cases import HOST_BYTES, SETTINGS, Case, drive, offload, oracle, outcome, split
+from planted_races import Defect, LanesThatLose, LanesWithDefect
+from torch.nn import Parameter
+
+from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import Lane, LazyLanes
+from spillway_trainer.tiers.tracing import TracingLanes
+
+torch.set_num_threads(1)
+
+GB = 1e9
+SCALE = 64
+"""Sizes and rates are divided by it: virtual seconds stay those of the full size, host memory is reserved, not used."""
+CHUNK = 4 << 20
+RANK_PARAMETERS = 5 * 10**9
+"""one of four ranks of a 20 B model (note 1.3)"""
+LINK, CPU_DRAM, HBM = 50 * GB, 120 * GB, 2500 * GB
+"""bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory (note 5.2, row 4)"""
+CPU_BYTES, UPLOAD_BYTES, STATE_BYTES = 30, 2, 12
+"""per parameter: float32 gradient, states in and out, bf16 out; bf16 up; master and moments one way"""
+
+BEST = (CPU_BYTES / CPU_DRAM - UPLOAD_BYTES / LINK) / (CPU_BYTES / CPU_DRAM + (STATE_BYTES - UPLOAD_BYTES) / LINK)
+"""note 5.2: the streamed share g* at which the CPU and H2D finish together, without residency"""
+
+
+def bound_seconds(cpu: float, streamed: float, resident: float) -> float:
+    """Note 5.2: the busiest of the cores, H2D and the device's own memory."""
+    cores = cpu * CPU_BYTES / CPU_DRAM
+    h2d = (UPLOAD_BYTES * cpu + STATE_BYTES * streamed) / LINK
+    device = 28 * (streamed + resident) / HBM
+    return RANK_PARAMETERS * max(cores, h2d, device)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, 0.5, 0), (1 - BEST, BEST, 0), (0.41, 0.34, 0.25)],
+    ids=lambda shares: "-".join(f"{share:.2f}" for share in shares),
+)
+def test_update_of_a_5b_rank_takes_at_most_four_percent_more_than_its_bound(
+    shares: tuple[float, float, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds, schedule_races = trace_update(shares)
+    bound = bound_seconds(*shares)
+    with capsys.disabled():
+        print(f"\n  c,g,s = {shares}: modelled update {seconds:.3f} s, bound {bound:.3f} s, {seconds / bound:.3f}x")
+    assert schedule_races == ()
+    assert seconds <= 1.04 * bound
+
+
+def trace_update(shares: tuple[float, float, float]) -> tuple[float, tuple[object, ...]]:
+    """Virtual seconds of step + flush, and the races of the whole trace (initialisation, backward, norm, update)."""
+    width, num_layers = 512, 40
+    rows = RANK_PARAMETERS // SCALE // num_layers // width
+    weights = [
+        (f"layer{i}", Parameter(torch.empty(rows, width, dtype=torch.bfloat16, device="meta")))
+        for i in range(num_layers)
+    ]
+    rates = {Lane.H2D: LINK / SCALE, Lane.D2H: LINK / SCALE, Lane.CPU: CPU_DRAM / SCALE, Lane.COMPUTE: HBM / SCALE}
+    ledger = DeviceLedger(None)
+    lanes = TracingLanes(HostSlab(20 * RANK_PARAMETERS // SCALE), ledger, rates, run=False)
+    optimizer = OptimizerOffload(weights, {}, SETTINGS, split(*shares, CHUNK // SCALE), lanes, ledger)
+    for name, weight in reversed(weights):
+        optimizer.take(name, torch.empty_like(weight))
+    optimizer.norm()
+    started = lanes.host_seconds
+    optimizer.step(1e-3, 1.0)
+    optimizer.flush()
+    return lanes.host_seconds - started, lanes.schedule().races
+
+
+DEFECTS = [
+    Defect("slot refilled before its states went back", Lane.H2D, "states", lambda after: ()),
+    Defect("states written back before the update (1.5, defect 4)", Lane.D2H, "states", lambda after: ()),
+    Defect("update before its states came", Lane.COMPUTE, "update", lambda after: after[1:]),
+    Defect("upload before the CPU's update", Lane.H2D, "upload", lambda after: after[1:]),
+    Defect("upload buffer reused in flight (1.5, defect 3)", Lane.CPU, "update", lambda after: after[:1]),
+    Defect("gradient staging reused in flight", Lane.D2H, "gradient", lambda after: after[:1]),
+    Defect("accumulation before its copy", Lane.CPU, "accumulate", lambda after: after[1:]),
+    Defect("norm of a gradient in flight", Lane.CPU, "norm", lambda after: ()),
+    Defect("tied sum before its uses arrived", Lane.CPU, "tied", lambda after: ()),
+]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=str)
+def test_tracing_lanes_find_a_missing_edge(defect: Defect) -> None:
+    case = Case(torch.bfloat16, num_micro_batches=4, tied=True)
+    host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+    tracing = TracingLanes(host, ledger, {})
+    lanes = LanesWithDefect(tracing, defect)
+    optimizer = offload(case.parameters(), case, split(0.6, 0.4, 0, 257), lanes, ledger)
+    drive(optimizer, case)
+    assert lanes.dropped > 0
+    assert tracing.schedule().races != ()
+
+
+def test_tracing_lanes_find_two_accumulations_at_once() -> None:
+    """Twice the same parameter in a row: otherwise the staging ring already orders the micro-batches."""
+    defect = Defect("two accumulations at once", Lane.CPU, "accumulate", lambda after: after[:1])
+    ledger = DeviceLedger(None)
+    tracing = TracingLanes(HostSlab(HOST_BYTES), ledger, {})
+    weights = [(name, Parameter(torch.zeros(83, 37, dtype=torch.bfloat16))) for name in ("up", "down")]
+    lanes = LanesWithDefect(tracing, defect)
+    optimizer = OptimizerOffload(weights, {}, SETTINGS, split(1, 0, 0, 1 << 20), lanes, ledger)
+    for _ in range(2):
+        optimizer.take("up", torch.ones(83, 37, dtype=torch.bfloat16))
+    assert [race.region for race in tracing.schedule().races] == ["gradients 0"] * 2
+
+
+@pytest.mark.parametrize("defect", [DEFECTS[i] for i in (1, 2, 3, 6)], ids=str)
+def test_lazy_lanes_turn_a_missing_edge_into_wrong_bits(defect: Defect) -> None:
+    case = Case(torch.bfloat16, num_micro_batches=4, tied=True)
+    host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+    parameters = case.parameters()
+    lanes = LanesWithDefect(LazyLanes(host, ledger), defect)
+    optimizer = offload(parameters, case, split(0.6, 0.4, 0, 257), lanes, ledger)
+    assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) != []
+
+
+def test_write_back_that_is_left_out_changes_the_states() -> None:
+    """Note 1.5, defect 5: the last streamed chunk of a step is never flushed."""
+    case = Case(torch.bfloat16)
+    host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+    parameters = case.parameters()
+    lanes = LanesThatLose(LazyLanes(host, ledger), Lane.D2H, "states down[0:3071]")
+    optimizer = offload(parameters, case, split(0, 1, 0, 1 << 20), lanes, ledger)
+    difference = outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case))
+    assert lanes.dropped > 0
+    assert {"master.down", "exp_avg.down", "exp_avg_sq.down"} <= set(difference)
+
+
+def test_backward_before_flush_is_refused() -> None:
+    case = Case(torch.bfloat16)
+    host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+    optimizer = offload(case.parameters(), case, split(1, 0, 0, 1009), LazyLanes(host, ledger), ledger)
+    for name, gradient in case.gradients(0, 0):
+        optimizer.take(name, gradient)
+    assert math.isfinite(optimizer.norm())
+    optimizer.step(1e-3, 1.0)
+    with pytest.raises(AssertionError, match="flush"):
+        optimizer.take("up", torch.zeros(83, 37, dtype=torch.bfloat16))

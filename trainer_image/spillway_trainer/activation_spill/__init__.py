@@ -1,0 +1,13 @@
+"""activation_spill: what autograd saves goes to host memory or NVMe in forward and is back before backward needs it.
+
+    saved_tensors.py   which saved tensors are activations, and each segment's answer
+    store.py           a batch a segment: dedup by storage, bounded bytes in flight
+    records.py         one storage: source, copy, reload; the views of it
+    transfer.py        one batch's copies: their order, their buffers, their way back
+
+After SSDTrain (arXiv 2408.10013) and KARMA.
+"""
+
+from .spill import ActivationSpill, build
+
+__all__ = ["ActivationSpill", "build"]

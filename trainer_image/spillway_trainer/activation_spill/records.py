@@ -1,0 +1,166 @@
+"""Records: one storage that autograd saved, whatever number of views of it were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ..saved_tensors import changed_in_place
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Buffer, Event, Lanes, Region, owned_once
+
+if TYPE_CHECKING:
+    from .store import Batch
+    from .transfer import Transfer
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Record:
+    """One generation of a storage: its source on the device, its copy (a part of a Transfer), and its reload.
+
+    Handles own it. With the last one it releases the reload buffer, and its part of the transfer.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_awaited",
+        "_charge",
+        "_lanes",
+        "_ledger",
+        "_loaded",
+        "_reload",
+        "_source",
+        "_storage_address",
+        "batch",
+        "index",
+        "nbytes",
+        "offset",
+        "transfer",
+        "version",
+    )
+
+    def __init__(self, lanes: Lanes, ledger: DeviceLedger, batch: Batch, index: int, tensor: Tensor) -> None:
+        """Raises DeviceOutOfMemory when the source does not fit: it counts until it is copied."""
+        storage = tensor.untyped_storage()
+        self._lanes = lanes
+        self._ledger = ledger
+        self._charge: int | None = ledger.charge_saved(storage)
+        self._source = tensor.detach()
+        # A weak reference: while it lives, the address of the storage object is not used for another one.
+        self._storage_address = storage._weak_ref()
+        self._reload: Buffer | None = None
+        self._loaded: Event | None = None
+        self._awaited = False
+        self.batch = batch
+        self.index = index
+        self.nbytes = storage.nbytes()
+        self.version = tensor._version
+        self.transfer: Transfer | None = None
+        self.offset = 0
+        """bytes from the start of the transfer"""
+
+    @property
+    def label(self) -> str:
+        return f"saved storage {self.index} of {self.batch.segment}"
+
+    @property
+    def is_loaded(self) -> bool:
+        """True when the reload is complete or on its way."""
+        return self._reload is not None
+
+    def lend_source(self) -> tuple[Tensor, int]:
+        """The source and its charge, from now on the business of a Sources."""
+        assert self._charge is not None
+        charge, self._charge = self._charge, None
+        return self._source, charge
+
+    def load_into(self, buffer: Buffer, loaded: Event) -> None:
+        self._reload, self._loaded = buffer, loaded
+
+    def storage(self, size: torch.Size, *, with_batch: bool) -> UntypedStorage:
+        """The bytes on the device again, waited for. `with_batch`: a cold load takes the whole transfer along.
+
+        `size` is what the error says when the source was changed in place after it was saved.
+        """
+        if self._source._version != self.version:
+            raise changed_in_place(self.batch.segment, size, self.version, self._source._version)
+        if self._reload is None:
+            self._load_cold(with_batch=with_batch)
+        assert self._reload is not None
+        assert self._loaded is not None
+        if not self._awaited:
+            self._lanes.wait(self._loaded)
+            self._awaited = True
+        self._lanes.compute(reads=(self._reload,), label=self.batch.backward_label)
+        return self._reload.tensor.untyped_storage()
+
+    def _load_cold(self, *, with_batch: bool) -> None:
+        if self.transfer is None:  # needed while its segment's forward still runs
+            self.batch.flush()
+        assert self.transfer is not None
+        self.transfer.load(None if with_batch else [self])
+
+    def __del__(self) -> None:
+        if not hasattr(self, "offset"):
+            return  # the charge was refused
+        UntypedStorage._free_weak_ref(self._storage_address)  # type: ignore[no-untyped-call]
+        if self._charge is not None:
+            self._ledger.release_saved(self._charge)
+        if self._reload is not None and self._loaded is not None:
+            self._lanes.release(self._reload, after=(self._loaded, self._lanes.computed()))
+
+
+class Sources(Region):
+    """The storages that one transfer copies, while they are on the device: lent to the lanes until they are copied.
+
+    Dropped, each gives its storage up and stays a witness: the record's tensor, empty now, shares the version counter
+    of the saved one, so a change in place is found at backward even when the copy was taken long before.
+    """
+
+    __slots__ = ("_ledger", "_lent")
+
+    def __init__(self, ledger: DeviceLedger, records: Sequence[Record], label: str) -> None:
+        super().__init__(sum(record.nbytes for record in records), label)
+        self._ledger = ledger
+        self._lent = [record.lend_source() for record in records]
+
+    def bytes(self) -> list[Tensor]:
+        """Each storage as a uint8 tensor."""
+        return [storage_bytes(tensor) for tensor, _ in self._lent]
+
+    def drop(self) -> None:
+        lent, self._lent = self._lent, []
+        for tensor, charge in lent:
+            self._ledger.release_saved(charge)
+            tensor.data = _NOTHING
+
+    def poison(self) -> None:
+        for tensor, _ in self._lent:
+            if owned_once(tensor):
+                storage_bytes(tensor).fill_(0xFF)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+class SpilledTensor:
+    """A view of a record: what pack returned for one saved tensor."""
+
+    __slots__ = ("_dtype", "_offset", "_record", "_size", "_stride", "_with_batch")
+
+    def __init__(self, record: Record, tensor: Tensor, *, with_batch: bool) -> None:
+        self._record = record
+        self._dtype = tensor.dtype
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._with_batch = with_batch
+
+    def tensor(self) -> Tensor:
+        storage = self._record.storage(self._size, with_batch=self._with_batch)
+        return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)

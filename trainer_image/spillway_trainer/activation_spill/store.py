@@ -1,0 +1,141 @@
+"""SpillStore: takes over what segments save, one batch a forward, and bounds what is in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from torch import Tensor
+
+from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
+from spillway.plan import Answer, Tier
+
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Event, Lanes
+from ..tiers.nvme_slab import NvmeSlab
+from .records import Record, SpilledTensor
+from .transfer import Transfer, copy_to_host, copy_to_nvme
+
+ALIGNED_BYTES = 64
+"""torch's own alignment: a storage with less comes back with more, which kernels may answer with other bits"""
+
+
+class Window:
+    """Bytes in flight, up to a limit: who goes beyond waits for the oldest, instead of running out of memory."""
+
+    def __init__(self, lanes: Lanes, limit_bytes: int) -> None:
+        self._lanes = lanes
+        self._limit_bytes = limit_bytes
+        self._in_flight: deque[tuple[Event, int]] = deque()
+        self._bytes = 0
+
+    def add(self, event: Event, nbytes: int) -> None:
+        self._in_flight.append((event, nbytes))
+        self._bytes += nbytes
+        while self._bytes > self._limit_bytes or (self._in_flight and self._in_flight[0][0].done):
+            self._wait_for_oldest()
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        event, nbytes = self._in_flight.popleft()
+        self._bytes -= nbytes
+        self._lanes.wait(event)  # the compute lane stands still, and counts it;
+        event.wait()  # and the host, too, knows that the memory is free
+
+
+class SpillStore:
+    """An ActivationStore over host memory and the spill file."""
+
+    def __init__(
+        self, lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab | None, minimum_bytes: int, window_bytes: int
+    ) -> None:
+        self.lanes = lanes
+        self.ledger = ledger
+        self.minimum_bytes = minimum_bytes
+        self.records: dict[int, weakref.ref[Record]] = {}
+        """records by the address of their storage object, which is not used again while the record lives"""
+        self._nvme = nvme
+        self._copies = Window(lanes, window_bytes)
+        self._writes = Window(lanes, window_bytes)
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+
+    def open(self, segment: str, answer: Answer) -> Batch:
+        return Batch(self, segment, answer)
+
+    def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer:
+        """Submit the copies of `records`; waits while more than the window is in flight."""
+        nbytes = sum(record.nbytes for record in records)
+        if answer is Answer.NVME:
+            assert self._nvme is not None, "build() refuses such a plan"
+            spilled = copy_to_nvme(self.lanes, self.ledger, self._nvme, segment, records)
+            transfer = Transfer(self.lanes, segment, records, spilled)
+            self._copies.add(spilled.copied, nbytes)
+            self._writes.add(spilled.stored, spilled.nbytes)
+        else:
+            offloaded = copy_to_host(self.lanes, self.ledger, segment, records)
+            transfer = Transfer(self.lanes, segment, records, offloaded)
+            self._copies.add(offloaded.stored, nbytes)
+        self._transfers.add(transfer)
+        return transfer
+
+    def held_bytes(self, tier: Tier) -> int:
+        """Bytes of live transfers in `tier`, staging left out."""
+        return sum(transfer.nbytes for transfer in self._transfers if transfer.tier is tier)
+
+    def drain(self) -> None:
+        """Wait for every copy and write, and forget records that are gone. Raises the error of one that failed."""
+        self.records = {key: ref for key, ref in self.records.items() if ref() is not None}
+        self._copies.drain()
+        self._writes.drain()
+
+
+class Batch:
+    """What one forward through one segment saved."""
+
+    __slots__ = ("_answer", "_pending", "_store", "_transfers", "backward_label", "segment")
+
+    def __init__(self, store: SpillStore, segment: str, answer: Answer) -> None:
+        self._store = store
+        self._answer = answer
+        self._pending: list[weakref.ref[Record]] = []
+        self._transfers: list[weakref.ref[Transfer]] = []
+        self.segment = segment
+        self.backward_label = f"backward of {segment}"
+
+    def put(self, tensor: Tensor) -> SpilledTensor | None:
+        storage, store = tensor.untyped_storage(), self._store
+        if (
+            storage.nbytes() < store.minimum_bytes
+            or not tensor.is_floating_point()
+            or tensor.is_neg()
+            or storage.data_ptr() % ALIGNED_BYTES
+        ):
+            return None
+        known = store.records.get(storage._cdata)
+        record = known() if known is not None else None
+        if record is None or record.version != tensor._version:
+            record = Record(store.lanes, store.ledger, self, len(self._pending), tensor)
+            ref = weakref.ref(record)
+            store.records[storage._cdata] = ref
+            self._pending.append(ref)
+        return SpilledTensor(record, tensor, with_batch=record.batch is self)
+
+    def flush(self) -> None:
+        records = [record for ref in self._pending if (record := ref()) is not None]
+        self._pending.clear()
+        if records:
+            transfer = self._store.move(self.segment, self._answer, records)
+            self._transfers.append(weakref.ref(transfer))
+            for record in records:
+                record.transfer = transfer
+
+    def prefetch(self) -> None:
+        for ref in self._transfers:
+            if (transfer := ref()) is not None:
+                try:
+                    transfer.load()
+                except (DeviceOutOfMemory, HostOutOfMemory):
+                    return  # no room yet: loaded at the first need, when the segment after it has left

@@ -1,0 +1,272 @@
+"""Transfers: what one segment's forward saved, as one copy in host memory or in the spill file, and its way back.
+
+    HOST   source -d2h-> host buffer                                       host buffer -h2d-> reload buffers
+    NVME   source -d2h-> staging -nvme_write-> extent      extent -nvme_read-> staging -h2d-> reload buffers
+
+Order comes from events only: a source is dropped after its d2h; staging after its write, or after its h2d; a host
+buffer or an extent after all that read it. Reload buffers are fresh device memory, aligned as torch's own, and hold
+whole storages: a saved view comes back at its offset, so kernels see the alignment they saw, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from spillway.plan import Tier
+
+from .. import kernels
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.extents import ALIGNMENT_BYTES
+from ..tiers.lanes import Buffer, Event, Lane, Lanes
+from ..tiers.nvme_slab import NvmeExtent, NvmeSlab
+from .records import Record, Sources
+
+CACHE_LINE_BYTES = 64
+"""between records in host memory; the spill file needs whole blocks"""
+
+
+class Staged(NamedTuple):
+    """Bytes in host memory from which records can be loaded."""
+
+    buffer: Buffer
+    offsets: list[int]
+    """of each record, in bytes"""
+    ready: Event
+
+
+class Copy(Protocol):
+    """A transfer's bytes in their tier; released when the transfer is."""
+
+    tier: Tier
+    nbytes: int
+    stored: Event
+    """complete when the bytes have arrived"""
+
+    def stage(self, records: Sequence[Record]) -> Staged:
+        """Make the records' bytes readable in host memory."""
+
+    def unstage(self, staged: Staged, loaded: Event) -> None:
+        """`staged` is read until `loaded`."""
+
+    def release(self) -> None: ...
+
+
+class Transfer:
+    """The records that one flush moved together."""
+
+    __slots__ = ("__weakref__", "_copy", "_lanes", "_records", "_segment")
+
+    def __init__(self, lanes: Lanes, segment: str, records: Sequence[Record], copy: Copy) -> None:
+        self._lanes = lanes
+        self._segment = segment
+        self._records = [weakref.ref(record) for record in records]
+        self._copy = copy
+
+    @property
+    def tier(self) -> Tier:
+        return self._copy.tier
+
+    @property
+    def nbytes(self) -> int:
+        return self._copy.nbytes
+
+    def load(self, records: Sequence[Record] | None = None) -> None:
+        """Submit the reload of `records` (None: of all that are still needed). Raises when a tier has no room."""
+        alive = records if records is not None else [record for ref in self._records if (record := ref()) is not None]
+        wanted = [record for record in alive if not record.is_loaded]
+        if not wanted:
+            return
+        buffers = self._acquire(wanted)
+        try:
+            staged = self._copy.stage(wanted)
+        except BaseException:
+            self._give_back(buffers)
+            raise
+        pairs = [
+            (target.tensor, staged.buffer.tensor[offset : offset + target.nbytes])
+            for target, offset in zip(buffers, staged.offsets, strict=True)
+        ]
+        loaded = self._lanes.submit(
+            Lane.H2D,
+            partial(kernels.copy_batch, pairs),
+            reads=(staged.buffer,),
+            writes=buffers,
+            after=(staged.ready,),
+            nbytes=sum(buffer.nbytes for buffer in buffers),
+            label=f"reload of {self._segment}",
+        )
+        self._copy.unstage(staged, loaded)
+        for record, buffer in zip(wanted, buffers, strict=True):
+            record.load_into(buffer, loaded)
+
+    def _acquire(self, records: Sequence[Record]) -> list[Buffer]:
+        buffers: list[Buffer] = []
+        try:
+            for record in records:
+                buffers.append(self._lanes.acquire(Tier.DEVICE, record.nbytes, record.label))
+        except BaseException:
+            self._give_back(buffers)
+            raise
+        return buffers
+
+    def _give_back(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            self._lanes.release(buffer)
+
+    def __del__(self) -> None:
+        self._copy.release()
+
+
+class HostCopy:
+    """Stays in its host buffer."""
+
+    tier = Tier.HOST
+
+    def __init__(self, lanes: Lanes, buffer: Buffer, stored: Event) -> None:
+        self._lanes = lanes
+        self._buffer = buffer
+        self._users = [stored]
+        self.nbytes = buffer.nbytes
+        self.stored = stored
+
+    def stage(self, records: Sequence[Record]) -> Staged:
+        return Staged(self._buffer, [record.offset for record in records], self.stored)
+
+    def unstage(self, staged: Staged, loaded: Event) -> None:
+        self._users.append(loaded)
+
+    def release(self) -> None:
+        self._lanes.release(self._buffer, after=self._users)
+
+
+class NvmeCopy:
+    """In an extent of the spill file, each record with a checksum of its own."""
+
+    tier = Tier.NVME
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        nvme: NvmeSlab,
+        extent: NvmeExtent,
+        copied: Event,
+        stored: Event,
+        checksums: dict[int, int],
+    ) -> None:
+        self._lanes = lanes
+        self._nvme = nvme
+        self._extent = extent
+        self._users = [stored]
+        self._checksums = checksums
+        self.nbytes = extent.nbytes
+        self.copied = copied
+        """complete when the sources are free: staging has the bytes"""
+        self.stored = stored
+
+    def stage(self, records: Sequence[Record]) -> Staged:
+        offsets, nbytes = lay_out(records, ALIGNMENT_BYTES)
+        staging = self._lanes.acquire(Tier.HOST, nbytes, f"staging of {self._extent.label}")
+        parts = [
+            (record.offset, padded(staging.tensor, offset, record.nbytes), record.label)
+            for record, offset in zip(records, offsets, strict=True)
+        ]
+        ready = self._lanes.submit(
+            Lane.NVME_READ,
+            partial(_read, self._nvme, self._extent.offset, parts, self._checksums),
+            reads=(self._extent,),
+            writes=(staging,),
+            after=(self.stored,),
+            nbytes=nbytes,
+            label=f"read of {self._extent.label}",
+        )
+        self._users.append(ready)
+        return Staged(staging, offsets, ready)
+
+    def unstage(self, staged: Staged, loaded: Event) -> None:
+        self._lanes.release(staged.buffer, after=(staged.ready, loaded))
+
+    def release(self) -> None:
+        self._lanes.release(self._extent, after=self._users)
+
+
+def copy_to_host(lanes: Lanes, ledger: DeviceLedger, segment: str, records: Sequence[Record]) -> HostCopy:
+    """Submit the copies of `records` to one host buffer. Raises HostOutOfMemory."""
+    buffer, copied = _copy_out(lanes, ledger, f"activations of {segment}", records, CACHE_LINE_BYTES)
+    return HostCopy(lanes, buffer, copied)
+
+
+def copy_to_nvme(
+    lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab, segment: str, records: Sequence[Record]
+) -> NvmeCopy:
+    """Submit the copies of `records` to staging and on to one extent. Raises HostOutOfMemory or SpillVolumeFull."""
+    label = f"activations of {segment}"
+    extent = nvme.allocate(lay_out(records, ALIGNMENT_BYTES)[1], label)
+    try:
+        staging, copied = _copy_out(lanes, ledger, f"staging of {label}", records, ALIGNMENT_BYTES)
+    except BaseException:
+        lanes.release(extent)
+        raise
+    parts = [(record.offset, padded(staging.tensor, record.offset, record.nbytes)) for record in records]
+    checksums: dict[int, int] = {}
+    written = lanes.submit(
+        Lane.NVME_WRITE,
+        partial(_write, nvme, extent.offset, parts, checksums),
+        reads=(staging,),
+        writes=(extent,),
+        after=(copied,),
+        nbytes=extent.nbytes,
+        label=f"write of {label}",
+    )
+    lanes.release(staging, after=(copied, written))
+    return NvmeCopy(lanes, nvme, extent, copied, written, checksums)
+
+
+def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:
+    """Offset of each record, aligned, and the bytes of them all."""
+    offsets, end = [], 0
+    for record in records:
+        offsets.append(end)
+        end += -(-record.nbytes // alignment_bytes) * alignment_bytes
+    return offsets, end
+
+
+def padded(staging: Tensor, offset: int, nbytes: int) -> Tensor:
+    """A record's part of staging in whole blocks: the file moves nothing smaller."""
+    return staging[offset : offset + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES]
+
+
+def _copy_out(
+    lanes: Lanes, ledger: DeviceLedger, label: str, records: Sequence[Record], alignment_bytes: int
+) -> tuple[Buffer, Event]:
+    offsets, nbytes = lay_out(records, alignment_bytes)
+    buffer = lanes.acquire(Tier.HOST, nbytes, label)
+    for record, offset in zip(records, offsets, strict=True):
+        record.offset = offset
+    sources = Sources(ledger, records, f"sources of {label}")
+    targets = [buffer.tensor[offset : offset + record.nbytes] for record, offset in zip(records, offsets, strict=True)]
+    lanes.compute(writes=(sources,), label=f"forward before {label}")
+    copied = lanes.submit(
+        Lane.D2H,
+        partial(kernels.copy_batch, list(zip(targets, sources.bytes(), strict=True))),
+        reads=(sources,),
+        writes=(buffer,),
+        after=(lanes.computed(),),
+        nbytes=sources.nbytes,
+        label=f"copy to {label}",
+    )
+    lanes.release(sources, after=(copied,))
+    return buffer, copied
+
+
+def _write(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor]], checksums: dict[int, int]) -> None:
+    found = nvme.write_batch([(start + offset, part) for offset, part in parts])
+    checksums.update(zip((offset for offset, _ in parts), found, strict=True))
+
+
+def _read(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor, str]], checksums: dict[int, int]) -> None:
+    nvme.read_batch([(start + offset, part, checksums[offset], label) for offset, part, label in parts])

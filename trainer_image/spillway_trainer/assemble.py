@@ -1,0 +1,176 @@
+"""MemoryPlan -> model, optimizer, hooks: the one place that branches on the plan.
+
+ledger, slabs, lanes   what the plan allows in each tier
+model                  plain; its segments are wrapped for the random fork and, unless Disabled, the saved tensors
+optimizer              resident, or offloaded with the plan's shares
+hooks                  every parameter's gradient goes to the optimizer the moment it is complete
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spillway.api import TrainingJobSpec
+from spillway.job import JobFile
+from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.units import MIB
+
+from . import activation_spill, config
+from .models.transformer import Transformer
+from .optimizer import Optimizer, ResidentOptimizer
+from .optimizer_offload import OptimizerOffload
+from .segments import Position, wrap_segments
+from .tiers.device_ledger import DeviceLedger
+from .tiers.host_slab import HostSlab
+from .tiers.lanes import CpuLanes, Lanes
+from .tiers.nvme_slab import NvmeSlab
+
+SLAB_SLACK = 1.05
+"""a slab is that much larger than the plan's bytes, within the budget: extents are rounded to pages and can fragment"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The memory that a run may use."""
+
+    ledger: DeviceLedger
+    host: HostSlab
+    nvme: NvmeSlab | None
+    lanes: Lanes
+
+    def held_bytes(self) -> dict[str, int]:
+        nvme = self.nvme.held_bytes if self.nvme else 0
+        return {Tier.DEVICE: self.ledger.held_bytes, Tier.HOST: self.host.held_bytes, Tier.NVME: nvme}
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Highest bytes held since the last call."""
+        nvme = self.nvme.peak_bytes if self.nvme else 0
+        peaks = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
+        for tier in (self.ledger, self.host, self.nvme):
+            if tier is not None:
+                tier.reset_peak()
+        return peaks
+
+    def close(self) -> None:
+        self.lanes.close()
+        if self.nvme is not None:
+            self.nvme.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a plan came to: a model to call, an optimizer to step, and what the step loop tells both."""
+
+    model: Transformer
+    optimizer: Optimizer
+    position: Position
+    tiers: Tiers
+    spill: activation_spill.ActivationSpill | None
+    """None in mode Disabled: no saved-tensor hooks at all"""
+
+    def start_backward(self) -> None:
+        if self.spill is not None:
+            self.spill.start_backward()
+
+    def end_step(self) -> None:
+        if self.spill is not None:
+            self.spill.end_step()
+
+    def held_bytes(self) -> dict[str, int]:
+        return self.tiers.held_bytes()
+
+    def peak_bytes(self) -> dict[str, int]:
+        return self.tiers.peak_bytes()
+
+    def moved_bytes(self) -> dict[str, int]:
+        return self.tiers.lanes.moved_bytes()
+
+    def waited_seconds(self) -> float:
+        return self.tiers.lanes.stalled_seconds()
+
+    def io_backend(self) -> str:
+        return self.tiers.nvme.backend if self.tiers.nvme else "none"
+
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """The parameters that have states of their own: tied aliases are left out."""
+        return {name: p.shape for name, p in self.model.named_parameters() if name not in self.model.tied}
+
+
+def assemble(job: JobFile, plan: MemoryPlan) -> Assembly:
+    """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
+
+    Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
+    """
+    tiers = make_tiers(plan, Path(job.spill_directory))
+    model = make_model(job.spec, tiers.ledger)
+    tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+    position = Position(job.spec.training.seed)
+    names = [name for name, _ in model.segments]
+    spill = None
+    if plan.mode != "Disabled":
+        spill = activation_spill.build(
+            plan.activations, names, model.named_parameters(), tiers.lanes, tiers.ledger, tiers.nvme
+        )
+    wrap_segments(model.segments, position, spill.hook if spill else None)
+    optimizer = make_optimizer(job.spec, plan, model, tiers)
+    send_gradients(model, optimizer)
+    return Assembly(model, optimizer, position, tiers, spill)
+
+
+def make_tiers(plan: MemoryPlan, spill_directory: Path) -> Tiers:
+    ledger = DeviceLedger(plan.budget[Tier.DEVICE])
+    host = HostSlab(slab_bytes(plan, Tier.HOST))
+    nvme = None
+    if Answer.NVME in plan.activations.uses:
+        nvme = NvmeSlab(spill_directory, slab_bytes(plan, Tier.NVME), plan.activations.num_io_threads)
+    return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
+
+
+def slab_bytes(plan: MemoryPlan, tier: Tier) -> int:
+    """The plan's bytes with some slack for rounding, never above the budget."""
+    planned = plan.bytes[tier].total
+    return min(int(planned * SLAB_SLACK) + MIB, plan.budget[tier]) if planned else 0
+
+
+def make_model(spec: TrainingJobSpec, ledger: DeviceLedger) -> Transformer:
+    """The model with its parameters allocated in the compute dtype, charged to the ledger; tied ones share storage."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(config.compute_dtype(spec))
+    try:
+        model = Transformer(config.transformer_config(spec))
+    finally:
+        torch.set_default_dtype(default)
+    model.tie()
+    owned = [p for name, p in model.named_parameters() if name not in model.tied]
+    ledger.charge("parameters", sum(p.numel() * p.element_size() for p in owned))
+    return model
+
+
+def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Transformer, tiers: Tiers) -> Optimizer:
+    parameters, settings = list(model.named_parameters()), config.adamw_settings(spec)
+    if plan.optimizer.offloads:
+        return OptimizerOffload(parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger)
+    return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger)
+
+
+def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
+    """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole."""
+
+    def take(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        optimizer.take(name, gradient)
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(take, name))
+
+
+def fill(assembly: Assembly, seed: int) -> None:
+    """Initial values for a run from the start: float32 masters from `seed`, parameters rounded from them."""
+    for name, value in assembly.model.initial_values(seed):
+        assembly.optimizer.load(f"master.{name}", value)

@@ -1,0 +1,159 @@
+"""Tensors into a checkpoint and out of it: safetensors files, no pickle, one file's worth of extra memory.
+
+The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
+alias, `master.X`, `exp_avg.X` and `exp_avg_sq.X` in float32 and in the parameter's shape.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spillway.errors import UserError
+from spillway.units import MIB
+
+from .checkpoint_directory import Epoch, Pending
+from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
+
+FILE_BYTES = 64 * MIB
+"""tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> Checkpoint:
+    """Commit one checkpoint. Raises CheckpointNotWritten (training can go on) or Fenced (it must end)."""
+    with epoch.pending(state.step) as pending:
+        write_tensors(pending, tensors)
+        return pending.commit(state)
+
+
+def write_tensors(pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
+    """Write tensors into numbered files. A tensor may be reused once the next one is asked for."""
+    group = _Group(pending, file_bytes)
+    for name, tensor in tensors:
+        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+        assert name not in pending.tensors, f"{name} comes twice"
+        group.add(name, tensor)
+    group.write()
+
+
+class _Group:
+    """Tensors copied side by side until a file is full."""
+
+    def __init__(self, pending: Pending, file_bytes: int) -> None:
+        self._pending = pending
+        # Pages are touched, and so exist, only as far as the buffer fills.
+        self._buffer = torch.empty(file_bytes, dtype=torch.uint8)
+        self._used = 0
+        self._shapes: dict[str, torch.Size] = {}
+        self._num_files = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._used + tensor.nbytes > self._buffer.nbytes:
+            self.write()
+        if tensor.nbytes > self._buffer.nbytes:
+            self._write_file({name: tensor.shape}, bytes_of(tensor))
+            return
+        place = self._buffer[self._used : self._used + tensor.nbytes]
+        place.view(torch.float32).view(tensor.shape).copy_(tensor.detach())
+        self._used += tensor.nbytes
+        self._shapes[name] = tensor.shape
+
+    def write(self) -> None:
+        if self._shapes:
+            self._write_file(self._shapes, bytes_of(self._buffer[: self._used]))
+            self._shapes, self._used = {}, 0
+
+    def _write_file(self, shapes: Mapping[str, torch.Size], content: memoryview) -> None:
+        path = self._pending.path / f"tensors-{self._num_files:05d}.safetensors"
+        header = safetensors_header({name: (torch.float32, shape) for name, shape in shapes.items()})
+        self._pending.written.append(self._pending.files.write(path, [memoryview(header), content]))
+        for name, shape in shapes.items():
+            self._pending.tensors[name] = TensorEntry(path.name, tuple(shape))
+        self._num_files += 1
+
+
+def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """The first bytes of a safetensors file: length of the JSON as little-endian uint64, JSON padded to 8 bytes.
+
+    The data follows in the order of the mapping, without gaps (https://github.com/huggingface/safetensors, Format).
+    """
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + dtype.itemsize * torch.Size(shape).numel()
+        fields[name] = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases.
+
+    Raises UserError before the first tensor when names or shapes are not the model's.
+    """
+    _check_shapes(checkpoint, shapes)
+    for entry in checkpoint.manifest.files:
+        with safe_open(checkpoint.path / entry.name, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(name)
+                assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+                yield name, tensor
+
+
+def check_same_run(state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int) -> None:
+    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order or seed than this run."""
+    differences = [
+        f"{what} {now!r} now, {then!r} in the checkpoint"
+        for what, now, then in (
+            ("tokenizer", tokenizer_xxh3, state.tokenizer_xxh3),
+            ("tokens and their order", data_xxh3, state.data_xxh3),
+            ("seed", seed, state.seed),
+        )
+        if now != then
+    ]
+    if differences:
+        raise UserError(
+            f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
+            "put back the corpus directory and the job's data fields, or train in a new output directory"
+        )
+
+
+def random_state() -> str:
+    """State of torch's CPU generator as text, for TrainingState."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def restore_random_state(text: str) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+
+
+def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
+    wanted = {f"{kind}.{name}": tuple(shape) for kind in KINDS for name, shape in shapes.items()}
+    found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
+    if wanted == found:
+        return
+    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    lines = [
+        f"  {name}: {found.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the model"
+        for name in differing[:3]
+    ]
+    raise UserError(
+        f"{checkpoint.path}: made for another model; {len(differing)} of its tensors differ, first\n"
+        + "\n".join(lines)
+        + "\nrestore spec.model, or train in a new output directory"
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements, contiguous, little-endian; no copy when it lies so in host memory already."""
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

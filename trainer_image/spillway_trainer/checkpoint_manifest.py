@@ -1,0 +1,198 @@
+"""What a checkpoint says about itself: names, the sealed manifest, and the state of training beside the tensors.
+
+docs/checkpoints.md describes the bytes. Torch-free: `spillway ckpt` reads these without a trainer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway.errors import UserError
+
+from .durable_files import FileEntry, describe_file
+from .sealed_json import Unsealed, seal, unseal
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)\.e(0|[1-9][0-9]*)")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointName:
+    """step-N.eE: committed by epoch E after N steps. Ordered by epoch, then step."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step}.e{self.epoch}"
+
+    @staticmethod
+    def parse(text: str) -> CheckpointName | None:
+        """None when `text` is no checkpoint's name (a temporary sibling, an epoch file, something of the user's)."""
+        match = _NAME.fullmatch(text)
+        return CheckpointName(epoch=int(match[2]), step=int(match[1])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is not as the manifest says."""
+
+    checkpoint: str
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint}/{self.file}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one float32 tensor of the checkpoint is."""
+
+    file: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """All that a run needs beside its tensors to go on as if it had never stopped."""
+
+    step: int
+    """optimizer steps completed"""
+    seed: int
+    samples_consumed: int
+    """the data position: one integer (data.py)"""
+    sequence_length: int
+    scalars: Mapping[str, float]
+    """the optimizer's: powers of the betas, number of updates; exact (hexadecimal floats on disk)"""
+    schedule: Mapping[str, Any]
+    """inputs of the learning-rate schedule; JSON values"""
+    random_state: str
+    """state of torch's CPU generator, base64"""
+    data_xxh3: str
+    """fingerprint of what decides which tokens sample i holds (TokenBatches.fingerprint)"""
+    tokenizer_xxh3: str
+    model: Mapping[str, Any]
+    """the model's configuration; JSON values"""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> TrainingState:
+        scalars = {name: float.fromhex(value) for name, value in fields["scalars"].items()}
+        return TrainingState(**{**fields, "scalars": scalars})
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """manifest.json: written last, so that a checkpoint that has one is complete."""
+
+    name: CheckpointName
+    parent: CheckpointName | None
+    """the checkpoint this one continues: the epoch's previous one, or what the epoch resumed from"""
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, TensorEntry]
+    """master.X, exp_avg.X, exp_avg_sq.X for every parameter X; a tied alias has none"""
+    state: TrainingState
+    spillway: str
+    """version of the writer"""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.files)
+
+    def to_bytes(self) -> bytes:
+        return seal(
+            {
+                "version": MANIFEST_VERSION,
+                "step": self.name.step,
+                "epoch": self.name.epoch,
+                "parent": None if self.parent is None else str(self.parent),
+                "files": [asdict(entry) for entry in self.files],
+                "tensors": {name: asdict(entry) for name, entry in self.tensors.items()},
+                "state": self.state.to_json(),
+                "spillway": self.spillway,
+            }
+        )
+
+    @staticmethod
+    def from_bytes(content: bytes) -> Manifest:
+        """Raises Unsealed when a byte differs from what was written, UserError for a version this code cannot read."""
+        fields = unseal(content)
+        if fields["version"] != MANIFEST_VERSION:
+            raise UserError(
+                f"checkpoint of step {fields.get('step')}: written by spillway {fields.get('spillway')} with "
+                f"manifest version {fields['version']}, this one reads version {MANIFEST_VERSION}; "
+                "use the spillway that wrote it"
+            )
+        return Manifest(
+            name=CheckpointName(epoch=fields["epoch"], step=fields["step"]),
+            parent=None if fields["parent"] is None else CheckpointName.parse(fields["parent"]),
+            files=tuple(FileEntry(**entry) for entry in fields["files"]),
+            tensors={
+                name: TensorEntry(entry["file"], tuple(entry["shape"])) for name, entry in fields["tensors"].items()
+            },
+            state=TrainingState.from_json(fields["state"]),
+            spillway=fields["spillway"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint whose manifest is intact; `verify_checkpoint` says whether its files are, too."""
+
+    path: Path
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        return str(self.manifest.name)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in directory `path`, by its manifest alone. Raises Unsealed when there is no intact manifest."""
+    try:
+        content = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise Unsealed("no such file") from None
+    except OSError as error:
+        raise Unsealed(error.strerror or str(error)) from error
+    manifest = Manifest.from_bytes(content)
+    name = CheckpointName.parse(path.name)
+    if name is not None and name != manifest.name:
+        raise Unsealed(f"the manifest of {manifest.name}")
+    return Checkpoint(path, manifest)
+
+
+def verify_checkpoint(path: Path) -> list[Problem]:
+    """Read every byte of the checkpoint in directory `path`; an empty list means that it is as it was written."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except Unsealed as error:
+        return [Problem(path.name, MANIFEST, "an intact manifest", str(error))]
+    problems = (_verify_file(checkpoint, entry) for entry in checkpoint.manifest.files)
+    return [problem for problem in problems if problem is not None]
+
+
+def _verify_file(checkpoint: Checkpoint, expected: FileEntry) -> Problem | None:
+    if not _FILE_NAME.fullmatch(expected.name):
+        return Problem(str(checkpoint), MANIFEST, "file names without a path", repr(expected.name))
+    try:
+        found = describe_file(checkpoint.path / expected.name)
+    except FileNotFoundError:
+        return Problem(str(checkpoint), expected.name, f"{expected.nbytes} bytes", "no such file")
+    except OSError as error:
+        return Problem(str(checkpoint), expected.name, f"{expected.nbytes} bytes", error.strerror or str(error))
+    if found == expected:
+        return None
+    if found.nbytes != expected.nbytes:
+        return Problem(str(checkpoint), expected.name, f"{expected.nbytes} bytes", f"{found.nbytes} bytes")
+    return Problem(str(checkpoint), expected.name, f"xxh3-128 {expected.xxh3_128}", found.xxh3_128)

@@ -1,0 +1,69 @@
+"""The manifest's fields as the trainer's own settings: one function per owner, no defaults of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from spillway.api import TrainingJobSpec
+from spillway.plan import MemoryPlan
+
+from .models.transformer import TransformerConfig
+from .optimizer import AdamWSettings
+from .schedule import LearningRate
+from .trainer import LoopSettings
+
+EVALUATION_SEQUENCES = 64
+"""of the held-out text, about the first so many sequences are evaluated each time"""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def transformer_config(spec: TrainingJobSpec) -> TransformerConfig:
+    sizes = spec.model.transformer
+    return TransformerConfig(
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        dropout=sizes.dropout,
+        rope_theta=sizes.rope_theta,
+        norm_eps=sizes.norm_eps,
+    )
+
+
+def compute_dtype(spec: TrainingJobSpec) -> torch.dtype:
+    return DTYPES[spec.model.precision.compute]
+
+
+def adamw_settings(spec: TrainingJobSpec) -> AdamWSettings:
+    optimizer = spec.training.optimizer
+    beta1, beta2 = optimizer.betas
+    return AdamWSettings(beta1=beta1, beta2=beta2, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+
+
+def learning_rate(spec: TrainingJobSpec) -> LearningRate:
+    schedule = spec.training.schedule
+    return LearningRate(
+        name=schedule.name,
+        peak=spec.training.optimizer.learning_rate,
+        num_steps=spec.training.steps,
+        warmup_steps=schedule.warmup_steps,
+        final_fraction=schedule.final_fraction,
+    )
+
+
+def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan) -> LoopSettings:
+    evaluation = spec.data.evaluation
+    return LoopSettings(
+        num_steps=spec.training.steps,
+        micro_batch_size=plan.micro_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        gradient_clipping=spec.training.gradient_clipping or None,
+        skip_non_finite=spec.training.non_finite == "SkipStep",
+        checkpoint_every=spec.checkpoint.every_steps,
+        evaluate_every=evaluation.every_steps if evaluation else 0,
+        evaluation_batches=max(1, EVALUATION_SEQUENCES // plan.micro_batch_size),
+    )

@@ -1,0 +1,58 @@
+"""How a trainer process ends: an exception becomes a reason, an exit code and a termination message. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spillway.errors import RANK_CRASHED, ExitCode, SpillwayError
+
+TERMINATION_VERSION = 1
+LONGEST_MESSAGE = 2048
+"""characters; the kubelet keeps 4096 bytes of a termination message"""
+CRASHED = 1
+"""exit code of an error that nobody foresaw; Python's own"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: str
+    exit_code: int
+    message: str
+    details: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> bool:
+        """False for a crash: then a traceback is worth more than the sentence."""
+        return self.reason != RANK_CRASHED
+
+    def to_json(self, rank: int, step: int) -> str:
+        """{"v":1,"reason":"DeviceOutOfMemory","exitCode":70,"rank":3,"step":812,"message":"...",...}"""
+        head = {"v": TERMINATION_VERSION, "reason": self.reason, "exitCode": self.exit_code, "rank": rank, "step": step}
+        content = {**self.details, **head, "message": self.message[:LONGEST_MESSAGE]}
+        return json.dumps(content, default=str)
+
+
+def completed(message: str) -> Ending:
+    return Ending(ExitCode.COMPLETED.reason, ExitCode.COMPLETED, message)
+
+
+def ending_of(error: BaseException) -> Ending:
+    """The documented ending of `error`; anything unforeseen is a crash."""
+    if isinstance(error, SpillwayError):
+        return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's allocator
+        code = ExitCode.HOST_OUT_OF_MEMORY
+        return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
+                      "spec.memory.budget so that less is held.")  # fmt: skip
+    return Ending(RANK_CRASHED, CRASHED, f"{type(error).__name__}: {error}")
+
+
+def write_termination(path: Path, ending: Ending, rank: int, step: int) -> None:
+    """Best effort: a run that cannot say how it ended still ends with its exit code."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(ending.to_json(rank, step) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"termination message not written to {path}: {error}")

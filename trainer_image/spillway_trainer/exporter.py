@@ -1,0 +1,108 @@
+"""/metrics of one trainer process: the last step as plain floats, formatted only when somebody scrapes.
+
+The loop never waits for a scrape: it replaces one reference, and the collector reads whichever is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from spillway import metrics
+from spillway.metrics import StepMetrics
+from spillway.plan import MemoryPlan
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the process started."""
+
+    tokens: int = 0
+    non_finite: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Exporter(Collector):
+    """Serves the series of spillway.metrics for one rank."""
+
+    def __init__(self, job: str, rank: int, num_steps: int, plan: MemoryPlan, io_backend: str) -> None:
+        self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
+        self._last: StepMetrics | None = None
+        self._last_time = 0.0
+        self._evaluation_loss: float | None = None
+        self._checkpoint: tuple[int, float] | None = None
+        self._totals = Totals()
+
+    def serve(self, port: int) -> None:
+        """Start answering on `port` from a daemon thread."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        start_http_server(port, registry=registry)
+
+    def step(self, step: StepMetrics) -> None:
+        totals = self._totals
+        totals.tokens += step.tokens
+        totals.non_finite += step.skipped
+        for phase, seconds in step.phase_seconds.items():
+            totals.phase_seconds[phase] = totals.phase_seconds.get(phase, 0.0) + seconds
+        for link, moved in step.moved_bytes.items():
+            totals.moved_bytes[link] = totals.moved_bytes.get(link, 0) + moved
+        self._last, self._last_time = step, time.time()
+
+    def evaluation(self, loss: float) -> None:
+        self._evaluation_loss = loss
+
+    def checkpoint(self, step: int) -> None:
+        self._checkpoint = (step, time.time())
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge(metrics.STEPS_PLANNED, self._num_steps)
+        yield self._gauge(metrics.PREDICTED_STEP_SECONDS, self._plan.prediction.step_seconds)
+        yield self._labelled(metrics.IO_BACKEND, {self._io_backend: 1.0})
+        budget = {tier.value: float(size) for tier, size in self._plan.budget.items()}
+        predicted = {tier.value: float(size.total) for tier, size in self._plan.bytes.items()}
+        yield self._labelled(metrics.TIER_BUDGET_BYTES, budget)
+        yield self._labelled(metrics.PREDICTED_TIER_BYTES, predicted)
+        if self._evaluation_loss is not None:
+            yield self._gauge(metrics.EVALUATION_LOSS, self._evaluation_loss)
+        if self._checkpoint is not None:
+            step, committed = self._checkpoint
+            yield self._gauge(metrics.CHECKPOINT_STEP, step)
+            yield self._gauge(metrics.CHECKPOINT_TIMESTAMP, committed)
+        if self._last is not None:
+            yield from self._step_series(self._last)
+
+    def _step_series(self, last: StepMetrics) -> Iterator[Metric]:
+        yield self._gauge(metrics.STEP, last.step)
+        yield self._gauge(metrics.LAST_STEP_TIMESTAMP, self._last_time)
+        yield self._gauge(metrics.LOSS, last.loss)
+        yield self._gauge(metrics.GRADIENT_NORM, last.gradient_norm)
+        yield self._gauge(metrics.LEARNING_RATE, last.learning_rate)
+        yield self._labelled(metrics.TOKENS, {None: float(self._totals.tokens)})
+        yield self._labelled(metrics.NON_FINITE, {None: float(self._totals.non_finite)})
+        yield self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
+        yield self._labelled(metrics.TIER_BYTES, last.tier_bytes)
+        yield self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)
+        yield self._labelled(metrics.MOVED_BYTES, self._totals.moved_bytes)
+
+    def _gauge(self, metric: metrics.Metric, value: float) -> Metric:
+        return self._labelled(metric, {None: float(value)})
+
+    def _labelled(self, metric: metrics.Metric, values: Mapping[str | None, float] | Mapping[str, float]) -> Metric:
+        """One family; the key of `values` is the metric's own label (tier, link, phase), None where it has none."""
+        family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = family_type(metric.name, metric.help, labels=[metrics.JOB_LABEL, *metric.labels])
+        for key, value in values.items():
+            labels = [self._job]
+            if metrics.RANK_LABEL in metric.labels:
+                labels.append(str(self._rank))
+            if key is not None:
+                labels.append(key)
+            family.add_metric(labels, value)
+        return family

@@ -1,0 +1,178 @@
+"""What moves batches between tensors and an open file: the interface, and its plain form in Python.
+
+`native.NativeEngine` is the fast one; `PythonEngine` serves where the native library is absent or switched off. Both
+cut requests into pieces, spread them over threads, resume short transfers at a whole sector, retry EINTR and EAGAIN,
+and verify checksums of what they read; tests/faults/test_spill_file.py holds them to the same behaviour.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from torch import Tensor
+
+_PIECE_BYTES = 4 << 20
+_SECTOR_BYTES = 512
+"""O_DIRECT refuses to resume elsewhere, and a device's short transfers end on a sector."""
+_MAX_IDLE_CALLS = 1000
+"""Calls in a row that move nothing (EINTR, EAGAIN, less than a sector) before a transfer is given up."""
+
+
+class Direction(IntEnum):
+    """spillway_direction of csrc/include/spillway.h"""
+
+    READ = 0
+    WRITE = 1
+
+
+class Failure(IntEnum):
+    """Why a transfer failed: the codes of spillway_error that a transfer can have."""
+
+    NONE = 0
+    IO_FAILED = 5
+    END_OF_FILE = 6
+    CHECKSUM_MISMATCH = 7
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One request to an engine, and how it ended."""
+
+    offset: int
+    tensor: Tensor
+    """uint8, contiguous, on the CPU"""
+    checksum: int = 0
+    """read: what the bytes must have; write: what they have, set by the engine. CRC-32C natively, zlib's CRC-32 in
+    Python; either way only ever compared with a value of the same engine"""
+    found: int = 0
+    """read: the checksum of what arrived"""
+    failure: Failure = Failure.NONE
+    os_error: int = 0
+    """errno when failure is IO_FAILED"""
+    error_offset: int = 0
+    """file offset at which the transfer stopped"""
+
+
+SystemCall = Callable[[Direction, int, memoryview, int], int]
+"""(direction, file, memory, offset) -> bytes moved, or -errno. Fault tests put their own in place of `system_call`."""
+
+
+def system_call(direction: Direction, file: int, memory: memoryview, offset: int) -> int:
+    """pwrite(2) or pread(2) of the whole of `memory`."""
+    try:
+        if direction is Direction.WRITE:
+            return os.pwrite(file, memory, offset)
+        return os.preadv(file, [memory], offset)
+    except OSError as error:
+        return -(error.errno or errno.EIO)
+
+
+class IoEngine(Protocol):
+    """Over one open file, which stays the caller's and must outlive the engine."""
+
+    name: str
+    """how it moves bytes, for people: "threads", "python\""""
+
+    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+        """Perform all, in any order, and set their outcomes; returns when all have ended. Thread-safe."""
+
+    def close(self) -> None:
+        """End the threads. The engine must be idle."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A range of one transfer that one thread moves, and how that ended."""
+
+    transfer: Transfer
+    memory: memoryview
+    offset: int
+    moved: int = 0
+    failure: Failure = Failure.NONE
+    os_error: int = 0
+
+
+class PythonEngine:
+    """os.pwrite and os.preadv on threads of its own."""
+
+    name = "python"
+
+    def __init__(self, file: int, num_threads: int, call: SystemCall | None = None) -> None:
+        self._file = file
+        self._call = call or system_call
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "spillway-io")
+        self._process = os.getpid()
+
+    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+        if self._process != os.getpid():  # threads do not survive a fork
+            self._threads, self._process = ThreadPoolExecutor(self._num_threads, "spillway-io"), os.getpid()
+        pieces = [piece for transfer in transfers for piece in _cut(transfer)]
+        for _ in self._threads.map(lambda piece: self._move(direction, piece), pieces):
+            pass
+        for piece in reversed(pieces):  # so that the first failure of a transfer is the one that stays
+            if piece.failure:
+                transfer = piece.transfer
+                transfer.failure, transfer.os_error = piece.failure, piece.os_error
+                transfer.error_offset = piece.offset + piece.moved
+        for transfer in transfers:
+            _finish(direction, transfer)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _move(self, direction: Direction, piece: _Piece) -> None:
+        idle_calls = 0
+        while piece.moved < len(piece.memory):
+            result = self._call(direction, self._file, piece.memory[piece.moved :], piece.offset + piece.moved)
+            if result == 0 and direction is Direction.READ:
+                piece.failure = Failure.END_OF_FILE
+                return
+            again = result in (-errno.EINTR, -errno.EAGAIN, 0)
+            if result < 0 and not again:
+                piece.failure, piece.os_error = Failure.IO_FAILED, -result
+                return
+            before = piece.moved
+            if not again:
+                piece.moved = _resume_point(piece, result)
+            idle_calls = 0 if piece.moved > before else idle_calls + 1
+            if idle_calls >= _MAX_IDLE_CALLS:
+                piece.failure, piece.os_error = Failure.IO_FAILED, -result if result < 0 else errno.EIO
+                return
+            if result == -errno.EAGAIN:
+                time.sleep(0)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 CPU tensor, shared."""
+    return tensor.numpy().data
+
+
+def _cut(transfer: Transfer) -> list[_Piece]:
+    transfer.failure, transfer.os_error, transfer.error_offset = Failure.NONE, 0, 0
+    memory = memory_of(transfer.tensor)
+    starts = range(0, len(memory), _PIECE_BYTES)
+    return [_Piece(transfer, memory[start : start + _PIECE_BYTES], transfer.offset + start) for start in starts]
+
+
+def _resume_point(piece: _Piece, moved_now: int) -> int:
+    moved = min(piece.moved + moved_now, len(piece.memory))
+    return moved if moved == len(piece.memory) else moved - moved % _SECTOR_BYTES
+
+
+def _finish(direction: Direction, transfer: Transfer) -> None:
+    checksum = zlib.crc32(memory_of(transfer.tensor))
+    if direction is Direction.WRITE:
+        transfer.checksum = checksum
+        return
+    transfer.found = checksum
+    if transfer.failure is Failure.NONE and checksum != transfer.checksum:
+        transfer.failure, transfer.error_offset = Failure.CHECKSUM_MISMATCH, transfer.offset

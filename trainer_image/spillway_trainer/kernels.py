@@ -1,0 +1,58 @@
+"""The native functions as the trainer calls them: the library where it is, else the reference. The same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from . import native, reference
+from .reference import AdamWScalars, Bins
+from .spill_file import SpillFile
+
+__all__ = ["AdamWScalars", "Bins", "SpillFile", "accumulate", "adamw", "copy", "copy_batch", "gradient_bins"]
+
+
+def adamw(
+    scalars: AdamWScalars,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    out: Tensor | None,
+    *,
+    num_threads: int = 1,
+) -> None:
+    """One AdamW step in place: see reference.adamw. The reference ignores `num_threads`: torch has its own."""
+    if native.available():
+        native.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out, num_threads=num_threads)
+    else:
+        reference.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out)
+
+
+def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1) -> None:
+    """accumulator = float(gradient) if `first`, else accumulator + float(gradient), rounded once."""
+    if native.available():
+        native.accumulate(accumulator, gradient, first, num_threads=num_threads)
+    else:
+        reference.accumulate(accumulator, gradient, first)
+
+
+def gradient_bins(gradient: Tensor, *, num_threads: int = 1) -> Bins:
+    """Exact sums of squares by exponent: see reference.Bins."""
+    if native.available():
+        return native.gradient_bins(gradient, num_threads=num_threads)
+    return reference.gradient_bins(gradient)
+
+
+def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:
+    """dst = src, uint8 tensors of one size; natively a memmove outside the GIL."""
+    copy_batch([(dst, src)], num_threads=num_threads)
+
+
+def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
+    """`copy` of every (dst, src), in any order: no destination may overlap another pair."""
+    if native.available():
+        native.copy_batch(pairs, num_threads=num_threads)
+    else:
+        reference.copy_batch(pairs)

@@ -1,0 +1,307 @@
+"""The only ctypes in the house: mirrors csrc/include/spillway.h; tests/contract/test_native_header.py compares the two.
+
+A call releases the GIL until it returns. Tensors live on the CPU and are contiguous; a wrong dtype, size or layout is a
+ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|reference` pins the instruction set of a
+process; `reference` leaves the library unused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from spillway.errors import UserError
+
+from .io_engine import Direction, Failure, SystemCall, Transfer
+from .reference import NUM_BINS, AdamWScalars, Bins, float32
+
+ABI_VERSION = 1
+FORCE_ISA = "SPILLWAY_FORCE_ISA"
+ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3}
+"""SPILLWAY_ISA_*, narrowest first"""
+TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
+"""SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16; 0 is SPILLWAY_NONE"""
+ENGINE_THREADS = 1
+"""SPILLWAY_ENGINE_THREADS"""
+LIBRARY_NAME = "libspillway_native.so"
+
+
+class AdamWScalarsStruct(Structure):
+    """spillway_adamw_scalars"""
+
+    _fields_ = [
+        ("gradient_scale", c_float),
+        ("decay", c_float),
+        ("beta1", c_float),
+        ("one_minus_beta1", c_float),
+        ("beta2", c_float),
+        ("one_minus_beta2", c_float),
+        ("sqrt_bias_correction2", c_float),
+        ("eps", c_float),
+        ("step_size", c_float),
+    ]
+
+
+class BinsStruct(Structure):
+    """spillway_bins"""
+
+    _fields_ = [("low", c_uint64 * NUM_BINS), ("high", c_uint64 * NUM_BINS), ("num_non_finite", c_uint64)]
+
+
+class CopyStruct(Structure):
+    """spillway_copy"""
+
+    _fields_ = [("dst", c_void_p), ("src", c_void_p), ("nbytes", c_uint64)]
+
+
+class IoRequestStruct(Structure):
+    """spillway_io_request"""
+
+    _fields_ = [
+        ("buffer", c_void_p),
+        ("nbytes", c_uint64),
+        ("offset", c_uint64),
+        ("crc32c", c_uint32),
+        ("crc32c_found", c_uint32),
+        ("error", c_int32),
+        ("os_error", c_int32),
+        ("error_offset", c_uint64),
+    ]
+
+
+IO_CALL = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int32, c_int32, c_void_p, c_uint64, c_uint64)
+"""spillway_io_call"""
+
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "spillway_abi_version": (c_int32, ()),
+    "spillway_strerror": (c_char_p, (c_int32,)),
+    "spillway_isa_available": (c_int32, (c_int32,)),
+    "spillway_adamw": (
+        c_int32,
+        (
+            *(POINTER(AdamWScalarsStruct), c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
+        ),
+    ),
+    "spillway_accumulate": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_int64, c_int32, c_int32)),
+    "spillway_gradient_bins": (c_int32, (POINTER(BinsStruct), c_void_p, c_int32, c_int64, c_int32)),
+    "spillway_copy_batch": (c_int32, (POINTER(CopyStruct), c_int64, c_int32)),
+    "spillway_crc32c": (c_uint32, (c_uint32, c_void_p, c_uint64)),
+    "spillway_crc32c_combine": (c_uint32, (c_uint32, c_uint32, c_uint64)),
+    "spillway_io_open": (c_int32, (c_int32, c_int32, c_int32, IO_CALL, c_void_p, POINTER(c_void_p))),
+    "spillway_io_transfer": (c_int32, (c_void_p, c_int32, POINTER(IoRequestStruct), c_int64)),
+    "spillway_io_close": (None, (c_void_p,)),
+}
+"""Result and argument types of every function of the header; arrays and opaque handles are c_void_p."""
+
+
+@functools.cache
+def load_library() -> CDLL | None:
+    """The library beside this package, or None where it was not built (no C++ compiler)."""
+    path = resources.files("spillway_trainer").joinpath(LIBRARY_NAME)
+    if not path.is_file():
+        return None
+    library = CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    found = library.spillway_abi_version()
+    if found != ABI_VERSION:
+        raise UserError(
+            f"{path}: the native library has ABI version {found}, this package needs {ABI_VERSION}: reinstall spillway"
+        )
+    return library
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """What this library and this processor have, narrowest first; empty without the library."""
+    library = load_library()
+    return tuple(name for name, code in ISA_CODES.items() if library and library.spillway_isa_available(code))
+
+
+@functools.cache
+def isa() -> str:
+    """The instruction set of this process: "avx512", "avx2", "scalar", or "reference" when the library is not used."""
+    found = ("reference", *instruction_sets())
+    forced = os.environ.get(FORCE_ISA, "")
+    if forced and forced not in found:
+        raise UserError(f"{FORCE_ISA}={forced}: not available here; choose one of {', '.join(found)}, or unset it")
+    return forced or found[-1]
+
+
+def available() -> bool:
+    """True when the library is there and not switched off by SPILLWAY_FORCE_ISA=reference."""
+    return isa() != "reference"
+
+
+def adamw(
+    scalars: AdamWScalars,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    out: Tensor | None,
+    *,
+    num_threads: int = 1,
+    instruction_set: str = "",
+) -> None:
+    """reference.adamw, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
+    n = master.numel()
+    for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        _check(name, tensor, n, torch.float32)
+    _check("gradient", gradient, n, *TYPE_CODES)
+    if out is not None:
+        _check("out", out, n, *TYPE_CODES)
+    error = _library().spillway_adamw(
+        _scalars_struct(scalars),
+        master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        gradient.data_ptr(),
+        TYPE_CODES[gradient.dtype],
+        None if out is None else out.data_ptr(),
+        0 if out is None else TYPE_CODES[out.dtype],
+        n,
+        ISA_CODES[instruction_set or isa()],
+        num_threads,
+    )
+    _raise_for("spillway_adamw", error)
+
+
+def accumulate(
+    accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1, instruction_set: str = ""
+) -> None:
+    """reference.accumulate, on `num_threads` threads."""
+    _check("accumulator", accumulator, accumulator.numel(), torch.float32)
+    _check("gradient", gradient, accumulator.numel(), *TYPE_CODES)
+    error = _library().spillway_accumulate(
+        accumulator.data_ptr(),
+        gradient.data_ptr(),
+        TYPE_CODES[gradient.dtype],
+        first,
+        accumulator.numel(),
+        ISA_CODES[instruction_set or isa()],
+        num_threads,
+    )
+    _raise_for("spillway_accumulate", error)
+
+
+def gradient_bins(gradient: Tensor, *, num_threads: int = 1) -> Bins:
+    """reference.gradient_bins, on `num_threads` threads."""
+    _check("gradient", gradient, gradient.numel(), *TYPE_CODES)
+    bins = BinsStruct()
+    error = _library().spillway_gradient_bins(
+        bins, gradient.data_ptr(), TYPE_CODES[gradient.dtype], gradient.numel(), num_threads
+    )
+    _raise_for("spillway_gradient_bins", error)
+    sums = tuple(low + (high << 64) for low, high in zip(bins.low, bins.high, strict=True))
+    return Bins(sums, bins.num_non_finite)
+
+
+def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
+    """memmove of src to dst for every (dst, src), uint8 tensors of one size, outside the GIL.
+
+    The order is open: no destination may overlap another pair. One call, because giving the GIL back and taking it again costs some 50 us on a busy machine.
+    """
+    copies = (CopyStruct * len(pairs))()
+    for entry, (dst, src) in zip(copies, pairs, strict=True):
+        _check("dst", dst, src.numel(), torch.uint8)
+        _check("src", src, src.numel(), torch.uint8)
+        entry.dst, entry.src, entry.nbytes = dst.data_ptr(), src.data_ptr(), src.numel()
+    _raise_for("spillway_copy_batch", _library().spillway_copy_batch(copies, len(pairs), num_threads))
+
+
+def crc32c(tensor: Tensor) -> int:
+    """CRC-32C of a uint8 tensor."""
+    _check("tensor", tensor, tensor.numel(), torch.uint8)
+    value: int = _library().spillway_crc32c(0, tensor.data_ptr(), tensor.numel())
+    return value
+
+
+class NativeEngine:
+    """io_engine.IoEngine on the library's own threads; the GIL is free while bytes move."""
+
+    name = "threads"
+
+    def __init__(self, file: int, num_threads: int, call: SystemCall | None = None) -> None:
+        self._call = IO_CALL(0) if call is None else IO_CALL(functools.partial(_system_call, call))
+        self._handle = c_void_p()
+        error = _library().spillway_io_open(ENGINE_THREADS, file, num_threads, self._call, None, self._handle)
+        _raise_for("spillway_io_open", error)
+
+    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+        requests = (IoRequestStruct * len(transfers))()
+        for request, transfer in zip(requests, transfers, strict=True):
+            request.buffer, request.nbytes = transfer.tensor.data_ptr(), transfer.tensor.numel()
+            request.offset, request.crc32c = transfer.offset, transfer.checksum
+        error = _library().spillway_io_transfer(self._handle, direction, requests, len(transfers))
+        if error not in set(Failure):
+            _raise_for("spillway_io_transfer", error)
+        for request, transfer in zip(requests, transfers, strict=True):
+            transfer.checksum, transfer.found = request.crc32c, request.crc32c_found
+            transfer.failure, transfer.os_error = Failure(request.error), request.os_error
+            transfer.error_offset = request.error_offset
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, c_void_p()
+        _library().spillway_io_close(handle)
+
+
+def _system_call(
+    call: SystemCall, context: int | None, direction: int, file: int, address: int, nbytes: int, offset: int
+) -> int:
+    """Calls a fault test's `call` from a native thread; an exception there counts as EIO, never as success."""
+    try:
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        return call(Direction(direction), file, memory, offset)
+    except Exception:
+        return -errno.EIO
+
+
+def strerror(error: int) -> str:
+    """The sentence for a spillway_error."""
+    sentence: bytes = _library().spillway_strerror(error)
+    return sentence.decode()
+
+
+def _library() -> CDLL:
+    library = load_library()
+    assert library is not None, "native functions are called only where native.available()"
+    return library
+
+
+def _raise_for(function: str, error: int) -> None:
+    """Codes that a checked call can still return: no memory, or a defect of this module."""
+    if error:
+        raise RuntimeError(f"{function}: {strerror(error)}")
+
+
+def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes or tensor.numel() != num_elements or not tensor.is_contiguous() or not tensor.is_cpu:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {tensor.dtype}, {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}: "
+            f"give a contiguous {wanted} tensor of {num_elements} elements on the CPU"
+        )
+
+
+def _scalars_struct(scalars: AdamWScalars) -> AdamWScalarsStruct:
+    return AdamWScalarsStruct(
+        gradient_scale=float32(scalars.gradient_scale),
+        decay=scalars.decay,
+        beta1=float32(scalars.beta1),
+        one_minus_beta1=scalars.one_minus_beta1,
+        beta2=float32(scalars.beta2),
+        one_minus_beta2=scalars.one_minus_beta2,
+        sqrt_bias_correction2=scalars.sqrt_bias_correction2,
+        eps=float32(scalars.eps),
+        step_size=scalars.step_size,
+    )

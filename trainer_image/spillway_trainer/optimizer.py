@@ -1,0 +1,209 @@
+"""The optimizer as the step loop sees it, and its plain form: everything on the device, one parameter after the other.
+
+    take (per gradient, during backward) ... -> norm -> step -> flush        or, when the norm is not finite, -> skip
+
+`ResidentOptimizer` is what `memory.mode: Disabled` runs and what every placement is compared with, bit for bit. Its
+arithmetic is reference.py's; the number of updates belongs to the optimizer, not to a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spillway.plan import Tier
+
+from . import kernels
+from .reference import AdamWScalars, Bins
+from .tiers.device_ledger import DeviceLedger
+from .trainable import Trainable, check_gradient, flat, master_values
+
+Update = Callable[[AdamWScalars, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+"""adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out): in place, flat tensors (reference.adamw)"""
+
+MASTER, EXP_AVG, EXP_AVG_SQ = STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+FLOAT32_BYTES = 4
+
+
+class Optimizer(Protocol):
+    """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Add one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
+
+    def norm(self) -> float:
+        """Order-free norm of the step's gradients; waits for them. nan when one of them is not finite."""
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        """Start the update of every parameter whose gradient came. The next forward needs `flush` first."""
+
+    def skip(self) -> None:
+        """Drop the step's gradients; states, parameters and the number of updates stay as they are."""
+
+    def flush(self) -> None:
+        """Return when every update is done and visible in the parameters."""
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Canonical state, the same for every plan: "master.<name>", "exp_avg.<name>", "exp_avg_sq.<name>", float32
+        copies in the parameter's shape; aliases are absent. Flushes first."""
+
+    def load(self, name: str, value: Tensor) -> None:
+        """Set one entry of `state`; a master also sets the parameter, rounded to its dtype."""
+
+    def scalars(self) -> dict[str, float]: ...
+
+    def load_scalars(self, scalars: Mapping[str, float]) -> None: ...
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of states, accumulators and buffers, per tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSettings:
+    """The hyperparameters that do not change from step to step. Vectors (dim < 2) never decay."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(slots=True)
+class UpdateCount:
+    """Updates done, and beta^t by repeated fp64 product: carried in the checkpoint, so resume repeats the same bits."""
+
+    settings: AdamWSettings
+    num_updates: int = 0
+    beta1_power: float = 1.0
+    beta2_power: float = 1.0
+
+    def advance(self) -> None:
+        self.num_updates += 1
+        self.beta1_power *= self.settings.beta1
+        self.beta2_power *= self.settings.beta2
+
+    def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> AdamWScalars:
+        """Scalars of the current update, after `advance`."""
+        s = self.settings
+        weight_decay = s.weight_decay if parameter.dim() >= 2 else 0.0
+        powers = (self.beta1_power, self.beta2_power)
+        return AdamWScalars(learning_rate, s.beta1, s.beta2, s.eps, weight_decay, *powers, gradient_scale)
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "num_updates": float(self.num_updates),
+            "beta1_power": self.beta1_power,
+            "beta2_power": self.beta2_power,
+        }
+
+    def load(self, scalars: Mapping[str, float]) -> None:
+        self.num_updates = int(scalars["num_updates"])
+        self.beta1_power, self.beta2_power = scalars["beta1_power"], scalars["beta2_power"]
+
+
+@dataclass(slots=True)
+class _States:
+    """One parameter's states, flat float32. With float32 compute `master` is the parameter's own memory."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class ResidentOptimizer:
+    """AdamW with masters, moments and float32 accumulators on the device, charged to its ledger."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tied: Mapping[str, str],
+        settings: AdamWSettings,
+        ledger: DeviceLedger,
+        update: Update = kernels.adamw,
+    ) -> None:
+        self._trainable = Trainable.of(parameters, tied)
+        self._count = UpdateCount(settings)
+        self._update = update
+        self._states_bytes = sum(_states_bytes(p) for p in self._trainable.parameters.values())
+        ledger.charge("optimizer_states", self._states_bytes)
+        self._states = {name: _new_states(p) for name, p in self._trainable.parameters.items()}
+        uses = [*self._trainable.parameters, *self._trainable.tied]
+        sizes = {name: self._trainable.parameters[self._trainable.owner(name)].numel() for name in uses}
+        self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
+        ledger.charge("gradients", self._accumulator_bytes)
+        self._accumulators = {name: torch.empty(size, dtype=torch.float32) for name, size in sizes.items()}
+        self._arrived: set[str] = set()
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        parameter = self._trainable.parameters[self._trainable.owner(name)]
+        flat_gradient = check_gradient(name, parameter, gradient)
+        kernels.accumulate(self._accumulators[name], flat_gradient, name not in self._arrived)
+        self._arrived.add(name)
+
+    def norm(self) -> float:
+        self._sum_tied_uses()
+        names = [name for name in self._trainable.parameters if name in self._arrived]
+        return sum((kernels.gradient_bins(self._accumulators[name]) for name in names), Bins()).norm()
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self._sum_tied_uses()
+        self._count.advance()
+        for name, parameter in self._trainable.parameters.items():
+            if name not in self._arrived:  # no gradient: no decay and no moment update either, as in torch.optim
+                continue
+            states = self._states[name]
+            scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
+            out = None if parameter.dtype == torch.float32 else flat(parameter)
+            self._update(scalars, states.master, states.exp_avg, states.exp_avg_sq, self._accumulators[name], out)
+        self._arrived.clear()
+
+    def skip(self) -> None:
+        self._arrived.clear()
+
+    def flush(self) -> None:
+        """Nothing is ever in flight."""
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trainable.parameters.items():
+            for kind in STATE_KINDS:
+                yield f"{kind}.{name}", getattr(self._states[name], kind).reshape(parameter.shape).clone()
+
+    def load(self, name: str, value: Tensor) -> None:
+        kind, _, parameter_name = name.partition(".")
+        states = self._states[parameter_name]
+        getattr(states, kind).copy_(value.reshape(-1))
+        parameter = self._trainable.parameters[parameter_name]
+        if kind == MASTER and parameter.dtype != torch.float32:
+            flat(parameter).copy_(master_values(states.master, parameter.dtype))
+
+    def scalars(self) -> dict[str, float]:
+        return self._count.as_dict()
+
+    def load_scalars(self, scalars: Mapping[str, float]) -> None:
+        self._count.load(scalars)
+
+    def held_bytes(self) -> dict[str, int]:
+        return {Tier.DEVICE.value: self._states_bytes + self._accumulator_bytes, Tier.HOST.value: 0}
+
+    def _sum_tied_uses(self) -> None:
+        """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""
+        for alias, owner in self._trainable.tied.items():
+            if alias in self._arrived:
+                kernels.accumulate(self._accumulators[owner], self._accumulators[alias], owner not in self._arrived)
+                self._arrived.add(owner)
+                self._arrived.remove(alias)
+
+
+def _states_bytes(parameter: Parameter) -> int:
+    """12 bytes a parameter; 8 with float32 compute, where the parameter is its own master."""
+    return parameter.numel() * FLOAT32_BYTES * (2 if parameter.dtype == torch.float32 else 3)
+
+
+def _new_states(parameter: Parameter) -> _States:
+    master = flat(parameter) if parameter.dtype == torch.float32 else flat(parameter).float()
+    return _States(master, torch.zeros_like(master), torch.zeros_like(master))

@@ -1,0 +1,90 @@
+"""Which chunk is updated where: parameters -> chunks -> paths. Pure, and without influence on any result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Path(StrEnum):
+    """Where a chunk's update runs, and where its states live between updates."""
+
+    CPU = "cpu"
+    """states in host memory, updated by CPU threads; gradients come down, parameters go up"""
+    STREAMED = "streamed"
+    """states in host memory, streamed through a device slot; the update runs on the device"""
+    RESIDENT = "resident"
+    """states on the device, and so does the update"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The real-valued split c + g + s = 1 of the parameters by path."""
+
+    cpu: float
+    streamed: float
+    resident: float
+
+    def __post_init__(self) -> None:
+        shares = (self.cpu, self.streamed, self.resident)
+        if min(shares) < 0.0 or abs(sum(shares) - 1.0) > 1e-6:
+            raise ValueError(f"optimizer shares {shares} (cpu, streamed, resident) must be >= 0 and sum to 1")
+
+    def of(self, path: Path) -> float:
+        return {Path.CPU: self.cpu, Path.STREAMED: self.streamed, Path.RESIDENT: self.resident}[path]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A slice of one flattened parameter: the unit of assignment, update and copy."""
+
+    parameter: str
+    offset: int
+    """in parameters, from the start of the flattened parameter"""
+    size: int
+    """in parameters"""
+    path: Path
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+    @property
+    def label(self) -> str:
+        return f"{self.parameter}[{self.offset}:{self.end}]"
+
+
+def cut(num_parameters: int, chunk_parameters: int) -> list[tuple[int, int]]:
+    """(offset, size) of one parameter's chunks: all of `chunk_parameters`, the last one of what is left."""
+    return [
+        (offset, min(chunk_parameters, num_parameters - offset))
+        for offset in range(0, num_parameters, chunk_parameters)
+    ]
+
+
+def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
+    """The path of each chunk, in update order.
+
+    Every path works at a rate proportional to its share, so after T parameters it should have taken share x T. Each
+    chunk goes to the path that is furthest behind, the one that would finish earliest against that clock: the paths
+    alternate evenly, and at every prefix each share is met within one chunk (the largest one seen).
+    """
+    paths: list[Path] = []
+    behind = dict.fromkeys(Path, 0.0)  # parameters due by share, less parameters taken
+    for size in sizes:
+        for path in Path:
+            behind[path] += shares.of(path) * size
+        chosen = max((path for path in Path if shares.of(path) > 0.0), key=behind.__getitem__)
+        behind[chosen] -= size
+        paths.append(chosen)
+    return paths
+
+
+def assign_chunks(num_parameters: Mapping[str, int], chunk_parameters: int, shares: Shares) -> list[Chunk]:
+    """Chunks of all parameters in update order: the declared order of the parameters, which is forward order."""
+    slices = [
+        (name, offset, size) for name, count in num_parameters.items() for offset, size in cut(count, chunk_parameters)
+    ]
+    paths = assign([size for _, _, size in slices], shares)
+    return [Chunk(name, offset, size, path) for (name, offset, size), path in zip(slices, paths, strict=True)]

@@ -1,0 +1,214 @@
+"""Gradients on their way from backward into float32 accumulators, and their order-free norm.
+
+A CPU chunk's gradient leaves the device once per micro-batch, in its compute dtype, during backward:
+    backward -> d2h into a staging slot -> cpu lane adds it to the host accumulator
+A gradient of a streamed or resident chunk is added on the device, by the compute lane, and never leaves it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from .. import kernels
+from ..reference import Bins
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Event, Lane, Lanes, Region
+from .assign import Chunk, Path
+from .memory import FLOAT32_BYTES, Part, Ring, as_bytes
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """The float32 gradient sum of one chunk of one use of a parameter; an alias has accumulators of its own."""
+
+    chunk: Chunk
+    memory: Part
+    values: Tensor
+    """flat float32 view of `memory`, chunk.size values"""
+    settled: tuple[Event, ...] = ()
+    """complete when everything submitted so far is in `values`"""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that owns the accumulator's memory."""
+        return Lane.CPU if self.chunk.path is Path.CPU else Lane.COMPUTE
+
+
+class GradientWindow:
+    """Bounds the gradients that backward has handed over and that are not read yet, and charges them to the device.
+
+    A gradient larger than the window passes alone.
+    """
+
+    def __init__(self, ledger: DeviceLedger, window_bytes: int) -> None:
+        self._ledger = ledger
+        self._window_bytes = window_bytes
+        self._in_flight: deque[tuple[int, Sequence[Event]]] = deque()
+        self._bytes = 0
+
+    def admit(self, nbytes: int) -> None:
+        """Wait for the oldest gradients until `nbytes` more fit."""
+        while self._in_flight and self._bytes + nbytes > self._window_bytes:
+            self._retire()
+        self._ledger.charge("gradients", nbytes)
+        self._bytes += nbytes
+
+    def add(self, nbytes: int, read: Sequence[Event]) -> None:
+        """An admitted gradient is free once all of `read` are complete."""
+        self._in_flight.append((nbytes, read))
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._retire()
+
+    def _retire(self) -> None:
+        nbytes, read = self._in_flight.popleft()
+        for event in read:
+            event.wait()
+        self._ledger.release("gradients", nbytes)
+        self._bytes -= nbytes
+
+
+class Gradients:
+    """Accumulators of every use (owner or alias) of every trainable parameter."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        tied: Mapping[str, str],
+        staging: Ring,
+        window: GradientWindow,
+        num_threads: int,
+    ) -> None:
+        self._lanes = lanes
+        self._accumulators = accumulators
+        self._tied = tied
+        self._staging = staging
+        self._window = window
+        self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
+        self._bins = partial(kernels.gradient_bins, num_threads=num_threads)
+        self._arrived: set[str] = set()
+
+    def arrived(self, name: str) -> bool:
+        return name in self._arrived
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient, flat and contiguous, that the compute lane has just written."""
+        nbytes = gradient.numel() * gradient.element_size()
+        self._window.admit(nbytes)
+        region = Region(nbytes, f"gradient of {name}")
+        self._lanes.compute(writes=[region], label=f"backward of {name}")
+        written, first = self._lanes.computed(), name not in self._arrived
+        add = {Lane.CPU: self._add_on_host, Lane.COMPUTE: self._add_on_device}
+        read = [
+            add[accumulator.lane](accumulator, gradient, region, written, first)
+            for accumulator in self._accumulators[name]
+        ]
+        self._arrived.add(name)
+        self._window.add(nbytes, read)
+
+    def sum_tied_uses(self) -> None:
+        """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""
+        for alias, owner in self._tied.items():
+            if not self.arrived(alias):
+                continue
+            first = not self.arrived(owner)
+            for target, source in zip(self._accumulators[owner], self._accumulators[alias], strict=True):
+                event = self._lanes.submit(
+                    target.lane,
+                    partial(self._accumulate, target.values, source.values, first),
+                    reads=[target.memory, source.memory],
+                    writes=[target.memory],
+                    after=[*target.settled, *source.settled],
+                    nbytes=3 * FLOAT32_BYTES * target.chunk.size,
+                    label=f"tied {source.chunk.label}",
+                )
+                target.settled = source.settled = (event,)
+            self._arrived.add(owner)
+            self._arrived.remove(alias)
+
+    def bins(self) -> Bins:
+        """Exact sum of squares of all gradients that arrived; waits for them. Each chunk is read where it lives."""
+        parts: list[Bins] = []
+        events = []
+        for accumulator in self._all_arrived():
+            event = self._lanes.submit(
+                accumulator.lane,
+                self._appending_bins(parts, accumulator.values),
+                reads=[accumulator.memory],
+                after=accumulator.settled,
+                nbytes=FLOAT32_BYTES * accumulator.chunk.size,
+                label=f"norm {accumulator.chunk.label}",
+            )
+            accumulator.settled = (event,)
+            events.append(event)
+        for event in events:
+            event.wait()
+        self._window.drain()
+        return sum(parts, Bins())
+
+    def drop(self) -> None:
+        """Forget what arrived: the next gradient of each use overwrites its accumulator."""
+        self._arrived.clear()
+
+    def _all_arrived(self) -> Iterator[Accumulator]:
+        for name, accumulators in self._accumulators.items():
+            if self.arrived(name):
+                yield from accumulators
+
+    def _add_on_host(
+        self, accumulator: Accumulator, gradient: Tensor, region: Region, written: Event, first: bool
+    ) -> Event:
+        chunk, slot = accumulator.chunk, self._staging.take()
+        part = gradient[chunk.offset : chunk.end]
+        nbytes = part.numel() * part.element_size()
+        staged = slot.buffer.tensor[:nbytes]
+        copied = self._lanes.submit(
+            Lane.D2H,
+            partial(kernels.copy, staged, as_bytes(part)),
+            reads=[region],
+            writes=[slot.buffer],
+            after=[written, *slot.free],
+            nbytes=nbytes,
+            label=f"gradient {chunk.label}",
+        )
+        added = self._lanes.submit(
+            Lane.CPU,
+            partial(self._accumulate, accumulator.values, staged.view(part.dtype), first),
+            reads=[slot.buffer, accumulator.memory],
+            writes=[accumulator.memory],
+            after=[copied, *accumulator.settled],
+            nbytes=nbytes + FLOAT32_BYTES * chunk.size * (1 if first else 2),
+            label=f"accumulate {chunk.label}",
+        )
+        slot.free = accumulator.settled = (added,)
+        return copied
+
+    def _add_on_device(
+        self, accumulator: Accumulator, gradient: Tensor, region: Region, written: Event, first: bool
+    ) -> Event:
+        chunk = accumulator.chunk
+        part = gradient[chunk.offset : chunk.end]
+        added = self._lanes.submit(
+            Lane.COMPUTE,
+            partial(self._accumulate, accumulator.values, part, first),
+            reads=[region, accumulator.memory],
+            writes=[accumulator.memory],
+            after=[written, *accumulator.settled],
+            nbytes=part.numel() * part.element_size() + FLOAT32_BYTES * chunk.size * (1 if first else 2),
+            label=f"accumulate {chunk.label}",
+        )
+        accumulator.settled = (added,)
+        return added
+
+    def _appending_bins(self, parts: list[Bins], values: Tensor) -> Callable[[], None]:
+        def work() -> None:
+            parts.append(self._bins(values))
+
+        return work

@@ -1,0 +1,173 @@
+"""OptimizerOffload: AdamW whose states live in host memory, updated where the plan says, chunk by chunk.
+
+The idea is Deep Optimizer States (Maurya et al., arXiv 2410.21316): the update is interleaved between CPU and device,
+and overlapped with the copies between them. Here the split is real-valued, ordering is by events, and the result is
+bitwise that of ResidentOptimizer for every split, chunk size, thread count and instruction set
+(docs/optimizer-offload.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS
+from spillway.plan import OptimizerPlan, Tier
+
+from .. import kernels
+from ..optimizer import MASTER, STATE_KINDS, AdamWSettings, Update, UpdateCount
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Event, Lane, Lanes
+from ..trainable import Trainable, check_gradient, master_values
+from .assign import Path, Shares, assign_chunks
+from .gradients import Gradients, GradientWindow
+from .memory import Arena, Ring, padded
+from .place import Placed, place_accumulators, place_chunks
+from .update import UpdatePipeline
+
+
+class OptimizerOffload:
+    """One rank's optimizer. Its memory is taken at construction, which raises when a budget is too small.
+
+    `cpu_update` and `device_update` are the kernels of the two sides; tests give them different code.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tied: Mapping[str, str],
+        settings: AdamWSettings,
+        plan: OptimizerPlan,
+        lanes: Lanes,
+        ledger: DeviceLedger,
+        *,
+        cpu_update: Update | None = None,
+        device_update: Update | None = None,
+    ) -> None:
+        self._trainable = Trainable.of(parameters, tied)
+        self._count = UpdateCount(settings)
+        self._lanes = lanes
+        owners = self._trainable.parameters
+        shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share)
+        chunks = assign_chunks({name: p.numel() for name, p in owners.items()}, plan.chunk_parameters, shares)
+        self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
+        self._placed = place_chunks(chunks, owners, self._arena)
+        self._of = {name: list(parts) for name, parts in groupby(self._placed, lambda p: p.chunk.parameter)}
+        self._gradients = self._new_gradients(ledger, plan.num_threads)
+        native = partial(kernels.adamw, num_threads=plan.num_threads)
+        self._pipeline = UpdatePipeline(
+            lanes, self._staging_ring("uploads"), self._slot_ring(), cpu_update or native, device_update or native
+        )
+        self._in_flight: list[Event] = []
+        self._initialise_states()
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        assert not self._in_flight, "flush() comes between step() and the next forward"
+        placed = self._of[self._trainable.owner(name)]
+        parameter = self._trainable.parameters[self._trainable.owner(name)]
+        self._lanes.compute(reads=[part.weights for part in placed], label=f"backward of {name}")
+        self._gradients.take(name, check_gradient(name, parameter, gradient))
+
+    def norm(self) -> float:
+        self._gradients.sum_tied_uses()
+        return self._gradients.bins().norm()
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self._gradients.sum_tied_uses()
+        self._count.advance()
+        updates = []
+        for name, parameter in self._trainable.parameters.items():
+            if self._gradients.arrived(name):  # no gradient: no decay and no moment update either, as in torch.optim
+                scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
+                updates += [(placed, scalars) for placed in self._of[name]]
+        self._in_flight = self._pipeline.submit(updates)
+        self._gradients.drop()
+
+    def skip(self) -> None:
+        self._gradients.drop()
+
+    def flush(self) -> None:
+        for event in self._in_flight:
+            event.wait()
+        self._in_flight.clear()
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        self.flush()
+        for name, parameter in self._trainable.parameters.items():
+            for kind in STATE_KINDS:
+                yield f"{kind}.{name}", self._gathered(name, kind).view(parameter.shape)
+
+    def load(self, name: str, value: Tensor) -> None:
+        self.flush()
+        kind, _, parameter_name = name.partition(".")
+        values = value.reshape(-1)
+        for placed in self._of[parameter_name]:
+            states = placed.states(placed.block.tensor)
+            getattr(states, kind).copy_(values[placed.chunk.offset : placed.chunk.end])
+            if kind == MASTER and not placed.parameter_is_master:
+                placed.parameter.copy_(master_values(states.master, placed.parameter.dtype))
+
+    def scalars(self) -> dict[str, float]:
+        return self._count.as_dict()
+
+    def load_scalars(self, scalars: Mapping[str, float]) -> None:
+        self._count.load(scalars)
+
+    def held_bytes(self) -> dict[str, int]:
+        return self._arena.held_bytes()
+
+    def _gathered(self, name: str, kind: str) -> Tensor:
+        """One kind of state of a whole parameter, flat, a copy in host memory."""
+        return torch.cat([getattr(placed.states(placed.block.tensor), kind).cpu() for placed in self._of[name]])
+
+    def _new_gradients(self, ledger: DeviceLedger, num_threads: int) -> Gradients:
+        accumulators = {name: [placed.accumulator for placed in parts] for name, parts in self._of.items()}
+        for alias, owner in self._trainable.tied.items():
+            accumulators[alias] = place_accumulators([placed.chunk for placed in self._of[owner]], self._arena)
+        largest = max((p.numel() * p.element_size() for p in self._trainable.parameters.values()), default=0)
+        return Gradients(
+            self._lanes,
+            accumulators,
+            self._trainable.tied,
+            self._staging_ring("gradient staging"),
+            GradientWindow(ledger, largest),
+            num_threads,
+        )
+
+    def _staging_ring(self, label: str) -> Ring:
+        """Host buffers that hold one chunk in the compute dtype."""
+        sizes = [placed.weights.nbytes for placed in self._placed if placed.chunk.path is Path.CPU]
+        num_buffers = min(NUM_STAGING_BUFFERS, len(sizes))
+        return self._arena.ring(Tier.HOST, num_buffers, padded(max(sizes, default=0)), label)
+
+    def _slot_ring(self) -> Ring:
+        sizes = [placed.block.nbytes for placed in self._placed if placed.chunk.path is Path.STREAMED]
+        return self._arena.ring(Tier.DEVICE, min(NUM_SLOTS, len(sizes)), max(sizes, default=0), "streamed states")
+
+    def _initialise_states(self) -> None:
+        """Masters from the parameters, moments 0. Submitted, so that virtual lanes can leave it out."""
+        events = [
+            self._lanes.submit(
+                Lane.COMPUTE,
+                partial(_initialise, placed),
+                reads=[placed.weights],
+                writes=[placed.block],
+                label=f"initialise {placed.chunk.label}",
+            )
+            for placed in self._placed
+        ]
+        for event in events:
+            event.wait()
+
+
+def _initialise(placed: Placed) -> None:
+    states = placed.states(placed.block.tensor)
+    if not placed.parameter_is_master:
+        states.master.copy_(placed.parameter)
+    states.exp_avg.zero_()
+    states.exp_avg_sq.zero_()

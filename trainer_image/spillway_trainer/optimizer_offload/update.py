@@ -1,0 +1,143 @@
+"""One update of all chunks as a pipeline over the lanes; ordered by events only.
+
+    cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload
+    h2d       states S0 | upload C0 | states S1 | upload C1   two slots: S1 comes in while S0 is updated and goes back
+    compute             | update S0 | update R0 | update S1
+    d2h                             | states S0 |   ...       a slot is refilled only after its states went back
+
+Note 5.2's bound for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from .. import kernels
+from ..optimizer import Update
+from ..reference import AdamWScalars
+from ..tiers.lanes import Event, Lane, Lanes
+from .assign import Path
+from .memory import Ring, Slot, States, as_bytes
+from .place import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePipeline:
+    """Submits one step's updates. Holds no state of its own but the rings."""
+
+    lanes: Lanes
+    uploads: Ring
+    """host buffers of one chunk in the compute dtype: between the CPU's update and the upload"""
+    slots: Ring
+    """device buffers of one state block: streamed chunks pass through them"""
+    cpu_update: Update
+    device_update: Update
+
+    def submit(self, updates: Sequence[tuple[Placed, AdamWScalars]]) -> list[Event]:
+        """Submit the updates in order and return the events that end them: uploads, write-backs, device updates.
+
+        Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
+        come in as early as a slot is free, ahead of the uploads of the CPU chunks between.
+        """
+        computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
+        to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
+        loaded: deque[tuple[Slot, Event]] = deque()
+        ends = []
+        for placed, scalars in updates:
+            while to_load and len(loaded) < len(self.slots):
+                loaded.append(self._load_states(to_load.popleft()))
+            if placed.chunk.path is Path.CPU:
+                ends.append(self._update_on_cpu(placed, scalars, computed))
+            elif placed.chunk.path is Path.STREAMED:
+                ends.append(self._update_in_slot(placed, scalars, computed, *loaded.popleft()))
+            else:
+                ends.append(self._update_resident(placed, scalars, computed))
+        return ends
+
+    def _update_on_cpu(self, placed: Placed, scalars: AdamWScalars, computed: Event) -> Event:
+        chunk, slot, states = placed.chunk, self.uploads.take(), placed.states(placed.block.tensor)
+        parameter_bytes = as_bytes(placed.parameter)
+        staged = slot.buffer.tensor[: parameter_bytes.numel()]
+        updated = self.lanes.submit(
+            Lane.CPU,
+            self._work(self.cpu_update, scalars, states, placed, staged.view(placed.parameter.dtype)),
+            reads=[placed.block, placed.accumulator.memory],
+            writes=[placed.block, slot.buffer],
+            after=[*placed.accumulator.settled, *slot.free],
+            nbytes=28 * chunk.size + staged.numel(),
+            label=f"update {chunk.label}",
+        )
+        uploaded = self.lanes.submit(
+            Lane.H2D,
+            partial(kernels.copy, parameter_bytes, staged),
+            reads=[slot.buffer],
+            writes=[placed.weights],
+            after=[updated, computed],
+            nbytes=staged.numel(),
+            label=f"upload {chunk.label}",
+        )
+        slot.free = (uploaded,)
+        return uploaded
+
+    def _load_states(self, placed: Placed) -> tuple[Slot, Event]:
+        slot = self.slots.take()
+        nbytes = placed.block.nbytes
+        loaded = self.lanes.submit(
+            Lane.H2D,
+            partial(kernels.copy, slot.buffer.tensor[:nbytes], placed.block.tensor),
+            reads=[placed.block],
+            writes=[slot.buffer],
+            after=slot.free,
+            nbytes=nbytes,
+            label=f"states {placed.chunk.label}",
+        )
+        return slot, loaded
+
+    def _update_in_slot(
+        self, placed: Placed, scalars: AdamWScalars, computed: Event, slot: Slot, loaded: Event
+    ) -> Event:
+        chunk, nbytes = placed.chunk, placed.block.nbytes
+        block = slot.buffer.tensor[:nbytes]
+        updated = self.lanes.submit(
+            Lane.COMPUTE,
+            self._work(self.device_update, scalars, placed.states(block), placed, placed.device_out),
+            reads=[slot.buffer, placed.accumulator.memory, placed.weights],
+            writes=[slot.buffer, placed.weights],
+            after=[loaded, computed, *placed.accumulator.settled],
+            nbytes=28 * chunk.size,
+            label=f"update {chunk.label}",
+        )
+        written_back = self.lanes.submit(
+            Lane.D2H,
+            partial(kernels.copy, placed.block.tensor, block),
+            reads=[slot.buffer],
+            writes=[placed.block],
+            after=[updated],
+            nbytes=nbytes,
+            label=f"states {chunk.label}",
+        )
+        slot.free = (written_back,)
+        return written_back
+
+    def _update_resident(self, placed: Placed, scalars: AdamWScalars, computed: Event) -> Event:
+        states = placed.states(placed.block.tensor)
+        return self.lanes.submit(
+            Lane.COMPUTE,
+            self._work(self.device_update, scalars, states, placed, placed.device_out),
+            reads=[placed.block, placed.accumulator.memory, placed.weights],
+            writes=[placed.block, placed.weights],
+            after=[computed, *placed.accumulator.settled],
+            nbytes=28 * placed.chunk.size,
+            label=f"update {placed.chunk.label}",
+        )
+
+    def _work(
+        self, update: Update, scalars: AdamWScalars, states: States, placed: Placed, out: Tensor | None
+    ) -> Callable[[], None]:
+        gradient = placed.accumulator.values
+        return partial(update, scalars, states.master, states.exp_avg, states.exp_avg_sq, gradient, out)

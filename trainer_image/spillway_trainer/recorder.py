@@ -1,0 +1,78 @@
+"""run.jsonl: what happened, one JSON object a line, readable while the run goes on and after it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import TextIO
+
+from spillway.metrics import StepMetrics
+
+from .exporter import Exporter
+
+
+class Recorder:
+    """Appends events to run.jsonl and shows them to the exporter.
+
+    Events: start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat: the last
+    line of a step wins.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_for_append(path)
+        self._exporter: Exporter | None = None
+
+    def show(self, exporter: Exporter) -> None:
+        """From now on `exporter` is told of every event, too."""
+        self._exporter = exporter
+
+    def start(self, **fields: object) -> None:
+        self._write("start", fields)
+
+    def step(self, step: StepMetrics) -> None:
+        if self._exporter:
+            self._exporter.step(step)
+        self._write("step", {**dataclasses.asdict(step), "tokens_per_second": step.tokens_per_second})
+
+    def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        if self._exporter:
+            self._exporter.evaluation(loss)
+        self._write("evaluation", {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
+
+    def checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
+        if self._exporter:
+            self._exporter.checkpoint(step)
+        self._write("checkpoint", {"step": step, "bytes": nbytes, "seconds": seconds})
+
+    def checkpoint_missed(self, step: int, problem: str) -> None:
+        """The disk refused a checkpoint; training goes on from the ones before it."""
+        self._write("checkpoint_missed", {"step": step, "problem": problem})
+
+    def end(self, step: int, reason: str, exit_code: int, message: str) -> None:
+        self._write("end", {"step": step, "reason": reason, "exit_code": exit_code, "message": message})
+
+    def _write(self, event: str, fields: dict[str, object]) -> None:
+        finite = {name: None if is_non_finite(value) else value for name, value in fields.items()}
+        line = json.dumps({"event": event, "time": time.time(), **finite}, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def is_non_finite(value: object) -> bool:
+    """JSON has no infinity: such a norm or loss is written as null."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def open_for_append(path: Path) -> TextIO:
+    """Open for appending whole lines: a line that a killed process left half-written is closed off first."""
+    file = path.open("a+", encoding="utf-8")
+    end = file.seek(0, 2)
+    if end:
+        with path.open("rb") as existing:
+            existing.seek(end - 1)
+            if existing.read(1) != b"\n":
+                file.write("\n")
+    return file

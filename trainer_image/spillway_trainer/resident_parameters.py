@@ -1,0 +1,61 @@
+"""ResidentParameters: parameters that stay on the device, recognised among saved tensors by their storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ParameterRef(NamedTuple):
+    """A parameter, or a view of it (a transpose, a chunk), by name instead of by address."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """elements from the start of the parameter's storage"""
+    version: int
+    """in-place changes of the values when the view was saved"""
+
+
+class ResidentParameters:
+    """Finds saved tensors that are resident parameters or buffers. They are never moved nor charged a second time.
+
+    `named` tensors may share storage (tied parameters). Their storages are held here, so the address of one cannot come
+    to mean another tensor.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._sharing: dict[int, list[tuple[str, Tensor]]] = {}
+        self._values: dict[str, Tensor] = {}
+        for name, tensor in named:
+            value = tensor.detach()  # shares storage and version counter
+            self._sharing.setdefault(value.untyped_storage().data_ptr(), []).append((name, value))
+            self._values[name] = value
+
+    def find(self, tensor: Tensor) -> ParameterRef | None:
+        """The parameter that `tensor` views; None for any other tensor and for a view in another dtype."""
+        sharing = self._sharing.get(tensor.untyped_storage().data_ptr())
+        if sharing is None:
+            return None
+        name, value = sharing[0]
+        if value.dtype != tensor.dtype:
+            return None
+        return ParameterRef(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), _version(sharing))
+
+    def resolve(self, ref: ParameterRef) -> Tensor:
+        """The view that `ref` names, with present values. Raises, as autograd does, when they changed since."""
+        value = self._values[ref.name]
+        if _version(self._sharing[value.untyped_storage().data_ptr()]) != ref.version:
+            raise RuntimeError(
+                f"{ref.name}: one of the variables needed for gradient computation has been modified by an inplace "
+                "operation: the parameter was changed (an optimizer step?) between forward and backward"
+            )
+        return value.as_strided(ref.size, ref.stride, ref.offset)
+
+
+def _version(sharing: list[tuple[str, Tensor]]) -> int:
+    """Changes of a storage's values through any of its parameters: each tied one has a counter of its own."""
+    return sum(value._version for _, value in sharing)

@@ -1,0 +1,323 @@
+"""The one saved-tensor dispatcher: decides, for each tensor that autograd saves for backward, what is held instead.
+
+torch runs only the innermost pair of saved-tensor hooks, so there is one pair, and techniques meet here:
+
+    a parameter or a view of it   a reference, resolved at backward by the ParameterSource
+    recompute                     nothing: the segment's inputs; its forward runs again at the first need (Frame)
+    host, nvme                    a handle of the ActivationStore, when the tensor is large, floating and an activation
+    everything else               the tensor itself, charged to the device once per storage
+
+Two laws hold for all of them. The destructor of what `pack` returned is the only release: a finished backward, a
+dropped graph and an exception need no further signal. And hooks switch autograd's version check off, so each of them
+repeats it: a tensor changed in place after it was saved raises at backward, as it would without hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from spillway.plan import Answer
+
+from .resident_parameters import ParameterRef
+from .segments import Block
+from .tiers.device_ledger import DeviceLedger
+
+
+class Handle(Protocol):
+    """What stands for one saved tensor until backward."""
+
+    def tensor(self) -> Tensor:
+        """The saved tensor, without history; may be called again (retain_graph). Raises when its values changed."""
+
+
+class ParameterSource(Protocol):
+    """Knows the model's parameters, and where they are now."""
+
+    def find(self, tensor: Tensor) -> ParameterRef | None: ...
+
+    def resolve(self, ref: ParameterRef) -> Tensor: ...
+
+
+class ActivationBatch(Protocol):
+    """What one forward through one segment gives to an ActivationStore."""
+
+    def put(self, tensor: Tensor) -> Handle | None:
+        """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept."""
+
+    def flush(self) -> None:
+        """The segment's forward is over: submit the copies of what was put."""
+
+    def prefetch(self) -> None:
+        """Backward comes to this segment soon: submit the reloads."""
+
+
+class ActivationStore(Protocol):
+    def open(self, segment: str, answer: Answer) -> ActivationBatch:
+        """A batch for one forward through `segment`; `answer` is HOST or NVME."""
+
+
+def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) -> RuntimeError:
+    """The error that autograd raises without hooks."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(size)} saved by segment {segment} is at version {now}; expected version {saved} instead"
+    )
+
+
+class KeptTensor:
+    """The tensor itself. Detached: a handle that held an output of its own graph would never be released."""
+
+    __slots__ = ("_charge", "_ledger", "_segment", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, segment: str, ledger: DeviceLedger) -> None:
+        self._ledger = ledger
+        self._segment = segment
+        self._charge = ledger.charge_saved(tensor.untyped_storage()) if has_storage(tensor) else None
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise changed_in_place(self._segment, tensor.shape, self._version, tensor._version)
+        return tensor
+
+    def __del__(self) -> None:
+        if self._charge is not None:
+            self._ledger.release_saved(self._charge)
+
+
+class SavedParameter:
+    """A reference to a parameter that its source resolves."""
+
+    __slots__ = ("_ref", "_source")
+
+    def __init__(self, source: ParameterSource, ref: ParameterRef) -> None:
+        self._source = source
+        self._ref = ref
+
+    def tensor(self) -> Tensor:
+        return self._source.resolve(self._ref)
+
+
+class Visit:
+    """One forward through one segment, and its place in the chain of the forward pass.
+
+    Backward comes to the visits in reverse. Its first unpack of one is the signal to reload what the one before it
+    saved; so no module hooks are needed, and several graphs alive at once do not disturb one another.
+    """
+
+    __slots__ = ("__weakref__", "_previous", "batch", "saved", "segment", "unpacked")
+
+    def __init__(self, segment: str, previous: weakref.ref[Visit] | None, batch: ActivationBatch | None) -> None:
+        self.segment = segment
+        self.batch = batch
+        self.saved = False
+        self.unpacked = False
+        self._previous = previous
+
+    def enter_backward(self) -> None:
+        self.unpacked = True
+        previous = self._previous() if self._previous is not None else None
+        for visit in (self, previous):
+            if visit is not None and visit.batch is not None:
+                visit.batch.prefetch()
+
+
+Packed = tuple[Visit, Handle]
+
+
+def unpack(packed: Packed) -> Tensor:
+    visit, handle = packed
+    if not visit.unpacked:
+        visit.enter_backward()
+    return handle.tensor()
+
+
+class Keeper:
+    """Makes the handles that need no store."""
+
+    __slots__ = ("_ledger", "_parameters", "segment")
+
+    def __init__(self, segment: str, parameters: ParameterSource, ledger: DeviceLedger) -> None:
+        self.segment = segment
+        self._parameters = parameters
+        self._ledger = ledger
+
+    def parameter(self, tensor: Tensor) -> Handle | None:
+        """A reference, when `tensor` is a parameter or a view of one."""
+        ref = self._parameters.find(tensor) if has_storage(tensor) else None
+        return None if ref is None else SavedParameter(self._parameters, ref)
+
+    def keep(self, tensor: Tensor) -> Handle:
+        return KeptTensor(tensor, self.segment, self._ledger)
+
+
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""subclasses (distributed, quantised, nested tensors) may have no storage of their own: they are kept as they are"""
+
+
+def has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.layout is torch.strided
+
+
+class Frame:
+    """A segment whose saved tensors are recomputed: its inputs, and how to run it again.
+
+    The second run has the grad mode, the autocast state and, because a segment's wrapper forks it, the random state of
+    the first; the random state around it is put back, so recomputing leaves no trace in the run.
+    """
+
+    __slots__ = ("_autocast", "_block", "_inputs", "_keeper", "_saved", "_values")
+
+    def __init__(self, keeper: Keeper, block: Block, inputs: Sequence[object]) -> None:
+        self._keeper = keeper
+        self._block = block
+        self._inputs = [_Input(value, keeper) if isinstance(value, Tensor) else value for value in inputs]
+        self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._values: list[Handle] | None = None
+
+    def reserve(self, tensor: Tensor) -> Handle:
+        """A handle for the next tensor that the first run saves."""
+        self._saved.append((tensor.shape, tensor.dtype))
+        # A parameter is referred to as of now: the second run could not tell that it changed in between.
+        return self._keeper.parameter(tensor) or RecomputedTensor(self, len(self._saved) - 1)
+
+    def tensor(self, index: int) -> Tensor:
+        if self._values is None:
+            self._values = self._run_again()
+        return self._values[index].tensor()
+
+    def _run_again(self) -> list[Handle]:
+        values: list[Handle] = []
+        found: list[tuple[torch.Size, torch.dtype]] = []
+
+        def capture(tensor: Tensor) -> None:
+            found.append((tensor.shape, tensor.dtype))
+            values.append(self._keeper.parameter(tensor) or self._keeper.keep(tensor))
+
+        enabled, dtype = self._autocast
+        random_state = torch.default_generator.get_state()
+        try:
+            inputs = [value.restore() if isinstance(value, _Input) else value for value in self._inputs]
+            with (
+                torch.enable_grad(),
+                torch.autocast("cpu", dtype=dtype, enabled=enabled),
+                saved_tensors_hooks(capture, _never_unpacked),
+            ):
+                self._block(*inputs)
+        finally:
+            torch.default_generator.set_state(random_state)
+        if found != self._saved:
+            raise RuntimeError(
+                f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors and, run again in "
+                f"backward, {len(found)} or other ones. A recomputed segment must do the same operations each time: "
+                "it must not depend on what changed since, and takes its random numbers from torch's generator. "
+                "Let the plan keep it instead (spec.memory.activations.policy: Keep)."
+            )
+        return values
+
+
+class _Input:
+    """A tensor argument of a recomputed segment; a leaf of the second run, whose graph ends there."""
+
+    __slots__ = ("_handle", "_requires_grad")
+
+    def __init__(self, tensor: Tensor, keeper: Keeper) -> None:
+        self._handle = keeper.keep(tensor)
+        self._requires_grad = tensor.requires_grad
+
+    def restore(self) -> Tensor:
+        return self._handle.tensor().detach().requires_grad_(self._requires_grad)
+
+
+class RecomputedTensor:
+    """One of the tensors that a recomputed segment saves."""
+
+    __slots__ = ("_frame", "_index")
+
+    def __init__(self, frame: Frame, index: int) -> None:
+        self._frame = frame
+        self._index = index
+
+    def tensor(self) -> Tensor:
+        return self._frame.tensor(self._index)
+
+
+def _never_unpacked(_: None) -> Tensor:
+    raise RuntimeError("the graph of a recomputed segment is never run backward")
+
+
+class Packer:
+    """The pack hook of one visit."""
+
+    __slots__ = ("_constants", "_frame", "_keeper", "_visit")
+
+    def __init__(self, visit: Visit, keeper: Keeper, inputs: Sequence[object], frame: Frame | None) -> None:
+        self._visit = visit
+        self._keeper = keeper
+        self._frame = frame
+        # What comes in without gradient (position tables, masks, labels) belongs to the caller and stays where it is.
+        self._constants = frozenset(
+            value.untyped_storage()._cdata
+            for value in inputs
+            if isinstance(value, Tensor) and not value.requires_grad and has_storage(value)
+        )
+
+    def pack(self, tensor: Tensor) -> Packed:
+        visit, keeper = self._visit, self._keeper
+        visit.saved = True
+        if self._frame is not None:
+            return visit, self._frame.reserve(tensor)
+        return visit, keeper.parameter(tensor) or self._put(tensor) or keeper.keep(tensor)
+
+    def _put(self, tensor: Tensor) -> Handle | None:
+        batch = self._visit.batch
+        if batch is None or not has_storage(tensor) or tensor.untyped_storage()._cdata in self._constants:
+            return None
+        return batch.put(tensor)
+
+
+class SavedTensors:
+    """The SegmentHook: answers by segment, parameters by reference, activations to the store."""
+
+    def __init__(
+        self,
+        answers: Mapping[str, Answer],
+        parameters: ParameterSource,
+        store: ActivationStore,
+        ledger: DeviceLedger,
+    ) -> None:
+        self._answers = answers
+        self._parameters = parameters
+        self._store = store
+        self._ledger = ledger
+        self._last: weakref.ref[Visit] | None = None
+
+    def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
+        """One forward of `block`, and what it saves under the segment's answer."""
+        answer = self._answers[segment]
+        spills = answer in (Answer.HOST, Answer.NVME)
+        batch = self._store.open(segment, answer) if spills else None
+        visit = Visit(segment, self._last, batch)
+        keeper = Keeper(segment, self._parameters, self._ledger)
+        frame = Frame(keeper, block, inputs) if answer is Answer.RECOMPUTE else None
+        packer = Packer(visit, keeper, inputs, frame)
+        with saved_tensors_hooks(packer.pack, unpack):
+            output = block(*inputs)
+        if batch is not None:
+            batch.flush()
+        if visit.saved:  # else backward never comes here: the chain leads past it
+            self._last = weakref.ref(visit)
+        return output
+
+    def start_backward(self) -> None:
+        """The forward pass is complete: the next one begins a chain of its own."""
+        self._last = None

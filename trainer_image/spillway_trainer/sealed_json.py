@@ -1,0 +1,37 @@
+"""JSON files that notice every changed bit: the first line holds the hash of all bytes after it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+_SEAL = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+
+
+class Unsealed(Exception):
+    """A sealed file whose bytes are not what was written; the text says what was found."""
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """JSON whose first line holds the hash of all bytes after it, so that no bit can change unseen."""
+    body = json.dumps(fields, indent=1, allow_nan=False).removeprefix("{\n").encode()
+    return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(body)}",\n'.encode() + body + b"\n"
+
+
+def unseal(content: bytes) -> dict[str, Any]:
+    """The fields of a sealed file. Raises Unsealed when any byte differs from what was written."""
+    match = _SEAL.match(content)
+    if match is None:
+        raise Unsealed(f"{len(content)} bytes that begin with no hash")
+    body = content[match.end() :].removesuffix(b"\n")
+    if match.end() + len(body) + 1 != len(content):
+        raise Unsealed(f"{len(content)} bytes without the last newline")
+    found = xxhash.xxh3_128_hexdigest(body)
+    if found != match[1].decode():
+        raise Unsealed(f"hash {found} over its content")
+    fields: dict[str, Any] = json.loads(b"{" + body)
+    return fields

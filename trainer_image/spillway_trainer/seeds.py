@@ -1,0 +1,21 @@
+"""Integers from integers: how one seed becomes many, the same in every process."""
+
+from __future__ import annotations
+
+_MASK = 2**64 - 1
+
+
+def splitmix64(state: int) -> int:
+    """One output of splitmix64 (Steele, Lea, Flood 2014)."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def fork_seed(seed: int, step: int, micro_batch: int, segment: int) -> int:
+    """A 63-bit seed for one forward of one segment."""
+    state = 0
+    for value in (seed, step, micro_batch, segment):
+        state = splitmix64(state ^ (value & _MASK))
+    return state >> 1

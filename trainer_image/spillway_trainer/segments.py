@@ -1,0 +1,57 @@
+"""Segments: the chain of modules that every technique sees, and the one wrapper around their forward.
+
+Every run passes here, technique on or off, because the random state is forked per (seed, step, micro-batch, segment):
+dropout then draws the same bits whether a block runs once, runs again for recompute, or runs in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .seeds import fork_seed
+
+Block = Callable[..., Tensor]
+
+
+class SegmentHook(Protocol):
+    """What a technique does around a segment's forward; SavedTensors implements it."""
+
+    def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
+        """Call `block(*inputs)`, now and possibly again during backward, and return the result of the first call."""
+
+
+@dataclass(slots=True)
+class Position:
+    """Where the run is; part of every random seed."""
+
+    seed: int
+    step: int = 0
+    micro_batch: int = 0
+
+
+def wrap_segments(segments: list[tuple[str, nn.Module]], position: Position, hook: SegmentHook | None) -> None:
+    """Route every segment's forward through the random fork and, when there is one, the technique's hook.
+
+    `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all.
+    """
+    for index, (name, module) in enumerate(segments):
+        module.forward = _wrapped(name, index, module.forward, position, hook)  # type: ignore[method-assign]
+
+
+def _wrapped(name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None) -> Block:
+    def run(*inputs: object) -> Tensor:
+        # The position is read now, not when a recompute calls the block again: by then it may have moved on.
+        seed = fork_seed(position.seed, position.step, position.micro_batch, index)
+
+        def block(*block_inputs: object) -> Tensor:
+            torch.default_generator.manual_seed(seed)
+            return forward(*block_inputs)
+
+        return block(*inputs) if hook is None else hook.run(name, block, *inputs)
+
+    return run

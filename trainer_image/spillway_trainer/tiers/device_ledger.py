@@ -1,0 +1,145 @@
+"""DeviceLedger: the device's byte budget where the device has none of its own (a CPU).
+
+All that the trainer owns on the device is charged here by purpose: parameters, gradients, optimizer states, saved
+activations, buffers. A charge beyond the budget raises DeviceOutOfMemory, as an allocation on a GPU would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+
+from torch import UntypedStorage
+
+from spillway.errors import DeviceOutOfMemory
+from spillway.units import format_bytes
+
+ACTIVATIONS = "activations"
+"""the purpose of tensors that autograd saved for backward"""
+
+
+class DeviceLedger:
+    """Bytes held on the device, by purpose, against a budget (None: unlimited).
+
+    `release` and `release_saved` may run in a destructor, which the garbage collector can start inside any other call
+    of the same thread: they only append to a queue (atomic, no lock). Every charge and query takes the queue in first,
+    and a peak can only be reached by a charge.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.reclaim: Callable[[], bool] | None = None
+        """waits for one release in flight; False when there is none. Set by the lanes, which know what is in flight"""
+        self._held: Counter[str] = Counter()
+        self._held_bytes = 0
+        self._peak_bytes = 0
+        self._saved: dict[int, tuple[int, int]] = {}
+        """key of a storage -> (number of its holders, bytes)"""
+        self._released: deque[tuple[str, int] | int] = deque()
+        """(purpose, bytes), or the key of a storage that has one holder less"""
+        self._lock = threading.Lock()
+
+    def charge(self, purpose: str, nbytes: int) -> None:
+        """Count `nbytes` for `purpose`. Waits for releases in flight before it raises DeviceOutOfMemory."""
+        while not self._try_charge(purpose, nbytes):
+            if self.reclaim is None or not self.reclaim():
+                self._refuse(purpose, nbytes)
+
+    def release(self, purpose: str, nbytes: int) -> None:
+        """Uncount bytes that were charged for the same purpose. Safe in a destructor."""
+        self._released.append((purpose, nbytes))
+
+    def charge_saved(self, storage: UntypedStorage) -> int:
+        """Count one more holder of a saved storage, and its bytes with the first; returns the key to release.
+
+        The key is the address of torch's storage object. A holder calls `release_saved` before it lets the storage go,
+        and the queue is taken in before a key is looked up: so a key that is found never means an earlier storage.
+        """
+        key: int = storage._cdata
+        nbytes = storage.nbytes()
+        while not self._try_charge_saved(key, nbytes):
+            if self.reclaim is None or not self.reclaim():
+                self._refuse(ACTIVATIONS, nbytes)
+        return key
+
+    def release_saved(self, key: int) -> None:
+        """Count one holder less. Safe in a destructor."""
+        self._released.append(key)
+
+    @property
+    def held_bytes(self) -> int:
+        with self._lock:
+            self._settle()
+            return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest held bytes since the start or the last reset_peak()."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self.held_bytes
+
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes held by purpose, largest first."""
+        with self._lock:
+            self._settle()
+            return {purpose: nbytes for purpose, nbytes in self._held.most_common() if nbytes}
+
+    def _try_charge(self, purpose: str, nbytes: int) -> bool:
+        with self._lock:
+            self._settle()
+            return self._add(purpose, nbytes)
+
+    def _try_charge_saved(self, key: int, nbytes: int) -> bool:
+        with self._lock:
+            if self._released:
+                self._settle()
+            known = self._saved.get(key)
+            if known is not None:
+                self._saved[key] = (known[0] + 1, nbytes)
+                return True
+            if not self._add(ACTIVATIONS, nbytes):
+                return False
+            self._saved[key] = (1, nbytes)
+            return True
+
+    def _add(self, purpose: str, nbytes: int) -> bool:
+        held_bytes = self._held_bytes + nbytes
+        if self.budget_bytes is not None and held_bytes > self.budget_bytes:
+            return False
+        self._held[purpose] += nbytes
+        self._held_bytes = held_bytes
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
+        return True
+
+    def _settle(self) -> None:
+        while self._released:
+            entry = self._released.popleft()
+            if isinstance(entry, int):
+                num_holders, nbytes = self._saved[entry]
+                if num_holders > 1:
+                    self._saved[entry] = (num_holders - 1, nbytes)
+                    continue
+                del self._saved[entry]
+                purpose = ACTIVATIONS
+            else:
+                purpose, nbytes = entry
+            self._held[purpose] -= nbytes
+            self._held_bytes -= nbytes
+
+    def _refuse(self, purpose: str, nbytes: int) -> None:
+        held = self.by_purpose()
+        total = sum(held.values())
+        holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items()) or "nothing"
+        raise DeviceOutOfMemory(
+            f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into the budget of "
+            f"{format_bytes(self.budget_bytes or 0)}; held are {format_bytes(total)} ({holders}). "
+            "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or let more leave the device "
+            "(spec.memory.activations.policy, spec.memory.optimizer.placement).",
+            purpose=purpose,
+            wanted_bytes=nbytes,
+            held_bytes=total,
+            budget_bytes=self.budget_bytes,
+        )

@@ -1,0 +1,106 @@
+"""Extents: who owns which bytes of one linear space (a host slab, a spill file).
+
+First fit over an address-ordered free list: low addresses are reused first, so the touched part of a slab stays dense
+and writes to a spill file stay close together. Neighbouring free extents are merged at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import Counter, deque
+
+ALIGNMENT_BYTES = 4096
+"""O_DIRECT needs it of addresses, offsets and lengths; pages are no larger"""
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of extents."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Extents:
+    """Allocator of offsets in [0, capacity_bytes).
+
+    `free` may be called by a destructor, which the garbage collector can start inside any other call of the same
+    thread: it only appends to a queue (atomic, no lock), and the next allocation or query takes the queue in.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.peak_bytes = 0
+        self._starts = [0] if self.capacity_bytes else []
+        self._sizes = {0: self.capacity_bytes} if self.capacity_bytes else {}
+        self._owned: dict[int, tuple[int, str]] = {}
+        self._held_bytes = 0
+        self._freed: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int, label: str) -> int | None:
+        """Offset of an extent of at least `nbytes` (rounded up to 4096), or None when no free run is long enough."""
+        wanted = round_up(max(nbytes, 1))
+        with self._lock:
+            self._take_back()
+            for index, start in enumerate(self._starts):
+                if self._sizes[start] >= wanted:
+                    self._carve(index, wanted)
+                    self._owned[start] = (wanted, label)
+                    self._held_bytes += wanted
+                    self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+                    return start
+        return None
+
+    def free(self, offset: int) -> None:
+        """Give the extent at `offset` back. Safe in a destructor."""
+        self._freed.append(offset)
+
+    @property
+    def held_bytes(self) -> int:
+        with self._lock:
+            self._take_back()
+            return self._held_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        with self._lock:
+            self._take_back()
+            return max(self._sizes.values(), default=0)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.held_bytes
+
+    def holders(self) -> dict[str, int]:
+        """Bytes held by label, largest first."""
+        with self._lock:
+            self._take_back()
+            held: Counter[str] = Counter()
+            for size, label in self._owned.values():
+                held[label] += size
+        return dict(held.most_common())
+
+    def _carve(self, index: int, wanted: int) -> None:
+        start = self._starts[index]
+        rest = self._sizes.pop(start) - wanted
+        if rest:
+            self._starts[index] = start + wanted
+            self._sizes[start + wanted] = rest
+        else:
+            del self._starts[index]
+
+    def _take_back(self) -> None:
+        while self._freed:
+            offset = self._freed.popleft()
+            size, _ = self._owned.pop(offset)
+            self._held_bytes -= size
+            self._merge(offset, size)
+
+    def _merge(self, start: int, size: int) -> None:
+        index = bisect.bisect_left(self._starts, start)
+        if index < len(self._starts) and start + size == self._starts[index]:
+            size += self._sizes.pop(self._starts.pop(index))
+        before = self._starts[index - 1] if index else None
+        if before is not None and before + self._sizes[before] == start:
+            self._sizes[before] += size
+        else:
+            self._starts.insert(index, start)
+            self._sizes[start] = size

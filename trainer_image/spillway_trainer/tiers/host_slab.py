@@ -1,0 +1,97 @@
+"""HostSlab: all host memory that techniques use, one anonymous mapping, handed out in 4096-aligned extents.
+
+One mapping instead of one allocation per tensor: its size is the budget, pages are touched once and reused, and a
+device that needs registered memory registers it once.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spillway.errors import HostOutOfMemory
+from spillway.units import format_bytes
+
+from .extents import ALIGNMENT_BYTES, Extents
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+
+class HostSlab:
+    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when first written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.reclaim: Callable[[], bool] | None = None
+        """waits for one release in flight; False when there is none. Set by the lanes"""
+        self._extents = Extents(nbytes)
+        self._memory = _map(self._extents.capacity_bytes)
+        self._address = self._memory.data_ptr()
+
+    def allocate(self, nbytes: int, label: str) -> Tensor:
+        """uint8 view of `nbytes`, 4096-aligned, uninitialised.
+
+        Waits for releases in flight before it raises HostOutOfMemory, which names the holders.
+        """
+        while (offset := self._extents.allocate(nbytes, label)) is None:
+            if self.reclaim is None or not self.reclaim():
+                self._refuse(nbytes, label)
+        return self._memory[offset : offset + nbytes]
+
+    def free(self, tensor: Tensor) -> None:
+        """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
+        self._extents.free(tensor.data_ptr() - self._address)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._extents.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._extents.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._extents.reset_peak()
+
+    def by_label(self) -> dict[str, int]:
+        """Bytes held by label, largest first."""
+        return self._extents.holders()
+
+    def _refuse(self, nbytes: int, label: str) -> None:
+        held = self.by_label()
+        holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(held.items())[:6]) or "nothing"
+        raise HostOutOfMemory(
+            f"host memory: {format_bytes(nbytes)} for {label} do not fit into the slab of "
+            f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(sum(held.values()))} ({holders}), the "
+            f"longest free run is {format_bytes(self._extents.largest_free_bytes)}. Raise spec.memory.budget.host.",
+            wanted_bytes=nbytes,
+            held_bytes=sum(held.values()),
+            budget_bytes=self.capacity_bytes,
+        )
+
+
+def _map(nbytes: int) -> Tensor:
+    """uint8 tensor over an anonymous private mapping, 4096-aligned; unmapped when its last view dies.
+
+    Where the slab spans several huge pages it asks for them (fewer page faults and TLB misses in streaming loops); a
+    smaller one would only grow by rounding.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if nbytes < 8 * HUGE_PAGE_BYTES:
+        return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=_PRIVATE)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    assert HUGE_PAGE_BYTES % ALIGNMENT_BYTES == 0
+    return memory[start : start + nbytes]
+
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

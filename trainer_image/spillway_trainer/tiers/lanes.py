@@ -1,0 +1,392 @@
+"""Lanes: every copy, every CPU update and every disk transfer is submitted here, and ordered here only.
+
+The law of ordering: an operation runs after the events in its `after`, after everything that the host had already
+waited for, and after nothing else. Two operations on one lane have no order unless an event gives them one. (CUDA
+streams order more than that; schedules must not rely on it: the lazy and the tracing lanes do not provide it.)
+
+    CpuLanes      one worker thread a lane; native copies and I/O release the GIL
+    LazyLanes     an operation runs as late as somebody waits for its event; poisons what must not be read
+    TracingLanes  virtual time at given rates; reports races by happens-before, and makespan against the bound
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spillway.plan import Tier
+
+from .device_ledger import DeviceLedger
+from .host_slab import HostSlab
+from .releases import Releases
+
+
+class Lane(StrEnum):
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    CPU = "cpu"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+
+
+class Event(Protocol):
+    """Completion of one submitted operation."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the host until the operation is complete. Raises the operation's error, each time."""
+
+
+class Region:
+    """Memory that operations read and write. Identity is what counts: tracing keys on the object.
+
+    A plain Region names memory that somebody else owns (a parameter, a file's extent). What can be given up by
+    `Lanes.release` overrides `drop`, and `poison` where its bytes can be reached.
+    """
+
+    __slots__ = ("__weakref__", "label", "nbytes")
+
+    def __init__(self, nbytes: int, label: str) -> None:
+        self.nbytes = nbytes
+        self.label = label
+
+    def drop(self) -> None:
+        """Called once by the lanes when the region was released and its last user is complete."""
+
+    def poison(self) -> None:
+        """Overwrite the bytes with 0xFF (NaN in every float format), so that a read out of order shows."""
+
+
+class Buffer(Region):
+    """A region acquired from the lanes: `tensor` is uint8 of `nbytes`, at least 64-byte aligned (host: 4096)."""
+
+    __slots__ = ("_free", "tensor", "tier")
+
+    def __init__(self, tier: Tier, tensor: Tensor, label: str, free: Callable[[Tensor], None]) -> None:
+        super().__init__(tensor.numel(), label)
+        self.tier = tier
+        self.tensor = tensor
+        self._free = free
+
+    def drop(self) -> None:
+        tensor, self.tensor = self.tensor, _RELEASED
+        self._free(tensor)
+
+    def poison(self) -> None:
+        # Host buffers belong to the slab alone. A device buffer that autograd still shows to somebody (a gradient that
+        # is a view of a saved tensor) lives on by its storage's count, as any tensor does.
+        if self.tier is Tier.HOST or owned_once(self.tensor):
+            self.tensor.fill_(0xFF)
+
+
+_RELEASED = torch.empty(0, dtype=torch.uint8)
+
+
+def owned_once(tensor: Tensor) -> bool:
+    """True when no other tensor shares the storage of `tensor`."""
+    storage = tensor.untyped_storage()
+    use_count: int = torch._C._storage_Use_Count(storage._cdata)
+    return use_count <= 2  # `tensor` and the local `storage`
+
+
+class Lanes(Protocol):
+    def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        """Memory of `tier` (device or host) whose earlier users are complete.
+
+        Waits for releases in flight before it gives up. Raises DeviceOutOfMemory or HostOutOfMemory with the holders.
+        """
+
+    def release(self, region: Region, after: Sequence[Event] = ()) -> None:
+        """Give `region` up; it is dropped, and its memory reused, only when every event in `after` is complete.
+
+        Safe in a destructor. A buffer that the compute lane used is released after `computed()`, too.
+        """
+
+    def reclaim(self) -> bool:
+        """Wait for the oldest release in flight; False when there is none. For whoever is out of memory."""
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        """Queue `work` on `lane`. `nbytes` is what it moves (or, on the cpu lane, touches): the cost for tracing and
+        the counters. `work` must not call the lanes, and must not use torch's thread pool outside the compute lane."""
+
+    def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
+        """Declare that the compute lane, after all it was given before, now reads and writes these regions."""
+
+    def computed(self) -> Event:
+        """An event that is complete when the compute lane has done everything it was given until now."""
+
+    def wait(self, event: Event) -> None:
+        """The compute lane goes on only after `event`; on a CPU device this blocks the host."""
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes submitted per lane since the lanes were made."""
+
+    def stalled_seconds(self) -> float:
+        """Seconds the compute lane has stood still in `wait` and for memory, since the lanes were made."""
+
+    def close(self) -> None:
+        """Finish what is queued, stop the threads, free the memory. Idempotent."""
+
+
+DEVICE_BUFFERS = "buffers"
+"""the ledger's purpose for buffers of the lanes: staging, reload windows, slots of streamed subgroups"""
+
+
+def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label: str) -> Buffer:
+    """A buffer of host slab or device memory. Raises HostOutOfMemory or DeviceOutOfMemory."""
+    if tier is Tier.HOST:
+        return Buffer(tier, host.allocate(nbytes, label), label, host.free)
+    if tier is Tier.DEVICE:
+        ledger.charge(DEVICE_BUFFERS, nbytes)
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        return Buffer(tier, tensor, label, lambda freed: ledger.release(DEVICE_BUFFERS, freed.numel()))
+    raise ValueError(f"{label}: a buffer lives in device or host memory, not in {tier}; NvmeSlab has the extents")
+
+
+class Done:
+    """An event that is complete: on a CPU device the host itself is the compute lane."""
+
+    __slots__ = ()
+    done = True
+
+    def wait(self) -> None:
+        return
+
+
+DONE = Done()
+
+
+class Operation:
+    """One submitted operation of the CPU and the lazy lanes, and its event."""
+
+    __slots__ = ("_after", "_error", "_work", "done", "label")
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
+        self._work: Callable[[], None] | None = work
+        self._after = after
+        self._error: BaseException | None = None
+        self.label = label
+        self.done = False
+
+    def run(self) -> None:
+        """Wait for `after`, then work. An operation whose predecessor failed fails with the same error, unworked."""
+        assert self._work is not None
+        try:
+            for event in self._after:
+                event.wait()
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work, self._after = None, ()  # they hold memory that may go now
+        self.done = True
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class QueuedOperation(Operation):
+    """Run by a lane's worker; anybody may wait."""
+
+    __slots__ = ("_finished",)
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
+        super().__init__(work, after, label)
+        self._finished = threading.Event()
+
+    def finish(self) -> None:
+        self._finished.set()
+
+    def wait(self) -> None:
+        self._finished.wait()
+        self.raise_error()
+
+
+class CpuLanes:
+    """One worker thread a lane, first in first out.
+
+    A worker blocks on the `after` events of the operation at its head. That cannot deadlock: an event exists only once
+    its operation is queued, so of all operations in the queues the one submitted first never waits for another.
+    """
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+        self._host, self._ledger = host, ledger
+        self._releases = Releases()
+        self._moved: Counter[str] = Counter()
+        self._stalled_seconds = 0.0
+        self._queues: dict[Lane, SimpleQueue[QueuedOperation | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        host.reclaim = ledger.reclaim = self.reclaim
+
+    def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        return acquire(self._host, self._ledger, tier, nbytes, label)
+
+    def release(self, region: Region, after: Sequence[Event] = ()) -> None:
+        self._releases.add(region, after)
+
+    def reclaim(self) -> bool:
+        started = time.perf_counter()
+        self._releases.sweep()
+        found = self._releases.wait_for_one()
+        self._stalled_seconds += time.perf_counter() - started
+        return found
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        operation = QueuedOperation(work, after, label)
+        self._moved[lane.value] += nbytes
+        (self._queues.get(lane) or self._start(lane)).put(operation)
+        return operation
+
+    def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
+        return
+
+    def computed(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        if event.done:
+            event.wait()
+            return
+        started = time.perf_counter()
+        event.wait()
+        self._stalled_seconds += time.perf_counter() - started
+
+    def moved_bytes(self) -> dict[str, int]:
+        return dict(self._moved)
+
+    def stalled_seconds(self) -> float:
+        return self._stalled_seconds
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+        self._releases.sweep()
+
+    def _start(self, lane: Lane) -> SimpleQueue[QueuedOperation | None]:
+        with self._starting:
+            if lane not in self._queues:
+                queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
+                thread = threading.Thread(target=self._work, args=(queue,), name=f"lane-{lane}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                self._queues[lane] = queue
+            return self._queues[lane]
+
+    def _work(self, queue: SimpleQueue[QueuedOperation | None]) -> None:
+        while (operation := queue.get()) is not None:
+            operation.run()
+            # Before anybody wakes up: who waited for memory finds it free.
+            self._releases.sweep()
+            operation.finish()
+            del operation  # else the idle worker holds the last event, and with it whatever its error refers to
+
+
+class LazyOperation(Operation):
+    """Run by whoever waits first, after what it depends on."""
+
+    __slots__ = ("_releases",)
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Event], label: str, releases: Releases) -> None:
+        super().__init__(work, after, label)
+        self._releases = releases
+
+    def wait(self) -> None:
+        if not self.done:
+            self.run()
+            self._releases.sweep()
+        self.raise_error()
+
+
+class LazyLanes:
+    """As late as the law of ordering allows, and with poison: the lanes for parity tests, in one thread.
+
+    An operation runs when its event is waited for (or never). A buffer holds 0xFF when it is acquired and again when
+    its release takes effect, and so does a released source that nobody else holds: a missing wait, edge or release
+    event changes bits.
+    """
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+        self._host, self._ledger = host, ledger
+        self._releases = Releases(poisons=True)
+        self._moved: Counter[str] = Counter()
+        host.reclaim = ledger.reclaim = self.reclaim
+
+    def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        buffer = acquire(self._host, self._ledger, tier, nbytes, label)
+        buffer.poison()
+        return buffer
+
+    def release(self, region: Region, after: Sequence[Event] = ()) -> None:
+        self._releases.add(region, after)
+
+    def reclaim(self) -> bool:
+        return self._releases.wait_for_one()
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        self._moved[lane.value] += nbytes
+        return LazyOperation(work, after, label, self._releases)
+
+    def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
+        return
+
+    def computed(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def moved_bytes(self) -> dict[str, int]:
+        return dict(self._moved)
+
+    def stalled_seconds(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        while self._releases.wait_for_one():
+            pass

@@ -1,0 +1,346 @@
+"""Text into tokens: source files -> byte-level BPE tokenizer -> packed memory-mapped shards, built once per run.
+
+docs/data.md describes the files. Torch-free. The build runs in a child process (`prepare_corpus`), because training a
+tokenizer takes hundreds of megabytes and starts threads, and the trainer has a memory budget and may fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from spillway.errors import ExitCode, HostOutOfMemory, UserError
+from spillway.units import MIB, format_bytes, format_count
+
+from .durable_files import DurableFiles, FileEntry, describe_file
+from .sealed_json import Unsealed, seal, unseal
+from .text_source import PYTHON_STDLIB, Piece, Tally, TextSource, python_stdlib, text_source
+
+END_OF_TEXT = "<|endoftext|>"
+MINIMUM_VOCAB_SIZE = 257
+"""every byte and the end of text"""
+SAMPLE_BYTES = 32 * MIB
+"""the tokenizer is trained on at most about this much text, taken evenly from the whole corpus"""
+SHARD_TOKENS = 16 * 2**20
+UINT16_VOCAB_SIZE = 2**16
+INDEX_VERSION = 1
+
+_BATCH_CHARACTERS = 4 * 2**20
+"""text encoded at once; bounds the memory of the build"""
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusIndex:
+    """index.json: what the shards hold and what they were made from."""
+
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    """size of the tokenizer: every token is smaller"""
+    end_of_text: int
+    dtype: str
+    """numpy's name of the little-endian integer: <u2 or <u4"""
+    shard_tokens: int
+    """tokens per shard; the last one may hold fewer"""
+    shards: tuple[FileEntry, ...]
+    tokenizer_xxh3: str
+    source: str
+    stat_xxh3: str
+    content_xxh3: str
+
+    def to_bytes(self) -> bytes:
+        return seal({"version": INDEX_VERSION, **asdict(self)})
+
+    @staticmethod
+    def from_bytes(content: bytes) -> CorpusIndex:
+        """Raises Unsealed when a byte differs from what was written, or when another version wrote it."""
+        fields = unseal(content)
+        if fields.pop("version") != INDEX_VERSION:
+            raise Unsealed("the index of another version of spillway")
+        return CorpusIndex(**{**fields, "shards": tuple(FileEntry(**entry) for entry in fields["shards"])})
+
+
+class Corpus:
+    """Packed tokens, memory-mapped. Documents follow one another, each ended by `index.end_of_text`."""
+
+    def __init__(self, directory: Path, index: CorpusIndex) -> None:
+        self.directory = directory
+        self.index = index
+        self._shards: list[npt.NDArray[Any]] = [
+            np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-128 over the hashes of all shards: equal means the same tokens."""
+        return xxhash.xxh3_128_hexdigest(" ".join(entry.xxh3_128 for entry in self.index.shards).encode())
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+    def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus."""
+        parts = []
+        stop = min(stop, self.index.num_tokens)
+        while start < stop:
+            shard, offset = divmod(start, self.index.shard_tokens)
+            parts.append(self._shards[shard][offset : offset + stop - start])
+            start += len(parts[-1])
+        tokens = np.concatenate(parts).astype(np.int64)
+        if len(tokens) and tokens.max() >= self.index.vocab_size:
+            raise UserError(
+                f"{self.directory}: token {tokens.max()} before position {stop}, but the tokenizer has only "
+                f"{self.index.vocab_size}; the shard is damaged, remove the directory to build it again"
+            )
+        return tokens
+
+
+def prepare_corpus(source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None]) -> Corpus:
+    """Open the corpus in `directory`, building it in a child process when there is none yet.
+
+    `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
+    """
+    if not directory.exists() or not any(directory.iterdir()):
+        _build_in_child(source, directory, vocab_size, report)
+    return open_corpus(directory, source, vocab_size)
+
+
+def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
+    """Open a corpus that was built before. Raises UserError unless it is intact and of this source and model."""
+    try:
+        index = CorpusIndex.from_bytes((directory / "index.json").read_bytes())
+    except (OSError, Unsealed) as error:
+        raise UserError(
+            f"{directory / 'index.json'}: expected the index of a corpus, found {error}; "
+            "remove the directory to build the corpus again"
+        ) from error
+    _check_files(directory, index)
+    if index.vocab_size > vocab_size:
+        raise UserError(
+            f"{directory}: its tokenizer has {index.vocab_size} tokens, the model's vocabSize is {vocab_size}; "
+            f"set vocabSize to {index.vocab_size} or more, or use another output directory"
+        )
+    if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
+        raise UserError(
+            f"{directory}: built from {index.source}; the text is another now: {source}; "
+            "put the old text back, or use another output directory"
+        )
+    return Corpus(directory, index)
+
+
+def build_corpus(
+    source: TextSource,
+    directory: Path,
+    vocab_size: int,
+    report: Callable[[str], None],
+    *,
+    files: DurableFiles | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> None:
+    """Train a tokenizer and encode the source, in a temporary sibling that is renamed to `directory` when complete.
+
+    When another process was faster, its corpus stays and this one is dropped.
+    """
+    files = files or DurableFiles()
+    if vocab_size < MINIMUM_VOCAB_SIZE:
+        raise UserError(
+            f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {MINIMUM_VOCAB_SIZE} tokens "
+            "(every byte and the end of text)"
+        )
+    temporary = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with files.temporary_directory(temporary):
+            _fill(source, temporary, vocab_size, report, files, shard_tokens)
+            _move_into_place(temporary, directory, files)
+    except OSError as error:
+        raise UserError(
+            f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
+            "make room, or name another output directory or text"
+        ) from error
+
+
+def _fill(
+    source: TextSource,
+    directory: Path,
+    vocab_size: int,
+    report: Callable[[str], None],
+    files: DurableFiles,
+    shard_tokens: int,
+) -> None:
+    tokenizer = train_tokenizer(source, vocab_size, report)
+    text = tokenizer.to_str(pretty=True).encode()
+    tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(text)])
+    dtype = "<u2" if tokenizer.get_vocab_size() <= UINT16_VOCAB_SIZE else "<u4"
+    tally = Tally()
+    shards: list[FileEntry] = []
+    num_tokens = 0
+    for shard in _packed(_encoded(source, tokenizer, dtype, tally), shard_tokens):
+        num_tokens += len(shard)
+        shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [memoryview(shard)]))
+    if not num_tokens:
+        raise UserError(f"spec.data: {source} holds no text: {tally.sentence()}")
+    index = CorpusIndex(
+        num_tokens=num_tokens,
+        num_documents=tally.documents,
+        vocab_size=tokenizer.get_vocab_size(),
+        end_of_text=tokenizer.token_to_id(END_OF_TEXT),
+        dtype=dtype,
+        shard_tokens=shard_tokens,
+        shards=tuple(shards),
+        tokenizer_xxh3=tokenizer_entry.xxh3_128,
+        source=str(source),
+        stat_xxh3=source.stat_fingerprint(),
+        content_xxh3=source.content_fingerprint(),
+    )
+    files.write(directory / "index.json", [memoryview(index.to_bytes())])
+    files.sync_directory(directory)
+    report(
+        f"corpus: {source} -> {tally.documents} documents, {format_count(num_tokens)} tokens, "
+        f"vocabulary of {index.vocab_size}"
+    )
+    if sentence := tally.sentence():
+        report(f"corpus: {sentence}")
+
+
+def _move_into_place(temporary: Path, directory: Path, files: DurableFiles) -> None:
+    if not (directory / "index.json").exists():
+        files.rename(temporary, directory)
+        files.sync_directory(directory.parent)
+    # From here on every temporary sibling is of no use to anybody, also those of killed builds.
+    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
+        files.remove_tree(leftover)
+
+
+def train_tokenizer(source: TextSource, vocab_size: int, report: Callable[[str], None]) -> Tokenizer:
+    """Byte-level BPE with at most `vocab_size` tokens, the same for the same text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.encode_special_tokens = True  # a text that spells out the end of text must not end a document
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    if source.nbytes > SAMPLE_BYTES:
+        report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} taken evenly from {source}")
+    tokenizer.train_from_iterator(sample(source), trainer)
+    return tokenizer
+
+
+def sample(source: TextSource) -> Iterator[str]:
+    """Every piece of a small source; of a large one so many, evenly spread, that they make up SAMPLE_BYTES."""
+    total, seen, taken = source.nbytes, 0, 0
+    for piece in source.pieces(Tally()):
+        if total <= SAMPLE_BYTES or taken * total <= seen * SAMPLE_BYTES:
+            taken += len(piece.text)
+            yield piece.text
+        seen += len(piece.text)
+
+
+def _encoded(source: TextSource, tokenizer: Tokenizer, dtype: str, tally: Tally) -> Iterator[npt.NDArray[Any]]:
+    """Tokens piece by piece, in order, an end of text after each document."""
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    for batch in _batches(source, tally):
+        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield np.array(encoding.ids + [end_of_text] * piece.ends_document, dtype=dtype)
+
+
+def _batches(source: TextSource, tally: Tally) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in source.pieces(tally):
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[npt.NDArray[Any]]:
+    """The same tokens in arrays of exactly `shard_tokens`, but for the last."""
+    held: list[npt.NDArray[Any]] = []
+    num_held = 0
+    for array in arrays:
+        held.append(array)
+        num_held += len(array)
+        if num_held >= shard_tokens:
+            tokens = np.concatenate(held)
+            whole = num_held - num_held % shard_tokens
+            yield from np.split(tokens[:whole], whole // shard_tokens)
+            held, num_held = [tokens[whole:]], num_held - whole
+    if num_held:
+        yield np.concatenate(held)
+
+
+def _check_files(directory: Path, index: CorpusIndex) -> None:
+    """Lengths of all shards, content of the tokenizer; shards are not hashed, a corpus can be very large."""
+    for entry in index.shards:
+        path = directory / entry.name
+        found = path.stat().st_size if path.exists() else None
+        if found != entry.nbytes:
+            raise UserError(
+                f"{path}: expected {entry.nbytes} bytes, found {'no file' if found is None else found}; "
+                "remove the directory to build the corpus again"
+            )
+    path = directory / "tokenizer.json"
+    if not path.exists() or describe_file(path).xxh3_128 != index.tokenizer_xxh3:
+        raise UserError(
+            f"{path}: not the tokenizer that made the shards beside it; put it back, "
+            "or remove the directory to build the corpus again"
+        )
+
+
+def _build_in_child(source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None]) -> None:
+    command = [sys.executable, "-m", "spillway_trainer.tokens", *source.option, str(directory), str(vocab_size)]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    for line in child.stdout.splitlines():
+        report(line)
+    message = child.stderr.strip()
+    if child.returncode == ExitCode.USER_ERROR:
+        raise UserError(message)
+    if child.returncode == -9:
+        raise HostOutOfMemory(f"{directory}: building the corpus was killed, most likely for the memory it took")
+    if child.returncode != 0:
+        raise RuntimeError(f"building the corpus ended with code {child.returncode}: {message}")
+
+
+def main() -> int:
+    """`python -m spillway_trainer.tokens (--text PATH | --builtin PythonStdlib) DIRECTORY VOCAB_SIZE`."""
+    parser = argparse.ArgumentParser(prog="spillway_trainer.tokens", description="Build a corpus of packed tokens.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--text", type=Path, help="a text file or a directory of text files")
+    which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("vocab_size", type=int)
+    arguments = parser.parse_args()
+    try:
+        source = text_source(arguments.text) if arguments.text else python_stdlib()
+        build_corpus(source, arguments.directory, arguments.vocab_size, print)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The parameters that an optimizer updates: checked once, at the start, with the name in every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spillway.errors import UserError
+
+from .reference import bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """The parameters that an optimizer updates, checked; frozen ones are left out."""
+
+    parameters: dict[str, Parameter]
+    """owners only, in declared order"""
+    tied: dict[str, str] = field(default_factory=dict)
+    """alias -> owner: one storage, but a leaf and an accumulator each, summed once at the end of the step"""
+
+    @classmethod
+    def of(cls, parameters: Sequence[tuple[str, Parameter]], tied: Mapping[str, str]) -> Trainable:
+        trainable = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        for name, parameter in trainable.items():
+            _check(name, parameter)
+        aliases = {alias: owner for alias, owner in tied.items() if alias in trainable}
+        for alias, owner in aliases.items():
+            if owner not in trainable or trainable[owner].data_ptr() != trainable[alias].data_ptr():
+                raise UserError(
+                    f"parameter {alias} is declared as tied to {owner}, which is frozen or has a storage of its own: "
+                    "tie the two (alias.data = owner.data) after the last cast, and train both or none"
+                )
+        return cls({name: p for name, p in trainable.items() if name not in aliases}, aliases)
+
+    def owner(self, name: str) -> str:
+        return self.tied.get(name, name)
+
+
+def _check(name: str, parameter: Parameter) -> None:
+    if not parameter.is_contiguous():
+        raise UserError(
+            f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
+            "so its gradient would change layout with its placement; replace it by parameter.contiguous()"
+        )
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32 and bfloat16")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The values of a contiguous parameter or gradient as one dimension, outside autograd; shares its memory."""
+    return tensor.detach().view(-1)
+
+
+def check_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Tensor:
+    """`gradient` flat and contiguous. Raises UserError when it is not a dense gradient in the parameter's dtype."""
+    if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+        raise UserError(
+            f"parameter {name}: gradient of dtype {gradient.dtype} and layout {gradient.layout}; "
+            f"expected a dense {parameter.dtype} one (embeddings: sparse=False)"
+        )
+    return gradient.detach().reshape(-1)
+
+
+def master_values(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 master as parameter values: itself, or rounded to bfloat16."""
+    return master if dtype == torch.float32 else bfloat16(master)

@@ -1,0 +1,247 @@
+"""The step loop, nothing else. It knows no technique: what a plan changes is behind the values of `Run`."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spillway.errors import NonFinite, Preempted
+from spillway.metrics import Phase, StepMetrics
+
+from .checkpoint_directory import CheckpointNotWritten
+from .data import Batch, TokenBatches
+from .optimizer import Optimizer
+from .recorder import Recorder
+from .schedule import LearningRate
+from .segments import Position
+
+STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.WAIT)
+
+
+class Techniques(Protocol):
+    """What the loop tells the techniques of a plan; assemble.py makes one object of them."""
+
+    def start_backward(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes held now, per tier."""
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Highest bytes held since the last call, per tier."""
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes moved since the process started, per link."""
+
+    def waited_seconds(self) -> float:
+        """Seconds that compute waited for copies and I/O since the process started."""
+
+
+class Checkpoints(Protocol):
+    """Commits the run's state; checkpoint.py implements it."""
+
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        """Write and commit a checkpoint of `progress`; returns its bytes and seconds."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run is: all that resume needs beside the tensors."""
+
+    step: int = 0
+    """optimizer steps completed"""
+    samples: int = 0
+    """sequences consumed"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """The loop's share of the manifest."""
+
+    num_steps: int
+    micro_batch_size: int
+    num_micro_batches: int
+    gradient_clipping: float | None
+    """largest gradient norm; none = no clipping"""
+    skip_non_finite: bool
+    """leave such a step out (nonFinite: SkipStep), or end the run"""
+    checkpoint_every: int
+    evaluate_every: int
+    """0 = never"""
+    evaluation_batches: int
+    """at most that many micro-batches an evaluation"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that the loop drives, wired by assemble.py."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    techniques: Techniques
+    position: Position
+    batches: TokenBatches
+    learning_rate: LearningRate
+    checkpoints: Checkpoints
+    recorder: Recorder
+
+
+class StopRequest:
+    """SIGTERM asks for a checkpoint at the next step boundary."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+
+class Stopwatch:
+    """Seconds per phase of one step. Time that compute waited for copies and I/O counts as `wait`, wherever it fell, so
+    that the phases add up to the step."""
+
+    def __init__(self, waited_seconds: Callable[[], float]) -> None:
+        self._waited_seconds = waited_seconds
+        self.seconds: dict[str, float] = {phase.value: 0.0 for phase in STEP_PHASES}
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        started, waited_before = time.perf_counter(), self._waited_seconds()
+        yield
+        waited = self._waited_seconds() - waited_before
+        self.seconds[Phase.WAIT] += waited
+        self.seconds[phase] += time.perf_counter() - started - waited
+
+
+def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> None:
+    """Train from `progress` to the last step; `progress` is kept current.
+
+    Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
+    """
+    while progress.step < settings.num_steps:
+        run.recorder.step(train_step(run, settings, progress))
+        last = progress.step == settings.num_steps
+        if settings.evaluate_every and (last or progress.step % settings.evaluate_every == 0):
+            evaluate(run, settings, progress)
+        if last or stop.requested:
+            commit(run, progress)
+        elif progress.step % settings.checkpoint_every == 0:
+            commit_or_go_on(run, progress)
+        if stop.requested and not last:
+            step = progress.step
+            raise Preempted(f"stopped on request at step {step}; its checkpoint is committed", savedStep=step)
+
+
+def commit(run: Run, progress: Progress) -> None:
+    nbytes, seconds = run.checkpoints.commit(progress)
+    run.recorder.checkpoint(progress.step, nbytes, seconds)
+
+
+def commit_or_go_on(run: Run, progress: Progress) -> None:
+    """A disk that refuses one checkpoint costs that checkpoint, not the run: those before it stand."""
+    try:
+        commit(run, progress)
+    except CheckpointNotWritten as error:
+        run.recorder.checkpoint_missed(progress.step, str(error))
+
+
+def train_step(run: Run, settings: LoopSettings, progress: Progress) -> StepMetrics:
+    """One optimizer step; advances `progress`."""
+    started, watch = time.perf_counter(), Stopwatch(run.techniques.waited_seconds)
+    moved_before = run.techniques.moved_bytes()
+    step = progress.step
+    run.position.step = step
+    learning_rate = run.learning_rate(step)
+
+    with watch.phase(Phase.DATA):
+        micro_batches = next_micro_batches(run.batches, settings, progress.samples)
+    num_tokens = sum(batch.num_unmasked for batch in micro_batches)
+    losses = [forward_backward(run, watch, index, batch, num_tokens) for index, batch in enumerate(micro_batches)]
+    loss = math.fsum(losses)
+    with watch.phase(Phase.OPTIMIZER):
+        norm = run.optimizer.norm()
+        clip_factor = clip_factor_of(norm, settings.gradient_clipping)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite:
+            run.optimizer.step(learning_rate, clip_factor)
+            run.optimizer.flush()
+        elif settings.skip_non_finite:
+            run.optimizer.skip()
+        else:
+            raise NonFinite(
+                f"step {step + 1}: loss {loss}, gradient norm {norm}. Lower the learning rate, or set "
+                "spec.training.nonFinite: SkipStep to leave such steps out.",
+                step=step + 1,
+            )
+    run.techniques.end_step()
+    progress.step += 1
+    progress.samples += settings.micro_batch_size * settings.num_micro_batches
+
+    return StepMetrics(
+        step=progress.step,
+        loss=loss,
+        learning_rate=learning_rate,
+        gradient_norm=norm,
+        clip_factor=clip_factor,
+        tokens=num_tokens,
+        step_seconds=time.perf_counter() - started,
+        phase_seconds=watch.seconds,
+        tier_bytes=run.techniques.held_bytes(),
+        tier_peak_bytes=run.techniques.peak_bytes(),
+        moved_bytes=difference(run.techniques.moved_bytes(), moved_before),
+        skipped=not finite,
+    )
+
+
+def forward_backward(run: Run, watch: Stopwatch, index: int, batch: Batch, num_tokens: int) -> float:
+    """Forward and backward of one micro-batch; its gradients go to the optimizer by hooks. Returns its loss."""
+    run.position.micro_batch = index
+    with watch.phase(Phase.FORWARD):
+        loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
+    with watch.phase(Phase.BACKWARD):
+        run.techniques.start_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
+    """Mean loss per token over the held-out sequences; leaves no trace in the run's state."""
+    started = time.perf_counter()
+    total, tokens = 0.0, 0
+    run.model.eval()
+    with torch.no_grad():
+        for batch in run.batches.evaluation_batches(settings.micro_batch_size, settings.evaluation_batches):
+            total += run.model(batch.tokens_BT, batch.labels_BT, 1).item()
+            tokens += batch.num_unmasked
+    run.model.train()
+    if tokens:
+        run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
+
+
+def next_micro_batches(batches: TokenBatches, settings: LoopSettings, samples: int) -> list[Batch]:
+    """The step's micro-batches: consecutive samples of the run's order."""
+    size = settings.micro_batch_size
+    starts = (samples + index * size for index in range(settings.num_micro_batches))
+    return [batches.batch(range(start, start + size)) for start in starts]
+
+
+def clip_factor_of(norm: float, limit: float | None) -> float:
+    """min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it; 1 without a limit."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {link: moved - before.get(link, 0) for link, moved in now.items()}
