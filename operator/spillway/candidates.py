@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import floor
 
 from spillway.api import TrainingJob
 from spillway.footprint import (
@@ -38,6 +39,7 @@ MAX_GROUPS = 32
 """blocks change their answer in groups, so that deep models have no more candidates than this, squared and halved"""
 FORCED_SHARE = 0.1
 """least CPU and streamed share of placement Interleaved, which asks for both whatever is faster"""
+LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
 LEAST_RESIDENT_SHARE = 1e-3
 """smaller resident shares are not worth a third path"""
 AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero1", "Zero2", "Fsdp")
@@ -279,7 +281,7 @@ def _partly_resident(question: Question, work: Workload, free_bytes: int, ratio:
         none, some = _split(question, work, streamed, 0.0), _split(question, work, streamed, 0.5)
         left = free_bytes - _optimizer_device_bytes(work, some)
         per_share = _device_bytes_per_share(work, streamed)
-        share = min(0.5 + left / per_share, 1.0 - 1e-9)
+        share = min(0.5 + left / per_share, LARGEST_PARTLY_RESIDENT_SHARE)
         if share > LEAST_RESIDENT_SHARE and _fits(work, none, free_bytes):
             found = _split(question, work, streamed, share)
             if _fits(work, found, free_bytes):
@@ -302,11 +304,13 @@ def _fits(work: Workload, optimizer: OptimizerPlan, free_bytes: int) -> bool:
 
 
 def _split(question: Question, work: Workload, ratio: float, resident: float) -> OptimizerPlan:
-    streamed = ratio * (1.0 - resident)
+    """c + g + s = 1 with s = `resident` and g = `ratio` of the rest; four digits, rounded towards the CPU."""
+    resident_share = floor(resident * 1e4) / 1e4
+    streamed_share = floor(ratio * (1.0 - resident_share) * 1e4) / 1e4
     return OptimizerPlan(
-        cpu_share=1.0 - resident - streamed,
-        streamed_share=streamed,
-        resident_share=resident,
+        cpu_share=round(1.0 - resident_share - streamed_share, 4),
+        streamed_share=streamed_share,
+        resident_share=resident_share,
         chunk_parameters=_chunk_parameters(work),
         num_threads=max(1, question.node.num_cores // question.local_ranks),
     )

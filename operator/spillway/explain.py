@@ -1,4 +1,4 @@
-"""Why a plan was chosen, why the others lost, and what would make an impossible job possible. Every figure is computed."""
+"""Why a plan was chosen, why the others lost, and what would make an impossible job possible; all of it computed."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def infeasible(question: Question, found: Sequence[Candidate]) -> Infeasible:
         node=question.node.name,
         missing_bytes=nearest.missing,
         budget=question.budget,
-        nearest=" or ".join(remedies) if remedies else _larger_node(question),
+        nearest=" or ".join(remedies) if remedies else _larger_node(question, nearest),
         alternatives=tuple(alternatives(question, None, found)),
     )
 
@@ -210,20 +210,14 @@ def _capacities(question: Question) -> dict[Tier, int]:
     return {Tier.DEVICE: node.device_bytes, Tier.HOST: node.host_bytes, Tier.NVME: node.nvme_bytes}
 
 
-def _larger_node(question: Question) -> str:
-    """What no change of one field on this node can give: all its memory, or another node."""
-    whole = {
-        tier: capacity // (1 if tier is Tier.DEVICE else question.local_ranks)
-        for tier, capacity in _capacities(question).items()
-    }
-    if _any_fits(replace(question, budget=whole)):
+def _larger_node(question: Question, nearest: Candidate) -> str:
+    """What no change of one field on this node can give: all of its memory, or that of another one."""
+    capacities = _capacities(question)
+    ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
+    if _any_fits(replace(question, budget={tier: capacities[tier] // ranks[tier] for tier in Tier})):
         return "larger budgets of several tiers: with all of the node's memory it fits"
-    endless = replace(question, budget={**whole, Tier.HOST: 1 << 62, Tier.NVME: 1 << 62})
-    devices = _needed_device_bytes(endless)
-    return f"a node with {format_bytes(devices)} of memory per device, more devices, or shorter sequences"
-
-
-def _needed_device_bytes(question: Question) -> int:
-    """Of the candidate that needs least, with as much host memory and NVMe as it wants."""
-    tight = replace(question, budget={**question.budget, Tier.DEVICE: 0})
-    return min(candidate.bytes[Tier.DEVICE].total for candidate in candidates(tight))
+    needs = (
+        f"{format_bytes(nearest.bytes[tier].total * ranks[tier])} of {tier} memory (it has {format_bytes(capacities[tier])})"
+        for tier in nearest.missing
+    )
+    return f"a node with {' and '.join(needs)}"

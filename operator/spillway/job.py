@@ -12,7 +12,7 @@ from pydantic import Field
 from spillway.api import TrainingJobSpec
 from spillway.plan import Frozen
 
-JOB_VERSION = 1
+JOB_VERSION: Literal[1] = 1
 
 
 class JobFile(Frozen):

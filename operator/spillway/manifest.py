@@ -23,6 +23,8 @@ Lines = dict[Location, int]
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_FILE_BYTES = 1 << 20
+_MAX_VALUES = 20_000
+"""values of one manifest, aliases expanded: nested ones can stand for billions"""
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
 
 
@@ -108,6 +110,8 @@ def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[Fiel
     """Record the line of every value; report duplicate keys, anchors used as merges, and YAML 1.1 booleans."""
     line = node.start_mark.line + 1
     lines[location] = line
+    if len(lines) > _MAX_VALUES:
+        raise ValueError(f"more than {_MAX_VALUES} values, aliases expanded")
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[1] = 1
 
 
 class Tier(StrEnum):
@@ -107,11 +107,13 @@ class Prediction(Frozen):
     exposed_transfer_seconds: float
     """activation copies and disk time not hidden behind compute"""
     bound_by: str
-    """compute, H2D, D2H, DRAM, disk read, disk write or CPU update"""
+    """compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network"""
     link_bytes: dict[str, int] = Field(default_factory=dict)
     """bytes per step: h2d, d2h, dram, nvme_read, nvme_write"""
     nvme_written_bytes_per_day: float = 0.0
+    """of this rank, in the busiest day: a job shorter than a day writes no more than its steps do"""
     drive_writes_per_day: float = 0.0
+    """that, in capacities of this rank's part of the node's drives"""
 
 
 class Alternative(Frozen):

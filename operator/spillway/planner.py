@@ -1,4 +1,4 @@
-"""Planner: candidates -> those that fit every tier -> the fastest; says why the others lost. Pure, milliseconds, no torch.
+"""Planner: candidates -> those that fit every tier -> the fastest; says why the others lost. Pure, without torch.
 
 job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan | Infeasible, explained (explain.py)
 """

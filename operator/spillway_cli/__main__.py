@@ -36,7 +36,7 @@ checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Lis
 app.add_typer(checkpoints, name="ckpt")
 
 FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the result is printed.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The --output of a run.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
 HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
 NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe budget.")]

@@ -56,9 +56,16 @@ def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_se
         f"loss {format_loss(metrics.loss)}" + (" (skipped)" if metrics.skipped else ""),
         f"{format_count(metrics.tokens_per_second)} tok/s",
         *(occupancy(tier, metrics.tier_peak_bytes, budget) for tier in Tier if metrics.tier_peak_bytes.get(tier)),
-        f"eta {'?' if eta_seconds is None else format_seconds(round(eta_seconds))}",
+        f"eta {format_eta(eta_seconds)}",
     ]
     return "  ".join(parts)
+
+
+def format_eta(seconds: float | None) -> str:
+    """Whole seconds: 62.3 -> "1m02s"; "?" before there is a pace."""
+    if seconds is None:
+        return "?"
+    return format_seconds(round(seconds)) if round(seconds) else "0 s"
 
 
 def format_loss(loss: float) -> str:

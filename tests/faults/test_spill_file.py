@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_bytes_written_come_back(tmp_path: Path) -> None:
 def test_checksum_of_many_pieces_is_that_of_the_whole(tmp_path: Path, engine: str) -> None:
     written = memory(13 * MIB, seed=1)
     [checksum] = opened(tmp_path).write_batch([(0, written)])
-    known = native.crc32c(written) if engine == "threads" else __import__("zlib").crc32(written.numpy())
+    known = native.crc32c(written) if engine == "threads" else zlib.crc32(written.numpy())
     assert checksum == known
 
 
@@ -198,7 +199,7 @@ class RandomFaults:
         if fault in ("eintr", "eio", "enospc"):
             return -{"eintr": errno.EINTR, "eio": errno.EIO, "enospc": errno.ENOSPC}[fault]
         if fault == "flip" and direction is Direction.WRITE:
-            with mmap.mmap(-1, len(memory)) as wrong, wrong_view(wrong) as view:
+            with mmap.mmap(-1, len(memory)) as wrong, memoryview(wrong) as view:
                 view[:] = memory
                 view[bit // 8] ^= 1 << bit % 8
                 return system_call(direction, file, view, offset)
@@ -206,10 +207,6 @@ class RandomFaults:
         if fault == "flip" and moved > 0:
             memory[bit // 8 % moved] ^= 1 << bit % 8
         return moved
-
-
-def wrong_view(block: mmap.mmap) -> memoryview:
-    return memoryview(block)
 
 
 def test_ten_thousand_operations_with_one_percent_of_faults_have_no_silent_error(tmp_path: Path) -> None:
@@ -383,7 +380,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize(("offset", "nbytes", "shift"), [(100, 4096, 0), (0, 5000, 0), (0, 4096, 64), (16 * MIB, 4096, 0)])
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "shift"), [(100, 4096, 0), (0, 5000, 0), (0, 4096, 64), (16 * MIB, 4096, 0)]
+)
 def test_transfers_off_the_blocks_or_outside_the_file_are_refused(
     tmp_path: Path, offset: int, nbytes: int, shift: int
 ) -> None:

@@ -195,7 +195,7 @@ def test_a_recompute_with_other_random_numbers_differs(monkeypatch: pytest.Monke
 
 
 class Yardstick:
-    """Counts, without any of our classes, the bytes of distinct storages that autograd saves and that are no weights."""
+    """Bytes of the distinct storages that autograd saves and that are no weights, without any of our classes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

@@ -1,6 +1,7 @@
 """Activation spilling on = plain autograd, bit by bit: models x answers x lanes x micro-batches.
 
-The part of the seam experiment's matrix (docs/adr/0001) with resident parameters, full training, micro-batch-major order.
+The part of the seam experiment's matrix (docs/adr/0001) with resident parameters, full training and micro-batch-major
+order.
 """
 
 from __future__ import annotations

@@ -22,7 +22,20 @@ from spillway_cli.local_plan import BudgetOverrides, shared_memory, with_budget
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = (ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8")
+JOB = """\
+apiVersion: spillway.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: tiny}
+spec:
+  model:
+    config: {architecture: llama, hiddenSize: 256, numLayers: 6, numHeads: 4, intermediateSize: 688, vocabSize: 4096}
+  data: {builtin: PythonStdlib}
+  training: {steps: 80, sequenceLength: 256, globalBatchSize: 8, microBatchSize: 2}
+  memory:
+    budget: {device: 64Mi, host: 256Mi, nvme: 1Gi}
+    activations: {policy: Nvme}
+  checkpoint: {everySteps: 20, keep: 2}
+"""
 GIB = 2**30
 
 
@@ -77,7 +90,7 @@ def test_command_imports_no_torch(arguments: list[str]) -> None:
 
 
 def test_help_imports_no_model_of_the_api() -> None:
-    code = "import sys; from spillway_cli.__main__ import run_app; run_app(['--help']); sys.exit('pydantic' in sys.modules)"
+    code = "import sys; from spillway_cli.__main__ import run_app; run_app(['-h']); sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
@@ -188,7 +201,7 @@ def test_path_of_the_text_must_exist(job_file: Path, capsys: pytest.CaptureFixtu
 # --- one directory, one run -------------------------------------------------------------------------------------------
 
 
-def demo_job(*edits: tuple[str, str]) -> TrainingJob:
+def tiny_job(*edits: tuple[str, str]) -> TrainingJob:
     text = JOB
     for old, new in edits:
         assert old in text
@@ -206,40 +219,40 @@ def job_json(job: TrainingJob, **changes: Any) -> JobFile:
 
 
 def test_directory_of_another_run_names_the_field(tmp_path: Path) -> None:
-    earlier = job_json(demo_job())
+    earlier = job_json(tiny_job())
     with pytest.raises(UserError, match=r"spec\.training\.steps is 80 there and 90 here"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(("steps: 80", "steps: 90")), earlier)
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(("steps: 80", "steps: 90")), earlier)
 
 
 def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metadata\.name is other there and demo here"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(), job_json(demo_job(), name="other"))
+    with pytest.raises(UserError, match=r"metadata\.name is other there and tiny here"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
 
 
 def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
-    smaller = demo_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
-    local_run.refuse_another_run(RunDirectory(tmp_path), smaller, job_json(demo_job()))
+    smaller = tiny_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
+    local_run.refuse_another_run(RunDirectory(tmp_path), smaller, job_json(tiny_job()))
 
 
 def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UserError, match="no job.json"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), demo_job(), None)
+    with pytest.raises(UserError, match=r"no job\.json"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), None)
 
 
 def test_resumed_run_keeps_its_uid_and_threads(tmp_path: Path) -> None:
-    local = local_run.LocalJob(demo_job(), {}, tmp_path, tmp_path)
-    files = local_run.local_files(RunDirectory(tmp_path), local, made_plan(), 64, job_json(demo_job()))
+    local = local_run.LocalJob(tiny_job(), {}, tmp_path, tmp_path)
+    files = local_run.local_files(RunDirectory(tmp_path), local, made_plan(), 64, job_json(tiny_job()))
     assert (files.uid, files.compute_threads) == ("u", 3)
 
 
 def test_job_file_reads_back_as_the_same_job(tmp_path: Path) -> None:
     run_directory = RunDirectory(tmp_path)
-    local = local_run.LocalJob(demo_job(), {"corpus": tmp_path}, tmp_path / "c", tmp_path / "s", 9400)
+    local = local_run.LocalJob(tiny_job(), {"corpus": tmp_path}, tmp_path / "c", tmp_path / "s", 9400)
     local_run.local_files(run_directory, local, made_plan(), 2, None).write(4)
     read = local_run.read_job_file(run_directory.job_file)
     assert read is not None
-    assert (read.epoch, read.spec, read.claims) == (4, demo_job().spec, {"corpus": str(tmp_path)})
+    assert (read.epoch, read.spec, read.claims) == (4, tiny_job().spec, {"corpus": str(tmp_path)})
 
 
 def test_job_file_of_another_version_is_a_sentence(tmp_path: Path) -> None:
@@ -268,7 +281,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoint_claim_is_not_used_locally() -> None:
-    job = demo_job(("keep: 2", "keep: 2, claim: ckpt"))
+    job = tiny_job(("keep: 2", "keep: 2, claim: ckpt"))
     assert local_run.unused_fields(job.spec) == ["spec.checkpoint.claim"]
 
 
@@ -331,16 +344,16 @@ def test_cpu_quota_bounds_the_cores(tmp_path: Path) -> None:
 
 
 def test_host_tier_gets_what_the_device_leaves() -> None:
-    assert shared_memory(demo_job(("host: 256Mi, ", "")), GIB).host_bytes == GIB - 64 * 2**20
+    assert shared_memory(tiny_job(("host: 256Mi, ", "")), GIB).host_bytes == GIB - 64 * 2**20
 
 
 def test_device_without_a_budget_leaves_memory_to_the_host_tier() -> None:
-    job = demo_job(("device: 64Mi, host: 256Mi, ", ""))
+    job = tiny_job(("device: 64Mi, host: 256Mi, ", ""))
     assert (shared_memory(job, 4 * GIB).device_bytes, shared_memory(job, 4 * GIB).host_bytes) == (3 * GIB, GIB)
 
 
 def test_budget_on_the_command_line_replaces_the_jobs() -> None:
-    job = with_budget(demo_job(), BudgetOverrides(device="1Gi"))
+    job = with_budget(tiny_job(), BudgetOverrides(device="1Gi"))
     assert (job.spec.memory.budget.device, job.spec.memory.budget.host) == (GIB, 256 * 2**20)
 
 
@@ -348,7 +361,8 @@ def test_budget_on_the_command_line_replaces_the_jobs() -> None:
 
 
 def test_packaged_demo_job_is_the_example() -> None:
-    assert (ROOT / "operator/spillway_cli/demo.yaml").read_text(encoding="utf-8") == JOB
+    packaged, example = ROOT / "operator/spillway_cli/demo.yaml", ROOT / "examples/demo.yaml"
+    assert packaged.read_text(encoding="utf-8") == example.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("code", list(ExitCode))

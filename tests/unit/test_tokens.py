@@ -147,6 +147,12 @@ def test_text_that_spells_the_end_of_text_ends_no_document(tmp_path: Path) -> No
     assert ids.count(corpus.index.end_of_text) == corpus.index.num_documents == 1
 
 
+def test_document_read_in_pieces_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_source_module, "PIECE_CHARACTERS", 100)
+    corpus = built(write(tmp_path / "text", a__txt=TEXT, b__txt="short"), tmp_path / "corpus")
+    assert decoded(corpus) == f"{TEXT}{END_OF_TEXT}short{END_OF_TEXT}"
+
+
 def test_vocabulary_never_exceeds_what_was_asked_for(tmp_path: Path) -> None:
     corpus = built(write(tmp_path / "text", a__txt=TEXT), tmp_path / "corpus", vocab_size=280)
     assert corpus.tokens(0, corpus.index.num_tokens).max() < corpus.index.vocab_size == 280

@@ -20,7 +20,7 @@ from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway.units import MIB
 
-from . import activation_spill, config
+from . import activation_spill, config, kernels
 from .models.transformer import Transformer
 from .optimizer import Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
@@ -50,7 +50,7 @@ class Tiers:
     def peak_bytes(self) -> dict[str, int]:
         """Highest bytes held since the last call."""
         nvme = self.nvme.peak_bytes if self.nvme else 0
-        peaks = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
+        peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
             if tier is not None:
                 tier.reset_peak()
@@ -155,7 +155,8 @@ def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Transformer, 
     parameters, settings = list(model.named_parameters()), config.adamw_settings(spec)
     if plan.optimizer.offloads:
         return OptimizerOffload(parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger)
-    return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger)
+    update = partial(kernels.adamw, num_threads=plan.optimizer.num_threads)
+    return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger, update)
 
 
 def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
@@ -167,7 +168,7 @@ def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
         optimizer.take(name, gradient)
 
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(partial(take, name))
+        parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
 def fill(assembly: Assembly, seed: int) -> None:

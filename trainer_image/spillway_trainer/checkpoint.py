@@ -156,4 +156,4 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's elements, contiguous, little-endian; no copy when it lies so in host memory already."""
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

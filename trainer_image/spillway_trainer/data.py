@@ -88,7 +88,7 @@ class TokenBatches:
             tokens = torch.from_numpy(self._corpus.tokens(window * T, (window + 1) * T + 1))
             num_labels = len(tokens) - 1
             tokens_BT[row, :num_labels] = tokens[:-1]
-            labels_BT[row, :num_labels] = tokens[:-1]
+            labels_BT[row, :num_labels] = tokens[1:]
             num_unmasked += num_labels
         return Batch(tokens_BT, labels_BT, num_unmasked)
 

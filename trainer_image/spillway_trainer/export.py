@@ -17,7 +17,7 @@ from spillway.errors import CheckpointCorrupt, UserError
 from .checkpoint import bytes_of, safetensors_header
 from .checkpoint_manifest import Checkpoint, Manifest, open_checkpoint, verify_checkpoint
 from .durable_files import DurableFiles, describe_file
-from .tokens import END_OF_TEXT
+from .tokens import END_OF_TEXT, end_of_text_id
 
 ExportDtype = Literal["bfloat16", "float32"]
 
@@ -37,7 +37,7 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
-    end_of_text = Tokenizer.from_file(str(tokenizer)).token_to_id(END_OF_TEXT)
+    end_of_text = end_of_text_id(Tokenizer.from_file(str(tokenizer)))
     documents = {
         "config.json": llama_config(checkpoint.manifest, dtype, end_of_text),
         "tokenizer_config.json": {
@@ -50,7 +50,7 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     _write_directory(output, checkpoint, getattr(torch, dtype), {**texts, "tokenizer.json": tokenizer.read_bytes()})
 
 
-def llama_config(manifest: Manifest, dtype: ExportDtype, end_of_text: int | None) -> dict[str, Any]:
+def llama_config(manifest: Manifest, dtype: ExportDtype, end_of_text: int) -> dict[str, Any]:
     """config.json of LlamaForCausalLM; rope and dtype are spelled for transformers 4 and 5 both."""
     model = manifest.state.model
     return {

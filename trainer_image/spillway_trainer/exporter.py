@@ -84,25 +84,25 @@ class Exporter(Collector):
         yield self._gauge(metrics.LOSS, last.loss)
         yield self._gauge(metrics.GRADIENT_NORM, last.gradient_norm)
         yield self._gauge(metrics.LEARNING_RATE, last.learning_rate)
-        yield self._labelled(metrics.TOKENS, {None: float(self._totals.tokens)})
-        yield self._labelled(metrics.NON_FINITE, {None: float(self._totals.non_finite)})
+        yield self._labelled(metrics.TOKENS, {"": float(self._totals.tokens)})
+        yield self._labelled(metrics.NON_FINITE, {"": float(self._totals.non_finite)})
         yield self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
         yield self._labelled(metrics.TIER_BYTES, last.tier_bytes)
         yield self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)
         yield self._labelled(metrics.MOVED_BYTES, self._totals.moved_bytes)
 
     def _gauge(self, metric: metrics.Metric, value: float) -> Metric:
-        return self._labelled(metric, {None: float(value)})
+        return self._labelled(metric, {"": float(value)})
 
-    def _labelled(self, metric: metrics.Metric, values: Mapping[str | None, float] | Mapping[str, float]) -> Metric:
-        """One family; the key of `values` is the metric's own label (tier, link, phase), None where it has none."""
+    def _labelled(self, metric: metrics.Metric, values: Mapping[str, float]) -> Metric:
+        """One family; a key of `values` is the metric's own label (tier, link, phase), "" where it has none."""
         family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = family_type(metric.name, metric.help, labels=[metrics.JOB_LABEL, *metric.labels])
         for key, value in values.items():
             labels = [self._job]
             if metrics.RANK_LABEL in metric.labels:
                 labels.append(str(self._rank))
-            if key is not None:
+            if key:
                 labels.append(key)
             family.add_metric(labels, value)
         return family

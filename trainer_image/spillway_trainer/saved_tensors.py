@@ -78,7 +78,9 @@ class KeptTensor:
     def __init__(self, tensor: Tensor, segment: str, ledger: DeviceLedger) -> None:
         self._ledger = ledger
         self._segment = segment
-        self._charge = ledger.charge_saved(tensor.untyped_storage()) if has_storage(tensor) else None
+        self._charge: int | None = None
+        if has_storage(tensor):
+            self._charge = ledger.charge_saved(tensor.untyped_storage())
         self._tensor = tensor.detach()
         self._version = tensor._version
 
@@ -252,7 +254,10 @@ class RecomputedTensor:
 
 
 def _never_unpacked(_: None) -> Tensor:
-    raise RuntimeError("the graph of a recomputed segment is never run backward")
+    raise RuntimeError(
+        "a recomputed segment takes gradients inside its own forward (a gradient penalty?), where its saved tensors do "
+        "not exist yet. Let the plan keep it instead (spec.memory.activations.policy: Keep)."
+    )
 
 
 class Packer:

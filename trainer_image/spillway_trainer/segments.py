@@ -40,7 +40,7 @@ def wrap_segments(segments: list[tuple[str, nn.Module]], position: Position, hoo
     `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all.
     """
     for index, (name, module) in enumerate(segments):
-        module.forward = _wrapped(name, index, module.forward, position, hook)  # type: ignore[method-assign]
+        module.forward = _wrapped(name, index, module.forward, position, hook)
 
 
 def _wrapped(name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None) -> Block:

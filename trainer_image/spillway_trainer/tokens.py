@@ -190,14 +190,14 @@ def _fill(
     num_tokens = 0
     for shard in _packed(_encoded(source, tokenizer, dtype, tally), shard_tokens):
         num_tokens += len(shard)
-        shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [memoryview(shard)]))
+        shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
         raise UserError(f"spec.data: {source} holds no text: {tally.sentence()}")
     index = CorpusIndex(
         num_tokens=num_tokens,
         num_documents=tally.documents,
         vocab_size=tokenizer.get_vocab_size(),
-        end_of_text=tokenizer.token_to_id(END_OF_TEXT),
+        end_of_text=end_of_text_id(tokenizer),
         dtype=dtype,
         shard_tokens=shard_tokens,
         shards=tuple(shards),
@@ -243,6 +243,12 @@ def train_tokenizer(source: TextSource, vocab_size: int, report: Callable[[str],
     return tokenizer
 
 
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    number = tokenizer.token_to_id(END_OF_TEXT)
+    assert number is not None, f"a tokenizer of ours has {END_OF_TEXT}"
+    return int(number)
+
+
 def sample(source: TextSource) -> Iterator[str]:
     """Every piece of a small source; of a large one so many, evenly spread, that they make up SAMPLE_BYTES."""
     total, seen, taken = source.nbytes, 0, 0
@@ -255,7 +261,7 @@ def sample(source: TextSource) -> Iterator[str]:
 
 def _encoded(source: TextSource, tokenizer: Tokenizer, dtype: str, tally: Tally) -> Iterator[npt.NDArray[Any]]:
     """Tokens piece by piece, in order, an end of text after each document."""
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    end_of_text = end_of_text_id(tokenizer)
     for batch in _batches(source, tally):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):

@@ -252,7 +252,7 @@ def _copy_out(
     lanes.compute(writes=(sources,), label=f"forward before {label}")
     copied = lanes.submit(
         Lane.D2H,
-        partial(kernels.copy_batch, list(zip(targets, sources.bytes(), strict=True))),
+        partial(_copy, targets, sources),
         reads=(sources,),
         writes=(buffer,),
         after=(lanes.computed(),),
@@ -261,6 +261,10 @@ def _copy_out(
     )
     lanes.release(sources, after=(copied,))
     return buffer, copied
+
+
+def _copy(targets: Sequence[Tensor], sources: Sources) -> None:
+    kernels.copy_batch(list(zip(targets, sources.bytes(), strict=True)))
 
 
 def _write(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor]], checksums: dict[int, int]) -> None:

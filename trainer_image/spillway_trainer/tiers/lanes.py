@@ -11,8 +11,10 @@ streams order more than that; schedules must not rely on it: the lazy and the tr
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -22,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spillway.errors import SpillwayError
 from spillway.plan import Tier
 
 from .device_ledger import DeviceLedger
@@ -197,13 +200,24 @@ class Operation:
                 event.wait()
             self._work()
         except BaseException as error:
-            self._error = error
+            self._error = kept_error(error)
         self._work, self._after = None, ()  # they hold memory that may go now
         self.done = True
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
+
+
+def kept_error(error: BaseException) -> BaseException:
+    """`error` without its frames: they, and those that a raise adds, refer to memory that must not outlive the step.
+
+    So an operation raises a copy each time; where an error's own words are not enough, its frames become a note.
+    """
+    if not isinstance(error, SpillwayError) and not getattr(error, "__notes__", None):
+        error.add_note("in a lane:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class QueuedOperation(Operation):

@@ -6,6 +6,7 @@ schedule without races here has none on any lanes. Makespan is held against the 
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from spillway.plan import Tier
 
 from .device_ledger import DeviceLedger
 from .host_slab import HostSlab
-from .lanes import Buffer, Event, Lane, Region, acquire
+from .lanes import Buffer, Event, Lane, Region, acquire, kept_error
 from .releases import Releases
 
 
@@ -110,7 +111,7 @@ class TracedEvent:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
 
 
 class TracingLanes:
@@ -233,7 +234,7 @@ class TracingLanes:
                 event.raise_error()
             work()
         except BaseException as error:
-            return error
+            return kept_error(error)
         return None
 
     def _record(self, past: Past, reads: Sequence[Region], writes: Sequence[Region], label: str) -> Past:

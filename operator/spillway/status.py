@@ -1,0 +1,117 @@
+"""TrainingJobStatus: what the operator observed and decided. `state` and the display strings are for people; decisions
+read conditions and figures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from spillway.field_types import Count, Fields, Name, Quantity, Text
+
+LIST_BY_TYPE: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+
+Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+Short = Annotated[str, Field(max_length=64)]
+
+
+class Condition(Fields):
+    """As metav1.Condition."""
+
+    type: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Accepted, Planned, Running, ...")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    reason: Annotated[str, Field(max_length=63)] = Field(default="", description="CamelCase reason; documented.")
+    message: Annotated[str, Field(max_length=2048)] = Field(default="", description="The same for people.")
+    observed_generation: Count = Field(default=0, description="Generation of the spec that it is about.")
+    last_transition_time: Time | None = Field(default=None, description="When status last changed.")
+
+
+class TierQuantities(Fields):
+    """Bytes per tier."""
+
+    device: Quantity | None = Field(default=None, description="Bytes on each device.")
+    host: Quantity | None = Field(default=None, description="Bytes in host memory, per rank.")
+    nvme: Quantity | None = Field(default=None, description="Bytes on NVMe, per rank.")
+
+
+class PlanStatus(Fields):
+    """The plan of the present attempt."""
+
+    config_map: Annotated[str, Field(max_length=253)] = Field(
+        default="", description="ConfigMap with job.json and plan.json."
+    )
+    node: Short = Field(default="", description="Node class that it is made for.")
+    summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
+    bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
+    step_seconds: Short = Field(default="", description="Predicted seconds per step.")
+
+
+class Progress(Fields):
+    """How far it is; written at most every 15 s."""
+
+    step: Count = Field(default=0, description="Optimizer steps completed.")
+    steps: Count = Field(default=0, description="Optimizer steps that the job asks for.")
+    display: Short = Field(default="", description="Share of the steps, for people: 42%.")
+    loss: Short = Field(default="", description="Training loss of the last step.")
+    tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
+    eta: Short = Field(default="", description="Time left, for people: 3h12m.")
+    last_step_time: Time | None = Field(default=None, description="When the last step ended.")
+
+
+class MemoryStatus(Fields):
+    """Measured peaks of the fullest rank."""
+
+    device: Short = Field(default="", description="Peak of budget on the device, for people: 71Gi/80Gi.")
+    spilled: Short = Field(default="", description="Bytes outside the device, for people.")
+    peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
+
+
+class CheckpointStatus(Fields):
+    step: Count = Field(default=0, description="Step of the last committed checkpoint.")
+    epoch: Count = Field(default=0, description="Attempt that wrote it.")
+    path: Text = Field(default="", description="Its directory on the claim.")
+    time: Time | None = Field(default=None, description="When it was committed.")
+
+
+class Attempts(Fields):
+    total: Count = Field(default=0, description="Attempts so far; the number of the present one.")
+    restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
+    last_reason: Short = Field(default="", description="Why the last attempt ended.")
+
+
+class Escalation(Fields):
+    """A change of plan after memory ran out."""
+
+    attempt: Count = Field(description="Attempt that ended.")
+    reason: Short = Field(default="", description="Why it ended.")
+    change: Text = Field(default="", description="What the next attempt does differently.")
+
+
+class MemberStatus(Fields):
+    name: Name = Field(description="Name of the member.")
+    step: Count = Field(default=0, description="Its optimizer steps.")
+    loss: Short = Field(default="", description="Its last loss.")
+    state: Short = Field(default="", description="Its state, for people.")
+
+
+class TrainingJobStatus(Fields):
+    """What was observed and decided."""
+
+    observed_generation: Count = Field(default=0, description="Generation of the spec that the status is about.")
+    state: Short = Field(default="", description="For display: Queued, Running, Suspended, Complete, Failed, ...")
+    conditions: tuple[Condition, ...] = Field(
+        default=(), max_length=32, description="What holds.", json_schema_extra=LIST_BY_TYPE
+    )
+    plan: PlanStatus | None = Field(default=None, description="The plan of the present attempt.")
+    progress: Progress | None = Field(default=None, description="How far it is.")
+    memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
+    checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
+    attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")
+    escalations: tuple[Escalation, ...] = Field(default=(), max_length=16, description="Changes of plan.")
+    members: tuple[MemberStatus, ...] = Field(
+        default=(), max_length=64, description="Members of a sweep.", json_schema_extra=LIST_BY_NAME
+    )
+    best_member: Annotated[str, Field(max_length=63)] = Field(default="", description="The best member so far.")
+    start_time: Time | None = Field(default=None, description="When the first attempt started.")
+    completion_time: Time | None = Field(default=None, description="When the job completed or failed.")

@@ -1,0 +1,128 @@
+"""`spillway plan FILE --node NODE`: where every byte would live, what a step would cost, and why. Starts nothing.
+
+Exit 0: fits on the device. 3: fits with spilling. 4: does not fit. 64: the manifest or a flag is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from spillway.api import load_job
+from spillway.errors import ExitCode, UserError
+from spillway.hardware import resolve_node
+from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
+from spillway.units import format_bytes, format_seconds, parse_quantity
+
+from .console import message_console, result_console, table
+
+PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace")
+
+
+def plan(file: Path, node: str, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
+    """Plan the job in `file` and print the result as `output` ("text" or "json"). Returns the exit code."""
+    try:
+        overrides = Overrides(_bytes("--device", device), _bytes("--host", host), _bytes("--nvme", nvme))
+        decided = make_plan(load_job(file), resolve_node(node), overrides)
+    except UserError as error:
+        message_console().print(str(error))
+        return int(error.exit_code)
+    if output == "json":
+        sys.stdout.write(decided.model_dump_json(indent=2) + "\n")
+    else:
+        show(result_console(), decided)
+    return int(exit_code(decided))
+
+
+def _bytes(flag: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_quantity(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
+
+
+def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
+    if isinstance(decided, Infeasible):
+        return ExitCode.DOES_NOT_FIT
+    return ExitCode.FITS_WITH_SPILLING if decided.spills else ExitCode.COMPLETED
+
+
+def show(console: Console, decided: MemoryPlan | Infeasible) -> None:
+    """The plan for people."""
+    if isinstance(decided, Infeasible):
+        _show_infeasible(console, decided)
+    else:
+        _show_plan(console, decided)
+
+
+def _show_plan(console: Console, plan: MemoryPlan) -> None:
+    ranks = f"{plan.world_size} ranks, {plan.strategy}" if plan.world_size > 1 else "1 rank"
+    batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+    console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
+    console.print(tier_table(plan))
+    _show_prediction(console, plan)
+    _show_list(console, "why", plan.reasons)
+    _show_alternatives(console, plan)
+
+
+def tier_table(plan: MemoryPlan) -> Table:
+    """Parts by tiers, with budget and what is left of it."""
+    made = table("", *Tier)
+    for part in PARTS:
+        held = [getattr(plan.bytes[tier], part) for tier in Tier]
+        if any(held):
+            made.add_row(part.replace("_", " "), *(format_bytes(amount) if amount else "-" for amount in held))
+    totals = {tier: plan.bytes[tier].total for tier in Tier}
+    made.add_row("total", *(format_bytes(totals[tier]) for tier in Tier), style="bold")
+    made.add_row("budget", *(format_bytes(plan.budget[tier]) for tier in Tier))
+    made.add_row("headroom", *(format_bytes(plan.budget[tier] - totals[tier]) for tier in Tier))
+    return made
+
+
+def _show_prediction(console: Console, plan: MemoryPlan) -> None:
+    prediction = plan.prediction
+    parts = [
+        f"{format_seconds(seconds)} {what}"
+        for seconds, what in (
+            (prediction.compute_seconds, "compute"),
+            (prediction.exposed_transfer_seconds, "waiting for copies, disk and network"),
+            (prediction.exposed_optimizer_seconds, "optimizer"),
+        )
+        if seconds
+    ]
+    step = format_seconds(prediction.step_seconds)
+    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from catalog rates")
+    written = prediction.nvme_written_bytes_per_day
+    endurance = f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"
+    console.print(f"NVMe writes: {endurance if written else 'none'}")
+
+
+def _show_infeasible(console: Console, decided: Infeasible) -> None:
+    console.print(f"{decided.job} does not fit on {decided.node}. Missing, in the plan that comes nearest, per rank:")
+    made = table("", *decided.missing_bytes)
+    made.add_row("missing", *(format_bytes(amount) for amount in decided.missing_bytes.values()), style="bold")
+    made.add_row("budget", *(format_bytes(decided.budget[tier]) for tier in decided.missing_bytes))
+    if decided.missing_bytes:
+        console.print(made)
+    console.print(f"\nfits with: {decided.nearest}")
+    _show_alternatives(console, decided)
+
+
+def _show_list(console: Console, heading: str, lines: Sequence[str]) -> None:
+    if lines:
+        console.print(f"\n{heading}:")
+    for line in lines:
+        console.print(f"  {line}")
+
+
+def _show_alternatives(console: Console, decided: MemoryPlan | Infeasible) -> None:
+    lines = []
+    for other in decided.alternatives:
+        seconds = f"{format_seconds(other.step_seconds)}, " if other.step_seconds is not None else ""
+        lines.append(f"{other.summary}: {seconds}{other.reason}")
+    _show_list(console, "not chosen" if isinstance(decided, MemoryPlan) else "tried", lines)

@@ -1,0 +1,178 @@
+"""The budget holds in the kernel's own figures: peak RSS of a fresh process, and a cgroup that kills.
+
+On a CPU, device and host memory are the same RAM, so a plan saves what goes to NVMe: this job is mostly activations.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import local_runs
+import pytest
+
+from spillway.api import TrainingJob, parse_job
+from spillway.errors import ExitCode
+from spillway.hardware import local_node
+from spillway.job import JobFile
+from spillway.plan import MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
+from spillway.units import GIB, MIB
+
+MARGIN_BYTES = 96 * MIB
+"""beside the budgets: free lists of the C allocator, scratch of matrix products, pages of checkpoint and corpus"""
+
+JOB = """
+apiVersion: spillway.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: wide}
+spec:
+  model:
+    config: {architecture: llama, hiddenSize: 256, numLayers: 8, numHeads: 4, intermediateSize: 688, vocabSize: 512}
+  data: {text: {path: TEXT}}
+  training: {steps: 2, sequenceLength: 256, globalBatchSize: 16, microBatchSize: 16}
+  memory: {mode: Auto, budget: {device: 144Mi, host: 256Mi, nvme: 2Gi}, optimizer: {placement: Host},
+           activations: {policy: Nvme}}
+"""
+DEVICE_BYTES, HOST_BYTES = 144 * MIB, 256 * MIB
+
+
+@dataclass(frozen=True)
+class Measured:
+    exit_code: int
+    """negative: killed by that signal"""
+    peak_bytes: int
+
+
+def measure(command: list[str], cgroup: Path | None = None) -> Measured:
+    """Run a fresh process; its own peak RSS, as the kernel kept it."""
+    if cgroup is not None:
+        script = f'echo $$ > "{cgroup}/cgroup.procs" && exec "$@"'
+        command = ["sh", "-c", script, "sh", *command]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Measured(process.returncode, usage.ru_maxrss * 1024)
+
+
+def trainer(directory: Path) -> list[str]:
+    return [sys.executable, "-m", "spillway_trainer", str(directory)]
+
+
+@pytest.fixture(scope="module")
+def idle_bytes() -> int:
+    """Peak RSS of a process that imports the trainer and does nothing."""
+    return measure([sys.executable, "-c", "import spillway_trainer.__main__"]).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Text and its corpus, built beforehand: building it is another process's memory."""
+    root = tmp_path_factory.mktemp("wide")
+    text = local_runs.write_text(root / "text")
+    subprocess.run(
+        [sys.executable, "-m", "spillway_trainer.tokens", "--text", str(text), str(root / "corpus"), "512"], check=True
+    )
+    return text, root / "corpus"
+
+
+def write_run(directory: Path, corpus: tuple[Path, Path], *, disabled: bool) -> Path:
+    """job.json and plan.json as `spillway run` would write them for two cores and plenty of memory."""
+    job = parse_job(JOB.replace("TEXT", str(corpus[0])), "wide job")
+    if disabled:
+        memory = job.spec.memory.model_copy(
+            update={
+                "mode": "Disabled",
+                "optimizer": job.spec.memory.optimizer.model_copy(update={"placement": "Device"}),
+                "activations": job.spec.memory.activations.model_copy(update={"policy": "Keep"}),
+                "budget": job.spec.memory.budget.model_copy(update={"device": 4 * GIB}),
+            }
+        )
+        job = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
+    directory.mkdir(parents=True)
+    (directory / "plan.json").write_text(plan_of(job).model_dump_json())
+    (directory / "job.json").write_text(job_file(job, directory, corpus[1]).model_dump_json(by_alias=True))
+    return directory
+
+
+def plan_of(job: TrainingJob) -> MemoryPlan:
+    outcome = make_plan(job, local_node(2, 4 * GIB, 4 * GIB, 16 * GIB), Overrides(world_size=1))
+    assert isinstance(outcome, MemoryPlan), outcome
+    return outcome
+
+
+def job_file(job: TrainingJob, directory: Path, corpus: Path) -> JobFile:
+    return JobFile(
+        name="wide",
+        uid="test",
+        epoch=1,
+        spec=job.spec,
+        output_directory=str(directory),
+        corpus_directory=str(corpus),
+        checkpoint_directory=str(directory / "checkpoints"),
+        spill_directory=str(directory),
+        termination_message_path=str(directory / "termination.json"),
+        compute_threads=2,
+    )
+
+
+def test_peak_rss_stays_within_device_and_host_budget(
+    idle_bytes: int, corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = measure(trainer(write_run(tmp_path / "planned", corpus, disabled=False)))
+    plain = measure(trainer(write_run(tmp_path / "plain", corpus, disabled=True)))
+    above_idle, plain_above_idle = planned.peak_bytes - idle_bytes, plain.peak_bytes - idle_bytes
+    allowed = DEVICE_BYTES + HOST_BYTES + MARGIN_BYTES
+    with capsys.disabled():
+        print(
+            f"\npeak RSS above an idle import: {above_idle / MIB:.0f} MiB with NVMe spill, allowed {allowed // MIB} MiB "
+            f"(device {DEVICE_BYTES // MIB} + host {HOST_BYTES // MIB} + margin {MARGIN_BYTES // MIB}); "
+            f"{plain_above_idle / MIB:.0f} MiB plain"
+        )
+    assert (planned.exit_code, plain.exit_code) == (0, 0)
+    assert above_idle <= allowed < plain_above_idle
+
+
+def test_plain_run_needs_more_than_twice_the_device_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
+    plan = MemoryPlan.model_validate_json((write_run(tmp_path / "x", corpus, disabled=True) / "plan.json").read_text())
+    assert plan.bytes[Tier.DEVICE].total > 2 * DEVICE_BYTES
+
+
+def test_device_budget_below_the_plan_raises_device_out_of_memory(corpus: tuple[Path, Path], tmp_path: Path) -> None:
+    """The ledger is the device's allocator: a plan that promised too little ends as on a GPU, with exit code 70."""
+    directory = write_run(tmp_path / "small", corpus, disabled=True)
+    plan = MemoryPlan.model_validate_json((directory / "plan.json").read_text())
+    small = plan.model_copy(update={"budget": {**plan.budget, Tier.DEVICE: 64 * MIB}})
+    (directory / "plan.json").write_text(small.model_dump_json())
+    assert measure(trainer(directory)).exit_code == ExitCode.DEVICE_OUT_OF_MEMORY
+
+
+@pytest.fixture
+def limited_cgroup(idle_bytes: int) -> Iterator[Path]:
+    """A memory cgroup with room for idle + budgets + margin, and no swap."""
+    limit = idle_bytes + DEVICE_BYTES + HOST_BYTES + MARGIN_BYTES
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent, limit_name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    cgroup = parent / f"spillway-test-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+        (cgroup / limit_name).write_text(str(limit))
+    except OSError as error:
+        if cgroup.is_dir():
+            cgroup.rmdir()
+        pytest.skip(f"skipped: no writable memory cgroup here ({error})")
+    yield cgroup
+    cgroup.rmdir()
+
+
+def test_job_finishes_under_a_cgroup_limit_that_kills_the_plain_run(
+    limited_cgroup: Path, corpus: tuple[Path, Path], tmp_path: Path
+) -> None:
+    planned = measure(trainer(write_run(tmp_path / "planned", corpus, disabled=False)), limited_cgroup)
+    plain = measure(trainer(write_run(tmp_path / "plain", corpus, disabled=True)), limited_cgroup)
+    assert planned.exit_code == 0
+    assert plain.exit_code == -9

@@ -1,0 +1,186 @@
+"""`spillway run`, `ckpt` and `report` with the real trainer, on a model of some thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway_cli.__main__ import run_app
+from spillway_cli.run_log import read_run_log
+
+JOB = """
+apiVersion: spillway.dev/v1alpha1
+kind: TrainingJob
+metadata: {{name: tiny}}
+spec:
+  model:
+    config: {{architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, vocabSize: 300}}
+  data: {{text: {{claim: corpus}}}}
+  training: {{steps: {steps}, sequenceLength: 32, globalBatchSize: 4, microBatchSize: 2}}
+  memory: {{budget: {{device: 8Mi, host: 32Mi, nvme: 32Mi}}, optimizer: {{placement: Host}}}}
+  checkpoint: {{everySteps: {every}, keep: 2}}
+  scheduling: {{queueName: team-a}}
+"""
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "runs",
+    "away",
+    "from",
+    "every",
+    "other",
+    "animal",
+    "in",
+    "the",
+    "forest",
+]
+
+
+def make_job(directory: Path, steps: int, every: int) -> tuple[str, str]:
+    """A job file and the claim of its corpus, as the command line wants them."""
+    corpus = directory / "corpus"
+    corpus.mkdir(parents=True)
+    for number in range(8):
+        words = [WORDS[(index * (number + 3) + index // 7) % len(WORDS)] for index in range(2000)]
+        (corpus / f"{number}.txt").write_text(" ".join(words))
+    job = directory / "job.yaml"
+    job.write_text(JOB.format(steps=steps, every=every))
+    return str(job), f"corpus={corpus}"
+
+
+def command(job: str, claim: str, output: Path) -> list[str]:
+    return ["run", job, "--output", str(output), "--claim", claim, "-o", "json"]
+
+
+class Finished:
+    """A run that is over: its directory, what it printed, the command that made it."""
+
+    def __init__(self, path: Path, arguments: list[str], out: str, err: str, code: int) -> None:
+        self.path, self.arguments, self.err, self.code = path, arguments, err, code
+        self.document: dict[str, Any] = json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    directory = tmp_path_factory.mktemp("run")
+    job, claim = make_job(directory, steps=6, every=2)
+    arguments = command(job, claim, directory / "out")
+    done = subprocess.run(
+        [sys.executable, "-m", "spillway_cli", *arguments], capture_output=True, text=True, check=False
+    )
+    return Finished(directory / "out", arguments, done.stdout, done.stderr, done.returncode)
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Path:
+    """The finished run, to be damaged."""
+    return Path(shutil.copytree(finished.path, tmp_path / "copy"))
+
+
+def test_run_ends_with_all_steps(finished: Finished) -> None:
+    assert (finished.code, finished.document["steps"], finished.document["reason"]) == (0, 6, "Completed")
+
+
+def test_run_writes_its_files_below_output_and_nothing_else(finished: Finished) -> None:
+    names = {path.name for path in finished.path.iterdir()}
+    assert names == {"job.json", "plan.json", "run.jsonl", "report.html", "corpus", "checkpoints", "attempts"}
+    assert {path.name for path in finished.path.parent.iterdir()} == {"out", "corpus", "job.yaml"}
+
+
+def test_run_names_fields_that_only_a_cluster_honours(finished: Finished) -> None:
+    assert "not used locally: spec.scheduling.queueName" in finished.err
+
+
+def test_run_stays_within_its_budgets(finished: Finished) -> None:
+    tiers = finished.document["tiers"].values()
+    assert all(tier["peakBytes"] <= tier["budgetBytes"] for tier in tiers)
+
+
+def test_finished_run_is_complete_when_started_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    before = len(read_run_log(finished.path / "run.jsonl").starts)
+    assert run_app(finished.arguments) == 0
+    assert "complete already" in capsys.readouterr().err
+    assert len(read_run_log(finished.path / "run.jsonl").starts) == before
+
+
+def test_ckpt_ls_shows_the_kept_checkpoints(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["ckpt", "ls", str(finished.path), "-o", "json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [6, 4]
+
+
+def test_ckpt_verify_passes_what_was_written(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["ckpt", "verify", str(finished.path)]) == 0
+    assert "2 checkpoints, every byte as written" in capsys.readouterr().out
+
+
+def test_ckpt_verify_finds_a_flipped_bit(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next((copied / "checkpoints" / "step-4.e1").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert run_app(["ckpt", "verify", str(copied)]) == 74
+    assert f"step-4.e1/{file.name}" in capsys.readouterr().out
+
+
+def test_ckpt_export_writes_a_hugging_face_directory(finished: Finished, tmp_path: Path) -> None:
+    assert run_app(["ckpt", "export", str(finished.path), "--to", str(tmp_path / "hf")]) == 0
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_ckpt_export_of_a_step_without_checkpoint_names_those_there_are(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["ckpt", "export", str(finished.path), "--to", str(tmp_path / "hf"), "--step", "5"]) == 64
+    assert "there is 6, 4" in capsys.readouterr().err
+
+
+def test_report_can_be_written_elsewhere(finished: Finished, tmp_path: Path) -> None:
+    assert run_app(["report", str(finished.path), "--output", str(tmp_path / "r.html")]) == 0
+    assert "tiny" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_stopped_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
+    """SIGTERM in the middle: 75 and a checkpoint; the second invocation ends the job, each step trained once."""
+    arguments = command(*make_job(tmp_path, steps=200, every=100), tmp_path / "out")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spillway_cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate()
+    stopped = json.loads(out)
+    assert (process.returncode, stopped["reason"]) == (75, "Preempted")
+    assert 0 < stopped["steps"] < 200
+    assert run_app(arguments) == 0
+    log = read_run_log(tmp_path / "out" / "run.jsonl")
+    assert log.starts[1].resumed_from_step == stopped["steps"]
+    assert sorted(log.steps) == list(range(1, 201))
+
+
+def test_empty_corpus_is_a_user_error_and_leaves_no_shard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job, claim = make_job(tmp_path, steps=4, every=2)
+    for file in (tmp_path / "corpus").iterdir():
+        os.truncate(file, 0)
+    assert run_app(command(job, claim, tmp_path / "out")) == 64
+    assert json.loads(capfd.readouterr().out)["attempts"][0]["reason"] == "UserError"
+    assert not list((tmp_path / "out").rglob("*.bin"))

@@ -1,0 +1,166 @@
+"""Bytes per tier, row by row, against figures that can be checked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway.api import ModelConfig
+from spillway.footprint import (
+    Blocks,
+    Workload,
+    accumulator_bytes,
+    device_peak,
+    host_bytes,
+    nvme_bytes,
+    parameter_bytes,
+    slot_bytes,
+    staging_bytes,
+    states_bytes,
+    tier_bytes,
+    transient_gradient_bytes,
+)
+from spillway.model_shape import model_shape
+from spillway.plan import Answer, OptimizerPlan, Tier
+
+CONFIG = {
+    "architecture": "llama",
+    "hiddenSize": 256,
+    "numLayers": 4,
+    "numHeads": 4,
+    "numKeyValueHeads": 2,
+    "intermediateSize": 704,
+    "vocabSize": 4096,
+}
+RESIDENT = OptimizerPlan()
+ON_CPU = OptimizerPlan(cpu_share=1.0, resident_share=0.0)
+STREAMED = OptimizerPlan(streamed_share=1.0, resident_share=0.0)
+
+
+def work(compute: str = "bfloat16", **fields: Any) -> Workload:
+    shape_fields = {key: fields.pop(key) for key in ("tieWordEmbeddings", "numLayers", "vocabSize") if key in fields}
+    shape = model_shape(ModelConfig.model_validate(CONFIG | shape_fields), compute)
+    return Workload(shape, **{"micro_batch_size": 4, "sequence_length": 256, "num_micro_batches": 2} | fields)
+
+
+P = work().shape.num_parameters
+
+
+def test_parameters_are_two_bytes_each_and_the_rotary_tables() -> None:
+    assert parameter_bytes(work()) == 2 * P + 2 * 256 * 64 * 2
+
+
+def test_accumulators_are_float32_per_use() -> None:
+    tied = work(tieWordEmbeddings=True)
+    assert accumulator_bytes(work(), 1.0) == 4 * P
+    assert accumulator_bytes(tied, 1.0) == 4 * (tied.shape.num_parameters + 4096 * 256)
+
+
+def test_states_are_twelve_bytes_and_eight_where_the_parameter_is_its_own_master() -> None:
+    assert states_bytes(work(), RESIDENT, 1.0, on_cpu=False) == 12 * P
+    assert states_bytes(work("float32"), RESIDENT, 1.0, on_cpu=False) == 8 * P
+    assert states_bytes(work("float32"), ON_CPU, 1.0, on_cpu=True) == 12 * P
+
+
+def test_a_path_may_hold_one_chunk_beyond_its_share() -> None:
+    half = OptimizerPlan(cpu_share=0.5, resident_share=0.5, chunk_parameters=1000)
+    assert states_bytes(work(), half, 0.5, on_cpu=True) == 12 * (P // 2 + 1000)
+
+
+def test_streamed_states_pass_through_two_slots_of_the_device() -> None:
+    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1000})) == 2 * 12 * 1000
+    assert slot_bytes(work(), ON_CPU) == 0
+
+
+def test_chunks_are_never_larger_than_the_largest_parameter() -> None:
+    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1 << 30})) == 2 * 12 * 4096 * 256
+
+
+def test_gradients_and_parameters_pass_through_four_staging_buffers_each() -> None:
+    assert staging_bytes(work(), ON_CPU.model_copy(update={"chunk_parameters": 1000})) == 2 * 4 * 2 * 1000
+    assert staging_bytes(work(), STREAMED) == 0
+
+
+def test_the_largest_gradient_is_on_the_device_once() -> None:
+    assert transient_gradient_bytes(work()) == 2 * 4096 * 256
+
+
+def test_disabled_holds_everything_on_the_device() -> None:
+    held = tier_bytes(work(), RESIDENT, Blocks(4), 0)
+    assert (held[Tier.HOST].total, held[Tier.NVME].total) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "gradients", "states"),
+    [("Ddp", 1, 1, 1), ("Zero1", 1, 1, 8), ("Zero2", 1, 8, 8), ("Zero3", 8, 8, 8), ("Fsdp", 8, 8, 8)],
+)
+def test_each_strategy_shards_its_parts(strategy: Any, parameters: int, gradients: int, states: int) -> None:
+    shared = work(world_size=8, strategy=strategy)
+    parts = (shared.shards("parameters"), shared.shards("gradients"), shared.shards("states"))
+    assert parts == (parameters, gradients, states)
+    assert states_bytes(shared, RESIDENT, 1.0, on_cpu=False) == 12 * -(-P // states)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def test_small_storages_are_not_moved() -> None:
+    """Roots of the norms (4 KiB) and log-sum-exp (16 KiB) stay; everything else of a block moves."""
+    assert work().saved_bytes - work().moved_bytes == 1024 * (4 + 4 + 4 * 4)
+
+
+def test_nvme_extents_are_whole_pages() -> None:
+    odd = work(sequence_length=255)
+    assert odd.moved_nvme_bytes > odd.moved_bytes
+    assert odd.moved_nvme_bytes % 4096 == 0
+
+
+def test_keeping_all_holds_every_block_and_the_head() -> None:
+    kept = device_peak(work(), Blocks(4), 0)
+    assert kept.activations == 4 * work().saved_bytes + 1024 * (8 + work().shape.head.saved_bytes_per_token)
+
+
+def test_a_kept_block_gives_back_its_bytes_before_spilled_ones_return() -> None:
+    """Event sweep: half kept, half spilled peaks at the kept half and its surroundings, not at the sum."""
+    w = work(numLayers=8, vocabSize=512)
+    peak = device_peak(w, Blocks(8, host=4), w.moved_bytes)
+    assert peak.activations + peak.buffers < 6 * w.saved_bytes
+    assert peak.activations >= 4 * w.saved_bytes
+
+
+def test_recompute_keeps_the_input_of_each_block_and_one_saved_set() -> None:
+    w = work(numLayers=16, vocabSize=512)
+    peak = device_peak(w, Blocks(16, recomputed=16), 0)
+    assert peak.activations == 1024 * 8 + 16 * 1024 * 512 + w.saved_bytes
+
+
+def test_two_spilled_blocks_are_back_at_once() -> None:
+    w = work(numLayers=16, vocabSize=512)
+    peak = device_peak(w, Blocks(16, host=16), 0)
+    assert peak.buffers == 2 * w.moved_bytes
+
+
+def test_host_and_nvme_blocks_are_counted_where_they_lie() -> None:
+    w = work()
+    blocks = Blocks(4, host=1, nvme=2)
+    assert host_bytes(w, RESIDENT, blocks, 0).activations == w.moved_bytes
+    assert nvme_bytes(w, blocks).activations == 2 * w.moved_nvme_bytes
+
+
+def test_blocks_lie_in_the_order_in_which_backward_needs_them_last() -> None:
+    assert Blocks(4, recomputed=1, host=1, nvme=1).answers == (Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP)
+
+
+@given(layers=st.integers(1, 12), data=st.data())
+def test_moving_or_recomputing_a_block_never_needs_more_than_keeping_it_and_two_reloads(
+    layers: int, data: st.DataObject
+) -> None:
+    recomputed = data.draw(st.integers(0, layers))
+    moved = data.draw(st.integers(0, layers - recomputed))
+    w = work(numLayers=layers)
+    kept = device_peak(w, Blocks(layers), 0)
+    peak = device_peak(w, Blocks(layers, recomputed=recomputed, host=moved), w.moved_bytes)
+    assert peak.activations + peak.buffers <= kept.activations + kept.buffers + 3 * w.saved_bytes

@@ -1,0 +1,308 @@
+"""What the planner decides, and that it never decides something that does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from job_documents import LLAMA_70B, job
+
+from spillway.errors import UserError
+from spillway.hardware import NodeSpec, local_node, resolve_node
+from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
+from spillway.units import MIB, parse_quantity
+
+GIB = 1 << 30
+LOCAL = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB)
+TOLERANCE = 1.02
+"""plans within 1 % count as equally fast, and shares have four digits"""
+
+
+def plan(
+    changes: dict[str, Any] | None = None, node: NodeSpec = LOCAL, overrides: Overrides = Overrides()
+) -> MemoryPlan:
+    decided = make_plan(job(changes), node, overrides)
+    assert isinstance(decided, MemoryPlan), decided
+    return decided
+
+
+def infeasible(changes: dict[str, Any], node: NodeSpec = LOCAL) -> Infeasible:
+    decided = make_plan(job(changes), node)
+    assert isinstance(decided, Infeasible), decided
+    return decided
+
+
+def budget(device: str, host: str = "4Gi", nvme: str = "64Gi") -> dict[str, Any]:
+    return {"spec.memory.budget": {"device": device, "host": host, "nvme": nvme}}
+
+
+def count(decided: MemoryPlan, answer: Answer) -> int:
+    return sum(given is answer for given in decided.activations.answers)
+
+
+def test_a_job_that_fits_keeps_everything_on_the_device() -> None:
+    decided = plan()
+    assert not decided.spills
+    assert decided.optimizer.resident_share == 1.0
+    assert decided.activations.answers == ()
+
+
+def test_a_small_budget_moves_or_recomputes_something() -> None:
+    decided = plan(budget("100Mi"))
+    assert decided.spills
+    assert decided.bytes[Tier.DEVICE].total <= 100 * MIB
+
+
+def test_plan_prefers_host_over_nvme_when_both_fit() -> None:
+    changes = budget("60Mi") | {"spec.model.config.vocabSize": 512}
+    decided = plan(changes)
+    assert count(decided, Answer.HOST) > 0
+    assert count(decided, Answer.NVME) == 0
+
+
+def test_nvme_takes_what_host_memory_cannot_and_takes_the_first_blocks() -> None:
+    changes = {"spec.model.config.vocabSize": 512, "spec.model.config.numLayers": 8}
+    decided = plan(changes | budget("64Mi", host="180Mi"))
+    assert count(decided, Answer.NVME) > 0
+    answers = list(decided.activations.answers)
+    order = [Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP]
+    assert answers[1:-1] == sorted(answers[1:-1], key=order.index)
+
+
+def test_embedding_and_head_are_always_kept() -> None:
+    answers = plan({"spec.memory.activations.policy": "Host"}).activations.answers
+    assert (answers[0], answers[-1]) == (Answer.KEEP, Answer.KEEP)
+    assert set(answers[1:-1]) == {Answer.HOST}
+    assert len(answers) == 6
+
+
+@pytest.mark.parametrize("policy", ["Keep", "Recompute", "Host", "Nvme"])
+def test_a_policy_holds_for_every_block(policy: str) -> None:
+    answers = plan({"spec.memory.activations.policy": policy}).activations.answers
+    assert set(answers[1:-1]) <= {Answer(policy.lower())}
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [("Device", (0.0, 0.0, 1.0)), ("Host", (1.0, 0.0, 0.0)), ("Auto", (0.0, 0.0, 1.0))],
+)
+def test_a_placement_is_obeyed(placement: str, expected: tuple[float, float, float]) -> None:
+    optimizer = plan({"spec.memory.optimizer.placement": placement}).optimizer
+    assert (optimizer.cpu_share, optimizer.streamed_share, optimizer.resident_share) == expected
+
+
+def test_interleaved_uses_cpu_and_device_whatever_is_faster() -> None:
+    optimizer = plan({"spec.memory.optimizer.placement": "Interleaved"}).optimizer
+    assert min(optimizer.cpu_share, optimizer.streamed_share) >= 0.0999
+    assert optimizer.resident_share == 0.0
+
+
+def test_spare_device_memory_is_filled_with_optimizer_states() -> None:
+    decided = plan(budget("160Mi"))
+    assert 0.0 < decided.optimizer.resident_share < 1.0
+    assert decided.budget[Tier.DEVICE] - decided.bytes[Tier.DEVICE].total < 4 * MIB
+
+
+def test_shares_sum_to_one() -> None:
+    for device in ("90Mi", "120Mi", "160Mi", "200Mi"):
+        optimizer = plan(budget(device)).optimizer
+        assert optimizer.cpu_share + optimizer.streamed_share + optimizer.resident_share == pytest.approx(1, abs=1e-9)
+
+
+def test_a_gpu_node_splits_the_update_between_cpu_and_device() -> None:
+    decided = plan(LLAMA_70B, resolve_node("h100"))
+    assert min(decided.optimizer.cpu_share, decided.optimizer.streamed_share) > 0.1
+
+
+def test_a_70b_llama_on_eight_gpus_is_sharded_and_spills() -> None:
+    decided = plan(LLAMA_70B, resolve_node("8xh100"))
+    assert decided.strategy == "Fsdp"
+    assert decided.spills
+
+
+def test_a_named_strategy_is_used() -> None:
+    decided = plan(LLAMA_70B | {"spec.parallelism": {"devicesPerNode": 8, "strategy": "Zero3"}}, resolve_node("h100"))
+    assert decided.strategy == "Zero3"
+
+
+def test_one_rank_needs_no_strategy() -> None:
+    assert plan({"spec.parallelism": {"strategy": "Zero3"}}).strategy == "Ddp"
+
+
+def test_host_memory_and_nvme_are_shared_by_the_ranks_of_a_node() -> None:
+    decided = plan(LLAMA_70B, resolve_node("h100"))
+    assert decided.budget[Tier.HOST] == resolve_node("h100").host_bytes // 8
+
+
+def test_the_caller_goes_before_the_spec_and_the_node_before_both() -> None:
+    overrides = Overrides(device_bytes=GIB, host_bytes=1 << 60)
+    decided = plan(budget("2Gi"), overrides=overrides)
+    assert (decided.budget[Tier.DEVICE], decided.budget[Tier.HOST]) == (GIB, 4 * GIB)
+
+
+def test_a_local_run_keeps_the_global_batch_with_one_rank() -> None:
+    changes = {"spec.parallelism": {"devicesPerNode": 2}}
+    decided = plan(changes, overrides=Overrides(world_size=1))
+    assert (decided.world_size, decided.num_micro_batches) == (1, 2)
+
+
+def test_the_loop_runs_the_whole_global_batch() -> None:
+    decided = plan(LLAMA_70B, resolve_node("h100"))
+    assert decided.micro_batch_size * decided.num_micro_batches * decided.world_size == 64
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_disabled_keeps_everything_and_reports_what_is_missing() -> None:
+    decided = plan({"spec.memory": {"mode": "Disabled", "budget": {"device": "60Mi", "host": "1Gi"}}})
+    assert not decided.spills
+    assert any("more than the device budget" in reason for reason in decided.reasons)
+
+
+def test_advise_runs_the_spec_and_says_what_auto_would_do() -> None:
+    changes = budget("120Mi") | {"spec.memory.mode": "Advise", "spec.memory.activations": {"policy": "Recompute"}}
+    decided = plan(changes)
+    assert set(decided.activations.answers[1:-1]) == {Answer.RECOMPUTE}
+    assert decided.optimizer.resident_share == 1.0
+    assert any("Auto would take" in reason for reason in decided.reasons)
+
+
+# --- endurance --------------------------------------------------------------------------------------------------------
+
+
+WEARING = {
+    "spec.model.config.vocabSize": 512,
+    "spec.model.config.numLayers": 8,
+    "spec.training.steps": 10**8,
+}
+
+
+def test_auto_spares_the_drives() -> None:
+    node = replace(LOCAL, nvme_bytes=64 * GIB)
+    roomy = plan(WEARING | budget("64Mi", host="180Mi") | {"spec.training.steps": 10}, node)
+    sparing = make_plan(job(WEARING | budget("64Mi", host="180Mi")), node)
+    assert roomy.bytes[Tier.NVME].total > 0
+    assert isinstance(sparing, Infeasible) or sparing.bytes[Tier.NVME].total == 0
+
+
+def test_a_forced_policy_may_wear_the_drives_and_says_so() -> None:
+    decided = plan(WEARING | {"spec.memory.activations.policy": "Nvme"})
+    assert decided.prediction.drive_writes_per_day > 1
+    assert any("drive writes a day" in reason for reason in decided.reasons)
+
+
+# --- nothing fits -----------------------------------------------------------------------------------------------------
+
+
+def test_infeasible_names_the_missing_bytes_and_a_budget_that_fits() -> None:
+    decided = infeasible(budget("40Mi"))
+    assert decided.missing_bytes[Tier.DEVICE] > 0
+    field, _, amount = decided.nearest.split(" or ")[0].partition(": ")
+    assert field == "spec.memory.budget.device"
+    plan(budget(amount))
+
+
+def test_the_proposed_budget_is_tight() -> None:
+    amount = infeasible(budget("40Mi")).nearest.split(" or ")[0].partition(": ")[2]
+    below = parse_quantity(amount) * 95 // 100
+    infeasible(budget(str(below)))
+
+
+def test_a_smaller_micro_batch_is_proposed_and_fits() -> None:
+    remedies = dict(part.split(": ") for part in infeasible(budget("40Mi")).nearest.split(" or "))
+    size = int(remedies["spec.training.microBatchSize"])
+    plan(budget("40Mi") | {"spec.training.microBatchSize": size})
+
+
+def test_forced_parts_that_do_not_fit_are_named() -> None:
+    changes = budget("100Mi") | {"spec.memory.optimizer.placement": "Device"}
+    assert "spec.memory.optimizer.placement: Auto" in infeasible(changes).nearest
+
+
+def test_a_node_that_is_too_small_is_said_so_with_figures() -> None:
+    tiny = replace(LOCAL, device_bytes=30 * MIB)
+    nearest = infeasible({"spec.training.microBatchSize": 1, "spec.training.globalBatchSize": 1}, tiny).nearest
+    assert "a node with" in nearest
+    assert "(it has 30.0 MiB)" in nearest
+
+
+def test_alternatives_say_why_they_lost() -> None:
+    decided = plan(budget("100Mi"))
+    everything = next(other for other in decided.alternatives if other.summary == "everything on the device")
+    assert everything.missing_bytes[Tier.DEVICE] > 0
+    assert "does not fit" in everything.reason
+    assert all(other.reason for other in decided.alternatives)
+
+
+def test_more_devices_than_the_node_has_are_refused() -> None:
+    with pytest.raises(UserError, match="node 8x-h100-80 has 8 devices"):
+        make_plan(job({"spec.parallelism": {"devicesPerNode": 16}, "spec.training.globalBatchSize": 64}),
+                  resolve_node("h100"))  # fmt: skip
+
+
+def test_a_gpu_job_is_not_planned_for_a_cpu() -> None:
+    with pytest.raises(UserError, match="device = Cuda"):
+        make_plan(job({"spec.parallelism": {"device": "Cuda"}}), LOCAL)
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "spec.model.config.hiddenSize": st.sampled_from([64, 256, 1024]),
+        "spec.model.config.numLayers": st.integers(1, 12),
+        "spec.model.config.vocabSize": st.sampled_from([512, 8192, 50000]),
+        "spec.model.config.tieWordEmbeddings": st.booleans(),
+        "spec.model.precision.compute": st.sampled_from(["bfloat16", "float32"]),
+        "spec.training.sequenceLength": st.sampled_from([64, 512, 2048]),
+        "spec.training.microBatchSize": st.sampled_from([1, 2, 8]),
+        "spec.memory.optimizer.placement": st.sampled_from(["Auto", "Auto", "Device", "Host", "Interleaved"]),
+        "spec.memory.activations.policy": st.sampled_from(["Auto", "Auto", "Keep", "Recompute", "Host", "Nvme"]),
+    }
+)
+BUDGETS = st.tuples(st.integers(1, 2000), st.integers(0, 4000), st.integers(0, 8000))
+NODES = st.sampled_from([LOCAL, resolve_node("1xh100")])
+MANY = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def decide(changes: dict[str, Any], mebibytes: tuple[int, int, int], node: NodeSpec) -> MemoryPlan | Infeasible:
+    device, host, nvme = (amount * MIB for amount in mebibytes)
+    return make_plan(job(changes), node, Overrides(device, host, nvme))
+
+
+@MANY
+@given(changes=SHAPES, mebibytes=BUDGETS, node=NODES)
+def test_a_plan_fits_every_tier_or_says_what_is_missing(
+    changes: dict[str, Any], mebibytes: tuple[int, int, int], node: NodeSpec
+) -> None:
+    decided = decide(changes, mebibytes, node)
+    if isinstance(decided, Infeasible):
+        assert decided.nearest
+        return
+    for tier in Tier:
+        assert 0 <= decided.bytes[tier].total <= decided.budget[tier]
+    assert decided.prediction.step_seconds > 0
+
+
+@MANY
+@given(changes=SHAPES, mebibytes=BUDGETS, more=BUDGETS, node=NODES)
+def test_more_memory_is_never_slower(
+    changes: dict[str, Any], mebibytes: tuple[int, int, int], more: tuple[int, int, int], node: NodeSpec
+) -> None:
+    small = decide(changes, mebibytes, node)
+    large = decide(changes, tuple(map(sum, zip(mebibytes, more, strict=True))), node)  # type: ignore[arg-type]
+    if isinstance(small, MemoryPlan):
+        assert isinstance(large, MemoryPlan)
+        assert large.prediction.step_seconds <= TOLERANCE * small.prediction.step_seconds
+
+
+@MANY
+@given(changes=SHAPES, mebibytes=BUDGETS, node=NODES)
+def test_a_plan_survives_json(changes: dict[str, Any], mebibytes: tuple[int, int, int], node: NodeSpec) -> None:
+    decided = decide(changes, mebibytes, node)
+    assert type(decided).model_validate_json(decided.model_dump_json()) == decided

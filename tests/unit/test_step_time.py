@@ -1,0 +1,153 @@
+"""Seconds of a step, against bounds that can be checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spillway.api import ModelConfig
+from spillway.footprint import Blocks, Workload
+from spillway.model_shape import model_shape
+from spillway.plan import OptimizerPlan, Prediction
+from spillway.step_time import (
+    Rates,
+    Resource,
+    backward_loads,
+    balanced_streamed_share,
+    exchange_loads,
+    forward_loads,
+    phase_seconds,
+    predict,
+    update_loads,
+    update_seconds,
+)
+
+LLAMA_8B = ModelConfig.model_validate(
+    {"architecture": "llama", "hiddenSize": 4096, "numLayers": 32, "numHeads": 32, "numKeyValueHeads": 8,
+     "intermediateSize": 14336, "vocabSize": 128256}
+)  # fmt: skip
+WORK = Workload(model_shape(LLAMA_8B, "bfloat16", "Cuda"), 1, 8192, 4)
+P = 8030261248
+RATES = Rates(
+    flops=400e12, device=2.7e12, h2d=50e9, d2h=50e9, duplex=1.0, dram=240e9, cpu=120e9, read=6e9, write=5e9,
+    network=300e9, copies_use_cores=False,
+)  # fmt: skip
+RESIDENT = OptimizerPlan()
+ON_CPU = OptimizerPlan(cpu_share=1.0, resident_share=0.0)
+
+
+def prediction(
+    optimizer: OptimizerPlan = RESIDENT, blocks: Blocks = Blocks(32), rates: Rates = RATES, overlapped: bool = True
+) -> Prediction:
+    return predict(WORK, rates, optimizer, blocks, overlapped=overlapped, steps=10**6, drive_bytes=3.84e12)
+
+
+def test_backward_costs_twice_the_forward() -> None:
+    forward = forward_loads(WORK, RATES, Blocks(32))[Resource.COMPUTE]
+    assert backward_loads(WORK, RATES, Blocks(32), RESIDENT)[Resource.COMPUTE] == pytest.approx(2 * forward)
+
+
+def test_recomputing_every_block_costs_a_third_more() -> None:
+    ratio = prediction(blocks=Blocks(32, recomputed=32)).compute_seconds / prediction().compute_seconds
+    assert 1.30 < ratio < 1.34
+
+
+def test_the_cpu_update_is_bound_by_its_bytes() -> None:
+    """28 bytes of states and gradient, 2 of the bfloat16 copy, at 120 GB/s: 0.25 ns a parameter."""
+    assert update_seconds(WORK, RATES, ON_CPU) == pytest.approx(30 * P / 120e9)
+
+
+def test_a_streamed_update_is_bound_by_twelve_bytes_each_way() -> None:
+    streamed = OptimizerPlan(streamed_share=1.0, resident_share=0.0)
+    assert update_seconds(WORK, RATES, streamed) == pytest.approx(12 * P / 50e9)
+
+
+def test_the_balanced_split_lets_cpu_and_link_end_together() -> None:
+    share = balanced_streamed_share(WORK, RATES)
+    loads = update_loads(WORK, RATES, OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0))
+    assert loads[Resource.CPU] == pytest.approx(loads[Resource.H2D])
+    assert 0.4 < share < 0.6
+
+
+def test_nothing_is_streamed_where_host_memory_is_the_bound() -> None:
+    assert balanced_streamed_share(WORK, replace(RATES, cpu=120e9, dram=120e9)) == 0.0
+
+
+def test_the_balanced_split_beats_both_ends() -> None:
+    share = balanced_streamed_share(WORK, RATES)
+    best = update_seconds(WORK, RATES, OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0))
+    for other in (0.0, share - 0.1, share + 0.1, 1.0):
+        split = OptimizerPlan(cpu_share=1 - other, streamed_share=other, resident_share=0.0)
+        assert best < update_seconds(WORK, RATES, split)
+
+
+def test_short_sequences_outrun_the_link() -> None:
+    """Spilling all of an 8 B model at 4 k tokens would need about 140 GB/s: PCIe is the bound, not compute."""
+    short = replace(WORK, sequence_length=4096)
+    loads = forward_loads(short, RATES, Blocks(32, host=32))
+    needed = loads[Resource.D2H] * 50e9 / loads[Resource.COMPUTE]
+    assert 120e9 < needed < 180e9
+    assert loads[Resource.D2H] > loads[Resource.COMPUTE]
+
+
+def test_a_few_spilled_blocks_hide_behind_compute() -> None:
+    assert prediction(blocks=Blocks(32, host=8)).step_seconds == pytest.approx(prediction().step_seconds)
+
+
+def test_nvme_is_bound_by_its_writes() -> None:
+    predicted = prediction(blocks=Blocks(32, nvme=32))
+    assert predicted.bound_by == "disk write"
+    assert predicted.exposed_transfer_seconds > 0
+
+
+def test_without_a_window_copies_come_on_top_of_forward() -> None:
+    blocks = Blocks(32, host=8)
+    hidden, exposed = prediction(blocks=blocks), prediction(blocks=blocks, overlapped=False)
+    extra = 4 * 8 * WORK.moved_bytes / 50e9
+    assert exposed.step_seconds - hidden.step_seconds == pytest.approx(extra)
+
+
+def test_copies_take_the_cores_that_compute_on_a_cpu() -> None:
+    loads = {Resource.COMPUTE: 3.0, Resource.D2H: 1.0}
+    assert phase_seconds(loads, RATES) == 3.0
+    assert phase_seconds(loads, replace(RATES, copies_use_cores=True)) == 4.0
+
+
+def test_written_bytes_per_day_and_drive_writes() -> None:
+    """A job shorter than a day writes what its steps write."""
+    blocks = Blocks(32, nvme=1)
+    day = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10**9, drive_bytes=1e12)
+    short = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10, drive_bytes=1e12)
+    per_step = WORK.num_micro_batches * WORK.moved_nvme_bytes
+    assert short.nvme_written_bytes_per_day == 10 * per_step
+    assert day.nvme_written_bytes_per_day == pytest.approx(per_step * 86400 / day.step_seconds)
+    assert day.drive_writes_per_day == day.nvme_written_bytes_per_day / 1e12
+
+
+def test_link_bytes_are_those_of_the_techniques() -> None:
+    moved = prediction(ON_CPU, Blocks(32, host=3, nvme=1)).link_bytes
+    assert moved["h2d"] == 4 * 4 * WORK.moved_bytes + 2 * P
+    assert moved["d2h"] == 4 * 4 * WORK.moved_bytes + 4 * 2 * P
+    assert moved["nvme_write"] == moved["nvme_read"] == 4 * WORK.moved_nvme_bytes
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    assert exchange_loads(WORK, RATES)[Resource.NETWORK] == 0.0
+
+
+def test_ddp_reduces_gradients_once_a_step_in_two_passes() -> None:
+    eight = replace(WORK, world_size=8)
+    assert exchange_loads(eight, RATES)[Resource.NETWORK] == pytest.approx(2 * 7 / 8 * 2 * P / 300e9)
+
+
+def test_fsdp_gathers_parameters_in_every_forward() -> None:
+    eight = replace(WORK, world_size=8, strategy="Fsdp")
+    assert forward_loads(eight, RATES, Blocks(32))[Resource.NETWORK] == pytest.approx(7 / 8 * 2 * P / 300e9)
+    assert exchange_loads(eight, RATES)[Resource.NETWORK] == 0.0
+
+
+def test_parts_of_the_prediction_add_up() -> None:
+    predicted = prediction(ON_CPU, Blocks(32, recomputed=4, host=20))
+    parts = predicted.compute_seconds + predicted.exposed_transfer_seconds + predicted.exposed_optimizer_seconds
+    assert parts == pytest.approx(predicted.step_seconds)

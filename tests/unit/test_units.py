@@ -1,0 +1,59 @@
+"""Quantities in, figures out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway.units import format_bytes, format_count, format_quantity, format_seconds, parse_quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24Gi", 24 * 2**30),
+        ("0", 0),
+        ("1.5G", 1_500_000_000),
+        ("100m", 1),
+        ("2e3", 2000),
+        ("1E", 10**18),
+        ("0.5Ki", 512),
+        ("1.5", 2),
+        ("9223372036854775807", 2**63 - 1),
+    ],
+)
+def test_a_kubernetes_quantity_is_its_bytes_rounded_up(text: str, expected: int) -> None:
+    assert parse_quantity(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "24GB", "24 Gi", "-1", "+1", "Gi", "1e", "1e999", "0x10", "1_000", "8Ei", "inf"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"quantity"):
+        parse_quantity(text)
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_format_quantity_is_exact(num_bytes: int) -> None:
+    assert parse_quantity(format_quantity(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (24 * 2**30, "24.0 GiB"), (-(2**20), "-1.00 MiB"),
+     (5 * 2**50, "5120 TiB")],
+)  # fmt: skip
+def test_format_bytes_has_three_figures(num_bytes: int, expected: str) -> None:
+    assert format_bytes(num_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(2e-6, "2 µs"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (75, "1m15s"), (5025, "1h23m"), (180000, "2d02h")],
+)
+def test_format_seconds(seconds: float, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+def test_format_count() -> None:
+    assert (format_count(6738415616), format_count(999)) == ("6.74 B", "999")
