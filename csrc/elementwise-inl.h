@@ -80,8 +80,8 @@ template <class Gradient>
 static void adamw_streaming(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const Gradient* g,
                             bfloat16* out, int64_t n) {
   const AdamWVectors c(scalars);
-  const uint64_t misaligned = reinterpret_cast<uintptr_t>(out) % Vector::kStreamBytes;
-  const int64_t to_aligned = misaligned == 0 ? 0 : static_cast<int64_t>((Vector::kStreamBytes - misaligned) / sizeof(bfloat16));
+  const uint64_t to_aligned_bytes = -reinterpret_cast<uintptr_t>(out) % Vector::kStreamBytes;
+  const int64_t to_aligned = static_cast<int64_t>(to_aligned_bytes / sizeof(bfloat16));
   const int64_t head = to_aligned < n ? to_aligned : n;
   if (head > 0) adamw_vectors<Gradient, bfloat16, false>(c, p, m, v, g, out, head);
   adamw_vectors<Gradient, bfloat16, true>(c, p + head, m + head, v + head, g + head, out + head, n - head);

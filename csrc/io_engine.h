@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "spillway.h"
 
@@ -16,6 +17,6 @@ class IoEngine {
 };
 
 // pread and pwrite on threads of its own; `call` replaces both when it is not null. May throw std::bad_alloc.
-IoEngine* open_thread_engine(int32_t file, int32_t num_threads, spillway_io_call call, void* context);
+std::unique_ptr<IoEngine> open_thread_engine(int32_t file, int32_t num_threads, spillway_io_call call, void* context);
 
 }  // namespace spillway

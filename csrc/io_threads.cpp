@@ -126,8 +126,8 @@ class ThreadEngine final : public IoEngine {
 
 }  // namespace
 
-IoEngine* open_thread_engine(int32_t file, int32_t num_threads, spillway_io_call call, void* context) {
-  return new ThreadEngine(file, num_threads, call, context);
+std::unique_ptr<IoEngine> open_thread_engine(int32_t file, int32_t num_threads, spillway_io_call call, void* context) {
+  return std::make_unique<ThreadEngine>(file, num_threads, call, context);
 }
 
 }  // namespace spillway

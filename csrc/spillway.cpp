@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <type_traits>
 
 #include "crc32c.h"
 #include "elementwise.h"
@@ -16,7 +18,7 @@
 using namespace spillway;
 
 struct spillway_io {
-  IoEngine* engine;
+  std::unique_ptr<IoEngine> engine;
 };
 
 namespace {
@@ -158,10 +160,10 @@ int32_t spillway_copy_batch(const spillway_copy* copies, int64_t num_copies, int
     if (copy.nbytes > 0 && (!copy.dst || !copy.src)) return SPILLWAY_BAD_ARGUMENT;
     // Pieces on several threads would read what another has overwritten; one memmove does not.
     const uint64_t range = overlap(copy) ? std::max<uint64_t>(copy.nbytes, 1) : kCopyRange;
-    const int32_t error = for_ranges(static_cast<int64_t>(copy.nbytes), static_cast<int64_t>(range), num_threads,
-                                     [&](int64_t begin, int64_t count) {
-                                       std::memmove(advance(copy.dst, begin), advance(copy.src, begin), static_cast<size_t>(count));
-                                     });
+    const auto move = [&](int64_t begin, int64_t count) {
+      std::memmove(advance(copy.dst, begin), advance(copy.src, begin), static_cast<size_t>(count));
+    };
+    const int32_t error = for_ranges(static_cast<int64_t>(copy.nbytes), static_cast<int64_t>(range), num_threads, move);
     if (error != SPILLWAY_OK) return error;
   }
   return SPILLWAY_OK;
@@ -177,8 +179,7 @@ int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spil
                          spillway_io** io) try {
   if (io == nullptr || file < 0 || num_threads < 1) return SPILLWAY_BAD_ARGUMENT;
   if (engine != SPILLWAY_ENGINE_THREADS) return SPILLWAY_ENGINE_UNAVAILABLE;
-  *io = new spillway_io{nullptr};
-  (*io)->engine = open_thread_engine(file, num_threads, call, context);
+  *io = new spillway_io{open_thread_engine(file, num_threads, call, context)};
   return SPILLWAY_OK;
 } catch (const std::bad_alloc&) {
   return SPILLWAY_NO_MEMORY;
@@ -199,8 +200,4 @@ int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_req
   return SPILLWAY_NO_MEMORY;
 }
 
-void spillway_io_close(spillway_io* io) {
-  if (io == nullptr) return;
-  delete io->engine;
-  delete io;
-}
+void spillway_io_close(spillway_io* io) { delete io; }

@@ -143,8 +143,8 @@ typedef int64_t (*spillway_io_call)(void* context, int32_t direction, int32_t fi
 
 /* An engine over the open file descriptor `file`, which stays the caller's and must outlive the handle. At most
  * `num_threads` transfers are in flight. `call` is NULL but in fault tests; `context` is handed to it. */
-SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call, void* context,
-                                      spillway_io** io);
+SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call,
+                                      void* context, spillway_io** io);
 
 /* Performs every request, in any order, and returns when all have ended: SPILLWAY_OK, or the error of the first (in
  * `requests` order) that failed. A short transfer is resumed; EINTR and EAGAIN are retried. A read is SPILLWAY_OK only

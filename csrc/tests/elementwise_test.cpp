@@ -13,7 +13,8 @@ constexpr int64_t kMargin = 40;
 
 template <class T>
 struct Guarded {
-  Guarded(int64_t n, int64_t offset) : buffer(static_cast<size_t>(n + 2 * kMargin), T(kGuard)), begin(kMargin + offset), n(n) {}
+  Guarded(int64_t n, int64_t offset)
+      : buffer(static_cast<size_t>(n + 2 * kMargin), T(kGuard)), begin(kMargin + offset), n(n) {}
   T* data() { return buffer.data() + begin; }
   bool intact() const {
     for (int64_t i = 0; i < static_cast<int64_t>(buffer.size()); ++i) {
@@ -30,7 +31,8 @@ struct Guarded {
 
 struct Arrays {
   Arrays(int64_t n, int64_t offset, uint32_t seed)
-      : p(n, offset), m(n, (offset + 1) % 32), v(n, (offset + 2) % 32), g(n, (offset + 3) % 32), out16(n, offset), out32(n, offset) {
+      : p(n, offset), m(n, (offset + 1) % 32), v(n, (offset + 2) % 32), g(n, (offset + 3) % 32),
+        out16(n, offset), out32(n, offset) {
     std::mt19937 random(seed);
     for (float* array : {p.data(), m.data(), v.data(), g.data()}) {
       for (int64_t i = 0; i < n; ++i) {

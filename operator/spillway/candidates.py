@@ -225,7 +225,7 @@ def _between_host_and_nvme(
         return replace(blocks, host=0, nvme=moved)
     if question.policy == "Host" or not moved:
         return blocks
-    size = max(1, work.moved_bytes)
+    size = max(1, work.moved_host_bytes)
     room = question.budget[Tier.HOST] - host_bytes(work, optimizer, Blocks(blocks.num_layers), 0).total
     if moved * size <= room:
         return blocks

@@ -3,7 +3,7 @@
     SpillwayError
     ├── UserError                64   a bad manifest, corpus, directory or entry point: say where, what, what to do
     │   └── InvalidJob           64   the manifest, field by field
-    ├── DoesNotFit               4    no plan fits the budgets (`spillway plan` and `spillway run`, before anything starts)
+    ├── DoesNotFit               4    no plan fits the budgets (`spillway plan`, `spillway run`; before anything starts)
     ├── DeviceOutOfMemory        70
     ├── NonFinite                71
     ├── SpillVolumeFull          72

@@ -216,8 +216,9 @@ def _larger_node(question: Question, nearest: Candidate) -> str:
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
     if _any_fits(replace(question, budget={tier: capacities[tier] // ranks[tier] for tier in Tier})):
         return "larger budgets of several tiers: with all of the node's memory it fits"
+    wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
     needs = (
-        f"{format_bytes(nearest.bytes[tier].total * ranks[tier])} of {tier} memory (it has {format_bytes(capacities[tier])})"
-        for tier in nearest.missing
+        f"{format_bytes(amount)} of {tier} memory (it has {format_bytes(capacities[tier])})"
+        for tier, amount in wanted.items()
     )
     return f"a node with {' and '.join(needs)}"

@@ -33,7 +33,15 @@ NUM_RELOADED_SEGMENTS = 2
 NUM_GATHERED_SEGMENTS = 2
 """segments whose sharded parameters are whole at once: the one in use and the next"""
 PAGE_BYTES = 4096
-"""NVMe extents are multiples of this"""
+"""pieces of host memory and NVMe extents are multiples of this"""
+CACHE_LINE_BYTES = 64
+"""storages that lie in one piece of host memory start on one"""
+PADDING_PARAMETERS = CACHE_LINE_BYTES // FLOAT32_BYTES
+
+
+def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
+    """`nbytes` rounded up to whole units."""
+    return -(-nbytes // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,14 @@ class Workload:
         return sum(self._moved_storages())
 
     @cached_property
+    def moved_host_bytes(self) -> int:
+        """The same in host memory: one piece of whole pages."""
+        return padded(sum(padded(size, CACHE_LINE_BYTES) for size in self._moved_storages()))
+
+    @cached_property
     def moved_nvme_bytes(self) -> int:
-        """The same on NVMe, where every storage is an extent of whole pages."""
-        return sum(ceil(size / PAGE_BYTES) * PAGE_BYTES for size in self._moved_storages())
+        """The same on NVMe, where every storage takes whole pages."""
+        return sum(padded(size) for size in self._moved_storages())
 
     def _moved_storages(self) -> list[int]:
         sizes = [self.tokens * per_token for per_token in self.shape.block.saved_bytes]
@@ -150,14 +163,18 @@ def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> int:
 
 
 def chunk_slack(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
-    """Parameters that a path may hold beyond its share: chunks are whole."""
-    return min(optimizer.chunk_parameters, work.rank_parameters) if 0.0 < share < 1.0 else 0
+    """Parameters that a path may hold beyond its share: chunks are whole, and each is padded to a cache line."""
+    if share == 0.0 or not optimizer.offloads:
+        return 0
+    num_chunks = work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
+    whole = min(optimizer.chunk_parameters, work.rank_parameters) if share < 1.0 else 0
+    return whole + num_chunks * PADDING_PARAMETERS
 
 
 def states_bytes(work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool) -> int:
     """Optimizer states of one path."""
     parameters = share * work.rank_parameters + chunk_slack(work, optimizer, share)
-    return ceil(states_bytes_per_parameter(work, on_cpu) * min(parameters, work.rank_parameters))
+    return ceil(states_bytes_per_parameter(work, on_cpu) * parameters)
 
 
 def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -171,7 +188,7 @@ def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Host rings between the device and the CPU's update: gradients down, parameters up."""
     if optimizer.cpu_share == 0.0:
         return 0
-    return 2 * NUM_STAGING_BUFFERS * work.shape.compute_bytes * _chunk(work, optimizer)
+    return 2 * NUM_STAGING_BUFFERS * padded(work.shape.compute_bytes * _chunk(work, optimizer))
 
 
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -227,17 +244,20 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int) -> DevicePeak
         resident += resident_of[answer]
         in_flight = min(window_bytes, in_flight + moved) if is_moved else in_flight
     head_saved = tokens * shape.head.saved_bytes_per_token
-    reload_last = moved if moves and moves[-1] else 0
     events.append((resident + head_saved, in_flight, tokens * shape.head.forward_workspace_bytes))
-    events.append((resident + head_saved, max(in_flight, reload_last), tokens * shape.head.backward_workspace_bytes))
+    reload_last = moved if moves and moves[-1] else 0
+    events.append((resident + head_saved, in_flight + reload_last, tokens * shape.head.backward_workspace_bytes))
     for index in reversed(range(len(answers))):
+        # While a block is in backward, the one before it is on its way back.
         reloads = moved * (moves[index] + (index > 0 and moves[index - 1]))
         if answers[index] is Answer.RECOMPUTE:
-            rerun = resident + saved
-            events.append((rerun, max(reloads, in_flight), tokens * max(block_forward, block_backward)))
+            workspace = tokens * max(block_forward, block_backward)
+            events.append((resident + saved, in_flight + reloads, workspace))
         else:
-            events.append((resident, max(reloads, in_flight), tokens * block_backward))
+            events.append((resident, in_flight + reloads, tokens * block_backward))
         resident -= resident_of[answers[index]]
+        if moves[index]:
+            in_flight = 0  # copies end in the order of forward, and this block's is needed, so all have ended
     activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
     return DevicePeak(activations, buffers, max(workspace for _, _, workspace in events))
 
@@ -262,11 +282,13 @@ def device_bytes(work: Workload, optimizer: OptimizerPlan, peak: DevicePeak) -> 
 def host_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int) -> TierBytes:
     """Everything of one rank in host memory, pinned or about to be; the process itself is not counted."""
     slack = FLOAT32_BYTES * chunk_slack(work, optimizer, optimizer.cpu_share)
+    accumulators = accumulator_bytes(work, optimizer.cpu_share) + slack
+    on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
+    streamed = states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False)
     return TierBytes(
-        gradients=accumulator_bytes(work, optimizer.cpu_share) + slack,
-        optimizer_states=states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
-        + states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False),
-        activations=blocks.host * work.moved_bytes,
+        gradients=padded(accumulators + (PAGE_BYTES if work.shape.tied_parameters and accumulators else 0)),
+        optimizer_states=padded(on_cpu + streamed),
+        activations=blocks.host * work.moved_host_bytes,
         buffers=staging_bytes(work, optimizer) + (nvme_staging_bytes(work, window_bytes) if blocks.nvme else 0),
     )
 

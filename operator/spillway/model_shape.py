@@ -17,6 +17,9 @@ FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 """tokens and labels are int64"""
 
+MAX_TENSORS_OF_A_BLOCK = 12
+"""gpt2: six weights, six biases; llama: nine weights"""
+
 Device = Literal["Cpu", "Cuda"]
 
 
@@ -72,6 +75,11 @@ class ModelShape:
     @property
     def num_segments(self) -> int:
         return self.num_layers + 2
+
+    @property
+    def num_tensors(self) -> int:
+        """Parameters as tensors: at most, for both families."""
+        return MAX_TENSORS_OF_A_BLOCK * self.num_layers + 4
 
     @property
     def largest_parameter(self) -> int:

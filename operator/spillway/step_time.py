@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 
 from spillway.footprint import Blocks, Workload, states_bytes_per_parameter
 from spillway.hardware import NodeSpec
@@ -183,19 +184,31 @@ def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan) -> fl
 
 
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
-    """g / (c + g) at which the CPU and the busiest link end together, with nothing resident; 0 where host memory is the
-    bound anyway, because a streamed parameter moves almost as many bytes there as the CPU's update of it.
+    """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
 
-    Closed form of CPU(c) = H2D(c, g), c + g = 1 (optimizer_offload: Deep Optimizer States, arXiv 2410.21316, section 4,
-    real-valued instead of every k-th subgroup), kept only when the step is faster with it.
+    Every load is a line in g: the CPU's falls, the links' rise, host memory falls on a GPU node (a streamed parameter
+    moves 24 bytes there, one updated by the CPU 32). The least maximum of lines lies where two of them cross.
+    (Deep Optimizer States, arXiv 2410.21316, section 4, real-valued instead of every k-th subgroup.)
     """
-    b, streamed = work.shape.compute_bytes, states_bytes_per_parameter(work, on_cpu=False)
-    cpu = (UPDATE_BYTES + b) / rates.cpu
-    upload, states = b / (rates.duplex * rates.h2d), streamed / (rates.duplex * min(rates.h2d, rates.d2h))
-    share = max(0.0, (cpu - upload) / (cpu - upload + states))
-    split = OptimizerPlan(cpu_share=1.0 - share, streamed_share=share, resident_share=0.0)
-    alone = OptimizerPlan(cpu_share=1.0, streamed_share=0.0, resident_share=0.0)
-    return share if update_seconds(work, rates, split) < 0.98 * update_seconds(work, rates, alone) else 0.0
+    starts, ends = (update_loads(work, rates, _split(g)) for g in (_EPSILON, 1.0 - _EPSILON))
+    lines = [(starts[resource], ends[resource] - starts[resource]) for resource in starts]
+    crossings = [
+        (start - other_start) / (other_slope - slope)
+        for (start, slope), (other_start, other_slope) in combinations(lines, 2)
+        if slope != other_slope
+    ]
+    shares = [share for share in crossings if 0.0 < share < 1.0]
+    fastest = min(shares, key=lambda share: update_seconds(work, rates, _split(share)), default=0.0)
+    saves = update_seconds(work, rates, _split(fastest)) < 0.98 * update_seconds(work, rates, _split(0.0))
+    return fastest if saves else 0.0
+
+
+_EPSILON = 1e-9
+"""of either path: with both in use, both directions of the link are busy"""
+
+
+def _split(streamed_share: float) -> OptimizerPlan:
+    return OptimizerPlan(cpu_share=1.0 - streamed_share, streamed_share=streamed_share, resident_share=0.0)
 
 
 def predict(

@@ -1,4 +1,4 @@
-"""Kubernetes quantities in, readable figures out. Inside the code a number's unit ends its name: `_bytes`, `_seconds`."""
+"""Kubernetes quantities in, readable figures out; inside, a number's unit ends its name: `_bytes`, `_seconds`."""
 
 from __future__ import annotations
 

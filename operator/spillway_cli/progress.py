@@ -121,8 +121,7 @@ class ProgressReporter:
         self._console.print(sentence)
 
     def attempt_started(self, epoch: int, pid: int) -> None:
-        if epoch > 1:
-            self.say(f"attempt {epoch} (process {pid})")
+        self.say(f"attempt {epoch} in process {pid}; its log: attempts/attempt-{epoch}/trainer.log")
 
     def event(self, event: Event, log: RunLog) -> None:
         match event:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import random
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -129,11 +129,11 @@ def test_eio_names_label_offset_and_errno(tmp_path: Path, direction: Direction) 
     file = opened(tmp_path, call=calls)
     [checksum] = file.write_batch([(0, memory(8192))])
     calls.script = [4096, -errno.EIO]
+    write = functools.partial(file.write_batch, [Write(0, memory(8192), "block3.mlp")])
+    read = functools.partial(file.read_batch, [Read(0, memory(8192), checksum, "block3.mlp")])
+    perform = write if direction is Direction.WRITE else read
     with pytest.raises(SpillIOError, match=r"of block3.mlp at offset 4096: Input/output error \(errno 5\)") as caught:
-        if direction is Direction.WRITE:
-            file.write_batch([Write(0, memory(8192), "block3.mlp")])
-        else:
-            file.read_batch([Read(0, memory(8192), checksum, "block3.mlp")])
+        perform()
     assert caught.value.details == {"label": "block3.mlp", "offset": 4096, "errno": errno.EIO}
 
 
@@ -325,8 +325,8 @@ def test_without_o_tmpfile_the_file_is_created_and_unlinked(tmp_path: Path, monk
 
 
 @pytest.fixture
-def open_files() -> Iterator[set[str]]:
-    yield set(os.listdir("/proc/self/fd"))
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
 
 
 def test_more_bytes_than_the_volume_has_are_refused_and_nothing_is_left(tmp_path: Path, open_files: set[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import ActivationSpill, records
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import DEVICE_BUFFERS, CpuLanes, Lane, LazyLanes
+from spillway_trainer.tiers.lanes import DEVICE_BUFFERS, CpuLanes, Event, Lane, LazyLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
 SIZE = 4096
@@ -106,19 +108,72 @@ def test_a_storage_saved_many_times_moves_once() -> None:
     assert pipeline.lanes.moved_bytes()["d2h"] == SIZE * 4
 
 
+class Noting(LazyLanes):
+    """Lazy lanes that write down what is submitted."""
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+        super().__init__(host, ledger)
+        self.notes: list[str] = []
+        self.reloaded_bytes: list[int] = []
+
+    def submit(self, lane: Lane, work: Callable[[], None], **rest: Any) -> Event:
+        self.notes.append(rest["label"])
+        if lane is Lane.H2D:
+            self.reloaded_bytes.append(rest["nbytes"])
+        return super().submit(lane, work, **rest)
+
+    def compute(self, **rest: Any) -> None:
+        if not self.notes or self.notes[-1] != rest["label"]:
+            self.notes.append(rest["label"])
+
+
 def test_a_storage_that_two_segments_save_moves_once_and_reloads_alone() -> None:
-    pipeline = Pipeline(Answer.HOST, Answer.HOST)
-    run, shared = pipeline.technique.hook.run, pipeline.x * 1.0
-    first = run("block0", lambda z: z.sin().cos(), shared)
-    loss = run("block1", lambda y, z: (y.exp() * z).sum(), first, shared)
-    loss.backward()
+    def network(run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        shared = x * 1.0
+        first = run("block0", lambda z: z.sin().cos(), shared)  # saves shared, sin(shared)
+        second = run("block1", lambda y: y.sin(), first)  # saves first
+        return run("block2", lambda y, z: (y.exp() * z).sum(), second, shared)  # saves exp(second), shared
+
+    pipeline = Pipeline(Answer.HOST, Answer.HOST, Answer.HOST, lanes=Noting)
+    network(pipeline.technique.hook.run, pipeline.x).backward()
     pipeline.technique.end_step()
-    moved = pipeline.lanes.moved_bytes()
-    assert moved["d2h"] == moved["h2d"] == 3 * SIZE * 4  # shared, sin(shared), exp(first)
+    one = SIZE * 4
+    assert pipeline.lanes.moved_bytes()["d2h"] == 4 * one
+    assert pipeline.lanes.reloaded_bytes == [one, one, one, one]  # block2, block1, shared alone, the rest of block0
     x = pipeline.x.detach().clone().requires_grad_()
-    shared = x * 1.0
-    (shared.sin().cos().exp() * shared).sum().backward()
+    network(lambda _, block, *inputs: block(*inputs), x).backward()
     assert torch.equal(x.grad, pipeline.x.grad)
+
+
+def test_a_source_is_freed_when_its_copy_is_complete() -> None:
+    sources: list[int] = []
+
+    def block(z: Tensor) -> Tensor:
+        y = z.sin()
+        sources.append(y.untyped_storage()._weak_ref())
+        return y.sin()
+
+    pipeline = Pipeline(Answer.HOST)
+    result = pipeline.technique.hook.run("block0", block, pipeline.x * 1.0)
+    pipeline.technique.end_step()
+    assert torch.UntypedStorage._expired(sources[0])
+    del result
+
+
+def test_storage_objects_are_not_leaked() -> None:
+    """A record's weak reference keeps the address of a storage object from being used again; gone, it is."""
+    addresses: set[int] = set()
+
+    def block(z: Tensor) -> Tensor:
+        y = z.sin()
+        addresses.add(y.untyped_storage()._cdata)
+        return y.sin()
+
+    pipeline = Pipeline(Answer.HOST)
+    for _ in range(100):
+        pipeline.technique.hook.run("block0", block, pipeline.x * 1.0).sum().backward()
+        pipeline.technique.end_step()
+    assert len(addresses) < 50
 
 
 def test_tables_and_labels_of_the_caller_stay_where_they_are() -> None:
@@ -128,19 +183,16 @@ def test_tables_and_labels_of_the_caller_stay_where_they_are() -> None:
     assert pipeline.lanes.moved_bytes() == {}
 
 
-def test_backward_reloads_the_segment_before_the_one_it_is_in() -> None:
-    order: list[str] = []
-
-    class Noting(LazyLanes):
-        def submit(self, lane: Lane, work: object, **rest: object) -> object:
-            order.append(f"{lane} {rest['label']}")
-            return super().submit(lane, work, **rest)
-
+def test_backward_reloads_the_segment_before_the_one_it_enters() -> None:
     pipeline = Pipeline(Answer.HOST, Answer.HOST, Answer.HOST, lanes=Noting)
     loss = pipeline.forward()
-    order.clear()
+    pipeline.lanes.notes.clear()
     torch.autograd.grad(loss, pipeline.x)
-    assert order == ["h2d reload of block2", "h2d reload of block1", "h2d reload of block0"]
+    assert pipeline.lanes.notes == [
+        *("reload of block2", "reload of block1", "backward of block2"),
+        *("reload of block0", "backward of block1"),
+        "backward of block0",
+    ]
 
 
 def test_at_most_two_segments_are_back_on_the_device() -> None:

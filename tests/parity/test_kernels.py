@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_copy_batch_moves_every_pair_at_any_alignment() -> None:
     source = torch.randint(0, 256, (20 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     target = torch.zeros_like(source)
     cuts = [0, 1, 4097, 9 << 20, (9 << 20) + 3, len(source)]
-    pairs = [(target[a:b], source[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pairs = [(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)]
     native.copy_batch(pairs, num_threads=3)
     assert torch.equal(target, source)
 
@@ -65,7 +66,7 @@ def test_copy_of_overlapping_memory_is_a_memmove(shift: int) -> None:
 @needs_library
 def test_wrong_tensors_are_refused_before_anything_is_written() -> None:
     accumulator = torch.zeros(4)
-    with pytest.raises(ValueError, match="gradient is torch.float64.*contiguous torch.float32 or torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):
         native.accumulate(accumulator, torch.ones(4, dtype=torch.float64), False)
     with pytest.raises(ValueError, match="4 elements"):
         native.accumulate(accumulator, torch.ones(5), False)

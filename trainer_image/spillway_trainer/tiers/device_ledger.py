@@ -15,6 +15,8 @@ from torch import UntypedStorage
 from spillway.errors import DeviceOutOfMemory
 from spillway.units import format_bytes
 
+from .releases import obtain
+
 ACTIVATIONS = "activations"
 """the purpose of tensors that autograd saved for backward"""
 
@@ -42,9 +44,8 @@ class DeviceLedger:
 
     def charge(self, purpose: str, nbytes: int) -> None:
         """Count `nbytes` for `purpose`. Waits for releases in flight before it raises DeviceOutOfMemory."""
-        while not self._try_charge(purpose, nbytes):
-            if self.reclaim is None or not self.reclaim():
-                self._refuse(purpose, nbytes)
+        if not self._try_charge(purpose, nbytes):
+            self._retry(lambda: self._try_charge(purpose, nbytes), purpose, nbytes)
 
     def release(self, purpose: str, nbytes: int) -> None:
         """Uncount bytes that were charged for the same purpose. Safe in a destructor."""
@@ -58,9 +59,8 @@ class DeviceLedger:
         """
         key: int = storage._cdata
         nbytes = storage.nbytes()
-        while not self._try_charge_saved(key, nbytes):
-            if self.reclaim is None or not self.reclaim():
-                self._refuse(ACTIVATIONS, nbytes)
+        if not self._try_charge_saved(key, nbytes):
+            self._retry(lambda: self._try_charge_saved(key, nbytes), ACTIVATIONS, nbytes)
         return key
 
     def release_saved(self, key: int) -> None:
@@ -86,6 +86,10 @@ class DeviceLedger:
         with self._lock:
             self._settle()
             return {purpose: nbytes for purpose, nbytes in self._held.most_common() if nbytes}
+
+    def _retry(self, attempt: Callable[[], bool], purpose: str, nbytes: int) -> None:
+        if obtain(lambda: attempt() or None, self.reclaim) is None:
+            self._refuse(purpose, nbytes)
 
     def _try_charge(self, purpose: str, nbytes: int) -> bool:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from spillway.errors import HostOutOfMemory
 from spillway.units import format_bytes
 
 from .extents import ALIGNMENT_BYTES, Extents
+from .releases import obtain
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -35,9 +37,9 @@ class HostSlab:
 
         Waits for releases in flight before it raises HostOutOfMemory, which names the holders.
         """
-        while (offset := self._extents.allocate(nbytes, label)) is None:
-            if self.reclaim is None or not self.reclaim():
-                self._refuse(nbytes, label)
+        offset = obtain(lambda: self._extents.allocate(nbytes, label), self.reclaim)
+        if offset is None:
+            self._refuse(nbytes, label)
         return self._memory[offset : offset + nbytes]
 
     def free(self, tensor: Tensor) -> None:
@@ -63,7 +65,7 @@ class HostSlab:
         """Bytes held by label, largest first."""
         return self._extents.holders()
 
-    def _refuse(self, nbytes: int, label: str) -> None:
+    def _refuse(self, nbytes: int, label: str) -> NoReturn:
         held = self.by_label()
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(held.items())[:6]) or "nothing"
         raise HostOutOfMemory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from spillway.units import format_bytes
 from ..spill_file import SpillFile
 from .extents import Extents, round_up
 from .lanes import Region
+from .releases import obtain
 
 
 class ScratchFile(Protocol):
@@ -64,9 +65,9 @@ class NvmeSlab:
 
     def allocate(self, nbytes: int, label: str) -> NvmeExtent:
         """An extent of `nbytes`. Waits for releases in flight before it raises SpillVolumeFull."""
-        while (offset := self._extents.allocate(nbytes, label)) is None:
-            if self.reclaim is None or not self.reclaim():
-                self._refuse(nbytes, label)
+        offset = obtain(lambda: self._extents.allocate(nbytes, label), self.reclaim)
+        if offset is None:
+            self._refuse(nbytes, label)
         return NvmeExtent(offset, round_up(nbytes), label, self._extents.free)
 
     @property
@@ -89,7 +90,7 @@ class NvmeSlab:
     def reset_peak(self) -> None:
         self._extents.reset_peak()
 
-    def _refuse(self, nbytes: int, label: str) -> None:
+    def _refuse(self, nbytes: int, label: str) -> NoReturn:
         held_bytes = self.held_bytes
         raise SpillVolumeFull(
             f"{self._directory}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "

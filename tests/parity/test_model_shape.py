@@ -1,0 +1,154 @@
+"""ModelShape against what autograd really saves and really allocates, for this project's transformer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spillway.api import ModelConfig
+from spillway.footprint import Blocks, Workload, device_peak
+from spillway.model_shape import ModelShape, model_shape
+from spillway_trainer.models.transformer import Transformer, TransformerConfig
+
+BATCH, LENGTH = 2, 32
+TOKENS = BATCH * LENGTH
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped queries": {"numKeyValueHeads": 2},
+    "dropout": {"dropout": "0.1"},
+    "tied": {"tieWordEmbeddings": True},
+    "wide": {"intermediateSize": 512, "vocabSize": 64},
+    "large vocabulary": {"vocabSize": 2048},
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+every_case = pytest.mark.parametrize("compute", DTYPES)
+every_model = pytest.mark.parametrize("case", CASES)
+
+
+def config(case: str) -> ModelConfig:
+    fields = {
+        "architecture": "llama", "hiddenSize": 64, "numLayers": 3, "numHeads": 4, "intermediateSize": 160,
+        "vocabSize": 300,
+    }  # fmt: skip
+    return ModelConfig.model_validate(fields | CASES[case])
+
+
+def build(sizes: ModelConfig, compute: str) -> Transformer:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Transformer(
+        TransformerConfig(
+            sizes.hidden_size, sizes.num_layers, sizes.num_heads, sizes.num_key_value_heads, sizes.intermediate_size,
+            sizes.vocab_size, sizes.tie_word_embeddings, sizes.dropout,
+        )
+    ).to(DTYPES[compute])  # fmt: skip
+
+
+def batch(sizes: ModelConfig) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, sizes.vocab_size, (BATCH, LENGTH))
+    return tokens, tokens.clone()
+
+
+def saved_bytes(model: Transformer, sizes: ModelConfig) -> dict[str, int]:
+    """Bytes of the distinct storages that each segment saves first, weights excluded."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    current: list[str] = []
+    owner: dict[int, tuple[str, int]] = {}
+    alive: list[Tensor] = []  # or addresses would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            alive.append(tensor.detach())
+            owner.setdefault(storage.data_ptr(), (current[-1], storage.nbytes()))
+        return tensor
+
+    def named(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs: object) -> Tensor:
+            current.append(name)
+            return forward(*inputs)
+
+        return run
+
+    for name, segment in model.segments:
+        segment.forward = named(name, segment.forward)  # type: ignore[method-assign]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*batch(sizes), TOKENS)
+    sums: dict[str, int] = {}
+    for name, nbytes in owner.values():
+        sums[name] = sums.get(name, 0) + nbytes
+    return sums
+
+
+@every_model
+def test_parameters_are_counted_exactly(case: str) -> None:
+    sizes = config(case)
+    model = build(sizes, "float32")
+    owned = [p for name, p in model.named_parameters() if name not in model.tied]
+    assert model_shape(sizes, "float32").num_parameters == sum(p.numel() for p in owned)
+
+
+@every_case
+@every_model
+def test_a_block_saves_exactly_the_predicted_bytes(case: str, compute: str) -> None:
+    sizes = config(case)
+    measured = saved_bytes(build(sizes, compute), sizes)
+    assert measured["block1"] == TOKENS * model_shape(sizes, compute).block.saved_bytes_per_token
+
+
+@every_case
+@every_model
+def test_embedding_and_head_save_exactly_the_predicted_bytes(case: str, compute: str) -> None:
+    sizes, shape = config(case), model_shape(config(case), compute)
+    measured = saved_bytes(build(sizes, compute), sizes)
+    assert measured["embedding"] == TOKENS * shape.embedding.saved_bytes_per_token
+    assert measured["head"] == TOKENS * shape.head.saved_bytes_per_token + 4  # the sum of the label weights
+
+
+@every_case
+def test_the_first_block_also_saves_the_rotary_tables(compute: str) -> None:
+    sizes, shape = config("plain"), model_shape(config("plain"), compute)
+    measured = saved_bytes(build(sizes, compute), sizes)
+    assert measured["block0"] - measured["block1"] == shape.rope_bytes(LENGTH)
+
+
+def allocated_peak(run: Callable[[], None], tmp_path: Path) -> int:
+    """Highest bytes of torch's CPU allocator above the start, from its own events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    trace = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def predicted_peak(shape: ModelShape) -> int:
+    peak = device_peak(Workload(shape, BATCH, LENGTH, 1), Blocks(shape.num_layers), 0)
+    return peak.total - TOKENS * 16  # tokens and labels were there before
+
+
+@every_case
+@every_model
+def test_forward_and_backward_allocate_the_predicted_peak(case: str, compute: str, tmp_path: Path) -> None:
+    """Everything kept: saved storages and the largest temporaries, logits included; at most 12 % above what is used."""
+    sizes = config(case)
+    model = build(sizes, compute)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    inputs = batch(sizes)
+    model(*inputs, TOKENS).backward()  # rotary tables
+    measured = allocated_peak(lambda: model(*inputs, TOKENS).backward(), tmp_path)
+    largest_gradient = model_shape(sizes, compute).largest_parameter * DTYPES[compute].itemsize
+    predicted = predicted_peak(model_shape(sizes, compute))
+    assert predicted <= 1.12 * measured
+    assert predicted + largest_gradient >= 0.995 * measured

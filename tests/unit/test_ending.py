@@ -1,0 +1,55 @@
+"""Every exception of a trainer becomes a documented reason, code and message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spillway import errors
+from spillway_trainer.ending import LONGEST_MESSAGE, completed, ending_of, write_termination
+
+
+@pytest.mark.parametrize("error_class", errors.SpillwayError.__subclasses__(), ids=lambda c: c.__name__)
+def test_an_error_of_ours_ends_with_its_own_code(error_class: type[errors.SpillwayError]) -> None:
+    ending = ending_of(error_class("sentence"))
+    assert (ending.exit_code, ending.reason, ending.message) == (
+        error_class.exit_code,
+        error_class.exit_code.reason,
+        "sentence",
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_a_failed_allocation_is_host_out_of_memory(error: Exception) -> None:
+    assert ending_of(error).exit_code == errors.ExitCode.HOST_OUT_OF_MEMORY
+
+
+def test_an_unforeseen_error_is_a_crash_that_names_its_type() -> None:
+    ending = ending_of(KeyError("weights"))
+    assert (ending.reason, ending.exit_code, ending.expected) == ("RankCrashed", 1, False)
+    assert "KeyError" in ending.message
+
+
+def test_details_cannot_replace_the_reason() -> None:
+    ending = ending_of(errors.SpillIOError("bad", reason="mine", errno=5))
+    content = json.loads(ending.to_json(rank=3, step=812))
+    assert (content["reason"], content["errno"], content["rank"], content["step"]) == ("SpillIOError", 5, 3, 812)
+
+
+def test_a_termination_message_fits_the_kubelets_4096_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "attempts" / "termination.json"
+    write_termination(path, ending_of(RuntimeError("x" * 10_000)), rank=0, step=1)
+    assert path.stat().st_size <= 4096
+    assert len(json.loads(path.read_text())["message"]) == LONGEST_MESSAGE
+
+
+def test_an_unwritable_termination_message_is_no_second_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    write_termination(tmp_path / "file" / "termination.json", completed("done"), rank=0, step=1)
+    assert "not written" in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""/metrics: the declared names, nothing else, and the last step's figures."""
+
+from __future__ import annotations
+
+import local_runs
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from spillway import metrics
+from spillway.metrics import StepMetrics
+from spillway_trainer.exporter import Exporter
+
+
+def step(tokens: int = 100, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=7,
+        loss=2.5,
+        learning_rate=1e-3,
+        gradient_norm=1.0,
+        clip_factor=1.0,
+        tokens=tokens,
+        step_seconds=0.5,
+        phase_seconds={"forward": 0.2, "wait": 0.1},
+        tier_bytes={"device": 10, "host": 20, "nvme": 0},
+        tier_peak_bytes={"device": 12, "host": 22, "nvme": 5},
+        moved_bytes={"h2d": 3},
+        skipped=skipped,
+    )
+
+
+def new_exporter() -> Exporter:
+    return Exporter("small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT")
+
+
+def scrape(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def names(samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> set[str]:
+    return {name for name, _ in samples}
+
+
+def test_before_the_first_step_only_the_plan_is_shown() -> None:
+    assert names(scrape(new_exporter())) == {
+        metric.name
+        for metric in (
+            metrics.STEPS_PLANNED,
+            metrics.PREDICTED_STEP_SECONDS,
+            metrics.IO_BACKEND,
+            metrics.TIER_BUDGET_BYTES,
+            metrics.PREDICTED_TIER_BYTES,
+        )
+    }
+
+
+def test_every_declared_metric_is_exported_and_no_other() -> None:
+    exporter = new_exporter()
+    exporter.step(step())
+    exporter.evaluation(2.0)
+    exporter.checkpoint(6)
+    assert names(scrape(exporter)) == {metric.name for metric in metrics.ALL}
+
+
+def test_counters_add_up_over_steps() -> None:
+    exporter = new_exporter()
+    exporter.step(step(tokens=100))
+    exporter.step(step(tokens=50, skipped=True))
+    samples = scrape(exporter)
+    job = ("training_job", "small")
+    assert samples[metrics.TOKENS.name, (job,)] == 150
+    assert samples[metrics.NON_FINITE.name, (job,)] == 1
+    assert samples[metrics.PHASE_SECONDS.name, (("phase", "forward"), job)] == 0.4
+    assert samples[metrics.MOVED_BYTES.name, (("link", "h2d"), ("rank", "0"), job)] == 6
+
+
+def test_tier_series_carry_rank_and_tier() -> None:
+    exporter = new_exporter()
+    exporter.step(step())
+    labels = (("rank", "0"), ("tier", "nvme"), ("training_job", "small"))
+    assert scrape(exporter)[metrics.TIER_PEAK_BYTES.name, labels] == 5

@@ -1,0 +1,50 @@
+"""run.jsonl: whole lines of strict JSON, whatever happened before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from spillway.metrics import StepMetrics
+from spillway_trainer.recorder import Recorder
+
+
+def step(loss: float = 2.5) -> StepMetrics:
+    return StepMetrics(
+        step=1, loss=loss, learning_rate=1e-3, gradient_norm=1.0, clip_factor=1.0, tokens=100, step_seconds=0.5
+    )
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line, parse_constant=lambda name: name) for line in path.read_text().splitlines()]
+
+
+def test_a_loss_survives_the_file_bit_for_bit(tmp_path: Path) -> None:
+    loss = 0.1 + 0.2
+    Recorder(tmp_path / "run.jsonl").step(step(loss))
+    assert lines(tmp_path / "run.jsonl")[0]["loss"] == loss
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    Recorder(tmp_path / "run.jsonl").step(step(math.nan))
+    assert lines(tmp_path / "run.jsonl")[0]["loss"] is None
+
+
+def test_tokens_per_second_are_recorded(tmp_path: Path) -> None:
+    Recorder(tmp_path / "run.jsonl").step(step())
+    assert lines(tmp_path / "run.jsonl")[0]["tokens_per_second"] == 200.0
+
+
+def test_a_half_written_line_is_closed_off_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"event": "step", "lo')
+    Recorder(path).end(3, "Completed", 0, "done")
+    assert json.loads(path.read_text().splitlines()[1])["event"] == "end"
+
+
+def test_whole_lines_are_continued_without_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Recorder(path).end(3, "Preempted", 75, "stopped")
+    Recorder(path).end(9, "Completed", 0, "done")
+    assert [line["step"] for line in lines(path)] == [3, 9]

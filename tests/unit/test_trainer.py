@@ -1,0 +1,220 @@
+"""The step loop's own decisions, with a model of one parameter."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spillway.errors import NonFinite, Preempted
+from spillway.metrics import Phase
+from spillway_trainer.checkpoint_directory import CheckpointNotWritten
+from spillway_trainer.data import Batch
+from spillway_trainer.recorder import Recorder
+from spillway_trainer.schedule import LearningRate
+from spillway_trainer.segments import Position
+from spillway_trainer.trainer import (
+    LoopSettings,
+    Progress,
+    Run,
+    StopRequest,
+    Stopwatch,
+    clip_factor_of,
+    train,
+)
+
+
+class OneWeight(nn.Module):
+    """loss = weight x number of tokens / num_tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        return self.weight * tokens_BT.numel() / num_tokens
+
+
+class CountingOptimizer:
+    """Reports the norms it is given, and what the loop asked for."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms, self.calls = norms, list[tuple[Any, ...]]()
+
+    def norm(self) -> float:
+        return self.norms.pop(0) if self.norms else 1.0
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self.calls.append(("step", learning_rate, gradient_scale))
+
+    def skip(self) -> None:
+        self.calls.append(("skip",))
+
+    def flush(self) -> None:
+        self.calls.append(("flush",))
+
+
+class NoTechniques:
+    def start_backward(self) -> None: ...
+    def end_step(self) -> None: ...
+    def held_bytes(self) -> dict[str, int]:
+        return {}
+
+    def peak_bytes(self) -> dict[str, int]:
+        return {}
+
+    def moved_bytes(self) -> dict[str, int]:
+        return {}
+
+    def waited_seconds(self) -> float:
+        return 0.0
+
+
+class NumberedBatches:
+    """Sample i is a sequence of four tokens i; remembers which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def batch(self, samples: range) -> Batch:
+        self.asked += samples
+        tokens = torch.tensor([[sample] * 4 for sample in samples])
+        return Batch(tokens, tokens, tokens.numel())
+
+    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+        yield Batch(torch.zeros(1, 4), torch.zeros(1, 4), 4)
+
+
+class ListedCheckpoints:
+    def __init__(self, refuse: bool = False) -> None:
+        self.steps: list[int] = []
+        self.refuse = refuse
+
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        if self.refuse:
+            raise CheckpointNotWritten("the disk is full")
+        self.steps.append(progress.step)
+        return 1, 0.0
+
+
+class Loop:
+    """A run whose parts can be looked at."""
+
+    def __init__(self, path: Path, norms: list[float] | None = None, refuse: bool = False, **settings: Any) -> None:
+        self.optimizer = CountingOptimizer(norms or [])
+        self.batches = NumberedBatches()
+        self.checkpoints = ListedCheckpoints(refuse)
+        self.progress, self.stop = Progress(), StopRequest()
+        defaults: dict[str, Any] = {
+            "num_steps": 5, "micro_batch_size": 2, "num_micro_batches": 3, "gradient_clipping": None,
+            "skip_non_finite": True, "checkpoint_every": 2, "evaluate_every": 0, "evaluation_batches": 1,
+        }  # fmt: skip
+        self.settings = LoopSettings(**{**defaults, **settings})
+        self.run = Run(
+            model=OneWeight(),
+            optimizer=self.optimizer,  # type: ignore[arg-type]
+            techniques=NoTechniques(),
+            position=Position(0),
+            batches=self.batches,  # type: ignore[arg-type]
+            learning_rate=LearningRate("Constant", 0.5, 5),
+            checkpoints=self.checkpoints,
+            recorder=Recorder(path / "run.jsonl"),
+        )
+
+    def train(self) -> None:
+        train(self.run, self.settings, self.progress, self.stop)
+
+
+def test_every_sample_is_consumed_once_and_in_order(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.train()
+    assert loop.batches.asked == list(range(5 * 2 * 3))
+    assert loop.progress == Progress(step=5, samples=30)
+
+
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.train()
+    assert loop.checkpoints.steps == [2, 4, 5]
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_default(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[1.0, math.inf], num_steps=2)
+    loop.train()
+    assert loop.optimizer.calls == [("step", 0.5, 1.0), ("flush",), ("skip",)]
+
+
+def test_a_step_that_is_not_finite_ends_the_run_when_asked(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[1.0, math.nan], skip_non_finite=False)
+    with pytest.raises(NonFinite, match="step 2"):
+        loop.train()
+    assert loop.progress.step == 1
+
+
+def test_the_clip_factor_reaches_the_optimizer(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[8.0], num_steps=1, gradient_clipping=2.0)
+    loop.train()
+    assert loop.optimizer.calls[0] == ("step", 0.5, 2.0 / (8.0 + 1e-6))
+
+
+@pytest.mark.parametrize(("norm", "limit", "factor"), [(0.5, 1.0, 1.0), (4.0, None, 1.0), (4.0, 1.0, 1 / 4.000001)])
+def test_clip_factor_never_grows_gradients(norm: float, limit: float | None, factor: float) -> None:
+    assert clip_factor_of(norm, limit) == factor
+
+
+def test_a_stop_request_commits_the_step_under_way_and_ends_as_preempted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, checkpoint_every=100)
+    loop.stop.requested = True
+    with pytest.raises(Preempted) as stopped:
+        loop.train()
+    assert loop.checkpoints.steps == [1]
+    assert stopped.value.details == {"savedStep": 1}
+
+
+def test_a_stop_request_in_the_last_step_is_completion(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=1)
+    loop.stop.requested = True
+    loop.train()
+    assert loop.checkpoints.steps == [1]
+
+
+def test_sigterm_is_a_stop_request() -> None:
+    stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
+    try:
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.requested
+
+
+def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=3, refuse=True)
+    with pytest.raises(CheckpointNotWritten):  # the last one is not optional
+        loop.train()
+    assert loop.progress.step == 3
+    assert "checkpoint_missed" in (tmp_path / "run.jsonl").read_text()
+
+
+def test_evaluation_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=1, evaluate_every=1)
+    loop.train()
+    assert loop.run.model.training
+    assert '"event": "evaluation"' in (tmp_path / "run.jsonl").read_text()
+
+
+def test_waiting_is_taken_out_of_the_phase_it_fell_into() -> None:
+    waited = iter([0.0, 0.0, 1e6])
+    watch = Stopwatch(lambda: next(waited))
+    next(waited)
+    with watch.phase(Phase.FORWARD):
+        pass
+    assert watch.seconds[Phase.WAIT] == 1e6
+    assert watch.seconds[Phase.FORWARD] < 0
