@@ -4,6 +4,7 @@ TOOLS  := .tools
 UV     := $(TOOLS)/bin/uv
 RUN    := .venv/bin/
 OUTPUT ?= demo
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: help env demo test check format crds faults clean
 .DEFAULT_GOAL := help

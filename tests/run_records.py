@@ -45,7 +45,7 @@ def plan(**changes: Any) -> MemoryPlan:
             exposed_optimizer_seconds=0.1,
             exposed_transfer_seconds=0.0,
             bound_by="compute",
-            link_bytes={"nvme_write": 3 * MIB, "nvme_read": 3 * MIB},
+            link_bytes={"dram": 9 * MIB, "nvme_write": 3 * MIB, "nvme_read": 3 * MIB},
         ),
         "reasons": ("optimizer states go to host memory: they do not fit the device",),
         "alternatives": (Alternative(summary="keep everything", reason="180 MiB too large for the device"),),

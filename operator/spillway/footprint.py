@@ -248,7 +248,8 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int) -> DevicePeak
     reload_last = moved if moves and moves[-1] else 0
     events.append((resident + head_saved, in_flight + reload_last, tokens * shape.head.backward_workspace_bytes))
     for index in reversed(range(len(answers))):
-        # While a block is in backward, the one before it is on its way back.
+        # While a block is in backward, the one before it is on its way back, and late copies may still be on their way
+        # out: until a moved block is needed nothing waits for them. (Afterwards they have ended; less is held by then.)
         reloads = moved * (moves[index] + (index > 0 and moves[index - 1]))
         if answers[index] is Answer.RECOMPUTE:
             workspace = tokens * max(block_forward, block_backward)
@@ -256,8 +257,6 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int) -> DevicePeak
         else:
             events.append((resident, in_flight + reloads, tokens * block_backward))
         resident -= resident_of[answers[index]]
-        if moves[index]:
-            in_flight = 0  # copies end in the order of forward, and this block's is needed, so all have ended
     activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
     return DevicePeak(activations, buffers, max(workspace for _, _, workspace in events))
 

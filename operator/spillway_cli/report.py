@@ -162,7 +162,10 @@ def reality_section(run: RunRecord, summary: RunSummary) -> str:
     rows.append(
         ["seconds per step", format_seconds(predicted), format_seconds(seen), difference(predicted, seen), "none"]
     )
+    measured = {link for step in run.log.curve for link in step.metrics.moved_bytes}
     for link, planned in sorted(run.plan.prediction.link_bytes.items()):
+        if link not in measured:
+            continue  # a load that is predicted only: nobody counts the bytes of DRAM
         moved = median([float(step.metrics.moved_bytes.get(link, 0)) for step in run.log.curve])
         if planned or moved:
             figures = [format_bytes(planned), format_bytes(moved), difference(planned, moved), "none"]

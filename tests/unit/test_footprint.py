@@ -144,6 +144,18 @@ def test_two_spilled_blocks_are_back_at_once() -> None:
     assert peak.buffers == 2 * w.moved_bytes
 
 
+def test_copies_may_still_be_in_flight_when_the_last_block_returns() -> None:
+    w = work(numLayers=16, vocabSize=512)
+    peak = device_peak(w, Blocks(16, host=16), w.moved_bytes)
+    assert peak.buffers == 3 * w.moved_bytes
+
+
+def test_nvme_is_staged_in_host_memory_out_and_back() -> None:
+    w = work()
+    assert host_bytes(w, RESIDENT, Blocks(4, nvme=1), w.moved_bytes).buffers == 3 * w.moved_nvme_bytes
+    assert host_bytes(w, RESIDENT, Blocks(4, host=1), w.moved_bytes).buffers == 0
+
+
 def test_host_and_nvme_blocks_are_counted_where_they_lie() -> None:
     w = work()
     blocks = Blocks(4, host=1, nvme=2)

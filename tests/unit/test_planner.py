@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from job_documents import LLAMA_70B, job
 
+from spillway.candidates import TIE, best, candidates, fitting
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec, local_node, resolve_node
 from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
-from spillway.planner import NO_OVERRIDES, Overrides, make_plan
+from spillway.planner import NO_OVERRIDES, Overrides, ask, make_plan
 from spillway.units import MIB, parse_quantity
 
 GIB = 1 << 30
@@ -83,6 +84,14 @@ def test_the_first_blocks_go_farthest_and_the_last_are_kept() -> None:
     answers = list(plan(SMALL_HEAD | budget("80Mi", host="120Mi"), SLOW).activations.answers)
     order = [Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP]
     assert answers[1:-1] == sorted(answers[1:-1], key=order.index)
+
+
+def test_of_equally_fast_plans_the_one_that_moves_least_wins() -> None:
+    question = ask(job(SMALL_HEAD | budget("60Mi")), SLOW)
+    choices = fitting(question, list(candidates(question)))
+    chosen, fastest = best(choices), min(choices, key=lambda choice: choice.seconds)
+    near = [choice.candidate.effort for choice in choices if choice.seconds <= TIE * fastest.seconds]
+    assert chosen.candidate.effort == min(near) < fastest.candidate.effort
 
 
 def test_embedding_and_head_are_always_kept() -> None:

@@ -99,6 +99,11 @@ def test_report_escapes_hostile_names() -> None:
     assert hostile in "".join(page.texts)
 
 
+def test_report_compares_only_links_that_are_measured() -> None:
+    text = render_report(record())
+    assert "nvme_write per step" in text and "dram per step" not in text
+
+
 def test_report_marks_where_an_attempt_resumed() -> None:
     assert "resumed at 4" in render_report(record())
 
