@@ -645,7 +645,6 @@ def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
         (spec.data.tokens, "spec.data.tokens", text_instead),
         (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
         (spec.data.entrypoint, "spec.data.entrypoint", text_instead),
-        (spec.parallelism.nodes > 1, "spec.parallelism.nodes", "a local run has one node; write 1"),
         (spec.parallelism.device == "Cuda", "spec.parallelism.device",
          "a run uses the CPU so far; use Auto or Cpu (`spillway plan` knows GPUs)"),
         (spec.checkpoint.from_, "spec.checkpoint.from", "does not work in a run yet; leave it out"),
@@ -667,7 +666,7 @@ def _given(job: TrainingJob, path: str) -> str:
 
 
 _CLUSTER_ONLY = (
-    "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
+    "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
     "spill.storageClassName", "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
     "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",

@@ -19,19 +19,18 @@ from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planner import Overrides, make_plan
 from spillway.units import format_bytes, format_seconds, parse_quantity
 
-from .console import message_console, result_console, table
+from .console import result_console, table
 
 PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace")
 
 
 def plan(file: Path, node: str, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
-    """Plan the job in `file` and print the result as `output` ("text" or "json"). Returns the exit code."""
-    try:
-        overrides = Overrides(_bytes("--device", device), _bytes("--host", host), _bytes("--nvme", nvme))
-        decided = make_plan(load_job(file), resolve_node(node), overrides)
-    except UserError as error:
-        message_console().print(str(error))
-        return int(error.exit_code)
+    """Plan the job in `file` and print the result as `output` ("text" or "json"). Returns the exit code.
+
+    Raises UserError (InvalidJob with every wrong field) for what cannot be planned.
+    """
+    overrides = Overrides(_bytes("--device", device), _bytes("--host", host), _bytes("--nvme", nvme))
+    decided = make_plan(load_job(file), resolve_node(node), overrides)
     if output == "json":
         sys.stdout.write(decided.model_dump_json(indent=2) + "\n")
     else:

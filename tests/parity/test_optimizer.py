@@ -227,3 +227,19 @@ def offloaded(parameters: list[tuple[str, Parameter]], case: Case) -> OptimizerO
 def both(case: Case) -> list[Optimizer]:
     """The plain optimizer, and one with all three paths."""
     return [resident(case.parameters(), case), offloaded(case.parameters(), case)]
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.4, 0.3, 0.3)], ids=str)
+def test_a_backward_of_before_the_step_raises_as_with_torchs_optimizers(shares: tuple[float, float, float]) -> None:
+    """Native kernels write past autograd, so the optimizers tell it of the change themselves."""
+    case = Case(torch.float32, num_micro_batches=1, clipping=None, tied=False)
+    parameters = case.parameters()
+    ledger, host = DeviceLedger(None), HostSlab(HOST_BYTES)
+    optimizer: Optimizer = resident(parameters, case)
+    if shares[2] < 1.0:
+        optimizer = offload(parameters, case, split(*shares, 1009), LazyLanes(host, ledger), ledger)
+    weight = next(parameter for _, parameter in parameters if parameter.dim() == 2)
+    early = (torch.randn(3, weight.shape[1], requires_grad=True) @ weight.t()).sum()
+    drive(optimizer, case)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()

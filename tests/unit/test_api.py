@@ -235,7 +235,6 @@ NOT_IN_A_LOCAL_RUN: dict[str, dict[str, Any]] = {
     "spec.data.tokens": {"spec.data": {"tokens": {"path": "/t"}}},
     "spec.data.huggingFace": {"spec.data": {"huggingFace": {"name": "x"}}},
     "spec.data.entrypoint": {"spec.data": {"entrypoint": "a:b"}},
-    "spec.parallelism.nodes": {"spec.parallelism": {"nodes": 2}},
     "spec.parallelism.device": {"spec.parallelism": {"device": "Cuda"}},
     "spec.checkpoint.from": {"spec.checkpoint": {"from": "other"}},
     "spec.checkpoint.resume": {"spec.checkpoint": {"resume": "Never"}},

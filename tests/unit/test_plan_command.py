@@ -12,7 +12,7 @@ import pytest
 from job_documents import LLAMA_70B, text
 
 from spillway.plan import Infeasible, MemoryPlan
-from spillway_cli.plan_command import plan
+from spillway_cli.__main__ import run_app
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -24,8 +24,10 @@ def manifest(tmp_path: Path) -> Path:
     return path
 
 
-def run(file: Path, node: str = "cpu", device: str | None = None, **options: Any) -> int:
-    return plan(file, node, device, options.get("host"), options.get("nvme"), options.get("output", "text"))
+def run(file: Path, node: str = "cpu", **options: str) -> int:
+    """`spillway plan` as from a shell."""
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return run_app(["plan", str(file), "--node", node, *flags])
 
 
 def test_exit_0_when_it_fits_on_the_device(manifest: Path) -> None:
@@ -71,12 +73,12 @@ def test_text_without_a_terminal_is_plain(manifest: Path, capsys: pytest.Capture
 
 
 def test_json_is_the_plan_itself(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(manifest, device="100Mi", output="json")
+    run(manifest, device="100Mi", format="json")
     assert MemoryPlan.model_validate_json(capsys.readouterr().out).job == "tiny"
 
 
 def test_json_of_what_does_not_fit(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(manifest, device="20Mi", output="json")
+    run(manifest, device="20Mi", format="json")
     assert Infeasible.model_validate_json(capsys.readouterr().out).missing_bytes
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from spillway.plan import Tier
@@ -160,6 +161,7 @@ class ResidentOptimizer:
             scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
             out = None if parameter.dtype == torch.float32 else flat(parameter)
             self._update(scalars, states.master, states.exp_avg, states.exp_avg_sq, self._accumulators[name], out)
+            increment_version(parameter)  # a backward of before this step must not go on unnoticed
         self._arrived.clear()
 
     def skip(self) -> None:

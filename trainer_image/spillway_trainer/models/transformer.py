@@ -1,7 +1,7 @@
 """The plain reference transformer: llama-style, eager torch, no technique.
 
-Shapes: B = micro-batch, T = sequence length, D = hidden size, H = heads, K = key/value heads, E = D / H, F = intermediate
-size, V = vocabulary. Parameters have the names, shapes and counts of Hugging Face's `LlamaForCausalLM`, without its prefix.
+Shapes: B = micro-batch, T = sequence length, D = hidden size, H = heads, K = key/value heads, E = D / H,
+V = vocabulary. Parameters have the shapes and counts of Hugging Face's `LlamaForCausalLM`.
 """
 
 from __future__ import annotations

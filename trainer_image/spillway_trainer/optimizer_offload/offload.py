@@ -14,6 +14,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS
@@ -85,6 +86,7 @@ class OptimizerOffload:
             if self._gradients.arrived(name):  # no gradient: no decay and no moment update either, as in torch.optim
                 scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
                 updates += [(placed, scalars) for placed in self._of[name]]
+                increment_version(parameter)  # a backward of before this step must not go on unnoticed
         self._in_flight = self._pipeline.submit(updates)
         self._gradients.drop()
 
