@@ -1,0 +1,167 @@
+"""The law of the house: whatever the plan, the same bits as memory.mode Disabled, through the real assembly."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import local_runs
+import pytest
+import torch
+
+from spillway.api import parse_job
+from spillway.job import JobFile
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Tier
+from spillway_trainer import assemble as assembly_module
+from spillway_trainer import config, run_job
+from spillway_trainer.assemble import assemble, fill
+from spillway_trainer.recorder import Recorder
+from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
+from spillway_trainer.trainer import Progress, Run, StopRequest, train
+
+torch.set_num_threads(1)
+
+KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+
+    def differences(self, other: Outcome) -> list[str]:
+        pairs = (("loss", self.losses, other.losses), ("norm", self.norms, other.norms))
+        found = [what for what, ours, theirs in pairs if ours != theirs]
+        return found + [name for name, tensor in self.state.items() if not torch.equal(tensor, other.state[name])]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return local_runs.write_text(tmp_path_factory.mktemp("plans") / "text")
+
+
+@pytest.fixture(scope="module")
+def corpus(text: Path) -> Corpus:
+    source = run_job.text_source(text)
+    build_corpus(source, text.parent / "corpus", 512, lambda line: None)
+    return open_corpus(text.parent / "corpus", source, 512)
+
+
+def job_of(text: Path, output: Path, changes: dict[str, str]) -> JobFile:
+    document = local_runs.JOB.replace("TEXT", str(text)).replace("steps: 12", f"steps: {STEPS}")
+    for old, new in changes.items():
+        assert old in document, old
+        document = document.replace(old, new)
+    job = local_runs.job_file(output, text, output / "corpus", epoch=1)
+    return job.model_copy(update={"spec": parse_job(document, "small job").spec})
+
+
+def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
+    """Train the job under the plan in this process."""
+    shutil.rmtree(job.checkpoint_directory, ignore_errors=True)
+    assembly = assemble(job, plan)
+    fill(assembly, job.spec.training.seed)
+    losses, norms = [], []
+
+    class Listener(Recorder):
+        def step(self, step) -> None:  # type: ignore[no-untyped-def]
+            losses.append(step.loss)
+            norms.append(step.gradient_norm)
+
+    class NoCheckpoints:
+        def commit(self, progress: Progress) -> tuple[int, float]:
+            return 0, 0.0
+
+    run = Run(
+        model=assembly.model,
+        optimizer=assembly.optimizer,
+        techniques=assembly,
+        position=assembly.position,
+        batches=run_job.make_batches(job, corpus),
+        learning_rate=config.learning_rate(job.spec),
+        checkpoints=NoCheckpoints(),
+        recorder=Listener(Path(job.output_directory) / "run.jsonl"),
+    )
+    train(run, config.loop_settings(job.spec, plan), Progress(), StopRequest())
+    state = {name: tensor.clone() for name, tensor in assembly.optimizer.state()}
+    state |= {f"parameter.{name}": p.detach().clone() for name, p in assembly.model.named_parameters()}
+    held = assembly.held_bytes()
+    assembly.tiers.close()
+    assert held[Tier.NVME] == 0, "nothing stays in the spill file between steps"
+    return Outcome(losses, norms, state)
+
+
+MODELS = {
+    "tied, dropout, bfloat16": {},
+    "untied, no dropout, float32": {
+        'tieWordEmbeddings: true, dropout: "0.1"}': "}\n    precision: {compute: float32}",
+    },
+    "one micro-batch, no clipping": {"microBatchSize: 4": "microBatchSize: 8", '"0.5"': '"0"'},
+    "eight micro-batches": {"microBatchSize: 4": "microBatchSize: 1"},
+}
+PLANS: dict[str, tuple[tuple[float, float, float], list[Answer]]] = {
+    "kept, resident": ((0.0, 0.0, 1.0), [KEEP] * 4),
+    "kept, all on the CPU": ((1.0, 0.0, 0.0), [KEEP] * 4),
+    "host, all streamed": ((0.0, 1.0, 0.0), [HOST] * 4),
+    "nvme, half and half": ((0.5, 0.5, 0.0), [NVME] * 4),
+    "recomputed, a third each": ((0.34, 0.33, 0.33), [RECOMPUTE] * 4),
+    "mixed": ((0.61, 0.17, 0.22), [NVME, RECOMPUTE, KEEP, HOST]),
+}
+LANES = {"threads": CpuLanes, "lazy": LazyLanes}
+
+
+def plan_of(job: JobFile, shares: tuple[float, float, float], answers: list[Answer]) -> MemoryPlan:
+    micro_batch_size = job.spec.training.micro_batch_size
+    cpu, streamed, resident = shares
+    return local_runs.spread_plan().model_copy(
+        update={
+            "micro_batch_size": micro_batch_size,
+            "num_micro_batches": job.spec.training.global_batch_size // micro_batch_size,
+            "optimizer": OptimizerPlan(
+                cpu_share=cpu, streamed_share=streamed, resident_share=resident, chunk_parameters=1009
+            ),
+            "activations": ActivationPlan(
+                answers=(KEEP, *answers, KEEP), minimum_bytes=1024, window_bytes=1 << 18, num_io_threads=1
+            ),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Every model with all techniques off."""
+    found = {}
+    for name, changes in MODELS.items():
+        job = job_of(text, tmp_path_factory.mktemp("plain"), changes)
+        plan = plan_of(job, (0.0, 0.0, 1.0), []).model_copy(
+            update={"mode": "Disabled", "activations": ActivationPlan()}
+        )
+        found[name] = outcome(job, plan, corpus)
+    return found
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plan_changes_no_bit(
+    model: str,
+    plan: str,
+    lanes: str,
+    plain: dict[str, Outcome],
+    text: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly_module, "CpuLanes", LANES[lanes])
+    job = job_of(text, tmp_path, MODELS[model])
+    assert outcome(job, plan_of(job, *PLANS[plan]), corpus).differences(plain[model]) == []
+
+
+def test_the_models_are_different_runs(plain: dict[str, Outcome]) -> None:
+    """Else one passing test would say nothing about the others."""
+    assert len({tuple(outcome.losses) for outcome in plain.values()}) == len(plain)
