@@ -23,18 +23,18 @@ SCALE = 64
 """Sizes and rates are divided by it: virtual seconds stay those of the full size, host memory is reserved, not used."""
 CHUNK = 4 << 20
 RANK_PARAMETERS = 5 * 10**9
-"""one of four ranks of a 20 B model (note 1.3)"""
+"""one of four ranks of a 20 B model"""
 LINK, CPU_DRAM, HBM = 50 * GB, 120 * GB, 2500 * GB
-"""bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory (note 5.2, row 4)"""
+"""bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory"""
 CPU_BYTES, UPLOAD_BYTES, STATE_BYTES = 30, 2, 12
 """per parameter: float32 gradient, states in and out, bf16 out; bf16 up; master and moments one way"""
 
 BEST = (CPU_BYTES / CPU_DRAM - UPLOAD_BYTES / LINK) / (CPU_BYTES / CPU_DRAM + (STATE_BYTES - UPLOAD_BYTES) / LINK)
-"""note 5.2: the streamed share g* at which the CPU and H2D finish together, without residency"""
+"""the streamed share g* at which the CPU and H2D finish together, without residency"""
 
 
 def bound_seconds(cpu: float, streamed: float, resident: float) -> float:
-    """Note 5.2: the busiest of the cores, H2D and the device's own memory."""
+    """docs/optimizer-offload.md, Time: the busiest of the cores, H2D and the device's own memory."""
     cores = cpu * CPU_BYTES / CPU_DRAM
     h2d = (UPLOAD_BYTES * cpu + STATE_BYTES * streamed) / LINK
     device = 28 * (streamed + resident) / HBM
@@ -127,7 +127,7 @@ def test_lazy_lanes_turn_a_missing_edge_into_wrong_bits(defect: Defect) -> None:
 
 
 def test_write_back_that_is_left_out_changes_the_states() -> None:
-    """Note 1.5, defect 5: the last streamed chunk of a step is never flushed."""
+    """A defect of the published implementation: the last streamed chunk of a step is never flushed."""
     case = Case(torch.bfloat16)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
     parameters = case.parameters()

@@ -5,7 +5,7 @@
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
-Note 5.2's bound for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H.
+The bound (docs/optimizer-offload.md, Time) for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H.
 """
 
 from __future__ import annotations
