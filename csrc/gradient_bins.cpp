@@ -71,7 +71,8 @@ void add_batch(Table* tables, const Gradient* values, int64_t n) {
   for (; i + kTables <= n; i += kTables) {
     for (int t = 0; t < kTables; ++t) tables[t][exponents[i + t]] += squares[i + t];
   }
-  for (; i < n; ++i) tables[0][exponents[i]] += squares[i];
+  // Spread as well: three more in one table would be more than kBlock allows it.
+  for (; i < n; ++i) tables[i % kTables][exponents[i]] += squares[i];
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <system_error>
+#include <exception>
 
 namespace spillway {
 
@@ -37,7 +37,7 @@ ThreadPool::~ThreadPool() {
 bool ThreadPool::made_before_fork() const { return process_ != getpid(); }
 
 void ThreadPool::run_pieces(int64_t num_pieces, int num_threads, void (*call)(const void*, int64_t), const void* work) {
-  const int workers_wanted = static_cast<int>(std::min<int64_t>(num_threads, num_pieces)) - 1;
+  const int workers_wanted = static_cast<int>(std::min<int64_t>(std::max(num_threads, 1), num_pieces)) - 1;
   if (workers_wanted <= 0) {
     for (int64_t piece = 0; piece < num_pieces; ++piece) call(work, piece);
     return;
@@ -65,7 +65,7 @@ void ThreadPool::start_workers(int num_workers) {
   pthread_sigmask(SIG_SETMASK, &all, &callers);
   try {
     while (static_cast<int>(workers_.size()) < num_workers) workers_.emplace_back([this] { serve(); });
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     // At the limit of threads or memory: the job runs on those there are, at least on its caller.
   }
   pthread_sigmask(SIG_SETMASK, &callers, nullptr);

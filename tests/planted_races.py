@@ -74,7 +74,7 @@ class LanesWithDefect:
 
 
 class LanesThatLose(LanesWithDefect):
-    """The operation with this label reports completion and is never run: defect 5, the last write-back left out."""
+    """The operation with this label reports completion and is never run, as in the published implementation."""
 
     def __init__(self, lanes: Lanes, lane: Lane, label: str) -> None:
         super().__init__(lanes, Defect("lost", lane, label, lambda after: after))

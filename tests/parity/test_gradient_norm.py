@@ -52,9 +52,9 @@ def test_the_number_of_threads_changes_no_bin(num_threads: int) -> None:
     assert native.gradient_bins(values, num_threads=num_threads) == native.gradient_bins(values)
 
 
-def test_sums_beyond_64_bits_stay_exact() -> None:
-    """2^21 of the largest mantissa: 2^69 in one bin, 2^66 per table before it is emptied would overflow 64 bits."""
-    n = 1 << 21
+@pytest.mark.parametrize("n", [(1 << 18) - 3, (1 << 18) - 2, (1 << 18) - 1, 1 << 18, 1 << 21])
+def test_sums_beyond_64_bits_stay_exact(n: int) -> None:
+    """Of the largest mantissa a 64-bit sum holds 2^16, and a block is emptied after 4 x 2^16."""
     largest = torch.full((n,), 2.0 - 2.0**-23)
     assert native.gradient_bins(largest).sums[126] == n * (2**24 - 1) ** 2
 

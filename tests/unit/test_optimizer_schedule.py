@@ -80,10 +80,10 @@ def trace_update(shares: tuple[float, float, float]) -> tuple[float, tuple[objec
 
 DEFECTS = [
     Defect("slot refilled before its states went back", Lane.H2D, "states", lambda after: ()),
-    Defect("states written back before the update (1.5, defect 4)", Lane.D2H, "states", lambda after: ()),
+    Defect("states written back before the update", Lane.D2H, "states", lambda after: ()),
     Defect("update before its states came", Lane.COMPUTE, "update", lambda after: after[1:]),
     Defect("upload before the CPU's update", Lane.H2D, "upload", lambda after: after[1:]),
-    Defect("upload buffer reused in flight (1.5, defect 3)", Lane.CPU, "update", lambda after: after[:1]),
+    Defect("upload buffer reused in flight", Lane.CPU, "update", lambda after: after[:1]),
     Defect("gradient staging reused in flight", Lane.D2H, "gradient", lambda after: after[:1]),
     Defect("accumulation before its copy", Lane.CPU, "accumulate", lambda after: after[1:]),
     Defect("norm of a gradient in flight", Lane.CPU, "norm", lambda after: ()),

@@ -5,7 +5,8 @@
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
-The bound (docs/optimizer-offload.md, Time) for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H.
+The bound for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H
+(docs/optimizer-offload.md, Time).
 """
 
 from __future__ import annotations
