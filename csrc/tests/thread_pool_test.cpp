@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <climits>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -24,7 +25,7 @@ void run_and_check(ThreadPool& pool, int64_t num_pieces, int num_threads) {
 int main() {
   ThreadPoolSlot slot;
   for (int64_t num_pieces : {0, 1, 2, 1000}) {
-    for (int num_threads : {0, 1, 2, 8}) run_and_check(slot.get(), num_pieces, num_threads);
+    for (int num_threads : {INT_MIN, 0, 1, 2, 8}) run_and_check(slot.get(), num_pieces, num_threads);
   }
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 6; ++caller) {

@@ -30,7 +30,6 @@ class HostSlab:
         """waits for one release in flight; False when there is none. Set by the lanes"""
         self._extents = Extents(nbytes)
         self._memory = _map(self._extents.capacity_bytes)
-        self._address = self._memory.data_ptr()
 
     def allocate(self, nbytes: int, label: str) -> Tensor:
         """uint8 view of `nbytes`, 4096-aligned, uninitialised.
@@ -44,7 +43,8 @@ class HostSlab:
 
     def free(self, tensor: Tensor) -> None:
         """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
-        self._extents.free(tensor.data_ptr() - self._address)
+        # By offset: an extent of no bytes has no address in torch.
+        self._extents.free(int(tensor.storage_offset() - self._memory.storage_offset()))
 
     @property
     def capacity_bytes(self) -> int:

@@ -64,10 +64,11 @@ class Releases:
 
         An operation that failed is complete, too: its error is raised by whoever waits for its result.
         """
-        with self._lock:
-            number = next(iter(self._pending), None)
-        if number is None:
-            return False
+        numbers = list(self._pending)  # in one step: others add, also the collector of this thread, between two steps
+        if not numbers:
+            with self._lock:
+                return False
+        number = numbers[0]
         _, after = self._pending.get(number, (None, ()))
         for event in after:
             with contextlib.suppress(Exception):
