@@ -27,13 +27,13 @@ class FakeSpillFile:
         self.is_closed = False
         self._blocks: dict[int, Tensor] = {}
 
-    def write_batch(self, writes: Sequence[tuple[int, Tensor]]) -> list[int]:
+    def write_batch(self, writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
         self._hold_up()
-        for offset, tensor in writes:
+        for offset, tensor, label in writes:
             if "write" in self.failing:
-                self._fail("write", "an extent", offset)
+                self._fail("write", label, offset)
             self._blocks[offset] = tensor.clone()
-        return [checksum(tensor) for _, tensor in writes]
+        return [checksum(tensor) for _, tensor, _ in writes]
 
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
         self._hold_up()

@@ -117,7 +117,7 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
     from spillway_trainer.__main__ import attempt
 
     sys.stdout.flush()
-    code = attempt(job, plan)
+    code = attempt(job, lambda: plan)
     sys.stdout.flush()
     os._exit(code)
 

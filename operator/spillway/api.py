@@ -31,6 +31,8 @@ from spillway.manifest import dotted, parse, read_text
 
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
+MIN_TEXT_VOCABULARY = 257
+"""tokens of a byte-level tokenizer: every byte, and the end of text"""
 MAX_NAME_LENGTH = 52
 """pod host names, <name>-<attempt>-<index>, must fit 63 characters"""
 
@@ -642,6 +644,8 @@ def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
     found = [
         (spec.model.transformer.architecture != "llama", "spec.model.config.architecture",
          "cannot be trained yet, only planned; use llama"),
+        (spec.model.transformer.vocab_size < MIN_TEXT_VOCABULARY, "spec.model.config.vocabSize",
+         f"at least {MIN_TEXT_VOCABULARY} for text: a token for every byte, and the end of text"),
         (spec.data.tokens, "spec.data.tokens", text_instead),
         (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
         (spec.data.entrypoint, "spec.data.entrypoint", text_instead),

@@ -18,6 +18,8 @@ from spillway.units import QUANTITY_PATTERN, format_quantity, parse_quantity
 NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
 _NUMBER = re.compile(NUMBER_PATTERN)
 MAX_COUNT = 10**12
+_MAX_LENGTH = 32
+"""characters of a number or a quantity, as in the CRD"""
 
 
 class Fields(BaseModel):
@@ -31,15 +33,20 @@ class Fields(BaseModel):
 def _to_float(value: object) -> float:
     """Quoted or bare, never negative, never inf or nan: the API has no field where those have a meaning."""
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
-    if not _NUMBER.match(text):
-        raise ValueError('a number >= 0 is needed, as a string: for example "0.1" or "3e-4"')
+    if not _NUMBER.fullmatch(text) or len(text) > _MAX_LENGTH:
+        raise ValueError(
+            f'a number >= 0 is needed, as a string of at most {_MAX_LENGTH} characters: for example "0.1" or "3e-4"'
+        )
     return float(text)
 
 
 def _to_bytes(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError("a quantity is needed, for example 24Gi")
-    return parse_quantity(str(value))
+    text = str(value)
+    if text != text.strip() or len(text) > _MAX_LENGTH:
+        raise ValueError(f"a quantity of at most {_MAX_LENGTH} characters is needed, without spaces: for example 24Gi")
+    return parse_quantity(text)
 
 
 def quoted(value: float) -> str:
@@ -51,14 +58,14 @@ Number = Annotated[
     float,
     BeforeValidator(_to_float),
     PlainSerializer(quoted, return_type=str),
-    WithJsonSchema({"type": "string", "maxLength": 32, "pattern": NUMBER_PATTERN}),
+    WithJsonSchema({"type": "string", "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
 ]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 Quantity = Annotated[
     int,
     BeforeValidator(_to_bytes),
     PlainSerializer(format_quantity, return_type=str),
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": 32, "pattern": QUANTITY_PATTERN}),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]

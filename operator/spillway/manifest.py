@@ -36,7 +36,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]{0,39})$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+\.[0-9]*([eE][-+]?[0-9]+)?$"), list("-+0123456789")
 )
@@ -45,13 +47,14 @@ _Loader.add_implicit_resolver(
 def read_text(path: Path) -> str:
     """The manifest's text. Raises UserError when there is none to read."""
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the path of a TrainingJob in YAML") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a TrainingJob in YAML") from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise UserError(f"{path}: {len(raw)} bytes; a TrainingJob is at most {_MAX_FILE_BYTES}")
+        raise UserError(f"{path}: more than {_MAX_FILE_BYTES} bytes; no TrainingJob is that long")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -76,7 +79,11 @@ def parse(model: type[M], text: str, source: str, ignored: Sequence[Location] = 
 
 
 def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[FieldProblem]]:
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        _refuse(source, f"line {line}", "", f"this is no YAML: character U+{ord(text[error.position]):04X}; remove it")
     try:
         node = loader.get_single_node()
         if node is None:
@@ -143,10 +150,13 @@ def _is_boolean_word(node: yaml.Node) -> bool:
 
 
 def dotted(location: Location) -> str:
-    """("spec", "members", 0, "name") -> "spec.members[0].name"."""
+    """("spec", "members", 0, "name") -> "spec.members[0].name"; what a terminal would obey is escaped."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += ("." if path else "") + (part if part.isprintable() else repr(part))
     return path or "the file"
 
 

@@ -6,6 +6,9 @@ documented exit code; unexpected ones as one line, with the traceback in a file.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 import tempfile
 import traceback
@@ -16,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.errors import ExitCode, InvalidJob, SpillwayError
+from spillway.errors import ExitCode, InvalidJob, SpillwayError, UserError
 
 from .console import Format, message_console, print_json
 
@@ -146,23 +149,50 @@ def export(
 
 def main() -> None:
     """Entry point: exit codes as documented, no traceback on the terminal."""
+    prepare_streams()
     sys.exit(run_app(sys.argv[1:]))
+
+
+def prepare_streams() -> None:
+    """Print whatever the terminal's encoding: a character that it lacks is escaped, a closed stream is nobody's."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as we run
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_app(arguments: list[str]) -> int:
     as_json = wants_json(arguments)
     try:
-        app(arguments, prog_name="spillway")
+        refuse_empty_words(arguments)
+        return int(app(arguments, prog_name="spillway", standalone_mode=not as_json))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else UNEXPECTED
         return ExitCode.USER_ERROR if code == CLICK_USAGE_ERROR else code
     except SpillwayError as error:
         say_expected(error, as_json)
         return error.exit_code
+    except OSError as error:
+        refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
+        with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
+            say_expected(refusal, as_json)
+        return refusal.exit_code
     except Exception as error:
-        message_console().print(f"spillway: unexpected {type(error).__name__}: {error}; details in {keep_traceback()}")
+        if getattr(error, "exit_code", None) == CLICK_USAGE_ERROR and hasattr(error, "format_message"):
+            say_expected(UserError(f"command line: {error.format_message()} See spillway --help"), as_json)
+            return ExitCode.USER_ERROR
+        say_unexpected(error, as_json)
         return UNEXPECTED
-    raise AssertionError("unreachable: the command-line library always exits")
+
+
+def refuse_empty_words(arguments: list[str]) -> None:
+    """`--output "$UNSET"` would mean the current directory."""
+    for before, word in pairwise(["", *arguments]):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            option = word or before
+            raise UserError(f"command line: empty value{f' after {option}' if option else ''}; is a variable not set?")
 
 
 def say_expected(error: SpillwayError, as_json: bool) -> None:
@@ -175,6 +205,14 @@ def say_expected(error: SpillwayError, as_json: bool) -> None:
     code = error.exit_code
     failure: dict[str, object] = {"exitCode": int(code), "reason": code.reason, "message": str(error)}
     print_json({"error": {**failure, "fields": fields} if fields else failure})
+
+
+def say_unexpected(error: Exception, as_json: bool) -> None:
+    """One line on stderr, and the file with the traceback; with -o json a document besides."""
+    sentence = f"unexpected {type(error).__name__}: {error}; details in {keep_traceback()}"
+    message_console().print(f"spillway: {sentence}")
+    if as_json:
+        print_json({"error": {"exitCode": UNEXPECTED, "reason": "Unexpected", "message": sentence}})
 
 
 def wants_json(arguments: list[str]) -> bool:

@@ -200,11 +200,12 @@ def record_end(run: RunDirectory, attempt: Attempt) -> None:
 
 
 def read_ended(run: RunDirectory, epoch: int) -> Attempt | None:
-    """How an attempt ended; None while it trains, or when the CLI that watched it was killed."""
+    """How an attempt ended; None while it trains, when its CLI was killed, or when the file is damaged."""
     content = read_json_object(run.attempt(epoch) / ENDED)
-    if not content:
+    code, reason, message = (content.get(key) for key in ("exitCode", "reason", "message"))
+    if not isinstance(code, int) or not isinstance(reason, str) or not isinstance(message, str):
         return None
-    return Attempt(epoch, int(str(content["exitCode"])), str(content["reason"]), str(content["message"]))
+    return Attempt(epoch, code, reason, message)
 
 
 def describe_end(directory: Path, epoch: int, returncode: int) -> Attempt:

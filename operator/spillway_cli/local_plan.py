@@ -38,10 +38,14 @@ def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
 
 
 def quantity(tier: str, text: str) -> int:
+    """The bytes of `--TIER TEXT`. Raises UserError for what spec.memory.budget would refuse, too."""
     try:
-        return parse_quantity(text)
+        num_bytes = parse_quantity(text)
     except ValueError as error:
-        raise UserError(f"--{tier} {error}") from error
+        raise UserError(f"--{tier}: {error}") from error
+    if tier == "device" and not num_bytes:
+        raise UserError(f"--device: {text} is too little, more than 0 is needed; leave it out for what the node has")
+    return num_bytes
 
 
 def plan_for_this_machine(job: TrainingJob, resources: LocalResources) -> MemoryPlan:

@@ -6,6 +6,7 @@ job -> claims and paths exist -> plan -> same run as the directory's? -> job.jso
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
 from .local_attempts import Attempt, StopRequest, Trainer, Watcher, run_attempts
-from .run_directory import RunDirectory, write_atomic
+from .run_directory import RunDirectory, is_text, write_atomic
 from .run_log import read_run_log
 
 IDENTITY = ("model", "data", "training")
@@ -64,6 +65,8 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
             raise UserError(f"--claim {text}: {name} is given twice; keep one")
         if not Path(directory).is_dir():
             raise UserError(f"--claim {text}: {directory} is no directory; name the one that stands for the claim")
+        if not is_text(Path(directory)):
+            raise UserError(f"--claim {text}: the name is not UTF-8; name a directory whose path is text")
         claims[name] = Path(directory).resolve()
     return claims
 
@@ -81,6 +84,19 @@ def refuse_missing_text(job: TrainingJob, claims: Mapping[str, Path], source: st
         raise InvalidJob(source, [FieldProblem("spec.data.text.subPath", text.sub_path, missing)])
     if text.path is not None and not Path(text.path).exists():
         raise InvalidJob(source, [FieldProblem("spec.data.text.path", text.path, "there is no such file or directory")])
+
+
+def refuse_taken_port(port: int | None) -> None:
+    """Raises UserError when the metrics could not be served: the trainer would crash, attempt after attempt."""
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise UserError(f"--metrics-port {port}: {error.strerror}; name a free port") from error
 
 
 def read_job_file(path: Path) -> JobFile | None:

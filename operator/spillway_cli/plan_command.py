@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from spillway.api import load_job
-from spillway.errors import ExitCode, UserError
+from spillway.errors import ExitCode
 from spillway.hardware import resolve_node
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planner import Overrides, make_plan
-from spillway.units import format_bytes, format_seconds, parse_quantity
+from spillway.units import format_bytes, format_seconds
 
 from .console import result_console, table
+from .local_plan import quantity
 
 PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace")
 
@@ -29,7 +30,7 @@ def plan(file: Path, node: str, device: str | None, host: str | None, nvme: str 
 
     Raises UserError (InvalidJob with every wrong field) for what cannot be planned.
     """
-    overrides = Overrides(_bytes("--device", device), _bytes("--host", host), _bytes("--nvme", nvme))
+    overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme))
     decided = make_plan(load_job(file), resolve_node(node), overrides)
     if output == "json":
         sys.stdout.write(decided.model_dump_json(indent=2) + "\n")
@@ -38,11 +39,8 @@ def plan(file: Path, node: str, device: str | None, host: str | None, nvme: str 
     return int(exit_code(decided))
 
 
-def _bytes(flag: str, text: str | None) -> int | None:
-    try:
-        return None if text is None else parse_quantity(text)
-    except ValueError as error:
-        raise UserError(f"{flag}: {error}") from None
+def _bytes(tier: str, text: str | None) -> int | None:
+    return None if text is None else quantity(tier, text)
 
 
 def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:

@@ -34,7 +34,7 @@ def write_report(run: RunDirectory, path: Path) -> Path:
     try:
         write_atomic(path, page)
     except OSError as error:
-        raise UserError(f"{path}: cannot write the report ({error.strerror}); name another --file") from error
+        raise UserError(f"{path}: cannot write the report ({error.strerror}); name another --output") from error
     return path
 
 
@@ -57,4 +57,4 @@ def read_plan(path: Path) -> MemoryPlan:
     except FileNotFoundError as error:
         raise UserError(f"{path}: not found; name the --output of a `spillway run`") from error
     except (ValidationError, ValueError) as error:
-        raise UserError(f"{path}: is no plan of this version of spillway; it was written by another one") from error
+        raise UserError(f"{path}: damaged, or not written by this version of spillway") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from spillway.api import TrainingJob, load_job
-from spillway.errors import ExitCode
+from spillway.errors import ExitCode, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
 
@@ -49,12 +49,13 @@ def run(options: RunOptions) -> int:
     local_run.refuse_wrong_fields(job, source)
     claims = local_run.parse_claims(options.claims)
     local_run.refuse_missing_text(job, claims, source)
+    local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec)
     if unused:
         console.print(f"not used locally: {', '.join(unused)}")
     directory = create_run_directory(options.output)
-    spill = create_run_directory(options.spill).path if options.spill else directory.path
+    spill = create_run_directory(options.spill, "--spill").path if options.spill else directory.path
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port)
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
@@ -88,30 +89,45 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
     """Report, summary, exit code. No attempt at all means that the run was complete before."""
     exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
     summary = summarize(read_run_log(directory.log), read_plan(directory.plan_file))
-    report = write_report(directory, directory.report)
+    report = report_if_possible(directory)
     if output is Format.JSON:
         print_json(as_json(directory, job, attempts, summary, report))
     else:
         result_console().print(summary_table(job, summary))
-        result_console().print(f"report: {report}")
+        if report is not None:
+            result_console().print(f"report: {report}")
     if attempts and exit_code != ExitCode.COMPLETED:
         message_console().print(closing_sentence(attempts[-1], summary.num_steps, directory))
     return exit_code
 
 
+def report_if_possible(directory: RunDirectory) -> Path | None:
+    """The report; a full disk is said, and hides neither how the run ended nor its figures."""
+    try:
+        return write_report(directory, directory.report)
+    except UserError as error:
+        message_console().print(str(error))
+        return None
+
+
 def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> str:
     """Why it ended, and what to do."""
     log = directory.attempt(last.epoch) / "trainer.log"
+    message = last.message.rstrip(".")
+    if last.exit_code == ExitCode.PREEMPTED and not num_steps:
+        return "stopped before the first step; the same command starts again"
     if last.exit_code == ExitCode.PREEMPTED:
         return f"stopped after step {num_steps}; the same command goes on from the last checkpoint"
     if last.worth_restarting:
-        return f"given up: {last.reason}: {last.message}. The log is {log}; the same command tries again."
-    return f"ended: {last.reason}: {last.message}. The log is {log}."
+        return f"given up: {last.reason}: {message}. The log is {log}; the same command tries again."
+    return f"ended: {last.reason}: {message}. The log is {log}."
 
 
 def summary_table(job: TrainingJob, summary: RunSummary) -> object:
     shown = table("", job.metadata.name)
     shown.add_row("steps", f"{summary.num_steps} of {job.spec.training.steps}")
+    if summary.num_steps == 0:
+        return shown  # no step, no figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
     if summary.evaluation_loss is not None:
         shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
@@ -129,7 +145,7 @@ def summary_table(job: TrainingJob, summary: RunSummary) -> object:
 
 
 def as_json(
-    directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], summary: RunSummary, report: Path
+    directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], summary: RunSummary, report: Path | None
 ) -> dict[str, object]:
     """The document of `-o json` (docs/cli.md)."""
     last = attempts[-1] if attempts else None
@@ -145,5 +161,5 @@ def as_json(
             {"epoch": one.epoch, "exitCode": int(one.exit_code), "reason": one.reason, "message": one.message}
             for one in attempts
         ],
-        "report": str(report),
+        "report": None if report is None else str(report),
     }

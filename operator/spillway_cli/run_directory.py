@@ -53,8 +53,10 @@ class RunDirectory:
         return self.attempts / f"attempt-{epoch}"
 
 
-def create_run_directory(path: Path) -> RunDirectory:
-    """Make the directory, and prove that it can be written to. Raises UserError with the system's reason."""
+def create_run_directory(path: Path, option: str = "--output") -> RunDirectory:
+    """Make the directory that `option` names, and prove that it can be written to. Raises UserError with the reason."""
+    if not is_text(path):
+        raise UserError(f"{option} {path}: the name is not UTF-8; name a directory whose path is text")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".spillway-write-probe"
@@ -62,9 +64,18 @@ def create_run_directory(path: Path) -> RunDirectory:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"--output {path}: cannot write there ({error.strerror}); name a directory that you may write to"
+            f"{option} {path}: cannot write there ({error.strerror}); name a directory that you may write to"
         ) from error
     return RunDirectory(path.resolve())
+
+
+def is_text(path: Path) -> bool:
+    """Whether job.json can hold the absolute path: a name is bytes to the system, and not always UTF-8."""
+    try:
+        str(path.resolve()).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -106,11 +117,15 @@ def epochs_of(directory: Path) -> list[int]:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def existing_run(path: Path) -> RunDirectory:

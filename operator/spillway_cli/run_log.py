@@ -98,7 +98,7 @@ class RunLog:
         """Take one line in; returns its event, or None when the line is no event of ours."""
         try:
             event = self._event(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         match event:
             case Start():

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,14 +91,30 @@ def test_sigterm_commits_and_exits_75_and_the_next_attempt_goes_on(reference: Re
     assert curves(tmp_path)[0] == reference.losses
 
 
+def test_sigterm_while_the_corpus_is_built_ends_the_attempt_at_once(reference: Reference, tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, reference.text, tmp_path / "corpus", epoch=1)
+    process = local_runs.start_attempt(job, local_runs.spread_plan())
+    wait_until(tmp_path, (tmp_path / "checkpoints" / "epoch-1.json").exists)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == ExitCode.PREEMPTED, local_runs.log_of(tmp_path, 1)
+    assert local_runs.events(tmp_path, "end")[-1]["step"] == 0
+    assert not local_runs.events(tmp_path, "step")
+
+
 def wait_for_step(output: Path, step: int) -> None:
-    """Poll until the run has logged `step`."""
+    wait_until(output, lambda: any(entry["step"] >= step for entry in local_runs.events(output, "step")))
+
+
+def wait_until(output: Path, reached: Callable[[], bool]) -> None:
+    """Poll until the run has come there."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if any(entry["step"] >= step for entry in local_runs.events(output, "step")):
+        if reached():
             return
         time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {local_runs.log_of(output, 1)}")
+    raise AssertionError(f"not reached: {local_runs.log_of(output, 1)}")
 
 
 def test_an_earlier_epoch_is_fenced(reference: Reference, tmp_path: Path) -> None:

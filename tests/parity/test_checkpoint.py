@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import flip_bit, training_state
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spillway.errors import CheckpointCorrupt, UserError
@@ -118,6 +119,13 @@ def test_checkpoint_of_another_model_is_refused_with_the_first_differences(
     checkpoint = saved(tmp_path, canonical({"a": (7, 5), "b": (3,)}))
     with pytest.raises(UserError, match=sentence):
         next(load(checkpoint, shapes))
+
+
+def test_a_tensor_that_its_file_lacks_is_never_left_out(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, canonical({"a": (7, 5)}))
+    save_file({"master.a": torch.zeros(7, 5)}, checkpoint.path / "tensors-00000.safetensors")
+    with pytest.raises(SafetensorError, match=r"exp_avg\.a"):
+        list(load(checkpoint, {"a": (7, 5)}))
 
 
 @pytest.mark.parametrize("changed", ["tokenizer_xxh3", "data_xxh3", "seed"])
@@ -323,3 +331,12 @@ def test_export_never_overwrites(tmp_path: Path, corpus: Corpus, exported_from: 
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="exists already"):
         export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
+
+
+def test_export_removes_nothing_beside_its_output(tmp_path: Path, corpus: Corpus, exported_from: Checkpoint) -> None:
+    mine = tmp_path / "llama.tmp" / "notes"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    export(exported_from.path, tmp_path / "llama", tokenizer=corpus.tokenizer_path)
+    assert mine.read_text() == "mine"
+    assert not list(tmp_path.glob("llama.*.tmp"))

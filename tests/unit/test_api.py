@@ -230,8 +230,9 @@ def test_what_does_not_work_yet_is_refused_with_what_works_instead(path: str) ->
 
 NOT_IN_A_LOCAL_RUN: dict[str, dict[str, Any]] = {
     "spec.model.config.architecture": {
-        "spec.model.config": {"architecture": "gpt2", "hiddenSize": 64, "numLayers": 1, "numHeads": 4, "vocabSize": 99}
+        "spec.model.config": {"architecture": "gpt2", "hiddenSize": 64, "numLayers": 1, "numHeads": 4, "vocabSize": 300}
     },
+    "spec.model.config.vocabSize": {"spec.model.config.vocabSize": 256},
     "spec.data.tokens": {"spec.data": {"tokens": {"path": "/t"}}},
     "spec.data.huggingFace": {"spec.data": {"huggingFace": {"name": "x"}}},
     "spec.data.entrypoint": {"spec.data": {"entrypoint": "a:b"}},
@@ -335,6 +336,37 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         load_job(path)
+
+
+def test_a_control_character_is_refused_with_its_line() -> None:
+    (problem,) = problems_of(text() + "\x01")
+    assert problem.path == f"line {text().count(chr(10)) + 1}" and "U+0001" in problem.problem
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    with pytest.raises(UserError, match="more than 1048576 bytes"):
+        load_job(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("value", ["9" * 10_000, '"' + "9" * 10_000 + '"', '"8Gi\\n"', '" 8Gi"'])
+def test_a_quantity_that_the_crd_refuses_is_refused(value: str) -> None:
+    manifest = text({"spec.memory.budget.device": "DEVICE"}).replace("DEVICE", value)
+    (problem,) = problems_of(manifest)
+    assert problem.path == "spec.memory.budget.device" and "at most 32 characters" in problem.problem
+
+
+@pytest.mark.parametrize("value", ["0." + "1" * 31, "1e-3\n"])
+def test_a_number_that_the_crd_refuses_is_refused(value: str) -> None:
+    assert (
+        "a number >= 0"
+        in problems({"spec.training.optimizer.learningRate": value})["spec.training.optimizer.learningRate"].problem
+    )
+
+
+def test_a_key_cannot_command_the_terminal() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        job({"spec.st\x1b[31meps": 4})
+    assert "\x1b" not in str(caught.value)
 
 
 def test_an_object_from_a_server_loads() -> None:

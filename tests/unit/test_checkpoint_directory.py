@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 from checkpoint_cases import commit, flip_bit, history, training_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from spillway_trainer.checkpoint_directory import (
     list_checkpoints,
     verify,
 )
-from spillway_trainer.checkpoint_manifest import CheckpointName, Manifest, open_checkpoint
+from spillway_trainer.checkpoint_manifest import CheckpointName, Manifest, TensorEntry, open_checkpoint
 from spillway_trainer.sealed_json import Unsealed, seal, unseal
 
 
@@ -314,3 +316,28 @@ def test_lineage_is_what_a_run_without_zombies_would_hold(data: st.DataObject) -
 def test_opened_checkpoint_knows_its_size(tmp_path: Path) -> None:
     history(tmp_path, (1, (10,)))
     assert open_checkpoint(tmp_path / "step-10.e1").manifest.nbytes == 2 * 280
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{\n no JSON", seal({"version": 1}), seal({"version": 1, "files": 3, "state": []})],
+    ids=["no JSON", "fields missing", "fields of other kinds"],
+)
+def test_a_sealed_file_that_is_no_manifest_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    history(tmp_path, (1, (10, 20)))
+    body = content if content.startswith(b'{"xxh3') else seal_bytes(content)
+    (tmp_path / "step-20.e1" / "manifest.json").write_bytes(body)
+    assert resumed(tmp_path) == "step-10.e1"
+
+
+def seal_bytes(body: bytes) -> bytes:
+    return b'{"xxh3_128": "' + xxhash.xxh3_128_hexdigest(body).encode() + b'",\n' + body + b"\n"
+
+
+@pytest.mark.parametrize("file", ["../../elsewhere.safetensors", "/etc/passwd", "tensors-00009.safetensors"])
+def test_a_tensor_in_a_file_that_the_manifest_does_not_list_is_a_problem(tmp_path: Path, file: str) -> None:
+    history(tmp_path, (1, (10,)))
+    checkpoint = open_checkpoint(tmp_path / "step-10.e1")
+    manifest = replace(checkpoint.manifest, tensors={"master.a": TensorEntry(file, (1,))})
+    (checkpoint.path / "manifest.json").write_bytes(manifest.to_bytes())
+    assert [problem.found for problem in verify(checkpoint.path)] == [repr(file)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,12 @@ from spillway.api import TrainingJob, parse_job
 from spillway.errors import ExitCode, UserError
 from spillway.job import JobFile
 from spillway_cli import __main__ as cli
-from spillway_cli import local_run
+from spillway_cli import local_run, run_command
+from spillway_cli.console import Format
+from spillway_cli.local_attempts import Attempt, read_ended
 from spillway_cli.local_node import probe
 from spillway_cli.local_plan import BudgetOverrides, shared_memory, with_budget
+from spillway_cli.report_command import write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +144,107 @@ def test_unexpected_error_is_one_line_and_a_file(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert "KeyError" in Path(said[0].split()[-1]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["fly"], ["plan", "job.yaml"], ["run", "job.yaml", "--fast"], ["report", "x", "--step", "1"], ["ckpt"]],
+)
+def test_wrong_command_line_is_a_document_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_app([*arguments, "-o", "json"]) == ExitCode.USER_ERROR
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["exitCode"], error["reason"]) == (64, "UserError") and "spillway --help" in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [["run", "--help"], ["ckpt", "ls", "--help"]])
+def test_help_is_help_with_json_too(arguments: list[str]) -> None:
+    assert cli.run_app([*arguments, "-o", "json"]) == 0
+
+
+def test_unexpected_error_is_a_document_too(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(local_run, "refuse_wrong_fields", broken)
+    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+    assert run(job_file, "-o", "json") == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["exitCode"], error["reason"]) == (1, "Unexpected") and "KeyError" in error["message"]
+
+
+def test_what_the_system_refuses_is_a_sentence(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/private/text")
+
+    monkeypatch.setattr(local_run, "refuse_missing_text", denied)
+    assert run(job_file) == ExitCode.USER_ERROR
+    assert capsys.readouterr().err.startswith("spillway: /private/text: Permission denied")
+
+
+def test_result_on_a_full_disk_is_a_sentence() -> None:
+    job = str(ROOT / "examples" / "demo.yaml")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "spillway_cli", "plan", job, "--node", "cpu"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == ExitCode.USER_ERROR
+    assert done.stderr.startswith("spillway: the result: No space left on device")
+
+
+@pytest.mark.parametrize("words", [["--output", ""], ["--output="], ["--output", "x", "--spill", ""]])
+def test_empty_value_is_refused_not_taken_for_the_current_directory(
+    words: list[str], job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job_file.parent)
+    assert cli.run_app(["run", job_file.name, *words]) == ExitCode.USER_ERROR
+    assert "empty value after --" in capsys.readouterr().err
+    assert [path.name for path in job_file.parent.iterdir()] == ["job.yaml"]
+
+
+def test_character_that_the_terminal_lacks_is_escaped() -> None:
+    command = [sys.executable, "-m", "spillway_cli", "plan", str(ROOT / "examples" / "demo.yaml"), "--node", "cpu"]
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.FITS_WITH_SPILLING, b"")
+
+
+def test_exit_code_outlives_a_closed_stderr() -> None:
+    command = f"{sys.executable} -m spillway_cli plan none.yaml --node cpu 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == ExitCode.USER_ERROR
+
+
+@pytest.mark.parametrize("command", [["plan", "--node", "cpu"], ["run", "--output", "out"]])
+def test_device_budget_of_zero_is_refused_as_in_the_job(
+    command: list[str], job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run_app([*command, str(job_file), "--device", "0"]) == ExitCode.USER_ERROR
+    assert "--device: 0 is too little" in capsys.readouterr().err
+
+
+def test_metrics_port_in_use_is_refused_before_anything_starts(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert run(job_file, "--metrics-port", str(port)) == ExitCode.USER_ERROR
+    assert f"--metrics-port {port}: Address already in use" in capsys.readouterr().err
+    assert not (job_file.parent / "out").exists()
+
+
+def test_spill_directory_that_cannot_be_written_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(job_file, "--spill", str(job_file / "spill")) == ExitCode.USER_ERROR
+    assert f"--spill {job_file / 'spill'}: cannot write there" in capsys.readouterr().err
+
+
+def test_vocabulary_too_small_for_text_is_refused_before_anything_starts(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(changed(job_file, ("vocabSize: 4096", "vocabSize: 256"))) == ExitCode.USER_ERROR
+    assert "spec.model.config.vocabSize = 256: at least 257" in capsys.readouterr().err
+    assert not (job_file.parent / "out").exists()
 
 
 def test_budget_that_is_no_quantity_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +373,13 @@ def test_output_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
         create_run_directory(tmp_path / "file" / "out")
 
 
+@pytest.mark.parametrize("option", ["--output", "--spill"])
+def test_directory_whose_name_is_no_text_is_a_sentence(option: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{option} .*not UTF-8"):
+        create_run_directory(tmp_path / "bad\udcff", option)
+    assert not list(tmp_path.iterdir())
+
+
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
@@ -278,6 +391,60 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_report_without_room_hides_no_outcome(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    write_atomic(directory.plan_file, made_plan().model_dump_json())
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    crash = Attempt(1, 137, "RankCrashed", "killed by SIGKILL")
+    assert run_command.finish(directory, tiny_job(), [crash], Format.JSON) == 137
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert (document["exitCode"], document["report"]) == (137, None)
+    assert "No space left on device" in printed.err
+
+
+def test_report_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_atomic(directory.plan_file, made_plan().model_dump_json())
+    with pytest.raises(UserError, match="name another --output"):
+        write_report(directory, tmp_path / "none" / "report.html")
+
+
+def test_summary_without_a_step_shows_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(tmp_path)
+    write_atomic(directory.plan_file, made_plan().model_dump_json())
+    refused = Attempt(1, 64, "UserError", "no text")
+    assert run_command.finish(directory, tiny_job(), [refused], Format.TEXT) == 64
+    printed = capsys.readouterr().out
+    assert "0 of 80" in printed and "not finite" not in printed
+
+
+@pytest.mark.parametrize(
+    ("attempt", "sentence"),
+    [
+        (Attempt(1, 64, "UserError", "no text."), "ended: UserError: no text. The log is "),
+        (Attempt(1, 75, "Preempted", "stopped"), "stopped before the first step; the same command starts again"),
+    ],
+)
+def test_closing_sentence_is_well_formed(attempt: Attempt, sentence: str, tmp_path: Path) -> None:
+    assert run_command.closing_sentence(attempt, 0, RunDirectory(tmp_path)).startswith(sentence)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"exitCode": "many"}', '{"exitCode": 1, "reason": 2}', "[]", "half"])
+def test_damaged_record_of_an_end_is_none(content: str, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.attempt(1).mkdir(parents=True)
+    (directory.attempt(1) / "ended.json").write_text(content)
+    assert read_ended(directory, 1) is None
 
 
 def test_checkpoint_claim_is_not_used_locally() -> None:

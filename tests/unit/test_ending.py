@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -22,7 +23,12 @@ def test_an_error_of_ours_ends_with_its_own_code(error_class: type[errors.Spillw
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    ],
 )
 def test_a_failed_allocation_is_host_out_of_memory(error: Exception) -> None:
     assert ending_of(error).exit_code == errors.ExitCode.HOST_OUT_OF_MEMORY
@@ -45,6 +51,21 @@ def test_a_termination_message_fits_the_kubelets_4096_bytes(tmp_path: Path) -> N
     write_termination(path, ending_of(RuntimeError("x" * 10_000)), rank=0, step=1)
     assert path.stat().st_size <= 4096
     assert len(json.loads(path.read_text())["message"]) == LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("\N{SNOWMAN}" * 3000),
+        errors.CheckpointCorrupt("none verifies\n" * 300, problems=["a problem"] * 300),
+    ],
+    ids=["letters of six bytes", "many details"],
+)
+def test_whatever_is_said_a_termination_message_is_whole_json(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "termination.json"
+    write_termination(path, ending_of(error), rank=0, step=1)
+    assert path.stat().st_size <= 4096
+    assert str(error).startswith(json.loads(path.read_text())["message"].removeprefix("RuntimeError: "))
 
 
 def test_an_unwritable_termination_message_is_no_second_failure(

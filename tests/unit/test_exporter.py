@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import local_runs
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway import metrics
+from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway_trainer.exporter import Exporter
 
@@ -85,3 +91,25 @@ def test_tier_series_carry_rank_and_tier() -> None:
     exporter.step(step())
     labels = (("rank", "0"), ("tier", "nvme"), ("training_job", "small"))
     assert scrape(exporter)[metrics.TIER_PEAK_BYTES.name, labels] == 5
+
+
+def test_a_port_in_use_is_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"metrics port {port}.*in use"):
+            new_exporter().serve(port)
+
+
+def test_a_link_that_is_first_used_during_a_scrape_does_not_fail_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = new_exporter()
+    exporter.step(step())
+    original = CounterMetricFamily.add_metric
+
+    def meanwhile(family: CounterMetricFamily, *arguments: Any) -> None:
+        exporter._totals.moved_bytes[f"link {len(exporter._totals.moved_bytes)}"] = 1
+        original(family, *arguments)
+
+    monkeypatch.setattr(CounterMetricFamily, "add_metric", meanwhile)
+    scrape(exporter)

@@ -42,6 +42,12 @@ def test_low_addresses_are_reused_first() -> None:
     assert slab.allocate(PAGE, "masters").data_ptr() == first.data_ptr()
 
 
+def test_an_extent_of_no_bytes_comes_back_like_any_other() -> None:
+    slab = HostSlab(32 << 20)
+    slab.free(slab.allocate(0, "nothing"))
+    assert slab.held_bytes == 0
+
+
 def test_a_full_slab_names_its_holders() -> None:
     slab = HostSlab(4 * PAGE)
     slab.allocate(3 * PAGE, "exp_avg")

@@ -1,5 +1,8 @@
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from spillway.plan import Tier
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Buffer, CpuLanes, Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.lanes import Buffer, CpuLanes, Lane, Lanes, LazyLanes, Region
+from spillway_trainer.tiers.releases import Releases
 from spillway_trainer.tiers.tracing import TracingLanes
 
 PAGE = 4096
@@ -176,3 +180,49 @@ def test_a_released_device_buffer_that_autograd_still_shows_is_not_poisoned() ->
     gradient = buffer.tensor.zero_().view(torch.float32)
     lanes.release(buffer)
     assert bool((gradient == 0).all())
+
+
+class Stuck(Region):
+    def drop(self) -> None:
+        raise RuntimeError("cannot be dropped")
+
+
+def test_a_region_that_cannot_be_dropped_leaves_nobody_waiting() -> None:
+    lanes, hold = make_lanes(CpuLanes), threading.Event()
+    held = lanes.submit(Lane.CPU, hold.wait)
+    lanes.release(Stuck(1, "stuck"), after=[held])
+    hold.set()
+    with pytest.raises(RuntimeError, match="cannot be dropped"):
+        held.wait()
+    lanes.submit(Lane.CPU, lambda: None).wait()
+    lanes.close()
+
+
+class Finished:
+    """An event that is complete once somebody waited."""
+
+    done = False
+
+    def wait(self) -> None:
+        self.done = True
+
+
+def test_a_release_may_come_between_any_two_steps_of_waiting_for_one() -> None:
+    """A worker's destructors and the collector add without the lock, whatever the waiting thread is at."""
+    releases = Releases()
+    releases.add(Region(1, "oldest"), [Finished()])
+
+    def add(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not Releases.wait_for_one.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            releases.add(Region(1, "newer"), [Finished()])
+        return add
+
+    before = sys.gettrace()
+    sys.settrace(add)
+    try:
+        assert releases.wait_for_one()
+    finally:
+        sys.settrace(before)

@@ -55,7 +55,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     memory = torch.empty(3 * PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % PAGE :][: 2 * PAGE]
     written, read = memory[:PAGE].random_(0, 256), memory[PAGE:].zero_()
-    (checksum,) = slab.write_batch([(extent.offset, written)])
+    (checksum,) = slab.write_batch([(extent.offset, written, "block0")])
     slab.read_batch([(extent.offset, read, checksum, "block0")])
     slab.close()
     assert torch.equal(written, read)
@@ -70,7 +70,7 @@ def test_a_wrong_bit_is_an_error_and_not_a_result() -> None:
 
     slab = NvmeSlab(Path("/spill"), PAGE, 1, open_file=open_file)
     tensor = torch.arange(64, dtype=torch.uint8)
-    (checksum,) = slab.write_batch([(0, tensor)])
+    (checksum,) = slab.write_batch([(0, tensor, "block0")])
     files[0].failing.add("flip")
     with pytest.raises(SpillIOError, match="block0"):
         slab.read_batch([(0, tensor, checksum, "block0")])

@@ -107,6 +107,20 @@ def test_a_policy_holds_for_every_block(policy: str) -> None:
     assert set(answers[1:-1]) <= {Answer(policy.lower())}
 
 
+def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
+    tiny = {
+        "spec.model.config": {
+            "architecture": "llama", "hiddenSize": 32, "numLayers": 2, "numHeads": 2, "intermediateSize": 64,
+            "vocabSize": 300,
+        },
+        "spec.training.sequenceLength": 32,
+        "spec.memory.activations.policy": "Nvme",
+    }  # fmt: skip
+    decided = plan(tiny)
+    assert decided.bytes[Tier.NVME].total == 0
+    assert any("none is worth moving" in reason for reason in decided.reasons)
+
+
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [("Device", (0.0, 0.0, 1.0)), ("Host", (1.0, 0.0, 0.0)), ("Auto", (0.0, 0.0, 1.0))],

@@ -6,6 +6,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
+from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway_trainer.recorder import Recorder
 
@@ -48,3 +51,14 @@ def test_whole_lines_are_continued_without_a_gap(tmp_path: Path) -> None:
     Recorder(path).end(3, "Preempted", 75, "stopped")
     Recorder(path).end(9, "Completed", 0, "done")
     assert [line["step"] for line in lines(path)] == [3, 9]
+
+
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent/run\.jsonl: cannot be written: No such file"):
+        Recorder(tmp_path / "absent" / "run.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="No space left"):
+        Recorder(Path("/dev/full")).end(1, "Completed", 0, "done")

@@ -32,3 +32,10 @@ def test_line_that_was_closed_off_half_written_is_passed_over(tmp_path: Path) ->
     lines = [json.dumps(line) + "\n" for line in attempt_lines(1, 1, 3)]
     path.write_text(lines[0] + lines[1] + lines[2][:40] + "\n" + lines[3])
     assert steps(Follower(path)) == [1, 3]
+
+
+def test_numbers_that_no_integer_can_be_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    lines = [json.dumps(line) + "\n" for line in attempt_lines(1, 1, 2)]
+    path.write_text('{"event": "start", "time": 1e999, "epoch": Infinity}\n' + "[" * 100_000 + "\n" + "".join(lines))
+    assert steps(Follower(path)) == [1, 2]

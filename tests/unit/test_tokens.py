@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failing_files import CountingFiles, full_at
@@ -73,6 +74,25 @@ def test_links_out_of_the_tree_are_not_followed(tmp_path: Path) -> None:
     (root / "b.txt").symlink_to(tmp_path / "secret.txt")
     (root / "c").symlink_to(tmp_path, target_is_directory=True)
     assert texts(root) == ["a"]
+
+
+def test_links_that_lead_in_a_circle_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to("b.txt")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    (tmp_path / "c.txt").write_text("text")
+    assert text_source(tmp_path).files == ("c.txt",)
+
+
+def test_a_directory_that_cannot_be_read_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's refusal is injected: tests may run as root, to whom nothing is unreadable."""
+
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}: Permission denied"):
+        text_source(tmp_path)
 
 
 def test_links_within_the_tree_are_read_as_in_a_mounted_config_map(tmp_path: Path) -> None:
@@ -336,4 +356,21 @@ def test_slower_of_two_builders_leaves_the_faster_ones_corpus(tmp_path: Path) ->
     before = (tmp_path / "corpus" / "index.json").stat().st_ino
     built(root, tmp_path / "corpus")
     assert (tmp_path / "corpus" / "index.json").stat().st_ino == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "text"]
+
+
+def test_a_builder_whose_files_a_faster_one_cleared_away_leaves_that_ones_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child of a killed attempt may still build while the next attempt's child does."""
+    root = write(tmp_path / "text", a__txt=TEXT)
+    train = tokens_module.train_tokenizer
+
+    def overtaken(*arguments: Any) -> Tokenizer:
+        monkeypatch.setattr(tokens_module, "train_tokenizer", train)
+        built(root, tmp_path / "corpus")
+        return train(*arguments)
+
+    monkeypatch.setattr(tokens_module, "train_tokenizer", overtaken)
+    assert decoded(built(root, tmp_path / "corpus")) == TEXT + END_OF_TEXT
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "text"]

@@ -185,14 +185,24 @@ def test_a_stop_request_in_the_last_step_is_completion(tmp_path: Path) -> None:
     assert loop.checkpoints.steps == [1]
 
 
-def test_sigterm_is_a_stop_request() -> None:
+@pytest.fixture
+def listening() -> Iterator[StopRequest]:
     stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
-    try:
-        stop.listen()
+    stop.listen()
+    yield stop
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_in_training_waits_for_the_end_of_the_step(listening: StopRequest) -> None:
+    listening.wait_for_step()
+    for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stop.requested
+    assert listening.requested
+
+
+def test_sigterm_before_training_ends_the_attempt_at_once(listening: StopRequest) -> None:
+    with pytest.raises(Preempted, match="before training went on"):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_path: Path) -> None:

@@ -10,9 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-from spillway.errors import ExitCode
+from pydantic import BaseModel, ValidationError
+
+from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
@@ -29,35 +34,53 @@ from .recorder import Recorder
 from .run_job import RANK, run_job
 from .trainer import Progress, StopRequest
 
+Contract = TypeVar("Contract", bound=BaseModel)
+
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         sys.stderr.write(__doc__ or "")
         return ExitCode.USER_ERROR
     directory = Path(arguments[0])
-    job = JobFile.model_validate_json((directory / "job.json").read_text(encoding="utf-8"))
-    plan = MemoryPlan.model_validate_json((directory / "plan.json").read_text(encoding="utf-8"))
-    return attempt(job, plan)
+    try:
+        job = read(directory / "job.json", JobFile)
+    except UserError as error:  # nothing says where a termination message goes
+        print(f"{error.exit_code.reason}: {error}", flush=True)
+        return error.exit_code
+    return attempt(job, lambda: read(directory / "plan.json", MemoryPlan))
 
 
-def attempt(job: JobFile, plan: MemoryPlan) -> int:
+def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
     """Run one attempt and say how it ended, in run.jsonl, in the termination message and by the exit code."""
     native.return_freed_memory()
     stop, progress = StopRequest(), Progress()
-    stop.listen()
-    recorder = Recorder(Path(job.output_directory) / "run.jsonl")
+    recorder: Recorder | None = None
     try:
-        run_job(job, plan, recorder, progress, stop)
+        stop.listen()
+        recorder = Recorder(Path(job.output_directory) / "run.jsonl")
+        run_job(job, read_plan(), recorder, progress, stop)
         ending = completed(f"trained to step {progress.step}")
-    except Exception as error:
+    except BaseException as error:  # also Ctrl-C and what a lane threw
         ending = ending_of(error)
-        if ending.expected:
-            print(f"{ending.reason}: {ending.message}", flush=True)
-        else:
+        if not ending.expected:
             traceback.print_exc()
-    recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
     write_termination(Path(job.termination_message_path), ending, RANK, progress.step)
+    with suppress(UserError):  # the disk that refuses a line may be what ended the attempt
+        if recorder is not None:
+            recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
+    print(f"{ending.reason}: {ending.message}", flush=True)
     return ending.exit_code
+
+
+def read(path: Path, contract: type[Contract]) -> Contract:
+    """One of the two files that say what to do. Raises UserError when it is absent or not what it should be."""
+    try:
+        return contract.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}; spillway run writes it") from error
+    except ValidationError as error:
+        wrong = [FieldProblem(".".join(map(str, e["loc"])) or "content", "", e["msg"]) for e in error.errors()]
+        raise InvalidJob(str(path), wrong) from error
 
 
 if __name__ == "__main__":

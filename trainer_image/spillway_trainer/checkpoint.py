@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from safetensors import safe_open
@@ -102,9 +103,10 @@ def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterato
     Raises UserError before the first tensor when names or shapes are not the model's.
     """
     _check_shapes(checkpoint, shapes)
-    for entry in checkpoint.manifest.files:
-        with safe_open(checkpoint.path / entry.name, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+    tensors = checkpoint.manifest.tensors
+    for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
+        with safe_open(checkpoint.path / file_name, framework="pt") as file:
+            for name in names:
                 tensor = file.get_tensor(name)
                 assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
                 yield name, tensor

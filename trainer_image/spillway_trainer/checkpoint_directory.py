@@ -322,9 +322,9 @@ def _read_base(directory: Path, number: int) -> CheckpointName | None:
         fields = unseal((directory / f"epoch-{number}.json").read_bytes())
     except FileNotFoundError:
         raise Unsealed("no such file") from None
-    if fields["version"] != EPOCH_VERSION:
+    if fields.get("version") != EPOCH_VERSION:
         raise UserError(
-            f"{directory / f'epoch-{number}.json'}: version {fields['version']}, this spillway reads version "
+            f"{directory / f'epoch-{number}.json'}: version {fields.get('version')}, this spillway reads version "
             f"{EPOCH_VERSION}; use the spillway that wrote it"
         )
     base = None if fields["resumes_from"] is None else CheckpointName.parse(fields["resumes_from"])

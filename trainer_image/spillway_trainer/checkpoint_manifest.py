@@ -128,12 +128,19 @@ class Manifest:
     def from_bytes(content: bytes) -> Manifest:
         """Raises Unsealed when a byte differs from what was written, UserError for a version this code cannot read."""
         fields = unseal(content)
-        if fields["version"] != MANIFEST_VERSION:
+        if fields.get("version") != MANIFEST_VERSION:
             raise UserError(
                 f"checkpoint of step {fields.get('step')}: written by spillway {fields.get('spillway')} with "
-                f"manifest version {fields['version']}, this one reads version {MANIFEST_VERSION}; "
+                f"manifest version {fields.get('version')}, this one reads version {MANIFEST_VERSION}; "
                 "use the spillway that wrote it"
             )
+        try:
+            return Manifest._from_fields(fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # sealed, but not by us
+            raise Unsealed(f"fields that no manifest has ({type(error).__name__}: {error})") from error
+
+    @staticmethod
+    def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         return Manifest(
             name=CheckpointName(epoch=fields["epoch"], step=fields["step"]),
             parent=None if fields["parent"] is None else CheckpointName.parse(fields["parent"]),
@@ -178,6 +185,10 @@ def verify_checkpoint(path: Path) -> list[Problem]:
         checkpoint = open_checkpoint(path)
     except Unsealed as error:
         return [Problem(path.name, MANIFEST, "an intact manifest", str(error))]
+    files = {entry.name for entry in checkpoint.manifest.files}
+    strays = {entry.file for entry in checkpoint.manifest.tensors.values()} - files
+    if strays:
+        return [Problem(str(checkpoint), MANIFEST, "tensors in the files that it lists", repr(min(strays)))]
     problems = (_verify_file(checkpoint, entry) for entry in checkpoint.manifest.files)
     return [problem for problem in problems if problem is not None]
 

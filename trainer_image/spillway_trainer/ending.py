@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 from spillway.errors import RANK_CRASHED, ExitCode, SpillwayError
 
 TERMINATION_VERSION = 1
+LONGEST_TERMINATION = 4096
+"""bytes; the kubelet cuts off what is longer, and the rest is no JSON"""
 LONGEST_MESSAGE = 2048
-"""characters; the kubelet keeps 4096 bytes of a termination message"""
+"""bytes of JSON"""
 CRASHED = 1
 """exit code of an error that nobody foresaw; Python's own"""
 
@@ -28,10 +31,21 @@ class Ending:
         return self.reason != RANK_CRASHED
 
     def to_json(self, rank: int, step: int) -> str:
-        """{"v":1,"reason":"DeviceOutOfMemory","exitCode":70,"rank":3,"step":812,"message":"...",...}"""
+        """{"v":1,"reason":"DeviceOutOfMemory","exitCode":70,"rank":3,"step":812,"message":"...",...}
+
+        At most LONGEST_TERMINATION bytes: a long message is cut, and details that do not fit beside it are left out.
+        """
         head = {"v": TERMINATION_VERSION, "reason": self.reason, "exitCode": self.exit_code, "rank": rank, "step": step}
-        content = {**self.details, **head, "message": self.message[:LONGEST_MESSAGE]}
-        return json.dumps(content, default=str)
+        head["message"] = shortened(self.message, LONGEST_MESSAGE)
+        whole = json.dumps({**self.details, **head}, default=str)
+        return whole if len(whole) < LONGEST_TERMINATION else json.dumps(head)
+
+
+def shortened(text: str, longest: int) -> str:
+    """As much of the beginning of `text` as JSON needs `longest` bytes for (a letter outside ASCII takes six)."""
+    while (needed := len(json.dumps(text)) - 2) > longest:
+        text = text[: len(text) * longest // needed]
+    return text
 
 
 def completed(message: str) -> Ending:
@@ -42,11 +56,18 @@ def ending_of(error: BaseException) -> Ending:
     """The documented ending of `error`; anything unforeseen is a crash."""
     if isinstance(error, SpillwayError):
         return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's allocator
+    if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
                       "spec.memory.budget so that less is held.")  # fmt: skip
     return Ending(RANK_CRASHED, CRASHED, f"{type(error).__name__}: {error}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own error, the system's (a mapping), or that of torch's allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def write_termination(path: Path, ending: Ending, rank: int, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -94,7 +95,7 @@ def _verified(path: Path) -> Checkpoint:
 
 def _write_directory(output: Path, checkpoint: Checkpoint, dtype: torch.dtype, texts: dict[str, bytes]) -> None:
     files = DurableFiles()
-    temporary = output.with_name(f"{output.name}.tmp")
+    temporary = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from spillway import metrics
+from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan
 
@@ -40,10 +41,13 @@ class Exporter(Collector):
         self._totals = Totals()
 
     def serve(self, port: int) -> None:
-        """Start answering on `port` from a daemon thread."""
+        """Start answering on `port` from a daemon thread. Raises UserError when the port cannot be had."""
         registry = CollectorRegistry()
         registry.register(self)
-        start_http_server(port, registry=registry)
+        try:
+            start_http_server(port, registry=registry)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"metrics port {port}: {error}; give another one (spillway run --metrics-port)") from error
 
     def step(self, step: StepMetrics) -> None:
         totals = self._totals
@@ -98,7 +102,7 @@ class Exporter(Collector):
         """One family; a key of `values` is the metric's own label (tier, link, phase), "" where it has none."""
         family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = family_type(metric.name, metric.help, labels=[metrics.JOB_LABEL, *metric.labels])
-        for key, value in values.items():
+        for key, value in dict(values).items():  # the loop may add a key meanwhile
             labels = [self._job]
             if metrics.RANK_LABEL in metric.labels:
                 labels.append(str(self._rank))

@@ -35,6 +35,8 @@ M_MMAP_THRESHOLD = -3
 """of malloc.h"""
 MMAP_THRESHOLD_BYTES = 2 * 2**20
 """a huge page: from this size on torch asks for huge pages (THP_MEM_ALLOC_ENABLE), so getting a block anew is cheap"""
+NO_MEMORY = 3
+"""SPILLWAY_NO_MEMORY"""
 LIBRARY_NAME = "libspillway_native.so"
 
 
@@ -298,7 +300,7 @@ def _library() -> CDLL:
 def _raise_for(function: str, error: int) -> None:
     """Codes that a checked call can still return: no memory, or a defect of this module."""
     if error:
-        raise RuntimeError(f"{function}: {strerror(error)}")
+        raise (MemoryError if error == NO_MEMORY else RuntimeError)(f"{function}: {strerror(error)}")
 
 
 def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -> None:

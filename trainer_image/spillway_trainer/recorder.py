@@ -6,9 +6,12 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 
 from .exporter import Exporter
@@ -18,11 +21,13 @@ class Recorder:
     """Appends events to run.jsonl and shows them to the exporter.
 
     Events: start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat: the last
-    line of a step wins.
+    line of a step wins. Raises UserError when the disk refuses a line.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open_for_append(path)
+        self._path = path
+        with refusals(path):
+            self._file = open_for_append(path)
         self._exporter: Exporter | None = None
 
     def show(self, exporter: Exporter) -> None:
@@ -57,8 +62,20 @@ class Recorder:
     def _write(self, event: str, fields: dict[str, object]) -> None:
         finite = {name: None if is_non_finite(value) else value for name, value in fields.items()}
         line = json.dumps({"event": event, "time": time.time(), **finite}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        with refusals(self._path):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror or error}; make room, or give an output directory that can be "
+            "written"
+        ) from error
 
 
 def is_non_finite(value: object) -> bool:

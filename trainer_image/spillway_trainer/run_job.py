@@ -17,7 +17,7 @@ from spillway.plan import MemoryPlan
 
 from . import checkpoint, config, native
 from .assemble import Assembly, assemble, fill
-from .checkpoint_directory import Epoch
+from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
 from .exporter import Exporter
@@ -34,6 +34,7 @@ def run_job(job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progre
     """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py)."""
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
+    config.check_plan(job.spec, plan)
     epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
     for problem in epoch.resume.passed_over:
         report(f"checkpoint passed over: {problem}")
@@ -90,7 +91,10 @@ class RunCheckpoints:
     def commit(self, progress: Progress) -> tuple[int, float]:
         started = time.perf_counter()
         committed = checkpoint.save(self.epoch, self._state(progress), self.assembly.optimizer.state())
-        self.epoch.prune(self.job.spec.checkpoint.keep)
+        try:
+            self.epoch.prune(self.job.spec.checkpoint.keep)
+        except CheckpointNotWritten as error:  # the new one is committed all the same
+            report(str(error))
         return committed.manifest.nbytes, time.perf_counter() - started
 
     def resume(self, progress: Progress) -> None:

@@ -33,5 +33,8 @@ def unseal(content: bytes) -> dict[str, Any]:
     found = xxhash.xxh3_128_hexdigest(body)
     if found != match[1].decode():
         raise Unsealed(f"hash {found} over its content")
-    fields: dict[str, Any] = json.loads(b"{" + body)
+    try:
+        fields: dict[str, Any] = json.loads(b"{" + body)
+    except ValueError as error:
+        raise Unsealed(f"what is no JSON: {error}") from error
     return fields

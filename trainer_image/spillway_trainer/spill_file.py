@@ -79,7 +79,7 @@ class SpillFile:
         """How bytes move: "threads+O_DIRECT", "threads+buffered", "python+O_DIRECT" or "python+buffered"."""
         return f"{self._engine.name}+{'O_DIRECT' if self.is_direct else 'buffered'}"
 
-    def write_batch(self, requests: Sequence[Write | tuple[int, Tensor]]) -> list[int]:
+    def write_batch(self, requests: Sequence[Write | tuple[int, Tensor] | tuple[int, Tensor, str]]) -> list[int]:
         """Write all, in any order, and return the checksum of each, when all are done.
 
         Raises SpillVolumeFull or SpillIOError for the first that failed; the extents of a failed batch hold anything.

@@ -130,12 +130,19 @@ def python_stdlib() -> TextSource:
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
     """Names of the files under `root`, sorted; hidden directories and links that lead out of `root` are left out."""
-    for directory, subdirectories, files in os.walk(root):
+    for directory, subdirectories, files in os.walk(root, onerror=_refuse_unreadable):
         subdirectories[:] = sorted(name for name in subdirectories if name not in left_out and name[0] != ".")
         for name in sorted(files):
             path = Path(directory, name)
-            if path.resolve().is_relative_to(root) and path.is_file():
+            # In this order: only `is_file` says without raising that links in a circle lead nowhere.
+            if path.is_file() and path.resolve().is_relative_to(root):
                 yield str(path.relative_to(root))
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise UserError(
+        f"spec.data.text: cannot read {error.filename}: {error.strerror}; make it readable, or leave it out"
+    )
 
 
 def _is_binary(path: Path) -> bool:

@@ -152,7 +152,8 @@ def build_corpus(
 ) -> None:
     """Train a tokenizer and encode the source, in a temporary sibling that is renamed to `directory` when complete.
 
-    When another process was faster, its corpus stays and this one is dropped.
+    When another process was faster (that of a killed attempt may still be at it), its corpus stays and this one is
+    dropped.
     """
     files = files or DurableFiles()
     if vocab_size < MINIMUM_VOCAB_SIZE:
@@ -167,9 +168,11 @@ def build_corpus(
             _fill(source, temporary, vocab_size, report, files, shard_tokens)
             _move_into_place(temporary, directory, files)
     except OSError as error:
+        if (directory / "index.json").exists():
+            return  # whoever was faster removed our files, too
         raise UserError(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
-            "make room, or name another output directory or text"
+            "see that the text can be read and that there is room, or name another output directory or text"
         ) from error
 
 

@@ -97,16 +97,24 @@ class Run:
 
 
 class StopRequest:
-    """SIGTERM asks for a checkpoint at the next step boundary."""
+    """SIGTERM asks for a checkpoint at the next step boundary; before training there is nothing to save: it ends the
+    attempt at once, be it in the middle of building a corpus."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._at_once = True
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
 
+    def wait_for_step(self) -> None:
+        """From now on a request waits for the end of a step."""
+        self._at_once = False
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+        if self._at_once:
+            raise Preempted("stopped on request before training went on")
 
 
 class Stopwatch:
@@ -131,6 +139,7 @@ def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopReques
 
     Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
     """
+    stop.wait_for_step()
     while progress.step < settings.num_steps:
         run.recorder.step(train_step(run, settings, progress))
         last = progress.step == settings.num_steps

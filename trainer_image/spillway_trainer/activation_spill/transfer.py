@@ -211,7 +211,7 @@ def copy_to_nvme(
     except BaseException:
         lanes.release(extent)
         raise
-    parts = [(record.offset, padded(staging.tensor, record.offset, record.nbytes)) for record in records]
+    parts = [(record.offset, padded(staging.tensor, record.offset, record.nbytes), record.label) for record in records]
     checksums: dict[int, int] = {}
     written = lanes.submit(
         Lane.NVME_WRITE,
@@ -267,9 +267,9 @@ def _copy(targets: Sequence[Tensor], sources: Sources) -> None:
     kernels.copy_batch(list(zip(targets, sources.bytes(), strict=True)))
 
 
-def _write(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor]], checksums: dict[int, int]) -> None:
-    found = nvme.write_batch([(start + offset, part) for offset, part in parts])
-    checksums.update(zip((offset for offset, _ in parts), found, strict=True))
+def _write(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor, str]], checksums: dict[int, int]) -> None:
+    found = nvme.write_batch([(start + offset, part, label) for offset, part, label in parts])
+    checksums.update(zip((offset for offset, _, _ in parts), found, strict=True))
 
 
 def _read(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor, str]], checksums: dict[int, int]) -> None:

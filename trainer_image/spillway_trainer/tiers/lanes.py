@@ -200,9 +200,13 @@ class Operation:
                 event.wait()
             self._work()
         except BaseException as error:
-            self._error = kept_error(error)
+            self.fail(error)
         self._work, self._after = None, ()  # they hold memory that may go now
         self.done = True
+
+    def fail(self, error: BaseException) -> None:
+        """From now on every wait raises `error`."""
+        self._error = kept_error(error)
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -326,7 +330,10 @@ class CpuLanes:
         while (operation := queue.get()) is not None:
             operation.run()
             # Before anybody wakes up: who waited for memory finds it free.
-            self._releases.sweep()
+            try:
+                self._releases.sweep()
+            except BaseException as error:  # a worker that dies would leave everybody waiting
+                operation.fail(error)
             operation.finish()
             del operation  # else the idle worker holds the last event, and with it whatever its error refers to
 

@@ -23,8 +23,8 @@ class ScratchFile(Protocol):
     @property
     def backend(self) -> str: ...
 
-    def write_batch(self, writes: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """Write each (file offset, uint8 tensor); returns their CRC32C. Raises SpillIOError."""
+    def write_batch(self, writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
+        """Write each (file offset, uint8 tensor, label); returns their CRC32C. Raises SpillIOError with the label."""
 
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
         """Fill each tensor from its offset and check its CRC32C. Raises SpillIOError with the label, never zeros."""

@@ -64,10 +64,10 @@ class Releases:
 
         An operation that failed is complete, too: its error is raised by whoever waits for its result.
         """
-        numbers = list(self._pending)  # in one step: others add, also the collector of this thread, between two steps
+        with self._lock:
+            numbers = list(self._pending)  # copied at once: `add` takes no lock, and may come between two steps of ours
         if not numbers:
-            with self._lock:
-                return False
+            return False
         number = numbers[0]
         _, after = self._pending.get(number, (None, ()))
         for event in after:
