@@ -70,7 +70,8 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     each = format_bytes(chosen.work.saved_bytes)
     yield f"activations of {blocks.num_layers} blocks of {each}, first to last: {parts}{asked}"
     if blocks.moved and not chosen.work.moved_bytes:
-        yield f"none of their tensors reaches {format_bytes(chosen.work.minimum_bytes)}, so none is worth moving: all stay"
+        smallest = format_bytes(chosen.work.minimum_bytes)
+        yield f"none of their tensors reaches {smallest}, so none is worth moving: all stay on the device"
         return
     if blocks.nvme and question.policy == "Auto":
         yield "host memory is filled first; NVMe takes the blocks that backward needs last"

@@ -6,7 +6,7 @@ job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan |
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.api import TrainingJob
 from spillway.candidates import Question, Timed, as_specified, best, candidates, fitting, timed
@@ -100,6 +100,8 @@ def _least(override: int | None, budget: int | None, capacity: int) -> int:
 def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterable[Alternative]) -> MemoryPlan:
     candidate = chosen.candidate
     blocks, work = candidate.blocks, candidate.work
+    if not work.moved_bytes:  # no tensor is large enough to be worth moving: what was to be moved stays
+        blocks = replace(blocks, host=0, nvme=0)
     keeps_all = blocks.kept == blocks.num_layers
     return MemoryPlan(
         job=question.job.metadata.name,

@@ -82,7 +82,7 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
             shown.add_row(tier.value, format_bytes(plan.bytes[tier].total), "-" if not budget else format_bytes(budget))
     console.print(shown)
     seconds = format_seconds(plan.prediction.step_seconds)
-    console.print(f"predicted {seconds} a step, bound by {plan.prediction.bound_by}")
+    console.print(f"predicted {seconds} a step on this CPU, bound by {plan.prediction.bound_by}")
 
 
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:

@@ -117,6 +117,7 @@ def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
         "spec.memory.activations.policy": "Nvme",
     }  # fmt: skip
     decided = plan(tiny)
+    assert decided.activations.answers == ()
     assert decided.bytes[Tier.NVME].total == 0
     assert any("none is worth moving" in reason for reason in decided.reasons)
 
