@@ -8,11 +8,13 @@ depends on it, except through `micro_batch_size` (rounding).
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PLAN_VERSION: Literal[1] = 1
+SHARE_TOLERANCE = 1e-6
+"""rounding that a sum of shares may carry"""
 
 
 class Tier(StrEnum):
@@ -58,16 +60,23 @@ class TierBytes(Frozen):
 class OptimizerPlan(Frozen):
     """optimizer_offload: shares of the parameters by where their update runs; they sum to 1."""
 
-    cpu_share: float = 0.0
+    cpu_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """c: states in host memory, updated by CPU threads"""
-    streamed_share: float = 0.0
+    streamed_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """g: states in host memory, streamed to the device, updated there, streamed back"""
-    resident_share: float = 1.0
+    resident_share: float = Field(default=1.0, ge=0.0, le=1.0)
     """s: states stay on the device"""
-    chunk_parameters: int = 1 << 20
+    chunk_parameters: int = Field(default=1 << 20, ge=1)
     """parameters per chunk: the unit of assignment, update and copy (4 Mi parameters = 16 MiB of fp32)"""
-    num_threads: int = 1
+    num_threads: int = Field(default=1, ge=1)
     """CPU threads of the update"""
+
+    @model_validator(mode="after")
+    def _shares_sum_to_one(self) -> Self:
+        total = self.cpu_share + self.streamed_share + self.resident_share
+        if abs(total - 1.0) > SHARE_TOLERANCE:
+            raise ValueError(f"the shares sum to {total}, not to 1")
+        return self
 
     @property
     def offloads(self) -> bool:
@@ -79,11 +88,11 @@ class ActivationPlan(Frozen):
 
     answers: tuple[Answer, ...] = ()
     """empty = keep everywhere"""
-    minimum_bytes: int = 64 * 1024
+    minimum_bytes: int = Field(default=64 * 1024, ge=0)
     """storages smaller than this are kept: moving them costs more than it frees"""
-    window_bytes: int = 256 * 2**20
+    window_bytes: int = Field(default=256 * 2**20, ge=0)
     """saved bytes of spilled segments allowed on the device while their copies are in flight; forward waits beyond"""
-    num_io_threads: int = 2
+    num_io_threads: int = Field(default=2, ge=1)
 
     @property
     def uses(self) -> frozenset[Answer]:
@@ -134,8 +143,8 @@ class MemoryPlan(Frozen):
     mode: Literal["Auto", "Advise", "Disabled"]
     strategy: Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"] = "Ddp"
     world_size: int = 1
-    micro_batch_size: int
-    num_micro_batches: int
+    micro_batch_size: int = Field(ge=1)
+    num_micro_batches: int = Field(ge=1)
     """per rank and step: globalBatchSize = micro_batch_size x num_micro_batches x world_size"""
     num_segments: int
     """embedding + blocks + head"""

@@ -98,8 +98,6 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     "answers for 3 segments": lambda p: {"activations": changed(p.activations, answers=p.activations.answers[:3])},
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "a world of 2": lambda p: {"world_size": 2},
-    "optimizer shares": lambda p: {"optimizer": changed(p.optimizer, cpu_share=0.9)},
-    "not positive": lambda p: {"optimizer": changed(p.optimizer, chunk_parameters=0)},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }
