@@ -93,6 +93,13 @@ def logging_interval(num_steps: int) -> int:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
 
 
+REFERENCE_ISA = "reference"
+REFERENCE_PATH = (
+    "no native library (none was built for want of a C++ compiler, or SPILLWAY_FORCE_ISA=reference): "
+    "updates run on the reference path in plain torch, with the same bits and more time"
+)
+
+
 class ProgressReporter:
     """Tells a console about the attempts of a run; `with` it, so that a bar leaves the terminal in order."""
 
@@ -129,6 +136,8 @@ class ProgressReporter:
                 self._remaining.restart(event.time)
                 if event.resumed_from_step:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
+                if event.isa == REFERENCE_ISA:
+                    self.say(REFERENCE_PATH)
             case Step():
                 self._step(event)
             case Evaluation():
@@ -136,7 +145,6 @@ class ProgressReporter:
             case Checkpoint():
                 size, seconds = format_bytes(event.nbytes), format_seconds(event.seconds)
                 self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
-
             case MissedCheckpoint():
                 self.say(f"step {event.step}: checkpoint NOT written, training goes on: {event.problem}")
 

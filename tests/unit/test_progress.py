@@ -13,7 +13,7 @@ from spillway.plan import Tier
 from spillway_cli.console import console_on
 from spillway_cli.local_attempts import Attempt
 from spillway_cli.progress import ProgressReporter, RemainingTime, logging_interval, occupancy, progress_line
-from spillway_cli.run_log import RunLog, Step
+from spillway_cli.run_log import RunLog, Start, Step
 
 MIB = 2**20
 BUDGET = {Tier.DEVICE: 128 * MIB, Tier.HOST: 512 * MIB}
@@ -170,3 +170,11 @@ def test_square_brackets_are_no_markup() -> None:
     with ProgressReporter(console, 100, BUDGET) as progress:
         progress.say("[red]name[/red]")
     assert said(console) == ["[red]name[/red]"]
+
+
+@pytest.mark.parametrize(("isa", "is_said"), [("reference", True), ("avx2", False)])
+def test_a_run_without_the_native_library_says_that_it_uses_the_reference_path(isa: str, is_said: bool) -> None:
+    console = plain()
+    with ProgressReporter(console, 10, BUDGET) as progress:
+        progress.event(Start(0.0, 1, 0, isa, "none", 1), RunLog())
+    assert ("reference path" in " ".join(said(console))) == is_said
