@@ -110,7 +110,10 @@ def read_job_file(path: Path) -> JobFile | None:
 
 
 def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> None:
-    """Raises UserError when the directory belongs to a job with other numbers; says which field differs."""
+    """Raises UserError when a job with other numbers was trained in the directory; says which field differs.
+
+    A job that was refused before its first step binds nothing: its corrected form may take the directory.
+    """
     if earlier is None:
         if run.checkpoints.exists():
             raise UserError(f"--output {run.path}: holds checkpoints but no job.json; name another directory")
@@ -122,11 +125,16 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
         f"{path} is {shown(there)} there and {shown(here)} here"
         for path, there, here in differing_fields(identity_of(earlier.spec), identity_of(job.spec), "spec")
     ]
-    if differences:
+    if differences and has_trained(run):
         named = "; ".join(differences[:MOST_DIFFERENCES_NAMED])
         more = len(differences) - MOST_DIFFERENCES_NAMED
         others = f"; and {more} more" if more > 0 else ""
         raise UserError(f"--output {run.path}: holds another run: {named}{others}. Name another directory.")
+
+
+def has_trained(run: RunDirectory) -> bool:
+    """Whether any attempt left a step or a checkpoint."""
+    return bool(read_run_log(run.log).steps) or any(run.checkpoints.glob("step-*"))
 
 
 def identity_of(spec: TrainingJobSpec) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_trainer import step_line
 from run_records import plan as made_plan
 
 from spillway.api import TrainingJob, parse_job
@@ -324,20 +325,38 @@ def job_json(job: TrainingJob, **changes: Any) -> JobFile:
     return JobFile(**{**fields, **changes})
 
 
+def trained(directory: Path) -> RunDirectory:
+    (directory / "run.jsonl").write_text(json.dumps(step_line(1, 1.0)) + "\n")
+    return RunDirectory(directory)
+
+
+def test_a_job_that_never_trained_does_not_bind_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "epoch-1.json").write_text("{}")
+    corrected = tiny_job(("steps: 80", "steps: 90"))
+    local_run.refuse_another_run(RunDirectory(tmp_path), corrected, job_json(tiny_job()))
+
+
+def test_a_checkpoint_binds_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-4.e1").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds another run"):
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(("steps: 80", "steps: 90")), job_json(tiny_job()))
+
+
 def test_directory_of_another_run_names_the_field(tmp_path: Path) -> None:
     earlier = job_json(tiny_job())
     with pytest.raises(UserError, match=r"spec\.training\.steps is 80 there and 90 here"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(("steps: 80", "steps: 90")), earlier)
+        local_run.refuse_another_run(trained(tmp_path), tiny_job(("steps: 80", "steps: 90")), earlier)
 
 
 def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metadata\.name is other there and tiny here"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
+        local_run.refuse_another_run(trained(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
 
 
 def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
     smaller = tiny_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
-    local_run.refuse_another_run(RunDirectory(tmp_path), smaller, job_json(tiny_job()))
+    local_run.refuse_another_run(trained(tmp_path), smaller, job_json(tiny_job()))
 
 
 def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
