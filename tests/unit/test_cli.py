@@ -133,14 +133,20 @@ def test_json_error_is_one_document_with_the_fields(job_file: Path, capsys: pyte
     assert [field["path"] for field in error["fields"]] == ["spec.training.steps"]
 
 
-def test_unexpected_error_is_one_line_and_a_file(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def unexpected_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`spillway run` meets an error that nobody foresaw; its traceback goes below `tmp_path`."""
+
     def broken(*_: object) -> None:
         raise KeyError("surprise")
 
     monkeypatch.setattr(local_run, "refuse_wrong_fields", broken)
     monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+
+
+def test_unexpected_error_is_one_line_and_a_file(
+    job_file: Path, capsys: pytest.CaptureFixture[str], unexpected_error: None
+) -> None:
     assert run(job_file) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
@@ -163,13 +169,8 @@ def test_help_is_help_with_json_too(arguments: list[str]) -> None:
 
 
 def test_unexpected_error_is_a_document_too(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job_file: Path, capsys: pytest.CaptureFixture[str], unexpected_error: None
 ) -> None:
-    def broken(*_: object) -> None:
-        raise KeyError("surprise")
-
-    monkeypatch.setattr(local_run, "refuse_wrong_fields", broken)
-    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
     assert run(job_file, "-o", "json") == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["exitCode"], error["reason"]) == (1, "Unexpected") and "KeyError" in error["message"]

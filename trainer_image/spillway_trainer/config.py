@@ -6,6 +6,7 @@ import torch
 
 from spillway.api import TrainingJobSpec
 from spillway.errors import UserError
+from spillway.model_shape import model_shape
 from spillway.plan import Answer, MemoryPlan, Tier
 
 from .models.transformer import TransformerConfig
@@ -58,7 +59,7 @@ def learning_rate(spec: TrainingJobSpec) -> LearningRate:
 
 def check_plan(spec: TrainingJobSpec, plan: MemoryPlan) -> None:
     """Raises UserError when `plan` was made for another job, or by another planner."""
-    num_segments = spec.model.transformer.num_layers + 2
+    num_segments = model_shape(spec.model.transformer, spec.model.precision.compute).num_segments
     micro_batches = (plan.micro_batch_size, plan.num_micro_batches)
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]

@@ -41,7 +41,8 @@ def run_job(job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progre
     corpus = prepare_corpus(source_of(job), Path(job.corpus_directory), vocab_size(job), report)
     batches = make_batches(job, corpus)
     with assembled(job, plan) as assembly:
-        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, config.learning_rate(job.spec))
+        learning_rate = config.learning_rate(job.spec)
+        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate)
         checkpoints.resume(progress)
         exporter = Exporter(job.name, RANK, job.spec.training.steps, plan, assembly.io_backend())
         if job.metrics_port is not None:
@@ -61,7 +62,7 @@ def run_job(job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progre
             techniques=assembly,
             position=assembly.position,
             batches=batches,
-            learning_rate=config.learning_rate(job.spec),
+            learning_rate=learning_rate,
             checkpoints=checkpoints,
             recorder=recorder,
         )
