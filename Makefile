@@ -6,11 +6,11 @@ RUN    := .venv/bin/
 OUTPUT ?= demo
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help env demo test check format crds faults clean
+.PHONY: help env demo test check format crds faults cluster-up cluster-down cluster-status images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 $(UV):
 	@$(PYTHON) -c 'import sys; sys.exit("Spillway needs Python 3.11 or newer; found " + sys.version.split()[0] + ". Set PYTHON=.") if sys.version_info < (3, 11) else None'
@@ -35,6 +35,7 @@ check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)mypy
 	$(RUN)lint-imports
 	$(RUN)python -m spillway.crd --check
+	$(RUN)python charts/chart_files.py --check
 
 format: env ## let ruff mend what it can
 	$(RUN)ruff check --fix .
@@ -42,9 +43,24 @@ format: env ## let ruff mend what it can
 
 crds: env ## crds/*.yaml from api.py
 	$(RUN)python -m spillway.crd
+	$(RUN)python charts/chart_files.py
 
 faults: env ## the long sweeps in full: 100 kills, every fault
 	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local
+
+TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
+
+cluster-up: ## a real Kubernetes on this machine (ARGS="--fake-nodes 4 --fake-gpus 4 --prometheus"); needs root
+	@$(TESTBED) up $(ARGS)
+
+cluster-down: ## end it and put the machine back
+	@$(TESTBED) down
+
+cluster-status: ## what of it runs, and where
+	@$(TESTBED) status $(ARGS)
+
+images: ## operator and trainer image as archives, by buildah (ARGS=operator for one); needs root
+	@$(PYTHON) hack/images.py $(ARGS)
 
 clean: ## remove what the other targets made
 	rm -rf .venv $(TOOLS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

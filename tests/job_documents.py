@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from spillway.api import TrainingJob, parse_job
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLE_JOBS = sorted(file for file in EXAMPLES.glob("*.yaml") if "kind: TrainingJob" in file.read_text("utf-8"))
 
 TINY: dict[str, Any] = {
     "apiVersion": "spillway.dev/v1alpha1",

@@ -1,4 +1,5 @@
-"""TrainingJob, `spillway.dev/v1alpha1`: every field with its meaning, unit and default. The CRD is generated from here.
+"""TrainingJob and the profiles, `spillway.dev/v1alpha1`: every field with its meaning, unit and default. The CRDs are
+made from here.
 
 Paths in messages are those of the YAML. Floats are strings and byte counts are quantities there, numbers here
 (field_types.py). `load_job` is the way from a file to a TrainingJob.
@@ -14,6 +15,7 @@ from pydantic import Field, model_validator
 
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.field_types import (
+    Cores,
     Count,
     Fields,
     Flag,
@@ -24,6 +26,7 @@ from spillway.field_types import (
     Quantity,
     StringMap,
     Text,
+    Written,
     exactly_one,
     refuse,
 )
@@ -127,7 +130,7 @@ class Precision(Fields):
     )
     master: Literal["float32"] = Field(default="float32", description="Master parameters and optimizer states.")
     gradient_reduce: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Gradients on the wire between ranks."
+        default="float32", description="Gradients on the wire between ranks; bfloat16 rounds each rank's sum once."
     )
     gradient_accumulate: Literal["float32"] = Field(
         default="float32", description="Sum of the gradients over micro-batches."
@@ -433,7 +436,9 @@ class Variable(Fields):
 
 
 class Resources(Fields):
-    cpu: Quantity | None = Field(default=None, description="CPU request per pod, cores. Default: from the plan.")
+    cpu: Cores | None = Field(
+        default=None, description="CPU request per pod, in cores. Default: a quarter of the threads that the plan uses."
+    )
 
 
 class PodOverrides(Fields):
@@ -578,6 +583,112 @@ class TrainingJob(Fields):
     spec: TrainingJobSpec = Field(description="What the user wants.")
 
 
+# --- profiles: what was measured --------------------------------------------------------------------------------------
+
+
+Rate = Annotated[Number, Field(gt=0.0)]
+Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+
+
+class LinkRates(Fields):
+    """Between device and host, one direction at a time."""
+
+    h2d_bytes_per_second: Rate | None = Field(
+        default=None, alias="h2dBytesPerSecond", description="Host to device, bytes per second."
+    )
+    d2h_bytes_per_second: Rate | None = Field(
+        default=None, alias="d2hBytesPerSecond", description="Device to host, bytes per second."
+    )
+    duplex_efficiency: Annotated[Number, Field(gt=0.0, le=1.0)] | None = Field(
+        default=None, description="What remains of each direction when both are busy, as a fraction."
+    )
+    devices_per_root_port: Annotated[Positive, Field(le=64)] | None = Field(
+        default=None, description="Devices that share the rates."
+    )
+
+
+class NodeProfileSpec(Fields):
+    """Capacities and achieved rates of the node of the same name. Figures of devices are per device, all others per
+    node. What is left out is taken from the node itself (capacities) or from the catalog (rates)."""
+
+    device_kind: Literal["Cpu", "Cuda"] = Field(description="Kind of device that the figures are about.")
+    num_devices: Annotated[Positive, Field(le=64)] | None = Field(
+        default=None, description="Devices. Default: what the node can allocate."
+    )
+    device_memory: Annotated[Quantity, Field(gt=0)] | None = Field(
+        default=None, description="Usable memory of a device, bytes; on a CPU it is part of hostMemory."
+    )
+    bfloat16_flops_per_second: Rate | None = Field(default=None, description="Achieved rate of bfloat16 training.")
+    float32_flops_per_second: Rate | None = Field(default=None, description="Achieved rate of float32 training.")
+    device_bytes_per_second: Rate | None = Field(default=None, description="Device memory, bytes per second.")
+    link: LinkRates = Field(default=LinkRates(), description="Between device and host.")
+    interconnect_bytes_per_second: Rate | None = Field(
+        default=None, description="Between devices of the node, one direction, bytes per second."
+    )
+    network_bytes_per_second: Rate | None = Field(
+        default=None, description="Between nodes, per device, one direction, bytes per second."
+    )
+    num_cores: Annotated[Positive, Field(le=4096)] | None = Field(
+        default=None, description="Cores. Default: what the node can allocate."
+    )
+    host_memory: Annotated[Quantity, Field(gt=0)] | None = Field(
+        default=None, description="Host memory for pods, bytes. Default: what the node can allocate."
+    )
+    dram_bytes_per_second: Rate | None = Field(
+        default=None, description="Host memory, cores and copies together, bytes per second."
+    )
+    cpu_bytes_per_second: Rate | None = Field(
+        default=None, description="Host memory, what the cores alone can stream, bytes per second."
+    )
+    nvme_capacity: Quantity | None = Field(
+        default=None, description="Space for spill, bytes. Default: what the node can allocate."
+    )
+    nvme_read_bytes_per_second: Rate | None = Field(default=None, description="Sequential reads, bytes per second.")
+    nvme_write_bytes_per_second: Rate | None = Field(
+        default=None, description="Sustained sequential writes, bytes per second."
+    )
+    source: Literal["Probe", "Training", "User"] = Field(
+        default="User", description="Who measured: the probe, a training run on the node, or whoever wrote the object."
+    )
+    measured_time: Moment | None = Field(default=None, description="When it was measured. Default: not known.")
+
+
+class ObservedBytes(Written):
+    """One tier of one rank."""
+
+    planned: Quantity = Field(description="Peak that the plan predicted, bytes.")
+    max: Quantity = Field(description="Largest peak of all attempts, bytes.")
+    last: Quantity = Field(description="Peak of the last attempt, bytes.")
+
+
+class ObservedTiers(Written):
+    """The fullest rank's, per tier; tiers that the plan does not use are left out."""
+
+    device: ObservedBytes | None = Field(default=None, description="On each device.")
+    host: ObservedBytes | None = Field(default=None, description="In host memory.")
+    nvme: ObservedBytes | None = Field(default=None, description="On NVMe.")
+
+
+class MemoryProfileSpec(Written):
+    """What was observed of a model's memory under one plan. Written by the operator; outlives the jobs."""
+
+    fingerprint: Annotated[str, Field(min_length=16, max_length=16, pattern=r"^[0-9a-f]{16}$")] = Field(
+        description="Hash of model, sequence, plan and number of ranks: what the bytes depend on."
+    )
+    model: Annotated[Text, Field(max_length=256)] = Field(default="", description="The model, for people.")
+    plan: Annotated[Text, Field(max_length=512)] = Field(default="", description="The plan, for people.")
+    world_size: Annotated[Positive, Field(le=1 << 18)] = Field(default=1, description="Ranks.")
+    peaks: ObservedTiers = Field(default=ObservedTiers(), description="Bytes of a rank, per tier.")
+    count: Count = Field(default=0, description="Attempts that were observed.")
+    attempt: Annotated[str, Field(max_length=63)] = Field(
+        default="", description="The last of them, as <job>-<attempt>."
+    )
+    observed_time: Moment | None = Field(default=None, description="When it was last observed.")
+    clamped: Flag = Field(
+        default=False, description="A reported figure was implausible (not 0.25 to 4 times the planned) and was cut."
+    )
+
+
 def _is_dns_label(text: str) -> bool:
     return text.isascii() and text.replace("-", "").isalnum() and text == text.lower().strip("-")
 
@@ -639,6 +750,24 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
 
 def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and `spillway run` cannot honour yet, each with what works instead."""
+    cuda = job.spec.parallelism.device == "Cuda"
+    found = [
+        (cuda, "spec.parallelism.device", "a run uses the CPU so far; use Auto or Cpu (`spillway plan` knows GPUs)"),
+    ]
+    return [*_refusals_for_any_run(job), *_refused(found, job)]
+
+
+def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
+    """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
+    strategy = job.spec.parallelism.strategy
+    found = [
+        (strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
+         "does not work in a run yet; use Ddp or Auto (`spillway plan` knows the others)"),
+    ]  # fmt: skip
+    return [*_refusals_for_any_run(job), *_refused(found, job)]
+
+
+def _refusals_for_any_run(job: TrainingJob) -> list[FieldProblem]:
     spec = job.spec
     text_instead = "does not work in a run yet; use data.text or data.builtin"
     found = [
@@ -649,8 +778,6 @@ def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
         (spec.data.tokens, "spec.data.tokens", text_instead),
         (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
         (spec.data.entrypoint, "spec.data.entrypoint", text_instead),
-        (spec.parallelism.device == "Cuda", "spec.parallelism.device",
-         "a run uses the CPU so far; use Auto or Cpu (`spillway plan` knows GPUs)"),
         (spec.checkpoint.from_, "spec.checkpoint.from", "does not work in a run yet; leave it out"),
         (spec.checkpoint.resume != "OwnOnly", "spec.checkpoint.resume",
          "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start"),

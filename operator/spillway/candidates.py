@@ -29,7 +29,7 @@ from spillway.footprint import (
     states_bytes_per_parameter,
 )
 from spillway.hardware import NodeSpec
-from spillway.model_shape import model_shape
+from spillway.model_shape import DTYPE_BYTES, model_shape
 from spillway.plan import OptimizerPlan, Prediction, Tier, TierBytes
 from spillway.step_time import Rates, balanced_streamed_share, predict, rank_rates
 
@@ -162,6 +162,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         world_size=question.world_size,
         local_ranks=question.local_ranks,
         strategy=strategy,
+        wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
     )
 
 

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from api.py: `python -m spillway.crd` writes crds/, `--check` compares.
+"""The CustomResourceDefinitions, generated from api.py: `python -m spillway.crd` writes crds/, `--check` compares.
 
 A structural schema: references inlined, bounds kept, defaults only where they are static. What a schema cannot say
 (immutability, unions, divisibility) is said in CEL; `load_job` says the same with better words.
@@ -8,57 +8,106 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
-from spillway.api import GROUP, MAX_NAME_LENGTH, VERSION, TrainingJobSpec
+from spillway.api import (
+    GROUP,
+    MAX_NAME_LENGTH,
+    VERSION,
+    MemoryProfileSpec,
+    NodeProfileSpec,
+    TrainingJobSpec,
+)
 from spillway.field_types import quoted
 from spillway.status import TrainingJobStatus
 
 Schema = dict[str, Any]
 
-PATH = Path("crds") / "trainingjobs.spillway.dev.yaml"
+DIRECTORY = Path("crds")
 MAX_INT64 = 2**63 - 1
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _rule(rule: str, message: str, shown: str = "", values: str = "", at: str = "") -> Schema:
+    """`message` says what is allowed; `shown` says it with the `values` found (CEL, by comma) for %s and %d. The
+    API server refuses texts joined in other ways, because it cannot bound their cost. `at` is the field below this one
+    that is wrong."""
+    made = {"rule": rule, "message": message}
+    if shown:
+        made["messageExpression"] = f"'{shown}'.format([{values}])"
+    if at:
+        made["fieldPath"] = at
+    return made
 
 
 def _one_of(*names: str) -> Schema:
-    found = ", ".join(f"has(self.{name})" for name in names)
-    return _rule(f"[{found}].filter(given, given).size() == 1", f"exactly one of {', '.join(names)} is needed")
+    given = ", ".join(f"has(self.{name})" for name in names)
+    found = ", ".join(f"has(self.{name}) ? '{name}' : ''" for name in names)
+    needed = f"exactly one of {', '.join(names)} is needed"
+    rule = f"[{given}].filter(given, given).size() == 1"
+    return _rule(rule, needed, f"{needed}; found %s", f"[{found}].filter(name, name != '')")
 
 
-def _rule(rule: str, message: str) -> Schema:
-    return {"rule": rule, "message": message}
+def _immutable(name: str, kind: str = "TrainingJob") -> Schema:
+    return _rule("self == oldSelf", f"{name} never changes; make a new {kind}")
 
 
-def _immutable(field: str) -> Schema:
-    return _rule("self == oldSelf", f"{field} never changes; make a new TrainingJob")
+def _immutable_text(kind: str) -> Schema:
+    return _rule("self == oldSelf", "never changes", f"%s never becomes %s; make a new {kind}", "oldSelf, self")
 
 
 _LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")
+_CHANGED = ", ".join(f"self.{name} != oldSelf.{name} ? '{name}' : ''" for name in _LOCKED_UNLESS_SUSPENDED)
+_WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
 
-RULES: dict[str, list[Schema]] = {
+JOB_RULES: dict[str, list[Schema]] = {
+    "": [
+        _rule(
+            f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+            f"metadata.name: at most {MAX_NAME_LENGTH} characters",
+            f"metadata.name %s has %d characters; at most {MAX_NAME_LENGTH}, because names of pods are made from it",
+            "self.metadata.name, size(self.metadata.name)",
+        )
+    ],
     "spec": [
         _rule(
             "oldSelf.suspend || ("
-            + " && ".join(f"self.{field} == oldSelf.{field}" for field in _LOCKED_UNLESS_SUSPENDED)
+            + " && ".join(f"self.{name} == oldSelf.{name}" for name in _LOCKED_UNLESS_SUSPENDED)
             + ")",
             f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} change only while suspended; set suspend: true first",
+            "%s cannot change while suspend is false; set suspend: true first",
+            f"[{_CHANGED}].filter(name, name != '')",
         ),
         _rule(
-            "self.training.globalBatchSize % (self.training.microBatchSize * self.parallelism.nodes"
-            " * self.parallelism.devicesPerNode) == 0",
-            "training.globalBatchSize must be a multiple of microBatchSize x nodes x devicesPerNode",
+            f"self.training.globalBatchSize % (self.training.microBatchSize * {_WORLD}) == 0",
+            "must be a multiple of microBatchSize x nodes x devicesPerNode",
+            "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
+            f"self.training.globalBatchSize, self.training.microBatchSize * {_WORLD}",
+            ".training.globalBatchSize",
         ),
     ],
     "spec.model": [_immutable("model"), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [
-        _rule("self.hiddenSize % self.numHeads == 0", "numHeads must divide hiddenSize"),
+        _rule(
+            "self.hiddenSize % self.numHeads == 0",
+            "must divide hiddenSize",
+            "%d must divide hiddenSize (%d)",
+            "self.numHeads, self.hiddenSize",
+            ".numHeads",
+        ),
         _rule(
             "!has(self.numKeyValueHeads) || self.numHeads % self.numKeyValueHeads == 0",
-            "numKeyValueHeads must divide numHeads",
+            "must divide numHeads",
+            "%d must divide numHeads (%d)",
+            "self.numKeyValueHeads, self.numHeads",
+            ".numKeyValueHeads",
         ),
     ],
     "spec.model.source": [_one_of("claim", "path")],
@@ -67,119 +116,211 @@ RULES: dict[str, list[Schema]] = {
     "spec.data.tokens": [_one_of("claim", "path")],
     "spec.training": [
         _immutable("training"),
-        _rule("self.schedule.warmupSteps <= self.steps", "schedule.warmupSteps must be at most steps"),
+        _rule(
+            "self.schedule.warmupSteps <= self.steps",
+            "at most steps",
+            "%d must be at most steps (%d)",
+            "self.schedule.warmupSteps, self.steps",
+            ".schedule.warmupSteps",
+        ),
     ],
     "spec.parallelism": [_immutable("parallelism")],
     "spec.memory": [
         # The API server tries rules on the bare default, {}, too.
         _rule(
             "!has(self.mode) || self.mode != 'Disabled' || (has(self.budget) && has(self.budget.host))",
-            "mode Disabled needs budget.host",
+            "mode Disabled needs budget.host, because nothing is planned",
+            at=".budget",
         ),
     ],
     "spec.env[]": [_one_of("value", "valueFrom")],
-    "spec.managedBy": [_immutable("managedBy")],
+    "spec.managedBy": [_immutable_text("TrainingJob")],
 }
 """CEL by field; transition rules see the stored object as oldSelf"""
 
-COLUMNS = (
-    ("State", ".status.state", "string", 0, "Where the job is."),
-    ("Step", ".status.progress.step", "integer", 0, "Optimizer steps completed."),
-    ("Progress", ".status.progress.display", "string", 0, "Share of the steps."),
-    ("Loss", ".status.progress.loss", "string", 0, "Training loss of the last step."),
-    ("Tok/s", ".status.progress.tokensPerSecond", "string", 0, "Tokens per second."),
-    ("Device-Mem", ".status.memory.device", "string", 0, "Peak of budget on the device."),
-    ("Spilled", ".status.memory.spilled", "string", 0, "Bytes outside the device."),
-    ("Restarts", ".status.attempts.restarts", "integer", 1, "Restarts that count."),
-    ("ETA", ".status.progress.eta", "string", 0, "Time left."),
-    ("Best", ".status.bestMember", "string", 1, "Best member of a sweep."),
-    ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+Column = tuple[str, str, str, int, str]
+"""name, JSON path, type, priority (1: only with -o wide), description"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One CustomResourceDefinition."""
+
+    kind: str
+    short_name: str
+    scope: str
+    description: str
+    spec: type[BaseModel]
+    columns: tuple[Column, ...]
+    status: type[BaseModel] | None = None
+    rules: Mapping[str, list[Schema]] = field(default_factory=dict)
+    categories: tuple[str, ...] = ()
+    selectable: tuple[str, ...] = ()
+
+    @property
+    def plural(self) -> str:
+        return f"{self.kind.lower()}s"
+
+    @property
+    def path(self) -> Path:
+        return DIRECTORY / f"{self.plural}.{GROUP}.yaml"
+
+
+TRAINING_JOB = Kind(
+    kind="TrainingJob",
+    short_name="tjob",
+    scope="Namespaced",
+    description="A training run, and where its memory lives.",
+    spec=TrainingJobSpec,
+    status=TrainingJobStatus,
+    rules=JOB_RULES,
+    categories=("training",),
+    selectable=(".spec.scheduling.queueName", ".status.state"),
+    columns=(
+        ("State", ".status.state", "string", 0, "Where the job is."),
+        ("Step", ".status.progress.step", "integer", 0, "Optimizer steps completed."),
+        ("Progress", ".status.progress.display", "string", 0, "Share of the steps."),
+        ("Loss", ".status.progress.loss", "string", 0, "Training loss of the last step."),
+        ("Tok/s", ".status.progress.tokensPerSecond", "string", 0, "Tokens per second."),
+        ("Device-Mem", ".status.memory.device", "string", 0, "Peak of budget on the device."),
+        ("Spilled", ".status.memory.spilled", "string", 0, "Bytes outside the device."),
+        ("Restarts", ".status.attempts.restarts", "integer", 1, "Restarts that count."),
+        ("ETA", ".status.progress.eta", "string", 0, "Time left."),
+        ("Best", ".status.bestMember", "string", 1, "Best member of a sweep."),
+        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+    ),
 )
+MEMORY_PROFILE = Kind(
+    kind="MemoryProfile",
+    short_name="mprof",
+    scope="Namespaced",
+    description="What was observed of a model's memory under one plan; outlives the jobs.",
+    spec=MemoryProfileSpec,
+    rules=PROFILE_RULES,
+    selectable=(".spec.fingerprint",),
+    columns=(
+        ("Model", ".spec.model", "string", 0, "The model."),
+        ("Ranks", ".spec.worldSize", "integer", 0, "Number of ranks."),
+        ("Device", ".spec.peaks.device.max", "string", 0, "Largest peak on each device."),
+        ("Host", ".spec.peaks.host.max", "string", 0, "Largest peak in host memory, per rank."),
+        ("NVMe", ".spec.peaks.nvme.max", "string", 0, "Largest peak on NVMe, per rank."),
+        ("Attempts", ".spec.count", "integer", 0, "Attempts that were observed."),
+        ("Last", ".spec.attempt", "string", 1, "The last of them."),
+        ("Clamped", ".spec.clamped", "boolean", 1, "A reported figure was implausible and was cut."),
+        ("Plan", ".spec.plan", "string", 1, "The plan."),
+        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the first observation."),
+    ),
+)
+NODE_PROFILE = Kind(
+    kind="NodeProfile",
+    short_name="nprof",
+    scope="Cluster",
+    description="Measured capacities and rates of the node of the same name.",
+    spec=NodeProfileSpec,
+    columns=(
+        ("Device", ".spec.deviceKind", "string", 0, "Kind of device."),
+        ("Devices", ".spec.numDevices", "integer", 0, "Number of devices."),
+        ("Device-Mem", ".spec.deviceMemory", "string", 0, "Usable memory of a device."),
+        ("Host", ".spec.hostMemory", "string", 0, "Host memory for pods."),
+        ("NVMe", ".spec.nvmeCapacity", "string", 0, "Space for spill."),
+        ("H2D", ".spec.link.h2dBytesPerSecond", "string", 0, "Bytes per second to the device."),
+        ("Write", ".spec.nvmeWriteBytesPerSecond", "string", 1, "Bytes per second to NVMe."),
+        ("Source", ".spec.source", "string", 0, "Who measured."),
+        ("Measured", ".spec.measuredTime", "date", 0, "Time since the measurement."),
+    ),
+)
+KINDS = (TRAINING_JOB, MEMORY_PROFILE, NODE_PROFILE)
+
+# --- the definition ---------------------------------------------------------------------------------------------------
 
 
-def definition() -> Schema:
+def definition(kind: Kind = TRAINING_JOB) -> Schema:
     """The whole CustomResourceDefinition as plain data."""
+    singular = kind.kind.lower()
+    names: Schema = {
+        "plural": kind.plural,
+        "singular": singular,
+        "kind": kind.kind,
+        "listKind": f"{kind.kind}List",
+        "shortNames": [kind.short_name],
+    }
+    if kind.categories:
+        names["categories"] = list(kind.categories)
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"trainingjobs.{GROUP}"},
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "plural": "trainingjobs",
-                "singular": "trainingjob",
-                "kind": "TrainingJob",
-                "listKind": "TrainingJobList",
-                "shortNames": ["tjob"],
-                "categories": ["training"],
-            },
-            "versions": [_version()],
-        },
+        "metadata": {"name": f"{kind.plural}.{GROUP}"},
+        "spec": {"group": GROUP, "scope": kind.scope, "names": names, "versions": [_version(kind)]},
     }
 
 
-def _version() -> Schema:
-    return {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "subresources": {"status": {}},
-        "additionalPrinterColumns": [
-            {"name": name, "jsonPath": path, "type": kind, "priority": priority, "description": text}
-            for name, path, kind, priority, text in COLUMNS
-        ],
-        "selectableFields": [{"jsonPath": ".spec.scheduling.queueName"}, {"jsonPath": ".status.state"}],
-        "schema": {"openAPIV3Schema": _object_schema()},
-    }
+def _version(kind: Kind) -> Schema:
+    made: Schema = {"name": VERSION, "served": True, "storage": True}
+    if kind.status is not None:
+        made["subresources"] = {"status": {}}
+    made["additionalPrinterColumns"] = [
+        {"name": name, "jsonPath": path, "type": type_, "priority": priority, "description": text}
+        for name, path, type_, priority, text in kind.columns
+    ]
+    if kind.selectable:
+        made["selectableFields"] = [{"jsonPath": path} for path in kind.selectable]
+    return made | {"schema": {"openAPIV3Schema": _object_schema(kind)}}
 
 
-def _object_schema() -> Schema:
-    return {
-        "description": "A training run, and where its memory lives.",
+def _object_schema(kind: Kind) -> Schema:
+    made: Schema = {
+        "description": kind.description,
         "type": "object",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of the schema."},
             "kind": {"type": "string", "description": "Kind of the object."},
             "metadata": {"type": "object"},
-            "spec": structural(TrainingJobSpec, "spec"),
-            "status": structural(TrainingJobStatus, "status"),
+            "spec": structural(kind.spec, "spec", kind.rules),
         },
-        "x-kubernetes-validations": [
-            _rule(
-                f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
-                f"metadata.name is at most {MAX_NAME_LENGTH} characters: names of pods are made from it",
-            )
-        ],
     }
-
-
-def structural(model: type[BaseModel], path: str) -> Schema:
-    """The structural schema of a model; `path` selects its CEL rules."""
-    schema = model.model_json_schema(by_alias=True)
-    return _inlined(schema, schema.get("$defs", {}), path)
-
-
-def _inlined(schema: Schema, definitions: Schema, path: str) -> Schema:
-    schema = _resolved(schema, definitions)
-    made = _described(schema) | _typed(schema)
-    if "properties" in schema:
-        made["properties"] = {
-            name: _inlined(inner, definitions, f"{path}.{name}") for name, inner in schema["properties"].items()
-        }
-        if schema.get("required"):
-            made["required"] = schema["required"]
-    elif schema.get("type") == "object":
-        made["additionalProperties"] = _inlined(schema["additionalProperties"], definitions, f"{path}.*")
-        made["maxProperties"] = schema.get("maxProperties", 64)
-    if schema.get("type") == "array":
-        made["items"] = _inlined(schema["items"], definitions, f"{path}[]")
-        made["x-kubernetes-list-type"] = schema.get("x-kubernetes-list-type", "atomic")
-        made |= {key: schema[key] for key in ("x-kubernetes-list-map-keys", "minItems", "maxItems") if key in schema}
-    if path in RULES:
-        made["x-kubernetes-validations"] = RULES[path]
+    if kind.status is not None:
+        made["properties"]["status"] = structural(kind.status, "status", kind.rules)
+    if "" in kind.rules:
+        made["x-kubernetes-validations"] = kind.rules[""]
     return made
+
+
+def structural(model: type[BaseModel], path: str, rules: Mapping[str, list[Schema]]) -> Schema:
+    """The structural schema of a model; `path` is its place in the object."""
+    schema = model.model_json_schema(by_alias=True)
+    return _Inlining(schema.get("$defs", {}), rules).inlined(schema, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inlining:
+    definitions: Schema
+    rules: Mapping[str, list[Schema]]
+
+    def inlined(self, schema: Schema, path: str) -> Schema:
+        schema = _resolved(schema, self.definitions)
+        made = _described(schema) | _typed(schema)
+        if "properties" in schema:
+            made["properties"] = {
+                name: self.inlined(inner, f"{path}.{name}") for name, inner in schema["properties"].items()
+            }
+            if schema.get("required"):
+                made["required"] = schema["required"]
+        elif schema.get("type") == "object":
+            made["additionalProperties"] = self.inlined(schema["additionalProperties"], f"{path}.*")
+            made["maxProperties"] = schema.get("maxProperties", 64)
+        if schema.get("type") == "array":
+            made["items"] = self.inlined(schema["items"], f"{path}[]")
+            made["x-kubernetes-list-type"] = schema.get("x-kubernetes-list-type", "atomic")
+            keys = ("x-kubernetes-list-map-keys", "minItems", "maxItems")
+            made |= {key: schema[key] for key in keys if key in schema}
+        if path in self.rules:
+            made["x-kubernetes-validations"] = self.rules[path]
+        return made
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:
@@ -251,22 +392,23 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][-+]?[0-9]+$"), list("0123456789"))
 
 
-def text() -> str:
+def text(kind: Kind = TRAINING_JOB) -> str:
     """The file's contents."""
-    body = yaml.dump(definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    body = yaml.dump(definition(kind), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return f"# Generated from operator/spillway/api.py by `make crds`. Do not edit.\n{body}"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or with --check say whether it is in step; run from the root of the repository."""
+    """Write the files, or with --check say which are out of step; run from the root of the repository."""
     if "--check" not in arguments:
-        PATH.parent.mkdir(exist_ok=True)
-        PATH.write_text(text(), encoding="utf-8")
+        DIRECTORY.mkdir(exist_ok=True)
+        for kind in KINDS:
+            kind.path.write_text(text(kind), encoding="utf-8")
         return 0
-    if PATH.is_file() and PATH.read_text(encoding="utf-8") == text():
-        return 0
-    sys.stderr.write(f"{PATH} is out of step with operator/spillway/api.py: run `make crds`\n")
-    return 1
+    stale = [kind.path for kind in KINDS if not kind.path.is_file() or kind.path.read_text("utf-8") != text(kind)]
+    for path in stale:
+        sys.stderr.write(f"{path} is out of step with operator/spillway/api.py: run `make crds`\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Timed, best, candidates, timed
-from spillway.footprint import states_bytes_per_parameter
+from spillway.footprint import RUN_STRATEGY, states_bytes_per_parameter
 from spillway.plan import Alternative, Infeasible, Tier
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 
@@ -37,10 +37,13 @@ def reasons_unplanned(question: Question, chosen: Timed, advised: Timed | None) 
 
 def _strategy_reason(question: Question, chosen: Timed, choices: Sequence[Timed]) -> str:
     strategy = chosen.candidate.work.strategy
-    if question.strategy != "Auto":
-        return f"strategy {strategy}: the spec asks for it"
-    fit = sorted({choice.candidate.work.strategy for choice in choices})
-    return f"strategy {strategy}: " + ("the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}")
+    unable = "" if strategy == RUN_STRATEGY else f"; a run can only do {RUN_STRATEGY} so far"
+    if question.strategy == "Auto":
+        fit = sorted({choice.candidate.work.strategy for choice in choices})
+        best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
+        return f"strategy {strategy}: {best_of}{unable}"
+    asked = question.job.spec.parallelism.strategy == strategy
+    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run can do so far") + unable
 
 
 def _optimizer_reason(question: Question, chosen: Candidate) -> str:
@@ -162,6 +165,28 @@ def infeasible(question: Question, found: Sequence[Candidate]) -> Infeasible:
     )
 
 
+def unexplained(question: Question, found: Sequence[Candidate]) -> Infeasible:
+    """Missing bytes of the nearest candidate, without a search for what would fit."""
+    missing = nearest_miss(found).missing
+    return Infeasible(
+        job=question.job.metadata.name,
+        node=question.node.name,
+        missing_bytes=missing,
+        budget=question.budget,
+        nearest="",
+    )
+
+
+def lacking(outcome: Infeasible, where: str) -> str:
+    """An Infeasible in one sentence: what is missing on `where`, and what would fit."""
+    missing = ", ".join(
+        f"{tier} lacks {format_bytes(amount)} (budget {format_bytes(outcome.budget.get(tier, 0))})"
+        for tier, amount in outcome.missing_bytes.items()
+        if amount > 0
+    )
+    return f"{outcome.job} does not fit {where}: {missing}; what would fit: {outcome.nearest}"
+
+
 def _remedies(question: Question, nearest: Candidate) -> Iterator[str]:
     """Changes of one kind that were planned and found to fit, as YAML."""
     if not nearest.missing:
@@ -211,7 +236,8 @@ def _needed_budget(question: Question, tier: Tier) -> int | None:
 
 def _capacities(question: Question) -> dict[Tier, int]:
     node = question.node
-    return {Tier.DEVICE: node.device_bytes, Tier.HOST: node.host_bytes, Tier.NVME: node.nvme_bytes}
+    device = node.bytes_of_device(question.local_ranks)
+    return {Tier.DEVICE: device, Tier.HOST: node.host_bytes, Tier.NVME: node.nvme_bytes}
 
 
 def _larger_node(question: Question, nearest: Candidate) -> str:

@@ -2,6 +2,7 @@
 
 Number     "3e-4" in YAML (floats do not survive every JSON parser), float in Python
 Quantity   24Gi in YAML, bytes as int in Python
+Cores      500m in YAML, 0.5 in Python
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from spillway.units import QUANTITY_PATTERN, format_quantity, parse_quantity
+from spillway.units import QUANTITY_PATTERN, format_cores, format_quantity, parse_cores, parse_quantity
 
 NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
 _NUMBER = re.compile(NUMBER_PATTERN)
@@ -28,6 +29,12 @@ class Fields(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, serialize_by_alias=True, protected_namespaces=()
     )
+
+
+class Written(Fields):
+    """A map that we write ourselves: Python's names make it, too."""
+
+    model_config = ConfigDict(populate_by_name=True)
 
 
 def _to_float(value: object) -> float:
@@ -49,6 +56,13 @@ def _to_bytes(value: object) -> int:
     return parse_quantity(text)
 
 
+def _to_cores(value: object) -> float:
+    """Whole thousandths of a core, as the API server keeps them."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or len(str(value)) > _MAX_LENGTH:
+        raise ValueError("a number of cores is needed, for example 2 or 500m")
+    return parse_cores(str(value))
+
+
 def quoted(value: float) -> str:
     """The shortest text that reads back as the same float: 0.0003 -> "0.0003", 1e-08 -> "1e-08"."""
     return repr(value)
@@ -65,6 +79,12 @@ Quantity = Annotated[
     int,
     BeforeValidator(_to_bytes),
     PlainSerializer(format_quantity, return_type=str),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
+]
+Cores = Annotated[
+    float,
+    BeforeValidator(_to_cores),
+    PlainSerializer(format_cores, return_type=str),
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]

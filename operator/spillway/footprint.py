@@ -23,6 +23,8 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
     "Fsdp": ("states", "gradients", "parameters"),
 }
 """what each strategy divides among the ranks"""
+RUN_STRATEGY: Strategy = "Ddp"
+"""what the trainer executes so far: a plan that will be run takes it for Auto"""
 
 NUM_SLOTS = 2
 """device slots of streamed optimizer states: one comes in or is updated while the other goes back"""
@@ -32,6 +34,8 @@ NUM_RELOADED_SEGMENTS = 2
 """spilled segments that are back on the device at once: the one in backward and the one before it"""
 NUM_GATHERED_SEGMENTS = 2
 """segments whose sharded parameters are whole at once: the one in use and the next"""
+EXCHANGE_PARAMETERS = 2**20
+"""gradients that ranks exchange at once"""
 PAGE_BYTES = 4096
 """pieces of host memory and NVMe extents are multiples of this"""
 CACHE_LINE_BYTES = 64
@@ -57,6 +61,8 @@ class Workload:
     strategy: Strategy = "Ddp"
     minimum_bytes: int = 64 * 1024
     """storages smaller than this stay on the device"""
+    wire_bytes: int = FLOAT32_BYTES
+    """of a gradient on its way to other ranks: precision.gradientReduce"""
 
     @cached_property
     def tokens(self) -> int:
@@ -200,6 +206,15 @@ def _largest_segment(shape: ModelShape) -> Segment:
     return max((shape.embedding, shape.block, shape.head), key=lambda segment: segment.num_parameters)
 
 
+def exchange_bytes(work: Workload) -> int:
+    """Device buffers of the sum of gradients over ranks: one bucket on its way out, one on its way in, this rank's own
+    share of the sum. In float32; what travels as bfloat16 takes less."""
+    if work.world_size == 1:
+        return 0
+    segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_parameters + work.shape.tied_parameters) / work.world_size)
+    return FLOAT32_BYTES * segment * (2 * work.world_size + 1)
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +288,7 @@ def device_bytes(work: Workload, optimizer: OptimizerPlan, peak: DevicePeak) -> 
         gradients=accumulator_bytes(work, on_device) + slack + transient_gradient_bytes(work),
         optimizer_states=states_bytes(work, optimizer, optimizer.resident_share, on_cpu=False),
         activations=peak.activations,
-        buffers=slot_bytes(work, optimizer) + peak.buffers,
+        buffers=slot_bytes(work, optimizer) + exchange_bytes(work) + peak.buffers,
         workspace=peak.workspace,
     )
 

@@ -66,6 +66,12 @@ class NodeSpec:
         """On a CPU device a copy takes the cores that compute; on a GPU copy engines do it."""
         return self.device_kind == "Cpu"
 
+    def bytes_of_device(self, local_ranks: int) -> int:
+        """Usable memory of one device: ranks on a CPU node share its one device."""
+        if self.device_kind == "Cuda":
+            return self.device_bytes
+        return min(self.device_bytes, self.num_devices * self.device_bytes // local_ranks)
+
     def flops_per_second(self, compute: str) -> float:
         return self.bfloat16_flops_per_second if compute == "bfloat16" else self.float32_flops_per_second
 
@@ -105,6 +111,24 @@ def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: i
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
     )
+
+
+def gpu_node(product: str, memory_bytes: int | None, num_devices: int) -> NodeSpec:
+    """The catalog's class for a GPU as the cluster names it (label nvidia.com/gpu.product); `memory_bytes` is what its
+    driver reports, where known. For a product that is not in the catalog: the largest class with no more memory, and of
+    unknown memory the smallest, so that a plan for it fits."""
+    entries = {name: entry for name, entry in _catalog().items() if entry["kind"] == "Cuda"}
+    sizes = {name: int(entry["device"]["memory_bytes"]["value"]) for name, entry in entries.items()}
+    named = [name for name, entry in entries.items() if product in entry["products"]]
+    smaller = [name for name, size in sizes.items() if memory_bytes is not None and size <= memory_bytes]
+    if named or smaller:
+        chosen = max(named or smaller, key=lambda name: (sizes[name], name))
+    else:
+        chosen = min(entries, key=lambda name: (sizes[name], name))
+    node = _with_devices(_node(chosen), num_devices)
+    if memory_bytes is None:
+        return node
+    return replace(node, device_bytes=max(0, memory_bytes - (sizes[chosen] - node.device_bytes)))
 
 
 def _with_devices(node: NodeSpec, num_devices: int) -> NodeSpec:

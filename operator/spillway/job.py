@@ -38,3 +38,14 @@ class JobFile(Frozen):
     """torch's intra-op threads: fixed, because a matrix product's rounding depends on it"""
     metrics_port: int | None = None
     """port of /metrics; none = no exporter"""
+    num_nodes: int = Field(default=1, ge=1)
+    ranks_per_node: int = Field(default=1, ge=1)
+    """world size = num_nodes x ranks_per_node; more than one rank is started by `spillway_trainer.launch`"""
+    master_address: str = "127.0.0.1"
+    """host name of node 0, where the ranks meet"""
+    master_port: int = Field(default=0, ge=0, le=65535)
+    """0 = a free port, for one node only"""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node

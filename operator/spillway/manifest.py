@@ -71,6 +71,15 @@ def parse(model: type[M], text: str, source: str, ignored: Sequence[Location] = 
         raise InvalidJob(source, problems)
     for location in ignored:
         _drop(document, location)
+    return validate(model, document, source, lines)
+
+
+def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines | None = None) -> M:
+    """A document that is plain data already, as from an API server; problems name a line only where `lines` has one.
+
+    Raises InvalidJob with every wrong field.
+    """
+    lines = lines or {}
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -10,11 +10,13 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Parts of a step whose seconds add up to the step; `wait` is time spent waiting for copies and I/O."""
+    """Parts of a step whose seconds add up to the step; `wait` is time spent waiting for copies and I/O, `exchange` for
+    the other ranks and their gradients."""
 
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
+    EXCHANGE = "exchange"
     OPTIMIZER = "optimizer"
     WAIT = "wait"
     CHECKPOINT = "checkpoint"
@@ -88,5 +90,58 @@ CHECKPOINT_TIMESTAMP = Metric(
     PREFIX + "checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last committed checkpoint."
 )
 CHECKPOINT_STEP = Metric(PREFIX + "checkpoint_step", "gauge", "Step of the last committed checkpoint.")
+RANK_UP = Metric(PREFIX + "rank_up", "gauge", "1 when the rank answered its launcher in this scrape.", (RANK_LABEL,))
+"""the launcher's own series; every other one is a rank's"""
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+# --- the operator's own, not a trainer's: they are not in ALL ---------------------------------------------------------
+
+OPERATOR_PREFIX = PREFIX + "operator_"
+OPERATOR_API_REQUESTS = Metric(
+    OPERATOR_PREFIX + "api_requests_total",
+    "counter",
+    "Requests to the API server by verb, resource (with subresource) and HTTP status; 0 = no answer.",
+    ("verb", "resource", "code"),
+)
+OPERATOR_RECONCILES = Metric(
+    OPERATOR_PREFIX + "reconciles_total", "counter", "TrainingJobs looked at, by result.", ("result",)
+)
+OPERATOR_RECONCILE_SECONDS = Metric(
+    OPERATOR_PREFIX + "reconcile_seconds", "histogram", "Seconds per look at one TrainingJob, requests included."
+)
+OPERATOR_DECISION_SECONDS = Metric(
+    OPERATOR_PREFIX + "decision_seconds",
+    "histogram",
+    "Seconds per decision (planning included): the loop waits for it.",
+)
+OPERATOR_QUEUE_DEPTH = Metric(OPERATOR_PREFIX + "queue_depth", "gauge", "TrainingJobs that wait for a look.")
+OPERATOR_LOOP_LAG = Metric(
+    OPERATOR_PREFIX + "loop_lag_seconds", "gauge", "Longest wait of the event loop in the last minute."
+)
+OPERATOR_WATCH_AGE = Metric(
+    OPERATOR_PREFIX + "watch_age_seconds", "gauge", "Seconds since a watch last said something.", ("resource",)
+)
+OPERATOR_LIST_AGE = Metric(
+    OPERATOR_PREFIX + "list_age_seconds", "gauge", "Seconds since the last complete list of everything."
+)
+OPERATOR_WATCH_CORRECTIONS = Metric(
+    OPERATOR_PREFIX + "watch_corrections_total",
+    "counter",
+    "Objects that a complete list knew better than the watch: missed (a change) or ghost (a deletion).",
+    ("kind",),
+)
+OPERATOR_METRICS_AGE = Metric(
+    OPERATOR_PREFIX + "metrics_age_seconds", "gauge", "Age of the memory metrics that placement uses; absent = none."
+)
+OPERATOR_JOBS = Metric(OPERATOR_PREFIX + "jobs", "gauge", "TrainingJobs by status.state.", ("state",))
+OPERATOR_PROGRESS_REPORTS = Metric(
+    OPERATOR_PREFIX + "progress_reports_total", "counter", "Progress posts by HTTP status.", ("code",)
+)
+OPERATOR_EVENTS = Metric(
+    OPERATOR_PREFIX + "events_total", "counter", "Events by result: posted, repeated (left out), failed.", ("result",)
+)
+
+OPERATOR: tuple[Metric, ...] = tuple(
+    value for name, value in list(globals().items()) if name.startswith("OPERATOR_") and isinstance(value, Metric)
+)

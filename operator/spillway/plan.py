@@ -15,6 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PLAN_VERSION: Literal[1] = 1
 SHARE_TOLERANCE = 1e-6
 """rounding that a sum of shares may carry"""
+SLAB_SLACK = 1.05
+"""a slab is that much larger than the plan's bytes, within the budget: extents are rounded to pages and can fragment"""
+SLAB_EXTRA_BYTES = 2**20
+"""and this much, for slabs of a few pages"""
 
 
 class Tier(StrEnum):
@@ -140,6 +144,8 @@ class MemoryPlan(Frozen):
     job: str
     node: str
     """catalog name of the node class, for example 8x-h100-80 or local"""
+    device: Literal["Cpu", "Cuda"] = "Cpu"
+    """what a device is there; on a CPU its memory is host memory, too"""
     mode: Literal["Auto", "Advise", "Disabled"]
     strategy: Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"] = "Ddp"
     world_size: int = 1
@@ -161,6 +167,11 @@ class MemoryPlan(Frozen):
     def spills(self) -> bool:
         """True when any byte leaves the device."""
         return any(self.bytes[tier].total > 0 for tier in (Tier.HOST, Tier.NVME) if tier in self.bytes)
+
+    def slab_bytes(self, tier: Tier) -> int:
+        """Size of one rank's slab in `tier`: the plan's bytes with some slack for rounding, never above the budget."""
+        planned = self.bytes[tier].total
+        return min(int(planned * SLAB_SLACK) + SLAB_EXTRA_BYTES, self.budget[tier]) if planned else 0
 
 
 class Infeasible(Frozen):

@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 from spillway.api import TrainingJob
 from spillway.candidates import Question, Timed, as_specified, best, candidates, fitting, timed
 from spillway.errors import UserError
-from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned
+from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
+from spillway.footprint import RUN_STRATEGY, Strategy
 from spillway.hardware import NodeSpec
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+
+DEVICE_SHARE = 0.75
+"""of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,29 @@ class Overrides:
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     world_size: int | None = None
+    strategy: Strategy | None = None
+    """the only one that the caller can run; None = what the spec says"""
 
 
 NO_OVERRIDES = Overrides()
 
 
-def make_plan(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -> MemoryPlan | Infeasible:
-    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits.
+def shared_memory(job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1) -> Overrides:
+    """For a run on a CPU, where device and host are the same memory: what the ranks' devices may take, the host tier of
+    the node cannot. `memory_bytes` is the node's, without the processes themselves."""
+    budget, share = job.spec.memory.budget, memory_bytes // num_local_ranks
+    wanted = int(share * DEVICE_SHARE) if budget.device is None else budget.device
+    device_bytes = min(wanted, share)
+    left = memory_bytes - num_local_ranks * device_bytes
+    host_bytes = left if budget.host is None else min(budget.host, left)
+    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=RUN_STRATEGY)
+
+
+def make_plan(
+    job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
+) -> MemoryPlan | Infeasible:
+    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What would fit instead
+    takes many plans to find out: without `explained` an Infeasible says only what is missing.
 
     Raises UserError when the job asks for devices that the node has not.
     """
@@ -42,7 +62,7 @@ def make_plan(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRI
         advised = best(choices) if choices else None
         return _plan(question, chosen, reasons_unplanned(question, chosen, advised), ())
     if not choices:
-        return infeasible(question, found)
+        return infeasible(question, found) if explained else unexplained(question, found)
     chosen = best(choices)
     return _plan(question, chosen, reasons(question, chosen, choices), alternatives(question, chosen, found))
 
@@ -64,7 +84,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         job=job,
         node=node,
         budget={
-            Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.device_bytes),
+            Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.bytes_of_device(local_ranks)),
             Tier.HOST: _least(overrides.host_bytes, memory.budget.host, node.host_bytes) // local_ranks,
             Tier.NVME: _least(overrides.nvme_bytes, memory.budget.nvme, node.nvme_bytes) // local_ranks,
         },
@@ -73,7 +93,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         num_nodes=world_size // local_ranks,
         micro_batch_size=micro_batch_size,
         mode=memory.mode,
-        strategy=parallelism.strategy,
+        strategy=overrides.strategy or parallelism.strategy,
         placement=memory.optimizer.placement,
         policy=memory.activations.policy,
     )
@@ -106,6 +126,7 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
     return MemoryPlan(
         job=question.job.metadata.name,
         node=question.node.name,
+        device=question.node.device_kind,
         mode=question.job.spec.memory.mode,
         strategy=work.strategy,
         world_size=question.world_size,

@@ -7,16 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from spillway.field_types import Count, Fields, Name, Quantity, Text
+from spillway.field_types import Count, Name, Quantity, Text, Written
 
 LIST_BY_TYPE: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]
+NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
-class Condition(Fields):
+class Condition(Written):
     """As metav1.Condition."""
 
     type: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Accepted, Planned, Running, ...")
@@ -27,7 +28,7 @@ class Condition(Fields):
     last_transition_time: Time | None = Field(default=None, description="When status last changed.")
 
 
-class TierQuantities(Fields):
+class TierQuantities(Written):
     """Bytes per tier."""
 
     device: Quantity | None = Field(default=None, description="Bytes on each device.")
@@ -35,8 +36,16 @@ class TierQuantities(Fields):
     nvme: Quantity | None = Field(default=None, description="Bytes on NVMe, per rank.")
 
 
-class PlanStatus(Fields):
-    """The plan of the present attempt."""
+class ProfileEvidence(Written):
+    """What was observed before of the same model under the same plan."""
+
+    profile: Annotated[str, Field(max_length=253)] = Field(default="", description="Name of the MemoryProfile.")
+    peak: TierQuantities | None = Field(default=None, description="Largest peak per tier that it holds, per rank.")
+    message: Text = Field(default="", description="The same in a sentence.")
+
+
+class PlanStatus(Written):
+    """The plan of the present attempt, where it should run, and why."""
 
     config_map: Annotated[str, Field(max_length=253)] = Field(
         default="", description="ConfigMap with job.json and plan.json."
@@ -44,10 +53,21 @@ class PlanStatus(Fields):
     node: Short = Field(default="", description="Node class that it is made for.")
     summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
     bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
+    pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")
     step_seconds: Short = Field(default="", description="Predicted seconds per step.")
+    nodes: tuple[NodeName, ...] = Field(
+        default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."
+    )
+    reason: Text = Field(default="", description="Why there: a sentence with the figure that decided.")
+    headroom: TierQuantities | None = Field(
+        default=None, description="Free bytes of the preferred node per tier, reservations taken off."
+    )
+    metrics_age: Short = Field(default="", description="Age of the metrics behind it, for people: 4s.")
+    metrics_source: Short = Field(default="", description="Where they came from: Prometheus, Scrape, or empty.")
+    observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
 
 
-class Progress(Fields):
+class Progress(Written):
     """How far it is; written at most every 15 s."""
 
     step: Count = Field(default=0, description="Optimizer steps completed.")
@@ -59,7 +79,7 @@ class Progress(Fields):
     last_step_time: Time | None = Field(default=None, description="When the last step ended.")
 
 
-class MemoryStatus(Fields):
+class MemoryStatus(Written):
     """Measured peaks of the fullest rank."""
 
     device: Short = Field(default="", description="Peak of budget on the device, for people: 71Gi/80Gi.")
@@ -67,20 +87,26 @@ class MemoryStatus(Fields):
     peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
 
 
-class CheckpointStatus(Fields):
+class CheckpointStatus(Written):
     step: Count = Field(default=0, description="Step of the last committed checkpoint.")
     epoch: Count = Field(default=0, description="Attempt that wrote it.")
     path: Text = Field(default="", description="Its directory on the claim.")
     time: Time | None = Field(default=None, description="When it was committed.")
 
 
-class Attempts(Fields):
+class Attempts(Written):
     total: Count = Field(default=0, description="Attempts so far; the number of the present one.")
+    ended: Count = Field(default=0, description="Number of the last attempt whose end is accounted for.")
     restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
     last_reason: Short = Field(default="", description="Why the last attempt ended.")
+    start_time: Time | None = Field(default=None, description="When the present attempt began.")
+    end_time: Time | None = Field(default=None, description="When the last attempt ended.")
+    short_in_a_row: Count = Field(
+        default=0, description="Attempts in a row that ended within 10 minutes; each doubles the pause before the next."
+    )
 
 
-class Escalation(Fields):
+class Escalation(Written):
     """A change of plan after memory ran out."""
 
     attempt: Count = Field(description="Attempt that ended.")
@@ -88,14 +114,14 @@ class Escalation(Fields):
     change: Text = Field(default="", description="What the next attempt does differently.")
 
 
-class MemberStatus(Fields):
+class MemberStatus(Written):
     name: Name = Field(description="Name of the member.")
     step: Count = Field(default=0, description="Its optimizer steps.")
     loss: Short = Field(default="", description="Its last loss.")
     state: Short = Field(default="", description="Its state, for people.")
 
 
-class TrainingJobStatus(Fields):
+class TrainingJobStatus(Written):
     """What was observed and decided."""
 
     observed_generation: Count = Field(default=0, description="Generation of the spec that the status is about.")

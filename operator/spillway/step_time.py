@@ -143,13 +143,14 @@ def scatter_seconds(work: Workload, rates: Rates) -> float:
 
 
 def exchange_loads(work: Workload, rates: Rates) -> Loads:
-    """Once per step: reduction of whole gradients (two passes), gather of parameters that were updated in shards."""
-    passes = 0
+    """Once per step: the sum of whole gradients (out in the wire's type, back in float32, docs/ranks.md), or their
+    reduction into shards; gather of parameters that were updated in shards."""
+    bytes_per_parameter = 0
     if work.world_size > 1 and work.shards("gradients") == 1:
-        passes += 2 if work.shards("states") == 1 else 1
+        bytes_per_parameter += work.wire_bytes + (FLOAT32_BYTES if work.shards("states") == 1 else 0)
     if work.shards("states") > 1 and work.shards("parameters") == 1:
-        passes += 1
-    return {Resource.NETWORK: passes * _exchanged(work, work.shape.compute_bytes) / rates.network}
+        bytes_per_parameter += work.shape.compute_bytes
+    return {Resource.NETWORK: _exchanged(work, bytes_per_parameter) / rates.network}
 
 
 def _exchanged(work: Workload, bytes_per_parameter: int) -> float:

@@ -27,12 +27,24 @@ def parse_quantity(text: str) -> int:
 
     Raises ValueError with the allowed form when `text` is no quantity or exceeds 2^63 - 1, as the API server would.
     """
+    return _rounded_up(text, _exact(text))
+
+
+def parse_cores(text: str) -> float:
+    """Cores of a Kubernetes quantity: "500m" -> 0.5; less than a thousandth of a core rounds up to one."""
+    return _rounded_up(text, 1000 * _exact(text)) / 1000
+
+
+def _exact(text: str) -> Fraction:
     match = _QUANTITY.match(text)
     if match is None:
         raise ValueError(f"{text!r} is no quantity: write a number with Ki, Mi, Gi, Ti or k, M, G, T, for example 24Gi")
     number, suffix, exponent = match.groups()
     scale = Fraction(10) ** int(exponent) if exponent else _SUFFIX[suffix or ""]
-    value = Fraction(number) * scale
+    return Fraction(number) * scale
+
+
+def _rounded_up(text: str, value: Fraction) -> int:
     rounded = -(-value.numerator // value.denominator)
     if rounded > 2**63 - 1:
         raise ValueError(f"{text!r} is larger than a quantity can be (2^63 - 1)")
@@ -56,6 +68,11 @@ def format_quantity(num_bytes: int) -> str:
         if num_bytes and num_bytes % size == 0:
             return f"{num_bytes // size}{suffix}"
     return str(num_bytes)
+
+
+def format_cores(cores: float) -> str:
+    """2.0 -> "2", 0.5 -> "500m"."""
+    return str(round(cores)) if cores == round(cores) else f"{round(cores * 1000)}m"
 
 
 def format_seconds(seconds: float) -> str:

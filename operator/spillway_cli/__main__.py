@@ -39,6 +39,8 @@ checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Lis
 app.add_typer(checkpoints, name="ckpt")
 
 FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the result is printed.")]
+NamespaceOption = Annotated[str | None, typer.Option("-n", "--namespace", metavar="NS", help="Default: the context's.")]
+ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
 HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
@@ -83,6 +85,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     host: HostOption = None,
     nvme: NvmeOption = None,
     spill: Annotated[Path | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the batch.")] = 1,
     metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics there.")] = None,
     max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
     output: FormatOption = Format.TEXT,
@@ -91,7 +94,9 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     from .local_plan import BudgetOverrides  # noqa: PLC0415
 
     budget = BudgetOverrides(device, host, nvme)
-    options = run_command.RunOptions(job, directory, claim or [], budget, spill, metrics_port, max_restarts, output)
+    options = run_command.RunOptions(
+        job, directory, claim or [], budget, spill, metrics_port, max_restarts, output, ranks
+    )
     raise typer.Exit(run_command.run(options))
 
 
@@ -115,6 +120,55 @@ def report(
     from . import report_command  # noqa: PLC0415
 
     raise typer.Exit(report_command.report(run, file, output))
+
+
+@app.command(help="Create a job in a cluster.")
+def submit(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; exit with its code.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the server, create nothing.")] = False,
+    output: Annotated[
+        str, typer.Option("-o", "--format", metavar="text|json|yaml|name", help="How the object is printed.")
+    ] = "text",
+) -> None:
+    from . import submit_command  # noqa: PLC0415
+
+    formats = submit_command.SubmitFormat
+    if output not in list(formats):
+        raise typer.BadParameter(f"{output!r}: use {', '.join(formats)}", param_hint="--format")
+    options = submit_command.SubmitOptions(job, context, namespace, wait, dry_run, formats(output))
+    raise typer.Exit(submit_command.submit(options))
+
+
+@app.command(help="Jobs of a cluster, or one: where it is and why.")
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of a TrainingJob; none: all.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    all_namespaces: Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of every namespace.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Again whenever it changes.")] = False,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import status_command  # noqa: PLC0415
+
+    options = status_command.StatusOptions(job, context, namespace, all_namespaces, watch, output)
+    raise typer.Exit(status_command.status(options))
+
+
+@app.command(help="What a job's pods print.")
+def logs(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a TrainingJob.")],
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on through restarts to the end.")] = False,
+    rank_node: Annotated[int | None, typer.Option("--rank-node", min=0, metavar="I", help="One node only.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: the newest.")] = None,
+) -> None:
+    from . import logs_command  # noqa: PLC0415
+
+    raise typer.Exit(logs_command.logs(logs_command.LogsOptions(job, context, namespace, follow, rank_node, attempt)))
 
 
 @checkpoints.command(help="Every committed checkpoint, newest first.")

@@ -1,7 +1,11 @@
-"""`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, its weights for other programs."""
+"""`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, its weights for other programs.
+
+The run is the --output of a `spillway run`, or the directory of a cluster's job on its checkpoint claim.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +17,7 @@ from spillway_trainer.checkpoint_directory import CheckpointSummary
 
 from .console import Format, print_json, result_console, table
 from .local_run import read_job_file
-from .run_directory import RunDirectory, existing_run
+from .run_directory import existing_run
 
 
 class ExportDtype(StrEnum):
@@ -23,9 +27,27 @@ class ExportDtype(StrEnum):
     FLOAT32 = "float32"
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where a run's checkpoints and its tokenizer lie."""
+
+    checkpoints: Path
+    tokenizer: Path
+
+
+def saved_by(path: Path) -> Saved:
+    """Raises UserError when `path` is neither a run directory nor one of checkpoints."""
+    if any(path.glob("epoch-*.json")):
+        return Saved(path.resolve(), path.resolve() / "corpus" / "tokenizer.json")
+    run = existing_run(path)
+    job = read_job_file(run.job_file)
+    # The corpus may lie outside the run.
+    return Saved(run.checkpoints, (run.corpus if job is None else Path(job.corpus_directory)) / "tokenizer.json")
+
+
 def ls(run_path: Path, output: Format) -> int:
     """Every committed checkpoint, newest first; nothing is hashed."""
-    found = checkpoint_directory.list_checkpoints(existing_run(run_path).checkpoints)
+    found = checkpoint_directory.list_checkpoints(saved_by(run_path).checkpoints)
     if output is Format.JSON:
         print_json({"checkpoints": [as_json(one) for one in found]})
         return ExitCode.COMPLETED
@@ -40,9 +62,9 @@ def ls(run_path: Path, output: Format) -> int:
 
 def verify(run_path: Path, output: Format) -> int:
     """Read every byte of every checkpoint; CheckpointCorrupt (74) when one differs from what was written."""
-    run = existing_run(run_path)
-    problems = checkpoint_directory.verify(run.checkpoints)
-    names = [one.name for one in checkpoint_directory.list_checkpoints(run.checkpoints)]
+    checkpoints = saved_by(run_path).checkpoints
+    problems = checkpoint_directory.verify(checkpoints)
+    names = [one.name for one in checkpoint_directory.list_checkpoints(checkpoints)]
     if output is Format.JSON:
         print_json({"checkpoints": names, "problems": [str(problem) for problem in problems]})
     elif problems:
@@ -57,9 +79,9 @@ def export(run_path: Path, to: Path, step: int | None, dtype: ExportDtype, outpu
     """Weights of one checkpoint (default: the newest good one) as a Hugging Face directory."""
     from spillway_trainer import export as exporter  # noqa: PLC0415 - imports torch
 
-    run = existing_run(run_path)
-    checkpoint = chosen(run, step)
-    exporter.export(checkpoint, to, tokenizer=tokenizer_of(run), dtype=dtype.value)
+    saved = saved_by(run_path)
+    checkpoint = chosen(saved.checkpoints, step)
+    exporter.export(checkpoint, to, tokenizer=saved.tokenizer, dtype=dtype.value)
     if output is Format.JSON:
         print_json({"checkpoint": checkpoint.name, "directory": str(to.resolve()), "dtype": dtype})
     else:
@@ -67,27 +89,21 @@ def export(run_path: Path, to: Path, step: int | None, dtype: ExportDtype, outpu
     return ExitCode.COMPLETED
 
 
-def chosen(run: RunDirectory, step: int | None) -> Path:
+def chosen(checkpoints: Path, step: int | None) -> Path:
     """The newest checkpoint that verifies, or the one of `step`. Raises UserError when there is none."""
     if step is None:
-        newest = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
+        newest = checkpoint_directory.choose_resume(checkpoints).checkpoint
         if newest is None:
-            raise UserError(f"{run.path}: no checkpoint yet; train at least spec.checkpoint.everySteps steps")
+            raise UserError(f"{checkpoints}: no checkpoint yet; train at least spec.checkpoint.everySteps steps")
         return newest.path
-    kept = [one for one in checkpoint_directory.list_checkpoints(run.checkpoints) if one.in_lineage]
+    kept = [one for one in checkpoint_directory.list_checkpoints(checkpoints) if one.in_lineage]
     named = [one for one in kept if one.step == step]
     if not named:
         steps = ", ".join(str(one.step) for one in kept) or "none"
         raise UserError(f"--step {step}: no checkpoint of that step; there is {steps}")
     if named[0].problem:
         raise CheckpointCorrupt(f"{named[0].name}: {named[0].problem}; export another --step")
-    return run.checkpoints / named[0].name
-
-
-def tokenizer_of(run: RunDirectory) -> Path:
-    """The tokenizer of the run's corpus, which may lie outside the run."""
-    job = read_job_file(run.job_file)
-    return (run.corpus if job is None else Path(job.corpus_directory)) / "tokenizer.json"
+    return checkpoints / named[0].name
 
 
 def as_json(one: CheckpointSummary) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
     attempt E = epoch E: start -> follow run.jsonl -> exit code -> done | restart with epoch E+1 | give up
 
-A crash (a signal, or a code that nobody documented) and an unreadable checkpoint are worth another attempt, from the
-last good checkpoint. The other documented failures would only repeat: same plan, same bytes, same numbers.
+spillway.retries says which ends are worth another attempt, from the last good checkpoint. An attempt that was stopped
+on request ends the run: here nobody else's disruption is behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from spillway.errors import RANK_CRASHED, ExitCode, reason_of
+from spillway.errors import ExitCode, reason_of
+from spillway.retries import Retry, retry_of
 
 from .run_directory import RunDirectory, next_epoch, write_atomic
 from .run_log import Event, Follower, RunLog
@@ -43,7 +44,7 @@ class Attempt:
 
     @property
     def worth_restarting(self) -> bool:
-        return self.reason == RANK_CRASHED or self.exit_code == ExitCode.CHECKPOINT_CORRUPT
+        return retry_of(self.reason) is Retry.COUNTED
 
 
 class Watcher(Protocol):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.api import TrainingJob
 from spillway.errors import DoesNotFit, UserError
+from spillway.explain import lacking
 from spillway.hardware import local_node
 from spillway.plan import Infeasible, MemoryPlan
-from spillway.planner import Overrides, make_plan
-from spillway.units import MIB, format_bytes, parse_quantity
+from spillway.planner import make_plan, shared_memory
+from spillway.pod_resources import runtime_bytes
+from spillway.units import parse_quantity
 
 from .local_node import LocalResources
-
-RUNTIME_BYTES = 512 * MIB
-"""the interpreter, torch and the corpus, before the first parameter"""
-DEVICE_SHARE = 0.75
-"""of the machine's memory that counts as the device where no budget says so; the rest is the host tier"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +45,16 @@ def quantity(tier: str, text: str) -> int:
     return num_bytes
 
 
-def plan_for_this_machine(job: TrainingJob, resources: LocalResources) -> MemoryPlan:
+def plan_for_this_machine(job: TrainingJob, resources: LocalResources, num_ranks: int = 1) -> MemoryPlan:
     """Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits."""
-    memory_bytes = max(0, resources.memory_bytes - RUNTIME_BYTES)
+    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(num_ranks, "Cpu"))
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
-    outcome = make_plan(job, node, shared_memory(job, memory_bytes))
+    overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks)
+    outcome = make_plan(job, node, overrides)
     if isinstance(outcome, Infeasible):
         raise DoesNotFit(describe(outcome))
     return outcome
 
 
-def shared_memory(job: TrainingJob, memory_bytes: int) -> Overrides:
-    """On a CPU, device and host are the same memory: what the device may take, the host tier cannot."""
-    budget = job.spec.memory.budget
-    wanted = int(memory_bytes * DEVICE_SHARE) if budget.device is None else budget.device
-    device_bytes = min(wanted, memory_bytes)
-    left = memory_bytes - device_bytes
-    host_bytes = left if budget.host is None else min(budget.host, left)
-    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, world_size=1)
-
-
 def describe(outcome: Infeasible) -> str:
-    missing = ", ".join(
-        f"{tier} lacks {format_bytes(lacking)} (budget {format_bytes(outcome.budget.get(tier, 0))})"
-        for tier, lacking in outcome.missing_bytes.items()
-        if lacking > 0
-    )
-    return f"{outcome.job} does not fit this machine: {missing}; what would fit: {outcome.nearest}"
+    return lacking(outcome, "this machine")

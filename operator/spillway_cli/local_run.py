@@ -28,6 +28,7 @@ from .run_log import read_run_log
 IDENTITY = ("model", "data", "training")
 """Sections of the spec that a run keeps for life: its numbers depend on them, and on nothing in the others."""
 MOST_DIFFERENCES_NAMED = 3
+RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class LocalJob:
     corpus: Path
     spill: Path
     metrics_port: int | None = None
+    num_ranks: int = 1
 
 
 def refuse_wrong_fields(job: TrainingJob, source: str) -> None:
@@ -48,10 +50,14 @@ def refuse_wrong_fields(job: TrainingJob, source: str) -> None:
         raise InvalidJob(source, problems)
 
 
-def unused_fields(spec: TrainingJobSpec) -> list[str]:
-    """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on."""
+def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
+    """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on.
+
+    Nodes and devices have one when --ranks stands for just as many.
+    """
     claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
-    return sorted({*not_used_locally(spec), *claim})
+    counts = RANK_COUNTS if num_ranks == spec.parallelism.world_size else ()
+    return sorted({*not_used_locally(spec), *claim} - {*counts})
 
 
 def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
@@ -187,6 +193,7 @@ class LocalFiles:
             termination_message_path=str(run.attempt(epoch) / "termination.json"),
             compute_threads=self.compute_threads,
             metrics_port=self.local.metrics_port,
+            ranks_per_node=self.local.num_ranks,
         )
         write_atomic(run.plan_file, self.plan.model_dump_json(indent=2) + "\n")
         write_atomic(run.job_file, job_file.model_dump_json(indent=2) + "\n")
@@ -196,18 +203,20 @@ def local_files(
     run: RunDirectory, local: LocalJob, plan: MemoryPlan, cores: int, earlier: JobFile | None
 ) -> LocalFiles:
     if earlier is None:
-        return LocalFiles(run, local, plan, str(uuid.uuid4()), cores)
+        return LocalFiles(run, local, plan, str(uuid.uuid4()), max(1, cores // local.num_ranks))
     return LocalFiles(run, local, plan, earlier.uid, earlier.compute_threads)
 
 
-def trainer_command(run: RunDirectory) -> list[str]:
-    """-P: what lies in the current directory must not shadow a module of ours or of Python's."""
-    return [sys.executable, "-P", "-m", "spillway_cli.trainer_process", "spillway_trainer", str(run.path)]
+def trainer_command(run: RunDirectory, num_ranks: int) -> list[str]:
+    """One rank is the trainer itself; several get a launcher. -P: what lies in the current directory must not shadow a
+    module of ours or of Python's."""
+    module = "spillway_trainer" if num_ranks == 1 else "spillway_trainer.launch"
+    return [sys.executable, "-P", "-m", "spillway_cli.trainer_process", module, str(run.path)]
 
 
 def train(files: LocalFiles, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
     """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
-    trainer = Trainer(files.write, trainer_command(files.run), lock)
+    trainer = Trainer(files.write, trainer_command(files.run, files.local.num_ranks), lock)
     stop = StopRequest()
     with stop.listening():
         return run_attempts(files.run, trainer, watcher, stop, max_restarts)

@@ -40,6 +40,7 @@ class RunOptions:
     max_restarts: int | None
     """none = lifecycle.maxRestarts"""
     format: Format
+    num_ranks: int = 1
 
 
 def run(options: RunOptions) -> int:
@@ -51,12 +52,12 @@ def run(options: RunOptions) -> int:
     local_run.refuse_missing_text(job, claims, source)
     local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
-    unused = local_run.unused_fields(job.spec)
+    unused = local_run.unused_fields(job.spec, options.num_ranks)
     if unused:
         console.print(f"not used locally: {', '.join(unused)}")
     directory = create_run_directory(options.output)
     spill = create_run_directory(options.spill, "--spill").path if options.spill else directory.path
-    local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port)
+    local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
         local_run.refuse_another_run(directory, job, earlier)
@@ -64,7 +65,7 @@ def run(options: RunOptions) -> int:
             console.print(f"{directory.path}: complete already, all {job.spec.training.steps} steps are trained")
             return finish(directory, job, [], options.format)
         resources = probe(spill)
-        plan = plan_for_this_machine(job, resources)
+        plan = plan_for_this_machine(job, resources, options.num_ranks)
         say_plan(console, plan)
         files = local_run.local_files(directory, local, plan, resources.cores, earlier)
         max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
@@ -75,7 +76,8 @@ def run(options: RunOptions) -> int:
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:
     """Where the bytes will be, and how fast a step should be."""
-    shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}")
+    each = f", bytes of each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}{each}")
     for tier in Tier:
         if tier in plan.bytes:
             budget = plan.budget.get(tier)

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from crd_cases import cases, constraints, fields, schema_of
 
 from spillway import crd
-from spillway.api import TrainingJobSpec
+from spillway.api import MemoryProfileSpec, NodeProfileSpec, TrainingJobSpec
+from spillway.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
 
-FILE = Path(__file__).resolve().parents[2] / crd.PATH
-SCHEMA: dict[str, Any] = crd.definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 200 * 1024
+KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}
+NODES = {f"{kind}:{path}": node for kind, nodes in KIND_NODES.items() for path, node in nodes.items()}
+"""every schema node of the three kinds"""
+JOB_NODES = KIND_NODES[TRAINING_JOB.kind]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 
 
-def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema node with its path, but metadata, which is the API server's own."""
-    yield path, schema
-    for name, inner in schema.get("properties", {}).items():
-        if (path, name) != ("", "metadata"):
-            yield from nodes(inner, f"{path}.{name}" if path else name)
-    for key, mark in (("items", "[]"), ("additionalProperties", ".*")):
-        if isinstance(schema.get(key), dict):
-            yield from nodes(schema[key], path + mark)
-
-
-NODES = dict(nodes(SCHEMA))
-
-
-def test_the_file_is_in_step_with_the_models() -> None:
-    assert FILE.read_text(encoding="utf-8") == crd.text(), "run `make crds`"
+@each_kind
+def test_the_file_is_in_step_with_the_models(kind: Kind) -> None:
+    assert (ROOT / kind.path).read_text(encoding="utf-8") == crd.text(kind), "run `make crds`"
 
 
 def test_check_fails_when_the_file_is_out_of_step(
@@ -42,23 +34,44 @@ def test_check_fails_when_the_file_is_out_of_step(
     assert crd.main(["--check"]) == 1
     assert crd.main([]) == 0
     assert crd.main(["--check"]) == 0
-    (tmp_path / crd.PATH).write_text("old", encoding="utf-8")
-    assert crd.main(["--check"]) == 1
-    assert "make crds" in capsys.readouterr().err
+    capsys.readouterr()
+    for kind in KINDS:
+        (tmp_path / kind.path).write_text("old", encoding="utf-8")
+        assert crd.main(["--check"]) == 1
+        assert capsys.readouterr().err.startswith(f"{kind.path} is out of step")
+        assert crd.main([]) == 0
 
 
-def test_the_file_is_small() -> None:
-    assert FILE.stat().st_size < MAX_FILE_BYTES
+@each_kind
+def test_the_file_is_small(kind: Kind) -> None:
+    assert (ROOT / kind.path).stat().st_size < MAX_FILE_BYTES
+
+
+def test_crds_holds_no_other_file() -> None:
+    assert sorted((ROOT / crd.DIRECTORY).iterdir()) == sorted(ROOT / kind.path for kind in KINDS)
+
+
+@each_kind
+def test_every_constraint_has_a_manifest_that_is_accepted_and_one_that_is_refused(kind: Kind) -> None:
+    """The manifests meet a real API server in tests/cluster/test_crds_on_the_server.py."""
+    tried = cases(kind)
+    assert {case.constraint for case in tried if case.accepted} == set(constraints(kind))
+    assert {case.constraint for case in tried if not case.accepted} == set(constraints(kind))
+
+
+@each_kind
+def test_every_refusal_is_expected_to_name_the_field_and_what_is_wrong(kind: Kind) -> None:
+    assert [str(case) for case in cases(kind) if not case.accepted and len(case.words) < 2] == []
 
 
 def test_every_field_is_described() -> None:
-    assert [path for path, node in NODES.items() if path and "[]" not in path[-2:] and ".*" not in path[-2:]
-            and not node.get("description")] == []  # fmt: skip
+    inner = ("[]", ".*", ":")
+    assert [path for path, node in NODES.items() if not path.endswith(inner) and not node.get("description")] == []
 
 
 def test_every_string_is_bounded() -> None:
-    free = ("apiVersion", "kind")
-    strings = {path: node for path, node in NODES.items() if node.get("type") == "string" and path not in free}
+    free = (":apiVersion", ":kind")
+    strings = {path: node for path, node in NODES.items() if node.get("type") == "string" and not path.endswith(free)}
     assert [path for path, node in strings.items() if "maxLength" not in node and "enum" not in node] == []
 
 
@@ -93,11 +106,11 @@ def test_the_schema_is_structural() -> None:
 
 
 def test_floats_are_strings_and_so_are_their_defaults() -> None:
-    document = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    found = dict(nodes(document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
-    assert "number" not in {node.get("type") for node in found.values()}
+    text = (ROOT / TRAINING_JOB.path).read_text(encoding="utf-8")
+    found = dict(fields(yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
+    assert "number" not in {node.get("type") for node in NODES.values()}
     assert found["spec.training.optimizer.eps"]["default"] == "1e-08"
-    assert "default: 1e" not in FILE.read_text(encoding="utf-8"), "other parsers read a bare 1e-08 as a number"
+    assert "default: 1e" not in text, "other parsers read a bare 1e-08 as a number"
 
 
 def test_a_default_has_the_type_of_its_field() -> None:
@@ -111,21 +124,40 @@ def test_an_object_with_a_default_requires_nothing() -> None:
     assert [path for path, node in NODES.items() if node.get("default") == {} and node.get("required")] == []
 
 
-def test_every_rule_is_used() -> None:
-    assert set(crd.RULES) - set(NODES) == set()
+@each_kind
+def test_every_rule_is_used(kind: Kind) -> None:
+    assert set(kind.rules) - set(KIND_NODES[kind.kind]) == set()
 
 
 @pytest.mark.parametrize("field", ["model", "data", "training", "parallelism"])
 def test_what_decides_the_result_never_changes(field: str) -> None:
-    rules = [rule["rule"] for rule in NODES[f"spec.{field}"]["x-kubernetes-validations"]]
+    rules = [rule["rule"] for rule in JOB_NODES[f"spec.{field}"]["x-kubernetes-validations"]]
     assert "self == oldSelf" in rules
 
 
-def test_columns_point_at_fields_of_the_schema() -> None:
-    for _, path, *_ in crd.COLUMNS:
-        assert path.startswith(".metadata.") or path.removeprefix(".") in NODES
+@each_kind
+def test_columns_and_selectable_fields_point_at_fields_of_the_schema(kind: Kind) -> None:
+    paths = [column[1] for column in kind.columns] + list(kind.selectable)
+    assert [path for path in paths if not path.startswith(".metadata.") and path[1:] not in KIND_NODES[kind.kind]] == []
 
 
-def test_the_schema_has_every_field_of_the_spec() -> None:
-    aliases = {field.alias or name for name, field in TrainingJobSpec.model_fields.items()}
-    assert set(NODES["spec"]["properties"]) == aliases
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(TRAINING_JOB, TrainingJobSpec), (MEMORY_PROFILE, MemoryProfileSpec), (NODE_PROFILE, NodeProfileSpec)],
+)
+def test_the_schema_has_every_field_of_the_spec(kind: Kind, spec: Any) -> None:
+    aliases = {field.alias or name for name, field in spec.model_fields.items()}
+    assert set(KIND_NODES[kind.kind]["spec"]["properties"]) == aliases
+
+
+def test_nodes_have_profiles_cluster_wide_and_models_in_their_namespace() -> None:
+    scopes = {kind.kind: (kind.scope, kind.short_name, kind.plural) for kind in KINDS}
+    assert scopes == {
+        "TrainingJob": ("Namespaced", "tjob", "trainingjobs"),
+        "MemoryProfile": ("Namespaced", "mprof", "memoryprofiles"),
+        "NodeProfile": ("Cluster", "nprof", "nodeprofiles"),
+    }
+
+
+def test_only_a_training_job_has_a_status_of_its_own() -> None:
+    assert ["status" in nodes for nodes in KIND_NODES.values()] == [True, False, False]

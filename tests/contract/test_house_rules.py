@@ -22,6 +22,11 @@ def test_cuda_streams_and_events_live_in_lanes_only() -> None:
     assert not [path for path in sources if "torch.cuda" in path.read_text(encoding="utf-8")]
 
 
+def test_one_file_knows_torch_distributed() -> None:
+    sources = [path for path in (ROOT / "trainer_image").rglob("*.py") if path.name != "distributed.py"]
+    assert not [path for path in sources if "torch.distributed" in path.read_text(encoding="utf-8")]
+
+
 def test_step_loop_and_models_never_see_the_plan() -> None:
     """They must run any plan without looking at it: assemble.py alone branches on it."""
     for name in ("trainer.py", "models/transformer.py", "segments.py"):

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import yaml
-from job_documents import REMOVED, document, job, text
+from job_documents import EXAMPLE_JOBS, REMOVED, document, job, text
 
 from spillway.api import (
+    MemoryProfileSpec,
     TrainingJob,
     TrainingJobSpec,
     load_job,
     not_used_locally,
     parse_job,
     refusals_for_local_run,
+    refusals_in_cluster,
 )
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 EVERY_FIELD = """
 apiVersion: spillway.dev/v1alpha1
@@ -94,7 +94,7 @@ def test_floats_are_strings_in_json() -> None:
     assert job().model_dump(mode="json")["spec"]["training"]["optimizer"]["learningRate"] == "0.0003"
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLE_JOBS, ids=lambda path: path.name)
 def test_examples_load(example: Path) -> None:
     assert load_job(example).kind == "TrainingJob"
 
@@ -249,6 +249,28 @@ def test_a_local_run_refuses_what_only_plan_understands(path: str) -> None:
 
 def test_a_plain_job_can_run_locally() -> None:
     assert refusals_for_local_run(job()) == []
+
+
+@pytest.mark.parametrize("path", [path for path in NOT_IN_A_LOCAL_RUN if path != "spec.parallelism.device"])
+def test_a_cluster_refuses_what_only_plan_understands_too(path: str) -> None:
+    assert [problem.path for problem in refusals_in_cluster(job(NOT_IN_A_LOCAL_RUN[path]))] == [path]
+
+
+def test_a_cluster_takes_gpus_and_no_strategy_but_ddp() -> None:
+    assert refusals_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": "Ddp"}})) == []
+    (problem,) = refusals_in_cluster(job({"spec.parallelism.strategy": "Fsdp"}))
+    assert (problem.path, problem.given) == ("spec.parallelism.strategy", "Fsdp")
+    assert "use Ddp or Auto" in problem.problem
+
+
+def test_half_a_core_can_be_asked_for() -> None:
+    assert job({"spec.resources.cpu": "500m"}).spec.resources.cpu == 0.5
+    assert job({"spec.resources.cpu": 2}).spec.model_dump(mode="json")["resources"] == {"cpu": "2"}
+
+
+def test_a_profile_reads_what_it_writes() -> None:
+    written = MemoryProfileSpec(fingerprint="0123456789abcdef", world_size=2, count=1)
+    assert MemoryProfileSpec.model_validate(written.model_dump(mode="json", exclude_none=True)) == written
 
 
 def test_all_mistakes_are_reported_at_once() -> None:

@@ -18,12 +18,13 @@ from run_records import plan as made_plan
 from spillway.api import TrainingJob, parse_job
 from spillway.errors import ExitCode, UserError
 from spillway.job import JobFile
+from spillway.planner import shared_memory
 from spillway_cli import __main__ as cli
 from spillway_cli import local_run, run_command
 from spillway_cli.console import Format
 from spillway_cli.local_attempts import Attempt, read_ended
 from spillway_cli.local_node import probe
-from spillway_cli.local_plan import BudgetOverrides, shared_memory, with_budget
+from spillway_cli.local_plan import BudgetOverrides, with_budget
 from spillway_cli.report_command import write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
 
@@ -467,6 +468,30 @@ def test_damaged_record_of_an_end_is_none(content: str, tmp_path: Path) -> None:
     assert read_ended(directory, 1) is None
 
 
+def test_nodes_and_devices_are_used_when_ranks_stand_for_as_many() -> None:
+    job = tiny_job(("spec:\n", "spec:\n  parallelism: {nodes: 2, devicesPerNode: 2}\n"))
+    counts = ["spec.parallelism.devicesPerNode", "spec.parallelism.nodes"]
+    assert local_run.unused_fields(job.spec, num_ranks=4) == []
+    assert local_run.unused_fields(job.spec, num_ranks=2) == counts == local_run.unused_fields(job.spec)
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(job_file, "--ranks", "3") == 64
+    assert "globalBatchSize = 8: must be a multiple of microBatchSize x ranks (2 x 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (1, 2, 1)])
+def test_ranks_share_the_cores_and_get_a_launcher(tmp_path: Path, cores: int, ranks: int, threads: int) -> None:
+    run_directory = RunDirectory(tmp_path)
+    local = local_run.LocalJob(tiny_job(), {}, tmp_path, tmp_path, num_ranks=ranks)
+    local_run.local_files(run_directory, local, made_plan(), cores, None).write(1)
+    read = local_run.read_job_file(run_directory.job_file)
+    assert read is not None
+    assert (read.ranks_per_node, read.num_nodes, read.compute_threads) == (ranks, 1, threads)
+    assert local_run.trainer_command(run_directory, ranks)[-2] == "spillway_trainer.launch"
+    assert local_run.trainer_command(run_directory, 1)[-2] == "spillway_trainer"
+
+
 def test_checkpoint_claim_is_not_used_locally() -> None:
     job = tiny_job(("keep: 2", "keep: 2, claim: ckpt"))
     assert local_run.unused_fields(job.spec) == ["spec.checkpoint.claim"]
@@ -558,7 +583,10 @@ def test_every_exit_code_is_documented(code: ExitCode) -> None:
     assert re.search(rf"^\| {code.value} \| {code.reason} ", text, flags=re.MULTILINE)
 
 
-COMMANDS = (["plan"], ["run"], ["demo"], ["report"], ["ckpt", "ls"], ["ckpt", "verify"], ["ckpt", "export"])
+COMMANDS = (
+    ["plan"], ["run"], ["demo"], ["report"], ["submit"], ["status"], ["logs"],
+    ["ckpt", "ls"], ["ckpt", "verify"], ["ckpt", "export"],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

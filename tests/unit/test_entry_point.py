@@ -16,6 +16,7 @@ import pytest
 from spillway_trainer import __main__ as entry_point
 from spillway_trainer import config, run_job
 from spillway_trainer.checkpoint_directory import CheckpointNotWritten
+from spillway_trainer.ranks import ONE_RANK
 from spillway_trainer.trainer import Progress
 
 PLAN = local_runs.spread_plan()
@@ -98,6 +99,7 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     "answers for 3 segments": lambda p: {"activations": changed(p.activations, answers=p.activations.answers[:3])},
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "a world of 2": lambda p: {"world_size": 2},
+    "strategy Zero1; the trainer can only do Ddp": lambda p: {"strategy": "Zero1"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }
@@ -110,9 +112,9 @@ def changed(part: Any, **values: object) -> Any:
 @pytest.mark.parametrize("what", WRONG_PLANS)
 def test_a_plan_for_another_job_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
     job = local_runs.job_file(tmp_path, tmp_path / "text", tmp_path / "corpus", epoch=1)
-    config.check_plan(job.spec, PLAN)
+    config.check_plan(job, PLAN)
     with pytest.raises(config.UserError, match=what):
-        config.check_plan(job.spec, changed(PLAN, **WRONG_PLANS[what](PLAN)))
+        config.check_plan(job, changed(PLAN, **WRONG_PLANS[what](PLAN)))
 
 
 def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -124,6 +126,6 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)
-    checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6)
+    checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK)
     assert checkpoints.commit(Progress(step=3))[0] == 7
     assert "old checkpoints not removed" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from spillway.footprint import (
     Workload,
     accumulator_bytes,
     device_peak,
+    exchange_bytes,
     host_bytes,
     nvme_bytes,
     parameter_bytes,
@@ -177,3 +178,8 @@ def test_moving_or_recomputing_a_block_never_needs_more_than_keeping_it_and_two_
     kept = device_peak(w, Blocks(layers), 0)
     peak = device_peak(w, Blocks(layers, recomputed=recomputed, host=moved), w.moved_bytes)
     assert peak.activations + peak.buffers <= kept.activations + kept.buffers + 3 * w.saved_bytes
+
+
+def test_ranks_that_exchange_gradients_hold_its_buffers_on_the_device() -> None:
+    one, four = (tier_bytes(work(world_size=size), RESIDENT, Blocks(4), 0)[Tier.DEVICE] for size in (1, 4))
+    assert four.buffers - one.buffers == exchange_bytes(work(world_size=4)) > 0

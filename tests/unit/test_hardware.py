@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 
 from spillway.errors import UserError
-from spillway.hardware import local_node, node_names, resolve_node
+from spillway.hardware import gpu_node, local_node, node_names, resolve_node
 
 ENTRIES = {
     entry.name: tomllib.loads(entry.read_text(encoding="utf-8"))
@@ -60,3 +60,38 @@ def test_a_local_node_has_the_given_capacities_and_the_catalogs_rates() -> None:
     node, catalog = local_node(2, 100, 200, 300), resolve_node("cpu")
     assert (node.name, node.device_bytes, node.host_bytes, node.nvme_bytes) == ("local", 100, 200, 300)
     assert node.bfloat16_flops_per_second == catalog.bfloat16_flops_per_second / catalog.num_cores * 2
+
+
+def test_ranks_on_a_cpu_share_its_one_device_and_ranks_on_gpus_have_one_each() -> None:
+    cpu, gpus = resolve_node("cpu"), resolve_node("8xh100")
+    assert cpu.bytes_of_device(4) == cpu.device_bytes // 4
+    assert gpus.bytes_of_device(8) == gpus.device_bytes
+
+
+def test_several_cpu_devices_are_not_more_than_a_rank_can_use() -> None:
+    four = resolve_node("4xcpu")
+    assert four.bytes_of_device(1) == four.bytes_of_device(4) == four.device_bytes
+    assert four.bytes_of_device(8) == four.device_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("product", "memory_mib", "expected"),
+    [
+        ("NVIDIA-H100-80GB-HBM3", None, "2x-h100-80"),
+        ("NVIDIA-A100-SXM4-40GB", 40441, "2x-a100-40"),
+        ("NVIDIA-Z900", 97000, "2x-h100-80"),
+        ("NVIDIA-Z900", 50000, "2x-a100-40"),
+        ("NVIDIA-Z900", 8000, "2x-a100-40"),
+        ("NVIDIA-Z900", None, "2x-a100-40"),
+        ("", None, "2x-a100-40"),
+    ],
+)
+def test_a_gpu_is_found_by_its_product_or_by_its_memory(product: str, memory_mib: int | None, expected: str) -> None:
+    node = gpu_node(product, None if memory_mib is None else memory_mib * 2**20, 2)
+    assert (node.name, node.num_devices) == (expected, 2)
+
+
+def test_a_gpu_has_the_memory_that_its_driver_reports_less_what_is_reserved() -> None:
+    node, catalog = gpu_node("NVIDIA-H100-80GB-HBM3", 100_000 * 2**20, 1), resolve_node("1xh100")
+    assert node.device_bytes - catalog.device_bytes == 100_000 * 2**20 - 85520809984
+    assert gpu_node("", 2**20, 1).device_bytes == 0

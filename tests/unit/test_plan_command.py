@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_documents import LLAMA_70B, text
+from job_documents import EXAMPLE_JOBS, LLAMA_70B, text
 
 from spillway.plan import Infeasible, MemoryPlan
 from spillway_cli.__main__ import run_app
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
@@ -109,9 +107,9 @@ def test_a_missing_file_is_exit_64(tmp_path: Path) -> None:
     assert run(tmp_path / "none.yaml") == 64
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLE_JOBS, ids=lambda path: path.name)
 def test_every_example_fits_where_its_comment_says(example: Path) -> None:
-    node = "8xh100" if "70b" in example.name else "cpu"
+    node = {"llama-70b": "8xh100", "gpu": "4xa100-40"}.get(example.stem, "cpu")
     assert run(example, node) in (0, 3)
 
 

@@ -14,7 +14,7 @@ from spillway.candidates import TIE, best, candidates, fitting
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec, local_node, resolve_node
 from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
-from spillway.planner import NO_OVERRIDES, Overrides, ask, make_plan
+from spillway.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
 from spillway.units import MIB, parse_quantity
 
 GIB = 1 << 30
@@ -348,3 +348,70 @@ def test_more_memory_is_never_slower(
 def test_a_plan_survives_json(changes: dict[str, Any], mebibytes: tuple[int, int, int], node: NodeSpec) -> None:
     decided = decide(changes, mebibytes, node)
     assert type(decided).model_validate_json(decided.model_dump_json()) == decided
+
+
+# --- ranks that share a node ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "changes", [{}, {"spec.memory.budget": {"device": "1Gi"}}, {"spec.memory.budget": {"host": "512Mi"}}]
+)
+def test_on_a_cpu_devices_and_host_tier_never_take_more_than_there_is(ranks: int, changes: dict[str, Any]) -> None:
+    found = shared_memory(job(changes), 4 * GIB, ranks)
+    assert found.device_bytes is not None
+    assert found.host_bytes is not None
+    assert ranks * found.device_bytes + found.host_bytes <= 4 * GIB
+
+
+def test_ranks_get_equal_parts_of_three_quarters_for_their_devices() -> None:
+    assert shared_memory(job(), 4 * GIB, 2) == Overrides(int(1.5 * GIB), GIB, strategy="Ddp")
+
+
+def test_what_a_device_budget_leaves_is_the_host_tiers() -> None:
+    assert shared_memory(job({"spec.memory.budget": {"device": "1Gi"}}), 4 * GIB, 2).host_bytes == 2 * GIB
+    assert shared_memory(job({"spec.memory.budget": {"device": "9Gi"}}), 4 * GIB, 2) == Overrides(
+        2 * GIB, 0, strategy="Ddp"
+    )
+
+
+def test_ranks_of_a_cpu_node_are_planned_for_with_their_part_of_its_device() -> None:
+    two = plan({"spec.parallelism.devicesPerNode": 2})
+    assert two.budget[Tier.DEVICE] == LOCAL.device_bytes // 2
+
+
+def test_a_caller_that_can_run_one_strategy_gets_it_whatever_the_spec_says() -> None:
+    for strategy in ("Auto", "Zero1"):
+        forced = plan({"spec.parallelism": {"nodes": 2, "strategy": strategy}}, overrides=Overrides(strategy="Ddp"))
+        assert forced.strategy == "Ddp"
+        assert forced.reasons[0] == "strategy Ddp: the one that a run can do so far"
+
+
+def test_a_plan_that_no_run_can_do_yet_says_so() -> None:
+    asked = plan({"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}})
+    assert asked.reasons[0] == "strategy Fsdp: the spec asks for it; a run can only do Ddp so far"
+    searched = make_plan(job(LLAMA_70B), resolve_node("8xh100"))
+    assert isinstance(searched, MemoryPlan)
+    assert searched.reasons[0] == "strategy Fsdp: the only one that fits; a run can only do Ddp so far"
+
+
+def test_a_plan_says_what_kind_of_device_it_is_for() -> None:
+    assert plan().device == "Cpu"
+    assert plan(node=resolve_node("1xh100")).device == "Cuda"
+
+
+def test_an_unexplained_infeasible_lacks_the_same_bytes_and_searches_nothing() -> None:
+    changes = budget("1Mi", host="1Mi", nvme="0")
+    explained, bare = infeasible(changes), make_plan(job(changes), LOCAL, explained=False)
+    assert isinstance(bare, Infeasible)
+    assert bare.missing_bytes == explained.missing_bytes
+    assert (bare.nearest, bare.alternatives) == ("", ())
+
+
+def test_a_slab_has_slack_within_its_budget() -> None:
+    decided = plan({"spec.memory.optimizer.placement": "Host"})
+    planned = decided.bytes[Tier.HOST].total
+    assert planned < decided.slab_bytes(Tier.HOST) <= 1.05 * planned + MIB
+    tight = decided.model_copy(update={"budget": {**decided.budget, Tier.HOST: planned + 5}})
+    assert tight.slab_bytes(Tier.HOST) == planned + 5
+    assert decided.slab_bytes(Tier.NVME) == 0

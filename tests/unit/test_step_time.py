@@ -147,9 +147,10 @@ def test_one_rank_exchanges_nothing() -> None:
     assert exchange_loads(WORK, RATES)[Resource.NETWORK] == 0.0
 
 
-def test_ddp_reduces_gradients_once_a_step_in_two_passes() -> None:
-    eight = replace(WORK, world_size=8)
-    assert exchange_loads(eight, RATES)[Resource.NETWORK] == pytest.approx(2 * 7 / 8 * 2 * P / 300e9)
+def test_ddp_sends_gradients_in_the_wires_type_and_gets_float32_sums_once_a_step() -> None:
+    for wire_bytes in (2, 4):
+        eight = replace(WORK, world_size=8, wire_bytes=wire_bytes)
+        assert exchange_loads(eight, RATES)[Resource.NETWORK] == pytest.approx(7 / 8 * (wire_bytes + 4) * P / 300e9)
 
 
 def test_fsdp_gathers_parameters_in_every_forward() -> None:

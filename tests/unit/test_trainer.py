@@ -48,6 +48,9 @@ class CountingOptimizer:
     def __init__(self, norms: list[float]) -> None:
         self.norms, self.calls = norms, list[tuple[Any, ...]]()
 
+    def gradients(self) -> Iterator[Tensor]:
+        return iter(())
+
     def norm(self) -> float:
         return self.norms.pop(0) if self.norms else 1.0
 
@@ -87,6 +90,9 @@ class NumberedBatches:
         self.asked += samples
         tokens = torch.tensor([[sample] * 4 for sample in samples])
         return Batch(tokens, tokens, tokens.numel())
+
+    def num_unmasked(self, samples: range) -> int:
+        return 4 * len(samples)
 
     def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
         yield Batch(torch.zeros(1, 4), torch.zeros(1, 4), 4)

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.units import format_bytes, format_count, format_quantity, format_seconds, parse_quantity
+from spillway.units import (
+    format_bytes,
+    format_cores,
+    format_count,
+    format_quantity,
+    format_seconds,
+    parse_cores,
+    parse_quantity,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +65,18 @@ def test_format_seconds(seconds: float, expected: str) -> None:
 
 def test_format_count() -> None:
     assert (format_count(6738415616), format_count(999)) == ("6.74 B", "999")
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "shown"),
+    [("500m", 0.5, "500m"), ("2", 2.0, "2"), ("0.1", 0.1, "100m"), ("1u", 0.001, "1m"), ("0", 0.0, "0")],
+)
+def test_cores_are_thousandths_rounded_up(text: str, cores: float, shown: str) -> None:
+    assert parse_cores(text) == cores
+    assert format_cores(cores) == shown
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "1 core"])
+def test_what_is_no_quantity_is_no_number_of_cores(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        parse_cores(text)

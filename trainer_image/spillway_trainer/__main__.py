@@ -3,6 +3,8 @@
     python -m spillway_trainer DIRECTORY      DIRECTORY holds job.json and plan.json; all other paths are in them
 
 Every end leaves a termination message (one JSON object) where job.json asks for it, and the documented exit code.
+spillway_trainer.launch starts one such process per rank, says by torchrun's variables which one it is, and gives it a
+termination message and a metrics port of its own (SPILLWAY_TERMINATION_PATH, SPILLWAY_METRICS_PORT).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,12 +29,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # Tensors in huge pages: large blocks go back to the system when they are freed (native.return_freed_memory), and this
 # makes getting new ones cheap again.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# A lost connection is told in a sentence (PeerLost); torch would put the C++ stack before it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from . import native
 from .ending import completed, ending_of, write_termination
-from .recorder import Recorder
-from .run_job import RANK, run_job
+from .ranks import World
+from .recorder import Recorder, refusals
+from .run_job import run_job
 from .trainer import Progress, StopRequest
+
+TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
 
 Contract = TypeVar("Contract", bound=BaseModel)
 
@@ -51,25 +58,37 @@ def main(arguments: list[str]) -> int:
 
 
 def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
-    """Run one attempt and say how it ended, in run.jsonl, in the termination message and by the exit code."""
+    """Run one rank of an attempt and say how it ended: in the termination message, by the exit code, and (rank 0) in
+    run.jsonl."""
     native.return_freed_memory()
-    stop, progress = StopRequest(), Progress()
+    stop, progress, world = StopRequest(), Progress(), World()
     recorder: Recorder | None = None
     try:
         stop.listen()
-        recorder = Recorder(Path(job.output_directory) / "run.jsonl")
-        run_job(job, read_plan(), recorder, progress, stop)
+        world = World.of(os.environ)
+        recorder = open_recorder(Path(job.output_directory), world)
+        run_job(job, read_plan(), recorder, progress, stop, world)
         ending = completed(f"trained to step {progress.step}")
     except BaseException as error:  # also Ctrl-C and what a lane threw
         ending = ending_of(error)
         if not ending.expected:
             traceback.print_exc()
-    write_termination(Path(job.termination_message_path), ending, RANK, progress.step)
+    termination = Path(os.environ.get(TERMINATION_VARIABLE, job.termination_message_path))
+    write_termination(termination, ending, world.rank, progress.step)
     with suppress(UserError):  # the disk that refuses a line may be what ended the attempt
         if recorder is not None:
             recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
     print(f"{ending.reason}: {ending.message}", flush=True)
     return ending.exit_code
+
+
+def open_recorder(output: Path, world: World) -> Recorder:
+    """Rank 0's run.jsonl; a pod's volume is empty, so the directory is made here."""
+    if not world.is_first:
+        return Recorder(None)
+    with refusals(output):
+        output.mkdir(parents=True, exist_ok=True)
+    return Recorder(output / "run.jsonl")
 
 
 def read(path: Path, contract: type[Contract]) -> Contract:
@@ -83,5 +102,12 @@ def read(path: Path, contract: type[Contract]) -> Contract:
         raise InvalidJob(str(path), wrong) from error
 
 
+def leave(exit_code: int) -> NoReturn:
+    """End the process without destructors: that of a process group would wait for peers that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ hooks                  every parameter's gradient goes to the optimizer the mome
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +19,17 @@ from torch import Tensor
 from spillway.api import TrainingJobSpec
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.units import MIB
 
 from . import activation_spill, config, kernels
 from .models.transformer import Transformer
 from .optimizer import Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
+from .ranks import GradientSum, Ranks
 from .segments import Position, wrap_segments
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
 from .tiers.nvme_slab import NvmeSlab
-
-SLAB_SLACK = 1.05
-"""a slab is that much larger than the plan's bytes, within the budget: extents are rounded to pages and can fragment"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,11 @@ class Assembly:
     tiers: Tiers
     spill: activation_spill.ActivationSpill | None
     """None in mode Disabled: no saved-tensor hooks at all"""
+
+    def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
+        """The sum over `ranks`, with its buffers, for gradients that travel as `wire`."""
+        num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return ranks.gradient_sum(num_values, wire, self.tiers.ledger, num_threads)
 
     def start_backward(self) -> None:
         if self.spill is not None:
@@ -124,17 +127,11 @@ def assemble(job: JobFile, plan: MemoryPlan) -> Assembly:
 
 def make_tiers(plan: MemoryPlan, spill_directory: Path) -> Tiers:
     ledger = DeviceLedger(plan.budget[Tier.DEVICE])
-    host = HostSlab(slab_bytes(plan, Tier.HOST))
+    host = HostSlab(plan.slab_bytes(Tier.HOST))
     nvme = None
     if Answer.NVME in plan.activations.uses:
-        nvme = NvmeSlab(spill_directory, slab_bytes(plan, Tier.NVME), plan.activations.num_io_threads)
+        nvme = NvmeSlab(spill_directory, plan.slab_bytes(Tier.NVME), plan.activations.num_io_threads)
     return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
-
-
-def slab_bytes(plan: MemoryPlan, tier: Tier) -> int:
-    """The plan's bytes with some slack for rounding, never above the budget."""
-    planned = plan.bytes[tier].total
-    return min(int(planned * SLAB_SLACK) + MIB, plan.budget[tier]) if planned else 0
 
 
 def make_model(spec: TrainingJobSpec, ledger: DeviceLedger) -> Transformer:
@@ -171,7 +168,12 @@ def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
         parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
+def initial_states(model: Transformer, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """For a run from the start: float32 masters from `seed`; moments are 0."""
+    return ((f"master.{name}", value) for name, value in model.initial_values(seed))
+
+
 def fill(assembly: Assembly, seed: int) -> None:
-    """Initial values for a run from the start: float32 masters from `seed`, parameters rounded from them."""
-    for name, value in assembly.model.initial_values(seed):
-        assembly.optimizer.load(f"master.{name}", value)
+    """Start from `seed`, parameters rounded from the masters."""
+    for name, value in initial_states(assembly.model, seed):
+        assembly.optimizer.load(name, value)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from spillway.api import TrainingJobSpec
 from spillway.errors import UserError
+from spillway.footprint import RUN_STRATEGY
+from spillway.job import JobFile
 from spillway.model_shape import model_shape
 from spillway.plan import Answer, MemoryPlan, Tier
 
 from .models.transformer import TransformerConfig
 from .optimizer import AdamWSettings
+from .ranks import World
 from .schedule import LearningRate
 from .trainer import LoopSettings
 
@@ -40,6 +45,11 @@ def compute_dtype(spec: TrainingJobSpec) -> torch.dtype:
     return DTYPES[spec.model.precision.compute]
 
 
+def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:
+    """Type of the gradients between ranks."""
+    return DTYPES[spec.model.precision.gradient_reduce]
+
+
 def adamw_settings(spec: TrainingJobSpec) -> AdamWSettings:
     optimizer = spec.training.optimizer
     beta1, beta2 = optimizer.betas
@@ -57,24 +67,45 @@ def learning_rate(spec: TrainingJobSpec) -> LearningRate:
     )
 
 
-def check_plan(spec: TrainingJobSpec, plan: MemoryPlan) -> None:
-    """Raises UserError when `plan` was made for another job, or by another planner."""
+def check_world(job: JobFile, world: World) -> None:
+    """Raises UserError when this process is not one of as many ranks as job.json asks for."""
+    if world.size != job.world_size:
+        raise UserError(
+            f"job.json asks for {job.world_size} ranks ({job.num_nodes} x {job.ranks_per_node}), WORLD_SIZE says "
+            f"{world.size}; start them by python -m spillway_trainer.launch"
+        )
+
+
+def check_plan(job: JobFile, plan: MemoryPlan) -> None:
+    """Raises UserError when `plan` was made for another job, or by another planner, or cannot be executed yet."""
+    spec = job.spec
+    if plan.device == "Cuda":
+        raise UserError(
+            f"the plan of {plan.job} is for Cuda devices, and this trainer executes plans on CPUs only so far: set "
+            "spec.parallelism.device: Cpu in a new job"
+        )
     num_segments = model_shape(spec.model.transformer, spec.model.precision.compute).num_segments
-    micro_batches = (plan.micro_batch_size, plan.num_micro_batches)
+    micro_batches = (plan.micro_batch_size, plan.num_micro_batches, plan.world_size)
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]
     nvme = Answer.NVME in activations.uses
     wrong = {
         f"answers for {len(activations.answers)} segments": len(activations.answers) not in (0, num_segments),
-        f"{micro_batches} micro-batches": micro_batches[0] * micro_batches[1] != spec.training.global_batch_size,
-        f"a world of {plan.world_size}": plan.world_size != 1,
+        f"{micro_batches} micro-batches (size, number, ranks)": math.prod(micro_batches)
+        != spec.training.global_batch_size,
+        f"a world of {plan.world_size}": plan.world_size != job.world_size,
         f"no bytes or budget of {', '.join(tiers)}": bool(tiers),
         "activations on NVMe and no bytes there": nvme and not tiers and not plan.bytes[Tier.NVME].total,
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(
-            f"the plan of {plan.job} has {'; '.join(found)}; the job has {num_segments} segments and a global batch of "
-            f"{spec.training.global_batch_size}: plan it again (spillway plan)"
+            f"the plan of {plan.job} has {'; '.join(found)}; the job has {num_segments} segments, a global batch of "
+            f"{spec.training.global_batch_size} and {job.world_size} ranks: plan it again (spillway plan)"
+        )
+    if plan.strategy != RUN_STRATEGY:
+        raise UserError(
+            f"the plan of {plan.job} has strategy {plan.strategy}; the trainer can only do {RUN_STRATEGY} so far: set "
+            f"spec.parallelism.strategy: {RUN_STRATEGY} and plan it again"
         )
 
 

@@ -69,6 +69,11 @@ class TokenBatches:
         """The training samples with these numbers; they count from 0 over all epochs of the run."""
         return self._windows([self._window_of(sample) for sample in samples])
 
+    def num_unmasked(self, samples: range) -> int:
+        """Labels that count in these training samples, those of other ranks included: no token is read for it."""
+        T, num_labels = self._sequence_length, self._corpus.index.num_tokens - 1
+        return sum(min(T, num_labels - self._window_of(sample) * T) for sample in samples)
+
     def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
         """The held-out sequences in corpus order, always the same; the last batch may be smaller."""
         first, last = self.num_sequences, self.num_sequences + self.num_evaluation_sequences

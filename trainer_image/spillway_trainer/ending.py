@@ -16,6 +16,12 @@ LONGEST_MESSAGE = 2048
 """bytes of JSON"""
 CRASHED = 1
 """exit code of an error that nobody foresaw; Python's own"""
+FOLLOWER = "follower"
+"""true in the termination message of a rank that ended because another one had; launcher and operator look further"""
+
+
+class PeerLost(Exception):
+    """Another rank is gone, and this one cannot go on without it. Its end is a crash, but not the cause of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Ending:
     @property
     def expected(self) -> bool:
         """False for a crash: then a traceback is worth more than the sentence."""
-        return self.reason != RANK_CRASHED
+        return self.reason != RANK_CRASHED or FOLLOWER in self.details
 
     def to_json(self, rank: int, step: int) -> str:
         """{"v":1,"reason":"DeviceOutOfMemory","exitCode":70,"rank":3,"step":812,"message":"...",...}
@@ -56,6 +62,8 @@ def ending_of(error: BaseException) -> Ending:
     """The documented ending of `error`; anything unforeseen is a crash."""
     if isinstance(error, SpillwayError):
         return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
+    if isinstance(error, PeerLost):
+        return Ending(RANK_CRASHED, CRASHED, str(error), {FOLLOWER: True})
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "

@@ -30,7 +30,7 @@ class Totals:
 
 
 class Exporter(Collector):
-    """Serves the series of spillway.metrics for one rank."""
+    """Serves the series of spillway.metrics for one rank. Those without a rank label are rank 0's to tell."""
 
     def __init__(self, job: str, rank: int, num_steps: int, plan: MemoryPlan, io_backend: str) -> None:
         self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
@@ -40,12 +40,12 @@ class Exporter(Collector):
         self._checkpoint: tuple[int, float] | None = None
         self._totals = Totals()
 
-    def serve(self, port: int) -> None:
+    def serve(self, port: int, address: str = "0.0.0.0") -> None:  # noqa: S104 - Prometheus asks from outside the pod
         """Start answering on `port` from a daemon thread. Raises UserError when the port cannot be had."""
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            start_http_server(port, registry=registry)
+            start_http_server(port, address, registry)
         except (OSError, OverflowError) as error:
             raise UserError(f"metrics port {port}: {error}; give another one (spillway run --metrics-port)") from error
 
@@ -66,40 +66,42 @@ class Exporter(Collector):
         self._checkpoint = (step, time.time())
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge(metrics.STEPS_PLANNED, self._num_steps)
-        yield self._gauge(metrics.PREDICTED_STEP_SECONDS, self._plan.prediction.step_seconds)
-        yield self._labelled(metrics.IO_BACKEND, {self._io_backend: 1.0})
+        yield from self._gauge(metrics.STEPS_PLANNED, self._num_steps)
+        yield from self._gauge(metrics.PREDICTED_STEP_SECONDS, self._plan.prediction.step_seconds)
+        yield from self._labelled(metrics.IO_BACKEND, {self._io_backend: 1.0})
         budget = {tier.value: float(size) for tier, size in self._plan.budget.items()}
         predicted = {tier.value: float(size.total) for tier, size in self._plan.bytes.items()}
-        yield self._labelled(metrics.TIER_BUDGET_BYTES, budget)
-        yield self._labelled(metrics.PREDICTED_TIER_BYTES, predicted)
+        yield from self._labelled(metrics.TIER_BUDGET_BYTES, budget)
+        yield from self._labelled(metrics.PREDICTED_TIER_BYTES, predicted)
         if self._evaluation_loss is not None:
-            yield self._gauge(metrics.EVALUATION_LOSS, self._evaluation_loss)
+            yield from self._gauge(metrics.EVALUATION_LOSS, self._evaluation_loss)
         if self._checkpoint is not None:
             step, committed = self._checkpoint
-            yield self._gauge(metrics.CHECKPOINT_STEP, step)
-            yield self._gauge(metrics.CHECKPOINT_TIMESTAMP, committed)
+            yield from self._gauge(metrics.CHECKPOINT_STEP, step)
+            yield from self._gauge(metrics.CHECKPOINT_TIMESTAMP, committed)
         if self._last is not None:
             yield from self._step_series(self._last)
 
     def _step_series(self, last: StepMetrics) -> Iterator[Metric]:
-        yield self._gauge(metrics.STEP, last.step)
-        yield self._gauge(metrics.LAST_STEP_TIMESTAMP, self._last_time)
-        yield self._gauge(metrics.LOSS, last.loss)
-        yield self._gauge(metrics.GRADIENT_NORM, last.gradient_norm)
-        yield self._gauge(metrics.LEARNING_RATE, last.learning_rate)
-        yield self._labelled(metrics.TOKENS, {"": float(self._totals.tokens)})
-        yield self._labelled(metrics.NON_FINITE, {"": float(self._totals.non_finite)})
-        yield self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
-        yield self._labelled(metrics.TIER_BYTES, last.tier_bytes)
-        yield self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)
-        yield self._labelled(metrics.MOVED_BYTES, self._totals.moved_bytes)
+        yield from self._gauge(metrics.STEP, last.step)
+        yield from self._gauge(metrics.LAST_STEP_TIMESTAMP, self._last_time)
+        yield from self._gauge(metrics.LOSS, last.loss)
+        yield from self._gauge(metrics.GRADIENT_NORM, last.gradient_norm)
+        yield from self._gauge(metrics.LEARNING_RATE, last.learning_rate)
+        yield from self._labelled(metrics.TOKENS, {"": float(self._totals.tokens)})
+        yield from self._labelled(metrics.NON_FINITE, {"": float(self._totals.non_finite)})
+        yield from self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
+        yield from self._labelled(metrics.TIER_BYTES, last.tier_bytes)
+        yield from self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)
+        yield from self._labelled(metrics.MOVED_BYTES, self._totals.moved_bytes)
 
-    def _gauge(self, metric: metrics.Metric, value: float) -> Metric:
+    def _gauge(self, metric: metrics.Metric, value: float) -> Iterator[Metric]:
         return self._labelled(metric, {"": float(value)})
 
-    def _labelled(self, metric: metrics.Metric, values: Mapping[str, float]) -> Metric:
+    def _labelled(self, metric: metrics.Metric, values: Mapping[str, float]) -> Iterator[Metric]:
         """One family; a key of `values` is the metric's own label (tier, link, phase), "" where it has none."""
+        if self._rank != 0 and metrics.RANK_LABEL not in metric.labels:
+            return
         family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = family_type(metric.name, metric.help, labels=[metrics.JOB_LABEL, *metric.labels])
         for key, value in dict(values).items():  # the loop may add a key meanwhile
@@ -109,4 +111,4 @@ class Exporter(Collector):
             if key:
                 labels.append(key)
             family.add_metric(labels, value)
-        return family
+        yield family

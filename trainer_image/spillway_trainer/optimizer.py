@@ -1,6 +1,7 @@
 """The optimizer as the step loop sees it, and its plain form: everything on the device, one parameter after the other.
 
-    take (per gradient, during backward) ... -> norm -> step -> flush        or, when the norm is not finite, -> skip
+    take (per gradient, during backward) ... -> gradients -> norm -> step -> flush
+                                                       or, when the norm is not finite, -> skip
 
 `ResidentOptimizer` is what `memory.mode: Disabled` runs and what every placement is compared with, bit for bit. Its
 arithmetic is reference.py's; the number of updates belongs to the optimizer, not to a parameter.
@@ -36,6 +37,10 @@ class Optimizer(Protocol):
 
     def take(self, name: str, gradient: Tensor) -> None:
         """Add one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The step's sums over its micro-batches, for whoever adds those of other ranks: flat float32 pieces, complete
+        and to be changed in place, each use of a parameter (a tied alias is one) in declared order. Before `norm`."""
 
     def norm(self) -> float:
         """Order-free norm of the step's gradients; waits for them. nan when one of them is not finite."""
@@ -145,6 +150,11 @@ class ResidentOptimizer:
         flat_gradient = check_gradient(name, parameter, gradient)
         kernels.accumulate(self._accumulators[name], flat_gradient, name not in self._arrived)
         self._arrived.add(name)
+
+    def gradients(self) -> Iterator[Tensor]:
+        for name, accumulator in self._accumulators.items():
+            if name in self._arrived:
+                yield accumulator
 
     def norm(self) -> float:
         self._sum_tied_uses()

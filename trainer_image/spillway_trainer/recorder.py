@@ -9,47 +9,57 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 
-from .exporter import Exporter
+
+class Sink(Protocol):
+    """Shows the run to somebody else: /metrics, the operator. Never makes the step loop wait."""
+
+    def step(self, step: StepMetrics) -> None: ...
+
+    def evaluation(self, loss: float) -> None: ...
+
+    def checkpoint(self, step: int) -> None: ...
 
 
 class Recorder:
-    """Appends events to run.jsonl and shows them to the exporter.
+    """Appends events to run.jsonl and shows them to the sinks. Without a path it shows them only: a run has one
+    run.jsonl, and rank 0 writes it.
 
     Events: start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat: the last
     line of a step wins. Raises UserError when the disk refuses a line.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        with refusals(path):
-            self._file = open_for_append(path)
-        self._exporter: Exporter | None = None
+        if path is not None:
+            with refusals(path):
+                self._file = open_for_append(path)
+        self._sinks: tuple[Sink, ...] = ()
 
-    def show(self, exporter: Exporter) -> None:
-        """From now on `exporter` is told of every event, too."""
-        self._exporter = exporter
+    def show(self, *sinks: Sink) -> None:
+        """From now on `sinks` are told of every step, evaluation and checkpoint, too."""
+        self._sinks = sinks
 
     def start(self, **fields: object) -> None:
         self._write("start", fields)
 
     def step(self, step: StepMetrics) -> None:
-        if self._exporter:
-            self._exporter.step(step)
+        for sink in self._sinks:
+            sink.step(step)
         self._write("step", {**dataclasses.asdict(step), "tokens_per_second": step.tokens_per_second})
 
     def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        if self._exporter:
-            self._exporter.evaluation(loss)
+        for sink in self._sinks:
+            sink.evaluation(loss)
         self._write("evaluation", {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
 
     def checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
-        if self._exporter:
-            self._exporter.checkpoint(step)
+        for sink in self._sinks:
+            sink.checkpoint(step)
         self._write("checkpoint", {"step": step, "bytes": nbytes, "seconds": seconds})
 
     def checkpoint_missed(self, step: int, problem: str) -> None:
@@ -60,6 +70,8 @@ class Recorder:
         self._write("end", {"step": step, "reason": reason, "exit_code": exit_code, "message": message})
 
     def _write(self, event: str, fields: dict[str, object]) -> None:
+        if self._path is None:
+            return
         finite = {name: None if is_non_finite(value) else value for name, value in fields.items()}
         line = json.dumps({"event": event, "time": time.time(), **finite}, allow_nan=False)
         with refusals(self._path):

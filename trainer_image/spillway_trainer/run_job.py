@@ -3,51 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
+from torch import Tensor
 
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
 from . import checkpoint, config, native
-from .assemble import Assembly, assemble, fill
+from .assemble import Assembly, assemble, initial_states
 from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
+from .distributed import joined
 from .exporter import Exporter
+from .progress_client import reporting
+from .ranks import Ranks, World
 from .recorder import Recorder
 from .schedule import LearningRate
 from .text_source import TextSource, python_stdlib, text_source
 from .tokens import Corpus, prepare_corpus
 from .trainer import Progress, Run, StopRequest, train
 
-RANK = 0
+METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
+"""set by the launcher, which alone answers on job.json's port and asks the ranks of its node on 127.0.0.1"""
 
 
-def run_job(job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest) -> None:
+def run_job(
+    job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest, world: World
+) -> None:
     """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py)."""
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
-    config.check_plan(job.spec, plan)
-    epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
-    for problem in epoch.resume.passed_over:
-        report(f"checkpoint passed over: {problem}")
-    corpus = prepare_corpus(source_of(job), Path(job.corpus_directory), vocab_size(job), report)
+    config.check_world(job, world)
+    config.check_plan(job, plan)
+    with joined(world) as ranks:
+        ranks.agree("job.json", digest(job.model_dump_json()))
+        ranks.agree("plan.json", digest(plan.model_dump_json()))
+        run_ranks(job, plan, recorder, progress, stop, ranks)
+
+
+def run_ranks(
+    job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest, ranks: Ranks
+) -> None:
+    """What `run_job` does once all ranks are there."""
+    epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
+    corpus = prepared_corpus(job, ranks)
     batches = make_batches(job, corpus)
-    with assembled(job, plan) as assembly:
+    ranks.agree("tokens and their order", batches.fingerprint)
+    with assembled(job, plan) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
-        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate)
+        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
         checkpoints.resume(progress)
-        exporter = Exporter(job.name, RANK, job.spec.training.steps, plan, assembly.io_backend())
-        if job.metrics_port is not None:
-            exporter.serve(job.metrics_port)
-        recorder.show(exporter)
+        exporter = Exporter(job.name, ranks.world.rank, job.spec.training.steps, plan, assembly.io_backend())
+        serve_metrics(exporter, job)
+        report_progress = reporting(operators_environment(ranks), job, plan, progress.step, report)
+        client = opened.enter_context(report_progress)
+        recorder.show(*(sink for sink in (exporter, client) if sink is not None))
         recorder.start(
             job=job.name,
             epoch=job.epoch,
@@ -65,8 +86,46 @@ def run_job(job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progre
             learning_rate=learning_rate,
             checkpoints=checkpoints,
             recorder=recorder,
+            ranks=ranks,
+            sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(job.spec), plan.optimizer.num_threads),
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
+
+
+def operators_environment(ranks: Ranks) -> Mapping[str, str]:
+    """Where the operator listens: for rank 0, which alone reports."""
+    return os.environ if ranks.world.is_first else {}
+
+
+def start_epoch(job: JobFile) -> Epoch:
+    epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
+    for problem in epoch.resume.passed_over:
+        report(f"checkpoint passed over: {problem}")
+    return epoch
+
+
+def prepared_corpus(job: JobFile, ranks: Ranks) -> Corpus:
+    """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
+
+    def prepare() -> Corpus:
+        return prepare_corpus(source_of(job), Path(job.corpus_directory), vocab_size(job), report)
+
+    corpus = ranks.first("corpus", prepare)
+    for turn in (1, 2):
+        if ranks.world.corpus_turn == turn:
+            corpus = prepare()
+        ranks.agree("corpus of every node", "complete")
+    assert corpus is not None, "every rank has its turn"
+    return corpus
+
+
+def serve_metrics(exporter: Exporter, job: JobFile) -> None:
+    """On this rank's own port where a launcher gave it one."""
+    port = os.environ.get(METRICS_PORT_VARIABLE)
+    if port is not None:
+        exporter.serve(int(port), "127.0.0.1")
+    elif job.metrics_port is not None:
+        exporter.serve(job.metrics_port)
 
 
 @contextmanager
@@ -83,13 +142,32 @@ class RunCheckpoints:
     """The run's state into its epoch's checkpoints, and out of the one that the epoch resumes from."""
 
     job: JobFile
-    epoch: Epoch
+    epoch: Epoch | None
+    """held by rank 0 alone: it reads and writes for all"""
     assembly: Assembly
     batches: TokenBatches
     corpus: Corpus
     learning_rate: LearningRate
+    ranks: Ranks
 
     def commit(self, progress: Progress) -> tuple[int, float]:
+        """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed."""
+        return self.ranks.first("checkpoint", lambda: self._commit(progress)) or (0, 0.0)
+
+    def resume(self, progress: Progress) -> None:
+        """Fill model and optimizer: from the epoch's checkpoint, or from the seed. Rank 0's bits, on every rank: the
+        nodes may have no disk in common, and their processors may draw other random numbers."""
+        found = self.ranks.tell("checkpoint to resume from", self._found_state)
+        for name, tensor in self.ranks.share(self._found_tensors()):
+            self.assembly.optimizer.load(name, tensor)
+        if found:
+            state = TrainingState.from_json(json.loads(found))
+            self.assembly.optimizer.load_scalars(state.scalars)
+            checkpoint.restore_random_state(state.random_state)
+            progress.step, progress.samples = state.step, state.samples_consumed
+
+    def _commit(self, progress: Progress) -> tuple[int, float]:
+        assert self.epoch is not None
         started = time.perf_counter()
         committed = checkpoint.save(self.epoch, self._state(progress), self.assembly.optimizer.state())
         try:
@@ -98,24 +176,26 @@ class RunCheckpoints:
             report(str(error))
         return committed.manifest.nbytes, time.perf_counter() - started
 
-    def resume(self, progress: Progress) -> None:
-        """Fill model and optimizer: from the epoch's checkpoint, or from the seed."""
-        found = self.epoch.resume.checkpoint
-        if found is None:
-            fill(self.assembly, self.job.spec.training.seed)
-            return
-        state = found.manifest.state
+    def _found_state(self) -> str:
+        """JSON of the state that the epoch resumes from; empty when it starts from the seed."""
+        assert self.epoch is not None
+        if self.epoch.resume.checkpoint is None:
+            return ""
+        state = self.epoch.resume.checkpoint.manifest.state
         checkpoint.check_same_run(
             state,
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
             data_xxh3=self.batches.fingerprint,
             seed=self.job.spec.training.seed,
         )
-        for name, tensor in checkpoint.load(found, self.assembly.parameter_shapes()):
-            self.assembly.optimizer.load(name, tensor)
-        self.assembly.optimizer.load_scalars(state.scalars)
-        checkpoint.restore_random_state(state.random_state)
-        progress.step, progress.samples = state.step, state.samples_consumed
+        return json.dumps(state.to_json())
+
+    def _found_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self.epoch is None:
+            return iter(())
+        if self.epoch.resume.checkpoint is None:
+            return initial_states(self.assembly.model, self.job.spec.training.seed)
+        return checkpoint.load(self.epoch.resume.checkpoint, self.assembly.parameter_shapes())
 
     def _state(self, progress: Progress) -> TrainingState:
         training = self.job.spec.training
@@ -131,6 +211,10 @@ class RunCheckpoints:
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
             model=dataclasses.asdict(config.transformer_config(self.job.spec)),
         )
+
+
+def digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def make_batches(job: JobFile, corpus: Corpus) -> TokenBatches:

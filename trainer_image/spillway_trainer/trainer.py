@@ -20,11 +20,12 @@ from spillway.metrics import Phase, StepMetrics
 from .checkpoint_directory import CheckpointNotWritten
 from .data import Batch, TokenBatches
 from .optimizer import Optimizer
+from .ranks import ONE_RANK, GradientSum, Ranks, World, dealt, unsummed
 from .recorder import Recorder
 from .schedule import LearningRate
 from .segments import Position
 
-STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.WAIT)
+STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXCHANGE, Phase.OPTIMIZER, Phase.WAIT)
 
 
 class Techniques(Protocol):
@@ -71,6 +72,7 @@ class LoopSettings:
     num_steps: int
     micro_batch_size: int
     num_micro_batches: int
+    """per rank"""
     gradient_clipping: float | None
     """largest gradient norm; none = no clipping"""
     skip_non_finite: bool
@@ -94,11 +96,15 @@ class Run:
     learning_rate: LearningRate
     checkpoints: Checkpoints
     recorder: Recorder
+    ranks: Ranks = ONE_RANK
+    sum_gradients: GradientSum = unsummed
 
 
 class StopRequest:
     """SIGTERM asks for a checkpoint at the next step boundary; before training there is nothing to save: it ends the
-    attempt at once, be it in the middle of building a corpus."""
+    attempt at once, be it in the middle of building a corpus.
+
+    With several ranks the request of one is that of all: it rides with the losses, so that all stop after one step."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -141,15 +147,18 @@ def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopReques
     """
     stop.wait_for_step()
     while progress.step < settings.num_steps:
-        run.recorder.step(train_step(run, settings, progress))
+        metrics, stopping = train_step(run, settings, progress, stop)
+        run.recorder.step(metrics)
         last = progress.step == settings.num_steps
         if settings.evaluate_every and (last or progress.step % settings.evaluate_every == 0):
             evaluate(run, settings, progress)
-        if last or stop.requested:
+        if run.ranks.world.size == 1:
+            stopping = stop.requested  # nobody else to agree with: what came since counts, too
+        if last or stopping:
             commit(run, progress)
         elif progress.step % settings.checkpoint_every == 0:
             commit_or_go_on(run, progress)
-        if stop.requested and not last:
+        if stopping and not last:
             step = progress.step
             raise Preempted(f"stopped on request at step {step}; its checkpoint is committed", savedStep=step)
 
@@ -167,19 +176,23 @@ def commit_or_go_on(run: Run, progress: Progress) -> None:
         run.recorder.checkpoint_missed(progress.step, str(error))
 
 
-def train_step(run: Run, settings: LoopSettings, progress: Progress) -> StepMetrics:
-    """One optimizer step; advances `progress`."""
+def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
+    """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
     started, watch = time.perf_counter(), Stopwatch(run.techniques.waited_seconds)
     moved_before = run.techniques.moved_bytes()
-    step = progress.step
+    step, world = progress.step, run.ranks.world
+    samples = samples_of_step(settings, world, progress)
     run.position.step = step
     learning_rate = run.learning_rate(step)
 
     with watch.phase(Phase.DATA):
-        micro_batches = next_micro_batches(run.batches, settings, progress.samples)
-    num_tokens = sum(batch.num_unmasked for batch in micro_batches)
-    losses = [forward_backward(run, watch, index, batch, num_tokens) for index, batch in enumerate(micro_batches)]
-    loss = math.fsum(losses)
+        micro_batches = next_micro_batches(run.batches, settings, world, samples)
+        num_tokens = run.batches.num_unmasked(samples)
+    losses = [forward_backward(run, watch, number, batch, num_tokens) for number, batch in micro_batches.items()]
+    with watch.phase(Phase.EXCHANGE):
+        stops, *all_losses = zip(*run.ranks.gather([float(stop.requested), *losses]), strict=True)
+        loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
+        run.sum_gradients(run.optimizer.gradients())
     with watch.phase(Phase.OPTIMIZER):
         norm = run.optimizer.norm()
         clip_factor = clip_factor_of(norm, settings.gradient_clipping)
@@ -197,9 +210,9 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress) -> StepMetr
             )
     run.techniques.end_step()
     progress.step += 1
-    progress.samples += settings.micro_batch_size * settings.num_micro_batches
+    progress.samples = samples.stop
 
-    return StepMetrics(
+    metrics = StepMetrics(
         step=progress.step,
         loss=loss,
         learning_rate=learning_rate,
@@ -213,11 +226,12 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress) -> StepMetr
         moved_bytes=difference(run.techniques.moved_bytes(), moved_before),
         skipped=not finite,
     )
+    return metrics, any(stops)
 
 
-def forward_backward(run: Run, watch: Stopwatch, index: int, batch: Batch, num_tokens: int) -> float:
+def forward_backward(run: Run, watch: Stopwatch, number: int, batch: Batch, num_tokens: int) -> float:
     """Forward and backward of one micro-batch; its gradients go to the optimizer by hooks. Returns its loss."""
-    run.position.micro_batch = index
+    run.position.micro_batch = number
     with watch.phase(Phase.FORWARD):
         loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
     with watch.phase(Phase.BACKWARD):
@@ -228,23 +242,39 @@ def forward_backward(run: Run, watch: Stopwatch, index: int, batch: Batch, num_t
 
 def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
     """Mean loss per token over the held-out sequences; leaves no trace in the run's state."""
-    started = time.perf_counter()
-    total, tokens = 0.0, 0
+    started, world = time.perf_counter(), run.ranks.world
+    losses, tokens = list[float](), 0
     run.model.eval()
     with torch.no_grad():
-        for batch in run.batches.evaluation_batches(settings.micro_batch_size, settings.evaluation_batches):
-            total += run.model(batch.tokens_BT, batch.labels_BT, 1).item()
+        batches = run.batches.evaluation_batches(settings.micro_batch_size, settings.evaluation_batches)
+        for number, batch in enumerate(batches):
             tokens += batch.num_unmasked
+            if number % world.size == 0:
+                losses.append(0.0)  # every rank has a place in every round, also in the last one, which may be short
+            if number % world.size == world.rank:
+                losses[-1] = run.model(batch.tokens_BT, batch.labels_BT, 1).item()
     run.model.train()
     if tokens:
+        total = 0.0
+        for loss in dealt(run.ranks.gather(losses)):  # in corpus order, whoever evaluated it
+            total += loss
         run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
 
 
-def next_micro_batches(batches: TokenBatches, settings: LoopSettings, samples: int) -> list[Batch]:
-    """The step's micro-batches: consecutive samples of the run's order."""
+def samples_of_step(settings: LoopSettings, world: World, progress: Progress) -> range:
+    """The samples that all ranks together consume in the next step."""
+    num_samples = settings.micro_batch_size * settings.num_micro_batches * world.size
+    return range(progress.samples, progress.samples + num_samples)
+
+
+def next_micro_batches(batches: TokenBatches, settings: LoopSettings, world: World, samples: range) -> dict[int, Batch]:
+    """This rank's micro-batches of the step, by number. Micro-batch n is the same, with the same random numbers,
+    however many ranks there are: samples n x micro_batch_size and so on of the step."""
     size = settings.micro_batch_size
-    starts = (samples + index * size for index in range(settings.num_micro_batches))
-    return [batches.batch(range(start, start + size)) for start in starts]
+    return {
+        number: batches.batch(samples[number * size : (number + 1) * size])
+        for number in world.share(settings.num_micro_batches)
+    }
 
 
 def clip_factor_of(norm: float, limit: float | None) -> float:

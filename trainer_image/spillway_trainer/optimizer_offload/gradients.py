@@ -94,6 +94,8 @@ class Gradients:
         self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
         self._bins = partial(kernels.gradient_bins, num_threads=num_threads)
         self._arrived: set[str] = set()
+        self._exchanged = False
+        """the compute lane has added other ranks' sums to the accumulators of this step"""
 
     def arrived(self, name: str) -> bool:
         return name in self._arrived
@@ -113,6 +115,16 @@ class Gradients:
         self._arrived.add(name)
         self._window.add(nbytes, read)
 
+    def sums(self) -> Iterator[Tensor]:
+        """What arrived, chunk by chunk, each where it lives and when it is complete; the compute lane may change it."""
+        for accumulator in self._all_arrived():
+            for event in accumulator.settled:
+                self._lanes.wait(event)
+            memory = accumulator.memory
+            self._lanes.compute(reads=[memory], writes=[memory], label=f"exchange {accumulator.chunk.label}")
+            self._exchanged = True
+            yield accumulator.values
+
     def sum_tied_uses(self) -> None:
         """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""
         for alias, owner in self._tied.items():
@@ -125,7 +137,7 @@ class Gradients:
                     partial(self._accumulate, target.values, source.values, first),
                     reads=[target.memory, source.memory],
                     writes=[target.memory],
-                    after=[*target.settled, *source.settled],
+                    after=[*target.settled, *source.settled, *self._exchange()],
                     nbytes=3 * FLOAT32_BYTES * target.chunk.size,
                     label=f"tied {source.chunk.label}",
                 )
@@ -142,7 +154,7 @@ class Gradients:
                 accumulator.lane,
                 self._appending_bins(parts, accumulator.values),
                 reads=[accumulator.memory],
-                after=accumulator.settled,
+                after=[*accumulator.settled, *self._exchange()],
                 nbytes=FLOAT32_BYTES * accumulator.chunk.size,
                 label=f"norm {accumulator.chunk.label}",
             )
@@ -156,6 +168,11 @@ class Gradients:
     def drop(self) -> None:
         """Forget what arrived: the next gradient of each use overwrites its accumulator."""
         self._arrived.clear()
+        self._exchanged = False
+
+    def _exchange(self) -> Sequence[Event]:
+        """What whoever reads an accumulator waits for, beside its own events."""
+        return [self._lanes.computed()] if self._exchanged else []
 
     def _all_arrived(self) -> Iterator[Accumulator]:
         for name, accumulators in self._accumulators.items():

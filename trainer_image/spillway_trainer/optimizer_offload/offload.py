@@ -74,6 +74,9 @@ class OptimizerOffload:
         self._lanes.compute(reads=[part.weights for part in placed], label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient))
 
+    def gradients(self) -> Iterator[Tensor]:
+        return self._gradients.sums()
+
     def norm(self) -> float:
         self._gradients.sum_tied_uses()
         return self._gradients.bins().norm()

@@ -1,0 +1,50 @@
+"""Writes what the chart takes from elsewhere into charts/spillway/files; `--check` compares instead.
+
+    crds/*.yaml         -> files/crds/
+    dashboards.py       -> files/dashboards/*.json
+
+Run from the root of the repository: `python charts/chart_files.py [--check]`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import dashboards
+
+CRDS = Path("crds")
+FILES = Path("charts") / "spillway" / "files"
+
+
+def wanted() -> dict[Path, str]:
+    """Every generated file of the chart with its contents."""
+    found = {FILES / "crds" / crd.name: crd.read_text(encoding="utf-8") for crd in sorted(CRDS.glob("*.yaml"))}
+    for dashboard in dashboards.ALL:
+        text = json.dumps(dashboards.as_json(dashboard), indent=1, ensure_ascii=False)
+        found[FILES / "dashboards" / f"{dashboard.name}.json"] = text + "\n"
+    return found
+
+
+def present() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(FILES.rglob("*")) if path.is_file()}
+
+
+def main(arguments: list[str]) -> int:
+    files, found = wanted(), present()
+    if "--check" in arguments:
+        wrong = sorted(path for path in files.keys() | found.keys() if files.get(path) != found.get(path))
+        for path in wrong:
+            sys.stderr.write(f"{path} is out of step with crds/ or charts/dashboards.py: run `make crds`\n")
+        return 1 if wrong else 0
+    for path in found.keys() - files.keys():
+        path.unlink()
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

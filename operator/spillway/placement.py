@@ -1,0 +1,417 @@
+"""Placement: a job and what is known of the cluster -> a plan and the nodes that would carry it best. Pure.
+
+    nodes -> those that could carry a pod -> classes of equal nodes -> a plan for each -> the fastest class
+          -> its nodes by headroom -> preferences, and one sentence with the figure that decided
+
+The answer is a node class and preferences, never a host name to insist on: kube-scheduler keeps the last word, and a
+stale figure can only make a preference worse. What a pod requests comes from the plan alone (pod_resources.py).
+docs/placement.md explains each rule and its constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
+from spillway.candidates import TIE
+from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Reservation, Taint
+from spillway.explain import lacking
+from spillway.footprint import RUN_STRATEGY
+from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
+from spillway.headroom import Preference, rank
+from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan, shared_memory
+from spillway.pod_resources import (
+    PLANNED_MARGIN,
+    PodResources,
+    emptydir_bytes,
+    least_memory_bytes,
+    plannable_memory_bytes,
+    plannable_spill_bytes,
+    pod_resources,
+)
+from spillway.profiles import evidence, measured, memory_fingerprint, profile_name
+from spillway.status import ProfileEvidence
+from spillway.units import MIB, format_bytes
+
+MAX_CLASSES = 8
+"""node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
+CAPACITY_DIGITS = 5
+"""binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
+GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
+"""labels of NVIDIA's feature discovery; memory in MiB"""
+TRANSIENT_TAINTS = "node.kubernetes.io/"
+"""prefix of the taints that the node controller sets and takes away again"""
+
+__all__ = [
+    "ClusterView",
+    "LiveBytes",
+    "NodeView",
+    "Placement",
+    "Preference",
+    "Reservation",
+    "Taint",
+    "Unplaceable",
+    "place",
+    "profiled",
+]
+
+DeviceKind = Literal["Cpu", "Cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job should run, under which plan, and why."""
+
+    plan: MemoryPlan
+    node: NodeSpec
+    """the class the plan is made for"""
+    preferences: tuple[Preference, ...]
+    """most preferred first; equal weights where nothing tells the nodes apart"""
+    reason: str
+    """one sentence with the figure that decided"""
+    headroom: LiveBytes
+    """of the preferred node, after reservations"""
+    pod: PodResources
+    """what each pod requests, for a text of unknown size"""
+    required_labels: Mapping[str, str] = field(default_factory=dict)
+    """what a node must carry to be of the class (the GPU product): a required affinity, from labels only"""
+    observed: ProfileEvidence | None = None
+    """what earlier attempts of this model under this plan showed; None = there were none"""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaceable:
+    """No node class can carry the job: a value, with the sentence for condition Planned=False."""
+
+    reason: str
+    """CamelCase: NoNode, DoesNotFit"""
+    message: str
+    infeasible: Infeasible | None = None
+
+
+def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """The plan for `job` and the nodes it should run on.
+
+    Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
+    DoesNotFit when none of the classes has a plan.
+    """
+    if cluster.nodes is None:
+        return _without_view(job, cluster)
+    able, misses = _could_carry(job.spec, cluster.nodes)
+    if not able:
+        return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
+    now = [view for view in able if view.ready and not view.unschedulable]
+    groups = _classes(job.spec, now or able)
+    outcomes = [_planned(job, group) for group in groups]
+    fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
+    if not fitting:
+        return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
+    best = _best(fitting, job.spec.parallelism.nodes)
+    ranking = rank(best.group.views, best.group.node, best.plan, best.pod, cluster)
+    waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
+    return Placement(
+        plan=best.plan,
+        node=best.group.node,
+        preferences=ranking.preferences,
+        reason=("" if now else waiting) + ranking.reason,
+        headroom=ranking.headroom,
+        pod=best.pod,
+        required_labels=dict(best.group.required_labels),
+        observed=_observed(job.spec, best.plan, cluster),
+    )
+
+
+# --- which nodes could carry a pod ------------------------------------------------------------------------------------
+
+
+def device_kind(spec: TrainingJobSpec) -> DeviceKind:
+    """What the pods run on. Auto is Cpu: it is what the trainer executes on so far."""
+    return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
+
+
+def _could_carry(spec: TrainingJobSpec, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[tuple[int, str]]]:
+    """Nodes that could carry a pod some day, and what the others lack: (how near it came, sentence)."""
+    able, misses = [], []
+    for view in nodes:
+        miss = _miss(spec, view)
+        if miss is None:
+            able.append(view)
+        else:
+            misses.append(miss)
+    return able, misses
+
+
+def _miss(spec: TrainingJobSpec, view: NodeView) -> tuple[int, str] | None:
+    """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
+    device, ranks = device_kind(spec), spec.parallelism.devices_per_node
+    for key, value in spec.scheduling.node_selector.items():
+        if view.labels.get(key) != value:
+            return 0, f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector asks {value!r}"
+    for taint in view.taints:
+        if _repels(taint, spec.scheduling.tolerations):
+            shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"
+            return 1, f"{view.name} has the taint {shown}, which spec.scheduling.tolerations does not tolerate"
+    devices = view.allocatable_devices.get(spec.resource_name, 0)
+    if device == "Cuda" and devices < ranks:
+        return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
+    memory = least_memory_bytes(ranks, device)
+    if view.allocatable_memory_bytes < memory:
+        has = format_bytes(view.allocatable_memory_bytes)
+        return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
+    storage = emptydir_bytes(spec, device)
+    if view.allocatable_ephemeral_bytes < storage:
+        has = format_bytes(view.allocatable_ephemeral_bytes)
+        return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {format_bytes(storage)} beside its spill"
+    return None
+
+
+def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+    """True when the taint keeps pods away for good."""
+    if taint.effect == "PreferNoSchedule" or taint.key.startswith(TRANSIENT_TAINTS):
+        return False
+    return not any(_tolerates(toleration, taint) for toleration in tolerations)
+
+
+def _tolerates(toleration: Toleration, taint: Taint) -> bool:
+    if toleration.effect not in ("", taint.effect):
+        return False
+    if toleration.operator == "Exists":
+        return toleration.key in ("", taint.key)
+    return (toleration.key, toleration.value) == (taint.key, taint.value)
+
+
+def _no_node(nodes: Sequence[NodeView], misses: Sequence[tuple[int, str]]) -> str:
+    if not nodes:
+        return "the cluster has no nodes"
+    _, nearest = max(misses, key=lambda miss: miss[0])
+    return f"none of {len(nodes)} nodes can carry a pod of this job; the nearest: {nearest}"
+
+
+# --- classes of equal nodes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeClass:
+    """Nodes that one plan is good for."""
+
+    node: NodeSpec
+    """capacities are what is left for the plan in a pod: not less than a node of the class has, rounded down"""
+    shared_bytes: int
+    """on a CPU: memory that device and host tier share; 0 on a GPU"""
+    required_labels: tuple[tuple[str, str], ...]
+    views: tuple[NodeView, ...] = ()
+
+
+def _classes(spec: TrainingJobSpec, views: Sequence[NodeView]) -> list[_NodeClass]:
+    groups: dict[_NodeClass, list[NodeView]] = {}
+    for view in views:
+        groups.setdefault(_class_of(spec, view), []).append(view)
+    found = [
+        replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
+    ]
+    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
+
+
+def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
+    """The class of a node, still without views: equal for nodes that differ by noise only."""
+    device = device_kind(spec)
+    node = base_node(view, device)
+    limit = view.allocatable_memory_bytes
+    if node is view.profile:
+        limit = min(limit, node.host_bytes)
+    memory = rounded_down(plannable_memory_bytes(limit, spec.parallelism.devices_per_node, device))
+    spill = rounded_down(_spill_capacity(spec, view, device))
+    if device == "Cuda":
+        product = view.labels.get(GPU_PRODUCT)
+        labels = ((GPU_PRODUCT, product),) if product else ()
+        return _NodeClass(replace(node, host_bytes=memory, nvme_bytes=spill), 0, labels)
+    return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, ())
+
+
+def base_node(view: NodeView, device: DeviceKind) -> NodeSpec:
+    """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
+    catalog's."""
+    if view.profile is not None and view.profile.device_kind == device:
+        return view.profile
+    cores = max(1, int(view.allocatable_cores))
+    if device == "Cuda":
+        label = view.labels.get(GPU_MEMORY, "")
+        memory_bytes = int(label) * MIB if label.isdecimal() else None
+        devices = max(view.allocatable_devices.values(), default=1)
+        return replace(gpu_node(view.labels.get(GPU_PRODUCT, ""), memory_bytes, devices), num_cores=cores)
+    return replace(local_node(cores, 0, 0, 0), name=f"cpu-{cores}-cores")
+
+
+def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
+    """The node with what its NodeProfile measured."""
+    node = base_node(replace(view, profile=None), profile.device_kind)
+    memory, storage = view.allocatable_memory_bytes, view.allocatable_ephemeral_bytes
+    return replace(view, profile=measured(profile, replace(node, host_bytes=memory, nvme_bytes=storage)))
+
+
+def _spill_capacity(spec: TrainingJobSpec, view: NodeView, device: DeviceKind) -> int:
+    """Room for slabs: the node's ephemeral storage, or the volume that the storage class makes as large as asked."""
+    if spec.spill.storage_class_name:
+        return spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
+    room = plannable_spill_bytes(spec, view.allocatable_ephemeral_bytes, device)
+    profile = view.profile
+    return max(0, min(room, profile.nvme_bytes) if profile is not None else room)
+
+
+def rounded_down(num_bytes: int) -> int:
+    """To CAPACITY_DIGITS binary digits; 0 for what is negative."""
+    if num_bytes <= 0:
+        return 0
+    unit: int = 1 << max(0, num_bytes.bit_length() - CAPACITY_DIGITS)
+    return num_bytes // unit * unit
+
+
+# --- a plan for each --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A class with the plan that fits it."""
+
+    group: _NodeClass
+    plan: MemoryPlan
+    pod: PodResources
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.prediction.step_seconds
+
+    @property
+    def bytes_off_device(self) -> int:
+        return self.plan.bytes[Tier.HOST].total + self.plan.bytes[Tier.NVME].total
+
+    @property
+    def num_pods(self) -> int:
+        """That the nodes of the class could carry at once, if they were empty."""
+        return sum(_pods_on(view, self.pod) for view in self.group.views)
+
+
+def _planned(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
+    decided = _decided(job, group, explained=False)
+    if isinstance(decided, Infeasible):
+        return Unplaceable("DoesNotFit", f"does not fit node class {group.node.name}", decided)
+    plan = _within_its_pod(decided)
+    pod = pod_resources(job.spec, plan, job.spec.parallelism.devices_per_node)
+    if not any(_pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
+        return Unplaceable("NoNode", _too_large(job, group, pod))
+    return _Choice(group, plan, pod)
+
+
+def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
+    overrides = _overrides(job, group, job.spec.parallelism.devices_per_node)
+    return make_plan(_on_device(job, group.node), group.node, overrides, explained=explained)
+
+
+def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:
+    """The job for exactly this kind of device."""
+    parallelism = job.spec.parallelism.model_copy(update={"device": node.device_kind})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})
+
+
+def _overrides(job: TrainingJob, group: _NodeClass, ranks: int) -> Overrides:
+    if group.node.device_kind == "Cpu":
+        return shared_memory(job, group.shared_bytes, ranks)
+    return Overrides(strategy=RUN_STRATEGY)
+
+
+def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
+    """On a CPU the pod's limit is made for the planned bytes, so the device's budget ends there: the trainer raises
+    DeviceOutOfMemory, which says what was asked for, before the kernel kills it."""
+    if plan.device != "Cpu":
+        return plan
+    allowed = int(plan.bytes[Tier.DEVICE].total * (1.0 + PLANNED_MARGIN))
+    budget = {**plan.budget, Tier.DEVICE: min(plan.budget[Tier.DEVICE], allowed)}
+    return plan.model_copy(update={"budget": budget})
+
+
+def _pods_on(view: NodeView, pod: PodResources) -> int:
+    """Pods that fit an empty node, by what is requested of memory, disk, cores and devices."""
+    counts = [
+        view.allocatable_memory_bytes // pod.memory_bytes,
+        view.allocatable_ephemeral_bytes // pod.ephemeral_storage_bytes,
+        int(view.allocatable_cores / pod.cpu_cores),
+    ]
+    if pod.devices:
+        counts.append(view.allocatable_devices.get(pod.resource_name, 0) // pod.devices)
+    return min(counts)
+
+
+def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
+    view = max(group.views, key=lambda view: view.allocatable_memory_bytes)
+    return (
+        f"a pod of {job.metadata.name} needs {format_bytes(pod.memory_bytes)} of memory, "
+        f"{format_bytes(pod.ephemeral_storage_bytes)} of ephemeral storage and {pod.cpu_cores:g} cores; the largest "
+        f"node, {view.name}, has {format_bytes(view.allocatable_memory_bytes)}, "
+        f"{format_bytes(view.allocatable_ephemeral_bytes)} and {view.allocatable_cores:g}"
+    )
+
+
+def _best(choices: Sequence[_Choice], num_nodes: int) -> _Choice:
+    """The fastest; of those within 1 % the one that keeps most on the device. A class that can carry all pods at once
+    goes before one that cannot."""
+    able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
+    fastest = min(choice.seconds for choice in able)
+    near = (choice for choice in able if choice.seconds <= TIE * fastest)
+    return min(near, key=lambda choice: (choice.bytes_off_device, choice.group.node.name, choice.group.views[0].name))
+
+
+def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequence[Unplaceable]) -> Unplaceable:
+    """Of all classes, the one that lacks least; only for that one it is worked out what would fit."""
+    nearest = min(range(len(found)), key=lambda number: _missing(found[number]))
+    if found[nearest].infeasible is None:
+        return found[nearest]
+    return _does_not_fit(_decided(job, groups[nearest], explained=True), f"node class {groups[nearest].node.name}")
+
+
+def _missing(outcome: Unplaceable) -> float:
+    return sum(outcome.infeasible.missing_bytes.values()) if outcome.infeasible is not None else float("inf")
+
+
+def _does_not_fit(decided: MemoryPlan | Infeasible, where: str) -> Unplaceable:
+    assert isinstance(decided, Infeasible)
+    return Unplaceable("DoesNotFit", lacking(decided, where), decided)
+
+
+def _observed(spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView) -> ProfileEvidence | None:
+    """The MemoryProfile of the plan, for people: so far no byte is planned differently because of it."""
+    peaks = cluster.observed_peaks.get(memory_fingerprint(spec, plan))
+    return evidence(profile_name(spec, plan), plan, peaks) if peaks else None
+
+
+# --- without a view of the nodes --------------------------------------------------------------------------------------
+
+
+def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """The operator may not list nodes: a class of the catalog, as large as the catalog says."""
+    group = _catalog_class(job.spec)
+    decided = _decided(job, group, explained=True)
+    if isinstance(decided, Infeasible):
+        return _does_not_fit(decided, f"node class {group.node.name} of the catalog")
+    plan = _within_its_pod(decided)
+    return Placement(
+        plan=plan,
+        node=group.node,
+        preferences=(),
+        reason=f"planned for the catalog's {group.node.name}: the operator may not list nodes (NoNodeView)",
+        headroom=LiveBytes(),
+        pod=pod_resources(job.spec, plan, job.spec.parallelism.devices_per_node),
+        required_labels=dict(group.required_labels),
+        observed=_observed(job.spec, plan, cluster),
+    )
+
+
+def _catalog_class(spec: TrainingJobSpec) -> _NodeClass:
+    if device_kind(spec) == "Cpu":
+        node = resolve_node("cpu")
+        memory = node.device_bytes + node.host_bytes
+        return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory), memory, ())
+    product = spec.scheduling.node_selector.get(GPU_PRODUCT, "")
+    return _NodeClass(gpu_node(product, None, spec.parallelism.devices_per_node), 0, ())

@@ -1,0 +1,213 @@
+"""PodResources: what one pod of an attempt must ask Kubernetes for, so that its plan can be executed in it. Pure.
+
+memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
+                     (host slab [+ device tier, on a CPU]); building the corpus; budget.host of a Disabled job
+ephemeral storage    slab, checkpoints and corpus as far as they lie on emptyDirs, and scratch
+spill volume         the slabs of all ranks
+cpu                  a request without limit: the pod's share when cores are short
+
+Of memory and ephemeral storage request = limit: the kernel kills above the one, the kubelet evicts above the other.
+
+The constants are measured (docs/placement.md says how) unless they say "assumed".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from spillway.api import TrainingJobSpec
+from spillway.model_shape import model_shape
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import GIB, MIB
+
+CODE_BYTES = 256 * MIB
+"""file pages of the interpreter's and torch's libraries, once a pod: 226 MiB mapped by a training rank"""
+RANK_BYTES = 336 * MIB
+"""a rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product"""
+CHECKPOINT_BUFFER_BYTES = 64 * MIB
+"""of each rank while it writes a checkpoint or loads one: a file's worth"""
+CUDA_RANK_BYTES = 2 * GIB
+"""RANK_BYTES with a CUDA context and NCCL; assumed"""
+LAUNCHER_BYTES = 48 * MIB
+"""process 1 of the pod: interpreter and domain (33 MiB, a third of it file pages), its HTTP server and client"""
+PAGE_CACHE_BYTES = 64 * MIB
+"""token shards and checkpoints on their way to disk; the slab bypasses the page cache (O_DIRECT), and all of it can be
+reclaimed, so this is for speed"""
+PLANNED_MARGIN = 0.05
+"""of the planned tiers in memory: free lists of the allocator, scratch of matrix products, page tables"""
+SHARED_MEMORY_BYTES = 64 * MIB
+"""the tmpfs of a pod; gloo talks through sockets and takes none of it"""
+NCCL_SHARED_MEMORY_BYTES = 64 * MIB
+"""more of it for each of several CUDA ranks; assumed"""
+CORPUS_BUILD_BYTES = 448 * MIB
+"""the child that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB), before any rank
+allocates a parameter"""
+
+CORPUS_FALLBACK_BYTES = GIB
+"""room for token shards when the size of the text is not known"""
+BUILTIN_CORPUS_BYTES = 128 * MIB
+"""the same for Python's own sources: 22 MiB of text are 7 MiB of shards"""
+BYTES_PER_TEXT_BYTE = 2
+"""of token shards, at most: a token has two bytes and stands for one of text at least (above 65536 tokens four, and
+then for several)"""
+SCRATCH_BYTES = 256 * MIB
+"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB"""
+FILE_SYSTEM_SHARE = 0.02
+"""of a volume that the file system takes for itself"""
+
+CORES_PER_THREAD = 0.25
+"""requested for each thread of the plan: cores are shared, memory is not"""
+LEAST_CORES = 0.25
+CHECKPOINT_BYTES_PER_SECOND = 250e6
+"""rate at which a checkpoint is surely written, also over a network; assumed"""
+GRACE_SECONDS = 30
+"""beside the step in flight and its checkpoint: ranks that end, metrics scraped a last time"""
+STEP_PATIENCE = 3.0
+"""a step may take this many times its prediction on a busy node"""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""float32 master and two moments"""
+
+
+@dataclass(frozen=True, slots=True)
+class PodResources:
+    """Requests of one pod; bytes unless the name says otherwise. All pods of an attempt are alike."""
+
+    memory_bytes: int
+    """request and limit; /dev/shm is part of it"""
+    shared_memory_bytes: int
+    """sizeLimit of the tmpfs on /dev/shm"""
+    spill_volume_bytes: int
+    """emptyDir's sizeLimit, or the ephemeral claim's request; 0 = nothing is spilled to NVMe"""
+    ephemeral_storage_bytes: int
+    """request and limit: emptyDirs on disk, and the container's log"""
+    cpu_cores: float
+    """request only"""
+    devices: int
+    """of `resource_name`; 0 on a CPU"""
+    resource_name: str
+    """empty on a CPU"""
+    grace_seconds: int
+    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS"""
+
+
+def pod_resources(
+    spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int, text_bytes: int | None = None
+) -> PodResources:
+    """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
+    shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
+    spill = spill_volume_bytes(plan, num_local_ranks)
+    runtime = runtime_bytes(num_local_ranks, plan.device)
+    held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
+    on_emptydir = 0 if spec.spill.storage_class_name else spill
+    on_cuda = plan.device == "Cuda"
+    return PodResources(
+        memory_bytes=_whole_mib(runtime + held + shared_memory),
+        shared_memory_bytes=shared_memory,
+        spill_volume_bytes=spill,
+        ephemeral_storage_bytes=_whole_mib(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir),
+        cpu_cores=_cores(spec, plan, num_local_ranks),
+        devices=num_local_ranks if on_cuda else 0,
+        resource_name=spec.resource_name if on_cuda else "",
+        grace_seconds=grace_seconds(spec, plan),
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def runtime_bytes(num_local_ranks: int, device: str) -> int:
+    """Memory of a pod, or of a local run, beside its plan; `device` is Cpu or Cuda."""
+    rank = CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
+    return CODE_BYTES + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
+
+
+def corpus_build_bytes(num_local_ranks: int) -> int:
+    """What building the corpus takes beyond `runtime_bytes`: no checkpoint is written meanwhile."""
+    return max(0, CORPUS_BUILD_BYTES - num_local_ranks * CHECKPOINT_BUFFER_BYTES)
+
+
+def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
+    """What the plan holds in the pod's memory: host slabs, and on a CPU the device tier."""
+    held = plan.slab_bytes(Tier.HOST)
+    if plan.device == "Cpu":
+        held += plan.bytes[Tier.DEVICE].total
+    return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
+
+
+def least_memory_bytes(num_local_ranks: int, device: str) -> int:
+    """What a pod needs for the smallest model."""
+    shared = shared_memory_bytes(num_local_ranks, device)
+    return _whole_mib(runtime_bytes(num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared)
+
+
+def unplanned_bytes(spec: TrainingJobSpec) -> int:
+    """With mode Disabled nothing is planned: the spec says how much host memory the ranks of a node may use."""
+    return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
+
+
+def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
+    """Size of the tmpfs on the pod's shared-memory mount."""
+    several = device == "Cuda" and num_local_ranks > 1
+    return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
+
+
+def plannable_memory_bytes(limit_bytes: int, num_local_ranks: int, device: str) -> int:
+    """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more."""
+    shared = shared_memory_bytes(num_local_ranks, device)
+    return int((limit_bytes - MIB - runtime_bytes(num_local_ranks, device) - shared) / (1.0 + PLANNED_MARGIN))
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
+    """The slabs of all ranks with the file system's own part; 0 when nothing goes to NVMe."""
+    slab = plan.slab_bytes(Tier.NVME)
+    return _whole_mib(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE))) if slab else 0
+
+
+def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) -> int:
+    """What a plan may spill beside all else of a pod whose ephemeral storage is `limit_bytes`; negative: no room at
+    all. For a slab on an emptyDir."""
+    return int((limit_bytes - 2 * MIB - emptydir_bytes(spec, device)) / (1.0 + FILE_SYSTEM_SHARE))
+
+
+def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
+    """One checkpoint: it does not depend on the plan or the number of ranks."""
+    shape = model_shape(spec.model.transformer, spec.model.precision.compute, "Cuda" if device == "Cuda" else "Cpu")
+    return CHECKPOINT_BYTES_PER_PARAMETER * shape.num_parameters
+
+
+def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:
+    """Ephemeral storage beside the slab: scratch; without a claim for them, checkpoints and corpus, too."""
+    if spec.checkpoint.claim is not None:
+        return SCRATCH_BYTES
+    # One more than are kept: the next one is whole before the oldest goes.
+    checkpoints = (spec.checkpoint.keep + 1) * checkpoint_bytes(spec, device)
+    return SCRATCH_BYTES + checkpoints + corpus_bytes(spec, text_bytes)
+
+
+def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
+    """Token shards and tokenizer, at most."""
+    if spec.data.builtin is not None:
+        return BUILTIN_CORPUS_BYTES
+    return CORPUS_FALLBACK_BYTES if text_bytes is None else BYTES_PER_TEXT_BYTE * text_bytes
+
+
+# --- cores, seconds ---------------------------------------------------------------------------------------------------
+
+
+def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> float:
+    if spec.resources.cpu is not None:
+        return float(spec.resources.cpu)
+    return max(LEAST_CORES, CORES_PER_THREAD * plan.optimizer.num_threads * num_local_ranks)
+
+
+def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
+    writing = checkpoint_bytes(spec, plan.device) / CHECKPOINT_BYTES_PER_SECOND
+    return ceil(STEP_PATIENCE * plan.prediction.step_seconds + writing) + GRACE_SECONDS
+
+
+def _whole_mib(num_bytes: int) -> int:
+    return -(-num_bytes // MIB) * MIB

@@ -1,0 +1,167 @@
+"""Profiles: measured nodes into NodeSpecs, and observed peaks into MemoryProfiles. Pure.
+
+A MemoryProfile belongs to a fingerprint: everything that a rank's bytes depend on. What is reported is not believed
+blindly: a figure far from its prediction is cut to a plausible range and marked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from spillway.api import (
+    MemoryProfileSpec,
+    NodeProfileSpec,
+    ObservedBytes,
+    ObservedTiers,
+    TrainingJobSpec,
+)
+from spillway.hardware import NodeSpec
+from spillway.model_shape import model_shape
+from spillway.plan import MemoryPlan, Tier
+from spillway.status import ProfileEvidence, TierQuantities
+from spillway.units import format_bytes, format_count
+
+LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
+"""times the planned bytes"""
+FINGERPRINT_DIGITS = 16
+LONGEST_PLAN = 512
+"""characters of MemoryProfile.spec.plan"""
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
+    """`node` with the profile's figures; what it leaves out stays. The name is the class's, not the node's, and rates
+    are rounded to two digits, so that nodes measured alike are planned for as one class."""
+    capacities = {
+        "device_bytes": profile.device_memory,
+        "host_bytes": profile.host_memory,
+        "nvme_bytes": profile.nvme_capacity,
+    }
+    own = {name: value for name, value in profile if name in NodeSpec.__slots__ and name != "link"}
+    figures = _given(own | capacities)
+    return replace(node, **figures, name=f"{node.name}-measured", link=replace(node.link, **_given(dict(profile.link))))
+
+
+def _given(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are there; rates with two digits."""
+    return {
+        name: float(f"{value:.2g}") if isinstance(value, float) else value
+        for name, value in figures.items()
+        if value is not None
+    }
+
+
+# --- memory of a model ------------------------------------------------------------------------------------------------
+
+
+def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    """16 hexadecimal digits over all that the bytes of a rank depend on: model, sequence, micro-batch, ranks, and what
+    the plan does with them. Budgets, predictions and names do not count."""
+    decides = {
+        "model": spec.model.model_dump(mode="json", exclude_none=True),
+        "sequenceLength": spec.training.sequence_length,
+        "microBatchSize": plan.micro_batch_size,
+        "worldSize": plan.world_size,
+        "device": plan.device,
+        "mode": plan.mode,
+        "strategy": plan.strategy,
+        "optimizer": plan.optimizer.model_dump(mode="json", exclude={"num_threads"}),
+        "activations": plan.activations.model_dump(mode="json", exclude={"num_io_threads"}),
+        "parameters": plan.parameters.model_dump(mode="json"),
+    }
+    text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def profile_name(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    """Name of the MemoryProfile: llama-6.5m-1f0c2a9d8b7e6543."""
+    model = f"{spec.model.transformer.architecture}-{_parameters(spec, plan)}"
+    return f"{model}-{memory_fingerprint(spec, plan)}".replace(" ", "").lower()
+
+
+def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfileSpec:
+    """The profile before the first observation."""
+    model = spec.model
+    return MemoryProfileSpec(
+        fingerprint=memory_fingerprint(spec, plan),
+        model=f"{model.transformer.architecture}, {_parameters(spec, plan)} parameters, {model.precision.compute}",
+        plan=summary(plan)[:LONGEST_PLAN],
+        world_size=plan.world_size,
+    )
+
+
+def profile_update(
+    existing: MemoryProfileSpec | None,
+    spec: TrainingJobSpec,
+    plan: MemoryPlan,
+    peaks: Mapping[str, int],
+    attempt: str,
+    now: str,
+) -> MemoryProfileSpec | None:
+    """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes of its fullest rank by tier; None when that
+    says nothing new. A tier without a report, or that the plan does not use, is left as it is.
+
+    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that.
+    """
+    profile = existing or new_profile(spec, plan)
+    another = profile.attempt != attempt
+    tiers, clamped = {}, profile.clamped
+    for tier in Tier:
+        planned, reported = plan.bytes[tier].total, peaks.get(tier, 0)
+        before: ObservedBytes | None = getattr(profile.peaks, tier)
+        tiers[tier.value] = before
+        if planned and reported:
+            believed = plausible(planned, reported)
+            clamped = clamped or believed != reported
+            tiers[tier.value] = _observed(before, planned, believed, another=another)
+    observed = ObservedTiers(**tiers)
+    if observed == profile.peaks and clamped == profile.clamped and not another:
+        return None
+    if not any(tiers.values()):
+        return None
+    changes = {"peaks": observed, "clamped": clamped, "attempt": attempt, "observed_time": now}
+    return profile.model_copy(update={**changes, "count": profile.count + another})
+
+
+def plausible(planned: int, reported: int) -> int:
+    return min(max(reported, int(LEAST_PLAUSIBLE * planned)), int(MOST_PLAUSIBLE * planned))
+
+
+def _observed(before: ObservedBytes | None, planned: int, peak: int, *, another: bool) -> ObservedBytes:
+    if before is None:
+        return ObservedBytes(planned=planned, max=peak, last=peak)
+    # Within one attempt peaks only rise: a late report of an early moment says nothing.
+    last = peak if another else max(before.last, peak)
+    return ObservedBytes(planned=planned, max=max(before.max, peak), last=last)
+
+
+def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
+    """Largest peak per tier, of those that were observed."""
+    return {tier: observed.max for tier, observed in profile.peaks if observed is not None}
+
+
+def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int]) -> ProfileEvidence:
+    """What the profile `name` says of the plan, for status.plan."""
+    shown = [
+        f"{tier} {format_bytes(peaks[tier])} of {format_bytes(plan.bytes[tier].total)} planned"
+        for tier in Tier
+        if tier in peaks
+    ]
+    held = {tier.value: peaks[tier] for tier in Tier if tier in peaks}
+    return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=f"observed at most: {', '.join(shown)}")
+
+
+def summary(plan: MemoryPlan) -> str:
+    """Where the memory of a rank lives, in a sentence."""
+    held = [f"{format_bytes(plan.bytes[tier].total)} {tier}" for tier in Tier if plan.bytes[tier].total]
+    return f"{', '.join(held)} a rank; {'; '.join(plan.reasons)}"
+
+
+def _parameters(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    shape = model_shape(spec.model.transformer, spec.model.precision.compute, plan.device)
+    return format_count(shape.num_parameters)

@@ -1,0 +1,48 @@
+"""What becomes of a job when an attempt ended, by the reason of its end: one table for the operator and `spillway run`.
+
+An attempt is repeated when that can help, from the last committed checkpoint. A failure that would only repeat (same
+plan, same bytes, same numbers) ends the job with the trainer's own sentence.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from spillway.errors import RANK_CRASHED, ExitCode
+
+OOM_KILLED = "OOMKilled"
+"""the kernel killed a process of the pod; on cgroup v1 it may come with any exit code"""
+NODE_LOST = "NodeLost"
+POD_DELETED = "PodDeleted"
+"""deleted or evicted from outside: a disruption, not a failure"""
+EVICTED = "Evicted"
+"""by the kubelet, because the node or the pod's volume ran out of space"""
+JOB_DELETED = "JobDeleted"
+"""somebody deleted the attempt's Job"""
+
+
+class Retry(Enum):
+    """Whether another attempt follows, and what it is charged to."""
+
+    NEVER = "never"
+    COUNTED = "counted"
+    """against lifecycle.maxRestarts"""
+    FREE = "free"
+    """a disruption: not the job's fault"""
+
+
+RETRIES: dict[str, Retry] = {
+    RANK_CRASHED: Retry.COUNTED,
+    ExitCode.CHECKPOINT_CORRUPT.reason: Retry.COUNTED,
+    ExitCode.SPILL_IO_ERROR.reason: Retry.COUNTED,
+    ExitCode.FENCED.reason: Retry.COUNTED,
+    ExitCode.PREEMPTED.reason: Retry.FREE,
+    NODE_LOST: Retry.FREE,
+    POD_DELETED: Retry.FREE,
+    JOB_DELETED: Retry.FREE,
+}
+"""every other reason: NEVER"""
+
+
+def retry_of(reason: str) -> Retry:
+    return RETRIES.get(reason, Retry.NEVER)

@@ -1,0 +1,194 @@
+"""Cluster: the API server as `submit`, `status` and `logs` see it. Plain dicts in, plain dicts out.
+
+Credentials, certificates and proxies are the Kubernetes client library's business; it is imported here only, when a
+command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from spillway.errors import UserError
+
+Object = dict[str, Any]
+"""an API object as JSON has it"""
+
+JOBS = "/apis/spillway.dev/v1alpha1"
+CORE = "/api/v1"
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context"
+
+
+class Refused(UserError):
+    """The API server said no."""
+
+    def __init__(self, status: int, answer: Object, path: str) -> None:
+        super().__init__(sentence(status, answer, path))
+        self.status = status
+        self.answer = answer
+
+    @property
+    def causes(self) -> list[tuple[str, str]]:
+        """(field, what is wrong) of each refused field."""
+        found = (self.answer.get("details") or {}).get("causes") or []
+        return [(cause.get("field", ""), cause.get("message", "")) for cause in found]
+
+
+class Unreachable(UserError):
+    """No answer: worth another try for a command that watches."""
+
+
+def sentence(status: int, answer: Object, path: str) -> str:
+    """Where, what the server said, what to do."""
+    said = str(answer.get("message") or f"HTTP {status}").rstrip(".")
+    if status == 401:
+        return f"the cluster does not know you: {said}; renew the credentials of the kubeconfig"
+    if status == 403:
+        return f"the cluster does not allow it: {said}; ask for that right, or use another --context or --namespace"
+    if status == 404 and path.startswith(JOBS) and not (answer.get("details") or {}).get("name"):
+        return "the cluster knows no TrainingJob; install Spillway first (docs/install.md)"
+    return f"the cluster refused: {said}"
+
+
+@dataclass(slots=True)
+class Cluster:
+    """One API server, with one user's rights."""
+
+    configuration: Any
+    """kubernetes.client.Configuration"""
+    namespace: str
+    """of the context; "default" when it names none"""
+    _rest: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from kubernetes.client.rest import RESTClientObject  # noqa: PLC0415
+
+        self.configuration.retries = False  # whoever watches tries again, and says so
+        self._rest = RESTClientObject(self.configuration)
+
+    def get(self, path: str, **query: object) -> Object:
+        return self._answer("GET", path, query)
+
+    def create(self, path: str, content: Object, **query: object) -> Object:
+        return self._answer("POST", path, query, content)
+
+    def lines(self, path: str, idle_seconds: float, **query: object) -> Iterator[bytes]:
+        """Lines of a text as they come. Raises Unreachable when none came for that long."""
+        with self._connection():
+            response = self._request("GET", path, query, None, idle_seconds)
+            if response.status >= 400:
+                raise Refused(response.status, as_object(response.response.data), path)
+            begun = b""
+            try:
+                for piece in response.response.stream(2**16):
+                    *lines, begun = (begun + piece).split(b"\n")
+                    yield from lines
+            finally:
+                response.response.release_conn()
+            if begun:
+                yield begun
+
+    def _answer(self, method: str, path: str, query: Mapping[str, object], content: Object | None = None) -> Object:
+        with self._connection():
+            response = self._request(method, path, query, content, ANSWER_SECONDS)
+            answer = as_object(response.response.data)
+        if response.status >= 400:
+            raise Refused(response.status, answer, path)
+        return answer
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, object], content: Object | None, answer_seconds: float
+    ) -> Any:
+        url = f"{str(self.configuration.host).rstrip('/')}{path}"
+        given = {name: value for name, value in query.items() if value is not None}
+        headers = {"Accept": "application/json, */*", "Content-Type": "application/json", "User-Agent": "spillway"}
+        token = self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            headers["Authorization"] = token
+        return self._rest.request(
+            method,
+            f"{url}?{urlencode(given)}" if given else url,
+            headers=headers,
+            body=content,
+            _request_timeout=(CONNECT_SECONDS, answer_seconds),
+        )
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Raises Unreachable for everything that is no answer."""
+        import urllib3  # noqa: PLC0415
+        from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
+
+        try:
+            yield
+        except (urllib3.exceptions.HTTPError, OSError, ApiException) as error:
+            said = str(getattr(error, "reason", None) or error).splitlines()[-1]
+            raise Unreachable(f"no cluster answers at {self.configuration.host}: {said}; {NO_CLUSTER}") from error
+
+
+def as_object(content: bytes) -> Object:
+    """An answer's JSON; a proxy's page in the same form."""
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return {"message": content[:300].decode(errors="replace").strip()}
+    return answer if isinstance(answer, dict) else {"message": str(answer)}
+
+
+def connect(context: str | None = None) -> Cluster:
+    """The cluster of the kubeconfig, or the one that this process runs in. Raises UserError when there is neither."""
+    try:
+        from kubernetes.client.configuration import Configuration  # noqa: PLC0415
+        from kubernetes.config import ConfigException  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError(
+            f"the Kubernetes client is not installed ({error}): pip install 'spillway[operator]'"
+        ) from error
+    configuration = Configuration()
+    try:
+        namespace = load(configuration, context)
+    except (ConfigException, OSError, ValueError) as error:
+        raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
+    return Cluster(configuration, namespace)
+
+
+def load(configuration: Any, context: str | None) -> str:
+    """Fill `configuration`; returns the context's namespace."""
+    from kubernetes import config  # noqa: PLC0415
+
+    library: Any = config  # its functions carry no types
+    files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    if context is None and in_pod and not any(Path(file).exists() for file in files.split(os.pathsep)):
+        library.load_incluster_config(configuration)
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip() if NAMESPACE_FILE.exists() else "default"
+    library.load_kube_config(files, context, configuration, persist_config=False)
+    contexts, current = library.list_kube_config_contexts(files)
+    chosen = next((one for one in contexts if one["name"] == context), current)
+    return str(chosen["context"].get("namespace") or "default")
+
+
+def jobs_path(namespace: str | None, name: str = "") -> str:
+    """Of one TrainingJob, of those of a namespace, or (None) of all."""
+    inner = "" if namespace is None else f"/namespaces/{quote(namespace, safe='')}"
+    return f"{JOBS}{inner}/trainingjobs" + (f"/{quote(name, safe='')}" if name else "")
+
+
+def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
+    """Raises UserError when there is no such TrainingJob."""
+    try:
+        return cluster.get(jobs_path(namespace, name))
+    except Refused as error:
+        if error.status == 404 and (error.answer.get("details") or {}).get("name"):
+            wanted = "see `spillway status -A`, or give its --namespace"
+            raise UserError(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
+        raise

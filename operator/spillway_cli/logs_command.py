@@ -1,0 +1,221 @@
+"""`spillway logs JOB`: what the trainer's pods print, and with -f on through restarts until the job has ended.
+
+A stream that breaks is taken up again at the last line that was printed: lines carry the kubelet's time stamps, which
+are not shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from spillway.errors import UserError
+
+from .cluster import CORE, Cluster, Object, Refused, Unreachable, connect, get_job
+from .console import message_console
+from .job_status import has_ended, value_at
+
+JOB_LABEL = "spillway.dev/job"
+ATTEMPT_LABEL = "spillway.dev/attempt"
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+CONTAINER = "trainer"
+NOT_FOUND = 404
+POLL_SECONDS = 1.0
+Answer = TypeVar("Answer")
+IDLE_SECONDS = 60.0
+"""a stream that says nothing for so long is opened anew: the connection may be gone"""
+
+
+@dataclass(frozen=True, slots=True)
+class LogsOptions:
+    """The command line of `spillway logs`."""
+
+    job: str
+    context: str | None
+    namespace: str | None
+    follow: bool
+    node: int | None
+    """of the attempt, counted from 0; none = all"""
+    attempt: int | None
+    """none = the newest, and with `follow` those after it"""
+
+
+def logs(options: LogsOptions) -> int:
+    """Print; 0 when there was something to print. Raises UserError when there is no such job, attempt or pod."""
+    cluster = connect(options.context)
+    namespace = options.namespace or cluster.namespace
+    job = get_job(cluster, namespace, options.job)
+    reader = Reader(cluster, namespace, options)
+    if not options.follow:
+        pods = reader.pods(options.attempt)
+        if not pods:
+            raise UserError(nothing_to_show(job, options))
+        for pod in pods:
+            reader.print_log(pod, prefix_of(pod, len(pods)))
+        return 0
+    return follow(reader, options)
+
+
+def nothing_to_show(job: Object, options: LogsOptions) -> str:
+    wanted = f"of attempt {options.attempt} " if options.attempt is not None else ""
+    node = f"of node {options.node} " if options.node is not None else ""
+    state = value_at(job, "status.state") or "not looked at by the operator yet"
+    advice = "-f waits for one, `spillway status` says why"
+    return f"TrainingJob {options.job} ({state}): no pod {wanted}{node}is there; {advice}"
+
+
+@dataclass(slots=True)
+class Reader:
+    """Pods of one job and their logs, on stdout."""
+
+    cluster: Cluster
+    namespace: str
+    options: LogsOptions
+    nobody_reads: bool = False
+    """stdout was closed (`| head`)"""
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def pods(self, attempt: int | None) -> list[Object]:
+        """Of one attempt (None: the newest that has pods), by node."""
+        selector = f"{JOB_LABEL}={self.options.job}"
+        if attempt is not None:
+            selector += f",{ATTEMPT_LABEL}={attempt}"
+        found = self.cluster.get(f"{CORE}/namespaces/{self.namespace}/pods", labelSelector=selector).get("items", [])
+        newest = max(map(attempt_of, found), default=0)
+        wanted = [pod for pod in found if attempt_of(pod) == newest and self.options.node in (None, node_of(pod))]
+        return sorted(wanted, key=node_of)
+
+    def is_over(self, name: str) -> bool:
+        """Whether the pod will print nothing more."""
+        try:
+            pod = self.cluster.get(f"{CORE}/namespaces/{self.namespace}/pods/{name}")
+        except Refused as error:
+            if error.status == NOT_FOUND:
+                return True
+            raise
+        return value_at(pod, "status.phase") in ("Succeeded", "Failed")
+
+    def print_log(self, pod: Object, prefix: bytes) -> None:
+        """What the pod has printed so far. Raises UserError when its container has not started."""
+        self._print_since(pod["metadata"]["name"], prefix, b"", follow=False)
+
+    def follow_log(self, pod: Object, prefix: bytes) -> None:
+        """Every line of the pod from its first to its last, through interrupted connections."""
+        name, last = pod["metadata"]["name"], b""
+        while not self.nobody_reads:
+            over = patiently(lambda: self.is_over(name))  # asked first: what it printed until then is read below
+            try:
+                last = self._print_since(name, prefix, last, follow=not over)
+            except Interrupted as error:
+                last = error.last
+                continue
+            except Refused as error:
+                if over or error.status == NOT_FOUND:
+                    return
+                time.sleep(POLL_SECONDS)  # the container has not started
+                continue
+            if over:
+                return
+
+    def _print_since(self, name: str, prefix: bytes, last: bytes, follow: bool) -> bytes:
+        """Lines after the time stamp `last`; returns the new last one."""
+        lines = self.cluster.lines(
+            f"{CORE}/namespaces/{self.namespace}/pods/{name}/log",
+            IDLE_SECONDS,
+            container=CONTAINER,
+            timestamps="true",
+            follow="true" if follow else None,
+            sinceTime=last.decode() or None,
+        )
+        try:
+            for line in lines:
+                stamp, _, text = line.partition(b" ")
+                if stamp > last and not self.nobody_reads:
+                    self._write(prefix + text + b"\n")
+                    last = stamp
+                if self.nobody_reads:
+                    break
+        except Unreachable as error:
+            if not follow:
+                raise
+            raise Interrupted(last) from error
+        return last
+
+    def _write(self, line: bytes) -> None:
+        try:
+            with self._writing:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            self.nobody_reads = True
+
+
+class Interrupted(Exception):
+    """A followed stream broke, or was silent for long."""
+
+    def __init__(self, last: bytes) -> None:
+        super().__init__()
+        self.last = last
+        """time stamp of the last line that was printed"""
+
+
+def follow(reader: Reader, options: LogsOptions) -> int:
+    """Attempt after attempt, each pod from its first line, until the job has ended (or the one attempt asked for)."""
+    shown = -1
+    while not reader.nobody_reads:
+        over = has_ended(patiently(lambda: get_job(reader.cluster, reader.namespace, options.job)))
+        pods = patiently(lambda: reader.pods(options.attempt))
+        attempt = attempt_of(pods[0]) if pods else -1
+        if attempt > shown:
+            shown = attempt
+            if options.attempt is None:
+                message_console().print(f"attempt {attempt}")
+            follow_pods(reader, pods)
+            continue
+        if over or (options.attempt is not None and shown >= 0):
+            return 0
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def follow_pods(reader: Reader, pods: list[Object]) -> None:
+    """Until each of the pods has ended."""
+    threads = [
+        threading.Thread(target=reader.follow_log, args=(pod, prefix_of(pod, len(pods))), daemon=True) for pod in pods
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():  # join() without a limit would keep Ctrl-C waiting
+            thread.join(POLL_SECONDS)
+
+
+def patiently(ask: Callable[[], Answer]) -> Answer:
+    """Ask again while no cluster answers; said once."""
+    said = False
+    while True:
+        try:
+            return ask()
+        except Unreachable as error:
+            if not said:
+                message_console().print(f"{error}; trying again")
+            said = True
+            time.sleep(POLL_SECONDS)
+
+
+def attempt_of(pod: Object) -> int:
+    text = (value_at(pod, "metadata.labels") or {}).get(ATTEMPT_LABEL, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def node_of(pod: Object) -> int:
+    text = (value_at(pod, "metadata.labels") or {}).get(INDEX_LABEL, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def prefix_of(pod: Object, num_pods: int) -> bytes:
+    return f"[node {node_of(pod)}] ".encode() if num_pods > 1 else b""

@@ -1,0 +1,1 @@
+"""The cluster edge: watches TrainingJobs, decides by pure functions, applies; kopf and its client live here."""

@@ -1,0 +1,41 @@
+"""`python -m spillway_operator`: the operator's process, configured by SPILLWAY_* (docs/operator.md)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.metadata import version
+
+from spillway.errors import UserError
+
+from .log import start_logging
+from .process import Operator
+from .settings import Settings, load_settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 stopped by SIGTERM, 1 a part of it died, 64 wrong settings."""
+    parser = argparse.ArgumentParser("python -m spillway_operator", description="The operator of TrainingJobs.")
+    parser.add_argument("--version", action="version", version=f"spillway {version('spillway')}")
+    parser.add_argument("--kubeconfig", help="for development: the cluster to serve (KUBECONFIG)")
+    parser.add_argument(
+        "--namespace", action="append", help="serve this namespace; may be repeated (SPILLWAY_NAMESPACES)"
+    )
+    given = parser.parse_args(arguments)
+    changes = {"KUBECONFIG": given.kubeconfig, "namespaces": tuple(given.namespace) if given.namespace else None}
+    try:
+        settings = load_settings({name: value for name, value in changes.items() if value is not None})
+        start_logging(settings.log_level)
+        return asyncio.run(_run(settings))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return int(error.exit_code)
+
+
+async def _run(settings: Settings) -> int:
+    return await Operator(settings).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Acceptance: whether a TrainingJob, as the API server holds it, can be carried out, and what is wrong when it cannot.
+
+The CRD refuses most of it before; but a CRD may be older than the operator, and some rules need more than a schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from spillway import api
+from spillway.api import GROUP, VERSION, TrainingJob, TrainingJobSpec
+from spillway.errors import FieldProblem, InvalidJob
+from spillway.manifest import validate
+
+from . import conditions as c
+from .conditions import Finding, false
+from .manifests import OWN_VARIABLES, is_own_key, text_claims
+from .observed import Claim, JobObject
+
+DEFAULT_STALL_SECONDS = 1800
+RWX = "ReadWriteMany"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Fields that keep a job from being carried out; nothing helps but to change them."""
+
+    reason: str
+    """InvalidSpec or Unsupported"""
+    problems: tuple[FieldProblem, ...]
+
+    def finding(self) -> Finding:
+        return false(c.ACCEPTED, self.reason, "; ".join(map(str, self.problems)))
+
+
+def accept(job: JobObject) -> TrainingJob | Refusal:
+    """The job with every default filled in, or all that is wrong with it."""
+    return _accept(job.spec, job.name, job.namespace)
+
+
+@lru_cache(maxsize=256)
+def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
+    document = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "TrainingJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": json.loads(spec),
+    }
+    try:
+        job = validate(TrainingJob, document, name)
+    except InvalidJob as error:
+        return Refusal(c.INVALID_SPEC, error.problems)
+    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_not_yet(job.spec)]
+    if problems:
+        return Refusal(c.UNSUPPORTED, tuple(problems))
+    taken = tuple(_taken(job.spec))
+    return Refusal(c.INVALID_SPEC, taken) if taken else job
+
+
+def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """What the operator cannot do yet, with what works instead."""
+    lifecycle = spec.lifecycle
+    later = "does not work yet; leave it out"
+    found: list[tuple[object, str, object, str]] = [
+        (spec.scheduling.gang == "Required", "scheduling.gang", "Required", "does not work yet; use Auto or Disabled"),
+        (lifecycle.active_deadline_seconds, "lifecycle.activeDeadlineSeconds", lifecycle.active_deadline_seconds,
+         later),
+        (lifecycle.pending_deadline_seconds, "lifecycle.pendingDeadlineSeconds", lifecycle.pending_deadline_seconds,
+         later),
+        (lifecycle.ttl_seconds_after_finished is not None, "lifecycle.ttlSecondsAfterFinished",
+         lifecycle.ttl_seconds_after_finished, later),
+        (lifecycle.stall_seconds not in (0, DEFAULT_STALL_SECONDS), "lifecycle.stallSeconds", lifecycle.stall_seconds,
+         later),
+    ]  # fmt: skip
+    for wrong, path, given, problem in found:
+        if wrong:
+            yield FieldProblem(f"spec.{path}", str(given), problem)
+
+
+def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """Names that the attempt sets itself, and paths that leave their directory."""
+    for variable in spec.env:
+        if variable.name in OWN_VARIABLES:
+            yield FieldProblem("spec.env", variable.name, "the operator sets this variable itself; leave it out")
+    for field, keys in (("labels", spec.pod_overrides.labels), ("annotations", spec.pod_overrides.annotations)):
+        for key in keys:
+            if is_own_key(key):
+                yield FieldProblem(f"spec.podOverrides.{field}", key, "has a meaning of its own; use another key")
+    paths: list[tuple[str, str]] = [("spec.checkpoint.subPath", spec.checkpoint.sub_path)]
+    if spec.data.text is not None:
+        paths.append(("spec.data.text.subPath", spec.data.text.sub_path))
+    for path, given in paths:
+        if given.startswith("/") or ".." in given.split("/"):
+            yield FieldProblem(path, given, "a directory on the claim is needed: no leading '/', no '..'")
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def claim_names(spec: TrainingJobSpec) -> tuple[str, ...]:
+    """PersistentVolumeClaims that the pods mount."""
+    checkpoint = (spec.checkpoint.claim,) if spec.checkpoint.claim is not None else ()
+    return tuple(sorted({*checkpoint, *text_claims(spec)}))
+
+
+def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
+    """What is wrong with the claims for now; others can mend it without a change of the job."""
+    found = {claim.name: claim for claim in claims}
+    missing = [name for name in claim_names(spec) if name not in found or not found[name].exists]
+    if missing:
+        names = ", ".join(missing)
+        return false(c.PLANNED, c.CLAIM_NOT_FOUND, f"there is no PersistentVolumeClaim {names}; create it")
+    kept = spec.checkpoint.claim
+    if kept is None or spec.parallelism.nodes == 1:
+        return None
+    modes = found[kept].access_modes
+    if not modes or RWX in modes:
+        return None
+    return false(
+        c.PLANNED,
+        c.CLAIM_NOT_SHARED,
+        f"spec.checkpoint.claim = {kept}: {spec.parallelism.nodes} nodes write to it, so it must be {RWX}; it is "
+        f"{', '.join(modes)}",
+    )
+
+
+def given(spec: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path of a spec as found; None when there is none."""
+    value: Any = spec
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

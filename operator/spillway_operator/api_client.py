@@ -1,0 +1,254 @@
+"""ApiClient: requests to the API server over one aiohttp session; the hot path of the operator.
+
+Answers are plain data. Errors carry the server's sentence, one class per way of reacting. Only 429 is repeated here,
+after the time that the server asked for; everything else is repeated by the key queue, from a new observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+
+from .credentials import Credentials
+
+NUM_CONNECTIONS = 16
+TIMEOUT_SECONDS = 30.0
+MOST_TRIES = 6
+"""of a request that is answered with 429"""
+LONGEST_WAIT_SECONDS = 10.0
+"""that a Retry-After is obeyed for"""
+PAGE_SIZE = 200
+MOST_LISTINGS = 3
+"""of one list, when its pages expire meanwhile"""
+FIELD_MANAGER = "spillway-operator"
+JSON_TYPE = "application/json"
+APPLY_TYPE = "application/apply-patch+yaml"
+
+T = TypeVar("T")
+Answer = dict[str, Any]
+
+
+class ApiError(Exception):
+    """The API server did not do it. `code` is the HTTP status, 0 when there was no answer; `reason` is CamelCase."""
+
+    def __init__(self, request: str, code: int, reason: str, message: str) -> None:
+        super().__init__(f"{request}: {code or 'no answer'} {reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+
+class NotFound(ApiError):
+    """404: the object, its namespace or its kind does not exist."""
+
+
+class Conflict(ApiError):
+    """409: the name is taken, or a precondition does not hold."""
+
+
+class Expired(ApiError):
+    """410: the pages of a list are too old to go on."""
+
+
+class Refused(ApiError):
+    """400, 403, 405, 413, 422: the same request would be refused again until something else changes."""
+
+
+class Unavailable(ApiError):
+    """401, 429, 5xx, no answer: try again later. A write may have happened."""
+
+
+ERRORS: dict[int, type[ApiError]] = {
+    400: Refused,
+    403: Refused,
+    404: NotFound,
+    405: Refused,
+    409: Conflict,
+    410: Expired,
+    413: Refused,
+    415: Refused,
+    422: Refused,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind as its URLs and RBAC rules name it."""
+
+    prefix: str
+    plural: str
+
+    def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
+        """`namespace` "" for all namespaces, and for what has none."""
+        parts = [self.prefix, *(["namespaces", namespace] if namespace else []), self.plural]
+        return "/".join([*parts, *([name] if name else []), *([subresource] if subresource else [])])
+
+
+TRAINING_JOBS = Resource("/apis/spillway.dev/v1alpha1", "trainingjobs")
+NODE_PROFILES = Resource("/apis/spillway.dev/v1alpha1", "nodeprofiles")
+MEMORY_PROFILES = Resource("/apis/spillway.dev/v1alpha1", "memoryprofiles")
+JOBS = Resource("/apis/batch/v1", "jobs")
+CONFIG_MAPS = Resource("/api/v1", "configmaps")
+SERVICES = Resource("/api/v1", "services")
+PODS = Resource("/api/v1", "pods")
+CLAIMS = Resource("/api/v1", "persistentvolumeclaims")
+NODES = Resource("/api/v1", "nodes")
+EVENTS = Resource("/apis/events.k8s.io/v1", "events")
+TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
+
+RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS}
+"""kinds that a TrainingJob's children have"""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """All objects of one kind, as they were at one resourceVersion."""
+
+    resource_version: int
+    items: tuple[T, ...]
+
+
+class ApiClient:
+    """`count(verb, resource, code)` is called once per request that went out."""
+
+    def __init__(self, credentials: Credentials, count: Callable[[str, str, int], None]) -> None:
+        self._credentials = credentials
+        self._count = count
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ApiClient:
+        secure = self._credentials.server.startswith("https:")
+        connector = aiohttp.TCPConnector(
+            limit=NUM_CONNECTIONS, ssl=self._credentials.ssl_context() if secure else False
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
+            headers={"User-Agent": FIELD_MANAGER, "Accept": JSON_TYPE},
+            json_serialize=_compact,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Answer:
+        return await self._request("get", resource, "GET", resource.path(namespace, name))
+
+    async def read(self, path: str) -> Answer:
+        """A path that is no resource, such as a discovery document."""
+        return await self._request("get", Resource("", path), "GET", path)
+
+    async def list(
+        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str = ""
+    ) -> Listing[T]:
+        """Every object, page by page; each is projected as its page arrives, so that no whole list is ever held."""
+        for listing in range(1, MOST_LISTINGS + 1):
+            try:
+                return await self._list_once(resource, namespace, project, label_selector)
+            except Expired:
+                if listing == MOST_LISTINGS:
+                    raise
+        raise AssertionError
+
+    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Answer:
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._request("create", resource, "POST", resource.path(namespace), body, query)
+
+    async def apply(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+        """Server-side apply of an object that is the operator's own."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._request("patch", resource, "PATCH", resource.path(namespace, name), body, query, APPLY_TYPE)
+
+    async def apply_status(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+        """Server-side apply of the whole status; `metadata.uid` in `body` is a precondition."""
+        path = resource.path(namespace, name, "status")
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._request("patch", resource, "PATCH", path, body, query, APPLY_TYPE)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> Answer:
+        """The object stays, marked, until all that it owns is gone; only the one with this uid."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Foreground",
+            "preconditions": {"uid": uid},
+        }
+        return await self._request("delete", resource, "DELETE", resource.path(namespace, name), body)
+
+    async def _list_once(
+        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str
+    ) -> Listing[T]:
+        query = {"limit": str(PAGE_SIZE)} | ({"labelSelector": label_selector} if label_selector else {})
+        items: list[T] = []
+        while True:
+            page = await self._request("list", resource, "GET", resource.path(namespace), None, query)
+            items += map(project, page.get("items") or ())
+            if not (following := page["metadata"].get("continue")):
+                return Listing(int(page["metadata"]["resourceVersion"]), tuple(items))
+            query = query | {"continue": following}
+            del page
+            await asyncio.sleep(0)  # a long list does not hold up the loop
+
+    async def _request(
+        self,
+        verb: str,
+        resource: Resource,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        content_type: str = JSON_TYPE,
+    ) -> Answer:
+        assert self._session is not None
+        headers = {"Content-Type": content_type} if body is not None else {}
+        if token := self._credentials.token:
+            headers["Authorization"] = f"Bearer {token}"
+        counted = resource.plural + ("/status" if path.endswith("/status") else "")
+        where = f"{verb} {path}"
+        for left in reversed(range(MOST_TRIES)):
+            try:
+                async with self._session.request(
+                    method, self._credentials.server + path, json=body, params=query, headers=headers
+                ) as response:
+                    found = await response.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._count(verb, counted, 0)
+                raise Unavailable(where, 0, type(error).__name__, str(error) or "the request timed out") from error
+            self._count(verb, counted, response.status)
+            if response.status == 429 and left:
+                await asyncio.sleep(_retry_after(response))
+                continue
+            return _checked(where, response.status, found)
+        raise AssertionError
+
+
+def _checked(where: str, code: int, found: bytes) -> Answer:
+    try:
+        answer = json.loads(found) if found else {}
+    except ValueError:
+        answer = {"message": found[:200].decode(errors="replace")}
+    if 200 <= code < 300:
+        return dict(answer)
+    reason, message = (
+        str(answer.get(name) or "") if isinstance(answer, dict) else "" for name in ("reason", "message")
+    )
+    raise ERRORS.get(code, Unavailable)(where, code, reason, message)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds; the header may also hold a date, which the API server never sends."""
+    try:
+        return min(LONGEST_WAIT_SECONDS, max(0.0, float(response.headers.get("Retry-After", "1"))))
+    except ValueError:
+        return 1.0
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

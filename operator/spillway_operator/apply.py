@@ -1,0 +1,111 @@
+"""Apply: what `reconcile` desires becomes requests. The only writer of children and of TrainingJob status.
+
+Children are created, never changed. A child that exists already is ours only if the uid of its controller is the job's;
+then it is the result of an earlier try to create it, whose answer was lost. Answers enter the store, so that the next
+look sees what was just written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spillway.api import GROUP, VERSION
+
+from .api_client import CONFIG_MAPS, JOBS, RESOURCE_OF, TRAINING_JOBS, ApiClient, Conflict, NotFound, Refused
+from .log import about
+from .manifests import same_content
+from .observed import Deletion, JobObject, Manifest
+from .store import Key, Store, canonical, controller, project_attempt, project_job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What came of creating children; empty strings when all of them exist now."""
+
+    conflict: str = ""
+    """a foreign object has the name of a child: "Job demo-1" """
+    refusal: str = ""
+    """the API server's sentence"""
+    superseded: bool = False
+    """the ConfigMap of this attempt exists with another decision in it, which must be read first"""
+
+
+DONE = Applied()
+
+
+class Applier:
+    """Errors that another look can mend (`Unavailable`, and conflicts that vanish) are raised as ApiError."""
+
+    def __init__(self, client: ApiClient, store: Store) -> None:
+        self._client = client
+        self._store = store
+        self._written: dict[Key, tuple[bytes, bytes]] = {}
+        """digests of the status that was sent last, and of what the server made of it"""
+
+    async def create(self, job: JobObject, manifests: tuple[Manifest, ...]) -> Applied:
+        """Create the children in this order, up to the first that cannot be had."""
+        for manifest in manifests:
+            applied = await self._create(job, manifest)
+            if applied != DONE:
+                return applied
+        return DONE
+
+    async def delete(self, job: JobObject, deletions: tuple[Deletion, ...]) -> None:
+        for deletion in deletions:
+            resource = RESOURCE_OF[deletion.kind]
+            try:
+                await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
+            except (NotFound, Conflict):  # gone, or another one of that name
+                continue
+            logger.info("deleted %s %s", deletion.kind, deletion.name, extra=about(job.key))
+
+    async def write_status(self, job: JobObject, status: Mapping[str, Any]) -> bool:
+        """Whether anything was written: a status that says the same is left alone."""
+        wanted = canonical(status)
+        if wanted == job.status or self._written.get(job.key) == (_digest(wanted), _digest(job.status)):
+            return False
+        body = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "TrainingJob",
+            "metadata": {"name": job.name, "namespace": job.namespace, "uid": job.uid},
+            "status": status,
+        }
+        try:
+            found = await self._client.apply_status(TRAINING_JOBS, job.namespace, job.name, body)
+        except (NotFound, Conflict):  # deleted meanwhile, or a namesake with another uid: an event will say so
+            return False
+        answer = project_job(found)
+        self._store.put_job(answer)
+        self._written[job.key] = (_digest(wanted), _digest(answer.status))
+        return True
+
+    def forget(self, key: Key) -> None:
+        self._written.pop(key, None)
+
+    async def _create(self, job: JobObject, manifest: Manifest) -> Applied:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        resource = RESOURCE_OF[kind]
+        try:
+            found = await self._client.create(resource, job.namespace, manifest)
+            logger.info("created %s %s", kind, name, extra=about(job.key))
+        except Conflict:
+            found = await self._client.get(resource, job.namespace, name)
+            if controller(found["metadata"]).get("uid") != job.uid:
+                return Applied(conflict=f"{kind} {name}")
+            if resource is CONFIG_MAPS and not same_content(found.get("data") or {}, manifest["data"]):
+                return Applied(superseded=True)
+        except Refused as error:
+            return Applied(refusal=f"{kind} {name}: {error.message or error.reason}")
+        if resource is JOBS:
+            self._store.put_attempt(project_attempt(found))
+        return DONE
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()

@@ -1,0 +1,184 @@
+"""Cluster: nodes, their profiles and live bytes, and what models were observed to need, as placement sees them.
+
+Objects are listed when a plan needs them, and then kept for a while; live figures come from the metrics that are read
+in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from spillway.api import MemoryProfileSpec, NodeProfileSpec
+from spillway.placement import ClusterView, NodeView, Taint, profiled
+from spillway.profiles import observed_peaks
+from spillway.units import parse_cores, parse_quantity
+
+from .api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, Refused
+from .metrics_source import MetricsSnapshot, MetricsSource
+from .reservations import Reservations
+from .store import Key
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 30.0
+"""between two lists of the same objects, while plans are made"""
+OLDEST_NODES_SECONDS = 300.0
+"""a list that is used while no newer one can be had"""
+
+N = TypeVar("N", int, float)
+Peaks = Mapping[str, Mapping[str, int]]
+"""fingerprint of a model's memory -> tier -> bytes"""
+
+
+class Cluster:
+    def __init__(
+        self,
+        client: ApiClient,
+        metrics: MetricsSource,
+        reservations: Reservations,
+        node_reader: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._reservations = reservations
+        self._node_reader = node_reader
+        self._clock = clock
+        self._listing = asyncio.Lock()
+        self._nodes: tuple[NodeView, ...] | None = None
+        self._nodes_time = float("-inf")
+        self._peaks: dict[str, tuple[float, Peaks]] = {}
+        """of each namespace, and when they were listed"""
+        self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
+        """nodes and snapshot, and what became of them"""
+
+    async def refresh(self, namespace: str) -> None:
+        """List anew what is older than FRESH_SECONDS. Raises ApiError when nodes may be listed and never could."""
+        async with self._listing:
+            await self._refresh_nodes()
+            await self._refresh_peaks(namespace)
+
+    async def _refresh_nodes(self) -> None:
+        age = self._clock() - self._nodes_time
+        if not self._node_reader or age < FRESH_SECONDS:
+            return
+        try:
+            self._nodes = await self._list_nodes()
+            self._nodes_time = self._clock()
+        except Refused as error:
+            logger.warning("nodes cannot be listed, plans come from the catalog: %s", error)
+            self._nodes, self._nodes_time = None, self._clock()
+        except ApiError as error:
+            if age > OLDEST_NODES_SECONDS:
+                raise
+            logger.warning("nodes of %.0f s ago are used: %s", age, error)
+
+    async def _refresh_peaks(self, namespace: str) -> None:
+        """They only explain a plan: without them it is the same."""
+        listed, known = self._peaks.get(namespace, (float("-inf"), {}))
+        if self._clock() - listed < FRESH_SECONDS:
+            return
+        try:
+            profiles = await self._client.list(MEMORY_PROFILES, namespace, _profiled_peaks)
+            known = {fingerprint: peaks for fingerprint, peaks in profiles.items if fingerprint}
+        except ApiError as error:
+            logger.warning("memory profiles cannot be listed: %s", error)
+        self._peaks[namespace] = (self._clock(), known)
+
+    def view(self, key: Key) -> ClusterView:
+        """As of now, for the job `key`."""
+        now = self._clock()
+        snapshot = self._metrics.snapshot(now)
+        return ClusterView(
+            nodes=None if self._nodes is None else self._with_live_bytes(self._nodes, snapshot),
+            metrics_age_seconds=snapshot.age_seconds,
+            metrics_problem=snapshot.problem,
+            metrics_source=snapshot.source,
+            reservations=self._reservations.of_others(key, now),
+            observed_peaks=self._peaks.get(key[0], (0.0, {}))[1],
+        )
+
+    def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
+        known = self._joined
+        if known is None or known[0] is not nodes or known[1] is not snapshot.nodes:
+            joined = tuple(replace(node, live=snapshot.nodes.get(node.name)) for node in nodes)
+            known = self._joined = (nodes, snapshot.nodes, joined)
+        return known[2]
+
+    async def _list_nodes(self) -> tuple[NodeView, ...]:
+        nodes = await self._client.list(NODES, "", project_node)
+        try:
+            listed = await self._client.list(NODE_PROFILES, "", _node_profile)
+        except (NotFound, Refused) as error:  # the kind is not installed, or not ours to see
+            logger.warning("node profiles cannot be listed, rates come from the catalog: %s", error)
+            return nodes.items
+        profiles = dict(listed.items)
+        return tuple(_with_profile(node, profiles.get(node.name)) for node in nodes.items)
+
+
+def project_node(found: Mapping[str, Any]) -> NodeView:
+    """A Node as the API server sent it."""
+    metadata, spec, status = found["metadata"], found.get("spec") or {}, found.get("status") or {}
+    allocatable = status.get("allocatable") or {}
+    ready = [condition for condition in status.get("conditions") or () if condition.get("type") == "Ready"]
+    taints = tuple(
+        Taint(str(taint.get("key", "")), str(taint.get("value", "")), str(taint.get("effect", "")))
+        for taint in spec.get("taints") or ()
+    )
+    return NodeView(
+        name=metadata["name"],
+        labels=dict(metadata.get("labels") or {}),
+        taints=taints,
+        allocatable_cores=_quantity(allocatable.get("cpu"), parse_cores) or 0.0,
+        allocatable_memory_bytes=_quantity(allocatable.get("memory"), parse_quantity) or 0,
+        allocatable_ephemeral_bytes=_quantity(allocatable.get("ephemeral-storage"), parse_quantity) or 0,
+        allocatable_devices={
+            name: _quantity(count, parse_quantity) or 0
+            for name, count in allocatable.items()
+            if _is_extended_resource(name)
+        },
+        ready=bool(ready) and ready[0].get("status") == "True",
+        unschedulable=bool(spec.get("unschedulable")),
+    )
+
+
+def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
+    """None for what is missing or no quantity: one odd node must not keep jobs from the others."""
+    try:
+        return parse(str(found))
+    except ValueError:
+        return None
+
+
+def _is_extended_resource(name: str) -> bool:
+    """nvidia.com/gpu, not cpu, hugepages-2Mi or attachable-volumes-csi-..."""
+    return "/" in name and not name.startswith("kubernetes.io/")
+
+
+def _node_profile(found: Mapping[str, Any]) -> tuple[str, NodeProfileSpec | None]:
+    """Of the node of that name; None when it is written in the words of another version."""
+    name = found["metadata"]["name"]
+    try:
+        return name, NodeProfileSpec.model_validate(found.get("spec") or {})
+    except ValidationError as error:
+        logger.warning("NodeProfile %s is left aside: %s", name, error.errors()[0]["msg"])
+        return name, None
+
+
+def _with_profile(node: NodeView, profile: NodeProfileSpec | None) -> NodeView:
+    return node if profile is None else profiled(node, profile)
+
+
+def _profiled_peaks(found: Mapping[str, Any]) -> tuple[str, Mapping[str, int]]:
+    try:
+        profile = MemoryProfileSpec.model_validate(found.get("spec") or {})
+    except ValidationError:  # written by another version
+        return "", {}
+    return profile.fingerprint, observed_peaks(profile)

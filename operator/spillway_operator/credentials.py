@@ -1,0 +1,69 @@
+"""Credentials for the API server: address, trust and token, found by the Kubernetes client library's loaders.
+
+A ServiceAccount's token is renewed on disk while the process lives; the library's hook reads it again every minute.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+from kubernetes.client.configuration import Configuration
+from kubernetes.config import ConfigException
+from kubernetes.config.incluster_config import load_incluster_config
+from kubernetes.config.kube_config import load_kube_config
+
+from spillway.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Of one cluster."""
+
+    configuration: Any
+    """kubernetes.client.Configuration"""
+
+    @property
+    def server(self) -> str:
+        return str(self.configuration.host).rstrip("/")
+
+    @property
+    def token(self) -> str:
+        """The bearer token of this moment; empty when a client certificate says who we are."""
+        found = self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return str(found).split(" ", 1)[-1].strip() if found else ""
+
+    @property
+    def authority(self) -> str | None:
+        """file of the certificates to trust"""
+        return self.configuration.ssl_ca_cert or None
+
+    @property
+    def client_certificate(self) -> tuple[str, str] | None:
+        """files: certificate, key"""
+        found = self.configuration.cert_file, self.configuration.key_file
+        return found if all(found) else None
+
+    def ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.authority)
+        if not self.configuration.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.client_certificate is not None:
+            context.load_cert_chain(*self.client_certificate)
+        return context
+
+
+def load_credentials(kubeconfig: str) -> Credentials:
+    """From the file, or the pod's ServiceAccount when it is empty. Raises UserError when there is neither."""
+    configuration = Configuration()
+    try:
+        if kubeconfig:
+            load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
+        else:
+            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    except (ConfigException, OSError) as error:
+        wanted = f"kubeconfig {kubeconfig}" if kubeconfig else "the pod's ServiceAccount"
+        raise UserError(f"{wanted}: {error}; run in a pod, or give a file (--kubeconfig, KUBECONFIG)") from error
+    return Credentials(configuration)

@@ -1,0 +1,108 @@
+"""/metrics of the operator: what it asked of the API server, how long it took, and how far behind it is.
+
+Counters are raised where things happen; gauges are read when somebody scrapes (`collect_from`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from spillway import metrics
+from spillway.metrics import Metric
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What is true at the moment of a scrape."""
+
+    queue_depth: int
+    loop_lag_seconds: float
+    watch_age_seconds: Mapping[str, float]
+    list_age_seconds: float | None
+    metrics_age_seconds: float | None
+    jobs: Mapping[str, int]
+
+
+class Exporter(Collector):
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each, which nobody asks for
+        self.registry = CollectorRegistry()
+        self._requests = self._counter(metrics.OPERATOR_API_REQUESTS)
+        self._reconciles = self._counter(metrics.OPERATOR_RECONCILES)
+        self._reconcile_seconds = self._histogram(metrics.OPERATOR_RECONCILE_SECONDS)
+        self._decision_seconds = self._histogram(metrics.OPERATOR_DECISION_SECONDS)
+        self._corrections = self._counter(metrics.OPERATOR_WATCH_CORRECTIONS)
+        self._progress = self._counter(metrics.OPERATOR_PROGRESS_REPORTS)
+        self._events = self._counter(metrics.OPERATOR_EVENTS)
+        self._gauges: Callable[[], Gauges] | None = None
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def collect_from(self, gauges: Callable[[], Gauges]) -> None:
+        self._gauges = gauges
+        self.registry.register(self)
+
+    def request(self, verb: str, resource: str, code: int) -> None:
+        self._requests.labels(verb, resource, str(code)).inc()
+
+    def reconcile(self, result: str, seconds: float) -> None:
+        self._reconciles.labels(result).inc()
+        self._reconcile_seconds.observe(seconds)
+
+    def decision(self, seconds: float) -> None:
+        self._decision_seconds.observe(seconds)
+
+    def correction(self, kind: str, count: int) -> None:
+        self._corrections.labels(kind).inc(count)
+
+    def progress(self, code: int) -> None:
+        self._progress.labels(str(code)).inc()
+
+    def event(self, result: str) -> None:
+        self._events.labels(result).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Family]:
+        if self._gauges is None:
+            return
+        now = self._gauges()
+        yield _gauge(metrics.OPERATOR_QUEUE_DEPTH, {"": now.queue_depth})
+        yield _gauge(metrics.OPERATOR_LOOP_LAG, {"": now.loop_lag_seconds})
+        yield _gauge(metrics.OPERATOR_WATCH_AGE, now.watch_age_seconds)
+        yield _gauge(metrics.OPERATOR_JOBS, now.jobs)
+        if now.list_age_seconds is not None:
+            yield _gauge(metrics.OPERATOR_LIST_AGE, {"": now.list_age_seconds})
+        if now.metrics_age_seconds is not None:
+            yield _gauge(metrics.OPERATOR_METRICS_AGE, {"": now.metrics_age_seconds})
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=SECONDS)
+
+
+def _gauge(metric: Metric, values: Mapping[str, float]) -> Family:
+    """A key of `values` is the value of the metric's one label, "" where it has none."""
+    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for key, value in values.items():
+        family.add_metric([key] if metric.labels else [], value)
+    return family

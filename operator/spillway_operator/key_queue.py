@@ -1,0 +1,103 @@
+"""KeyQueue: which TrainingJobs need a look. A key waits at most once, is worked on by one worker at a time, and comes
+back later when it failed or asked to.
+
+Events for a key that is being worked on are kept as one: `done` queues it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
+
+FIRST_RETRY_SECONDS = 0.4
+LONGEST_RETRY_SECONDS = 60.0
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+    def when(self) -> float: ...
+
+
+class Clock(Protocol):
+    """The part of an event loop that delays need."""
+
+    def time(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[..., Any], *arguments: Any) -> Timer: ...
+
+
+class KeyQueue(Generic[K]):
+    def __init__(self, clock: Clock | None = None) -> None:
+        """`clock` is the running event loop's unless given."""
+        self._clock = clock
+        self._ready: asyncio.Queue[K] = asyncio.Queue()
+        self._waiting: set[K] = set()
+        """to be worked on: in _ready, or waiting for its worker to end"""
+        self._working: set[K] = set()
+        self._timers: dict[K, Timer] = {}
+        self._failures: dict[K, int] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_working(self) -> int:
+        return len(self._working)
+
+    def add(self, key: K) -> None:
+        if key in self._waiting:
+            return
+        self._waiting.add(key)
+        if key not in self._working:
+            self._ready.put_nowait(key)
+
+    def add_after(self, key: K, seconds: float) -> None:
+        """Add `key` in `seconds`, unless it comes earlier anyway."""
+        clock = self._clock or asyncio.get_running_loop()
+        when = clock.time() + seconds
+        if (timer := self._timers.get(key)) is not None:
+            if timer.when() <= when:
+                return
+            timer.cancel()
+        self._timers[key] = clock.call_at(when, self._due, key)
+
+    def retry(self, key: K) -> float:
+        """Add `key` after its back-off, which doubles with every failure in a row; the seconds until then."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        seconds = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 30))
+        self.add_after(key, seconds)
+        return seconds
+
+    def succeeded(self, key: K) -> None:
+        self._failures.pop(key, None)
+
+    def forget(self, key: K) -> None:
+        """The job is gone: no back-off and no delay of it stay behind."""
+        self._failures.pop(key, None)
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """`get` gives no more keys: what is being worked on is the last."""
+        self._open.clear()
+
+    async def get(self) -> K:
+        """The next key; it is the caller's alone until `done`."""
+        key = await self._ready.get()
+        await self._open.wait()
+        self._waiting.discard(key)
+        self._working.add(key)
+        return key
+
+    def done(self, key: K) -> None:
+        self._working.discard(key)
+        if key in self._waiting:
+            self._ready.put_nowait(key)
+
+    def _due(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)

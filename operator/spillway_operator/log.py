@@ -1,0 +1,49 @@
+"""Log lines as JSON, one object a line: what a log store can search without a parser.
+
+{"time": "...", "level": "INFO", "logger": "...", "message": "...", "job": "team/demo", "attempt": 2}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+QUIET_LOGGERS = ("kopf", "aiohttp.access")
+"""They report every event or request at INFO."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Fields `job` and `attempt` come from the record (`about`), `exception` from its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in ("job", "attempt"):
+            if (value := record.__dict__.get(name)) is not None:
+                line[name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def about(key: tuple[str, str], attempt: int | None = None) -> dict[str, object]:
+    """`extra` of a log call: the TrainingJob (namespace/name) and its attempt."""
+    return {"job": "/".join(key), "attempt": attempt}
+
+
+def start_logging(level: str, stream: TextIO | None = None) -> None:
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

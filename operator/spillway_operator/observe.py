@@ -1,0 +1,247 @@
+"""Observe: everything that `reconcile` may look at, gathered for one TrainingJob.
+
+What the watches report is in the store. The rest is asked for when a decision needs it: the ConfigMaps of earlier
+attempts before a new one, the pods of an attempt that failed or does not get ready, the claims that a spec names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .api_client import CLAIMS, CONFIG_MAPS, JOBS, PODS, TRAINING_JOBS, ApiClient, NotFound, Refused
+from .cluster import Cluster
+from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
+from .observed import (
+    AttemptObject,
+    Claim,
+    ContainerEnding,
+    Contract,
+    JobObject,
+    Observed,
+    OperatorFacts,
+    PodObject,
+)
+from .reservations import Reservations
+from .store import MANAGED_BY, Key, Store, attempt_number, controller, project_attempt, project_job
+
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+LONGEST_TEXT = 4096
+"""characters of a message that are kept; a termination message is no longer"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What was seen, and whether the watches will say when it changes."""
+
+    observed: Observed
+    unwatched: bool = False
+    """an attempt of the job lost the labels that the watch selects by"""
+
+
+class Observer:
+    def __init__(
+        self,
+        client: ApiClient,
+        store: Store,
+        cluster: Cluster,
+        reservations: Reservations,
+        facts: Callable[[], OperatorFacts],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._cluster = cluster
+        self._reservations = reservations
+        self._facts = facts
+        self._clock = clock
+
+    async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
+        """None when there is no such TrainingJob. `needs` are those of the last decision. Raises ApiError."""
+        job = self._store.jobs.get(key)
+        if job is None:
+            return None
+        attempts = self._store.attempts_of(key)
+        contracts, unwatched = None, False
+        if "contracts" in needs or may_start(job, attempts):
+            # What the watches say may be old; a new attempt must not follow one that lives.
+            if (fresh := await self._read_job(job)) is None:
+                return None
+            job = fresh
+            contracts = await self._contracts(job)
+            attempts, unwatched = await self._read_attempts(job, contracts)
+            await self._cluster.refresh(job.namespace)
+        self._reservations.settle(job, attempts, self._clock())
+        return Sight(
+            Observed(
+                job=job,
+                attempts=attempts,
+                facts=self._facts(),
+                cluster=self._cluster.view(key),
+                contracts=contracts,
+                pods=await self._pods(job, attempts) if "pods" in needs else None,
+                claims=await self._claims(job) if "claims" in needs else None,
+            ),
+            unwatched,
+        )
+
+    async def _read_job(self, job: JobObject) -> JobObject | None:
+        try:
+            found = project_job(await self._client.get(TRAINING_JOBS, job.namespace, job.name))
+        except NotFound:
+            self._store.remove_job(job)
+            return None
+        self._store.put_job(found)
+        return found
+
+    async def _contracts(self, job: JobObject) -> tuple[Contract, ...]:
+        selector = f"{JOB_LABEL}={job.name},{MANAGED_BY}"
+        found = await self._client.list(CONFIG_MAPS, job.namespace, project_contract, selector)
+        return tuple(sorted(found.items, key=lambda contract: contract.attempt))
+
+    async def _read_attempts(
+        self, job: JobObject, contracts: tuple[Contract, ...]
+    ) -> tuple[tuple[AttemptObject, ...], bool]:
+        """Its Jobs, and whether the newest has lost the labels by which the watch would report it."""
+        selector = f"{JOB_LABEL}={job.name},{MANAGED_BY}"
+        listed = (await self._client.list(JOBS, job.namespace, project_attempt, selector)).items
+        for attempt in listed:
+            self._store.put_attempt(attempt)
+        ours = [contract for contract in contracts if contract.owner_uid == job.uid]
+        if not ours or ours[-1].name in {attempt.name for attempt in listed}:
+            return listed, False
+        try:
+            unlisted = project_attempt(await self._client.get(JOBS, job.namespace, ours[-1].name))
+        except NotFound:
+            return listed, False
+        return (*listed, replace(unlisted, attempt=ours[-1].attempt)), unlisted.owner_uid == job.uid
+
+    async def _pods(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> tuple[PodObject, ...]:
+        """Of the newest attempt, by our labels: they are there also when their Job is gone."""
+        ours = [attempt.attempt for attempt in attempts if attempt.owner_uid == job.uid]
+        newest = max([*ours, (json.loads(job.status).get("attempts") or {}).get("total") or 0])
+        name = attempt_name(job.name, newest)
+        selector = f"{JOB_UID_LABEL}={job.uid},{ATTEMPT_LABEL}={newest}"
+        found = await self._client.list(PODS, job.namespace, lambda pod: _pod_of(name, pod), selector)
+        return tuple(sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name)))
+
+    async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
+        return tuple([await self._claim(job, name) for name in sorted(set(_claim_names(json.loads(job.spec))))])
+
+    async def _claim(self, job: JobObject, name: str) -> Claim:
+        try:
+            found = await self._client.get(CLAIMS, job.namespace, name)
+        except NotFound:
+            return Claim(name, exists=False)
+        except Refused:  # not allowed to look
+            return Claim(name, exists=True)
+        return Claim(
+            name, exists=True, access_modes=tuple(map(str, (found.get("spec") or {}).get("accessModes") or ()))
+        )
+
+
+def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
+    """No attempt lives and the job has not ended: the next decision may be a new attempt."""
+    if job.deleting or any(found.owner_uid == job.uid and not found.outcome for found in attempts):
+        return False
+    conditions = json.loads(job.status).get("conditions") or ()
+    return not any(
+        condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True"
+        for condition in conditions
+    )
+
+
+def project_contract(found: Mapping[str, Any]) -> Contract:
+    """An attempt's ConfigMap."""
+    metadata, data = found["metadata"], found.get("data") or {}
+    return Contract(
+        attempt=attempt_number(metadata.get("labels") or {}),
+        name=metadata["name"],
+        owner_uid=str(controller(metadata).get("uid", "")),
+        job_json=str(data.get("job.json", "")),
+        plan_json=str(data.get("plan.json", "")),
+        decision_json=str(data.get("decision.json", "")),
+        attempt_json=str(data.get("attempt.json", "")),
+    )
+
+
+def project_pod(found: Mapping[str, Any]) -> PodObject:
+    """A pod of an attempt. Whoever writes pods writes this: every text is cut, and nothing odd raises."""
+    metadata, spec, status = found["metadata"], found.get("spec") or {}, found.get("status") or {}
+    annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+    written = str(annotations.get(INDEX_LABEL) or labels.get(INDEX_LABEL) or "")
+    conditions = {str(condition.get("type")): condition for condition in status.get("conditions") or ()}
+    scheduled, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
+    return PodObject(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        index=int(written) if written.isascii() and written.isdigit() and len(written) < 10 else 0,
+        node=str(spec.get("nodeName") or ""),
+        phase=sys.intern(str(status.get("phase") or "")),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        deleting="deletionTimestamp" in metadata,
+        deletion_time=str(metadata.get("deletionTimestamp") or ""),
+        status_reason=_text(status.get("reason")),
+        status_message=_text(status.get("message")),
+        disruption=_text(disrupted.get("reason")) if disrupted.get("status") == "True" else "",
+        unschedulable=_text(scheduled.get("message")) if scheduled.get("reason") == "Unschedulable" else "",
+        waiting=_waiting(status),
+        ending=_ending(status),
+    )
+
+
+def _pod_of(job_name: str, found: Mapping[str, Any]) -> PodObject | None:
+    """Labels may be copied to any pod; its controller is the Job."""
+    owner = controller(found["metadata"])
+    return project_pod(found) if owner.get("kind") == "Job" and owner.get("name") == job_name else None
+
+
+def _waiting(status: Mapping[str, Any]) -> str:
+    """Why a container cannot start, init containers first; "" for the short waits of every start."""
+    for container in _containers(status):
+        state = (container.get("state") or {}).get("waiting") or {}
+        reason = str(state.get("reason") or "")
+        if reason and reason not in ("PodInitializing", "ContainerCreating"):
+            return _text(f"{reason}: {state['message']}" if state.get("message") else reason)
+    return ""
+
+
+def _ending(status: Mapping[str, Any]) -> ContainerEnding | None:
+    """How the trainer's container ended; None while it runs or has not begun."""
+    for container in _containers(status):
+        ended = (container.get("state") or {}).get("terminated")
+        if container.get("name") == CONTAINER and ended:
+            code = ended.get("exitCode")
+            return ContainerEnding(
+                exit_code=code if isinstance(code, int) else -1,
+                reason=_text(ended.get("reason")),
+                message=_text(ended.get("message")),
+                finished_at=str(ended.get("finishedAt") or ""),
+            )
+    return None
+
+
+def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from status.get("initContainerStatuses") or ()
+    yield from status.get("containerStatuses") or ()
+
+
+def _text(found: object) -> str:
+    return str(found or "")[:LONGEST_TEXT]
+
+
+def _claim_names(value: object) -> Iterator[str]:
+    """Every `claim: NAME` in a spec."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == "claim" and isinstance(inner, str) and inner:
+                yield inner
+            else:
+                yield from _claim_names(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _claim_names(inner)

@@ -1,0 +1,244 @@
+"""The operator's process: wires its parts, starts them in order, and ends when one of them does.
+
+    credentials -> client -> store + queue -> first complete list -> watches -> workers
+
+Workers start after the first complete list, so that nothing is decided from half of what there is. Every background
+task runs for ever: one that ends takes the process with it, because a half-dead operator looks alive to everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+from spillway.api import GROUP, VERSION
+
+from .api_client import TRAINING_JOBS, ApiClient, ApiError
+from .apply import Applier
+from .audit import Audit
+from .cluster import Cluster
+from .credentials import load_credentials
+from .events import EventPoster
+from .exporter import Exporter, Gauges
+from .handlers import watch
+from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
+from .key_queue import KeyQueue
+from .memory_profiles import MemoryProfiles
+from .metrics_source import MetricsSource
+from .observe import Observer
+from .observed import OperatorFacts
+from .progress_endpoint import Certificate, ProgressEndpoint
+from .progress_outbox import ProgressOutbox
+from .reservations import Reservations
+from .settings import Settings
+from .store import Key, Store
+from .token_reviews import TokenReviews
+from .watched import watched_kinds
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+ENDING_SECONDS = 10.0
+"""for the looks under way to finish their writes"""
+RETRY_SECONDS = 5.0
+"""between two tries to list everything at the start"""
+KOPF_SECONDS = 2.0
+"""for kopf to end its tasks"""
+
+
+class Operator:
+    """One process. `run` returns its exit code."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises UserError for settings that cannot work."""
+        self._settings = settings
+        self._namespaces = settings.namespaces or ("",)
+        self._credentials = load_credentials(settings.kubeconfig)
+        self._certificate = None if settings.tls_directory is None else Certificate(settings.tls_directory)
+        self._stop = asyncio.Event()
+        self._listed = asyncio.Event()
+        self._kopf_ready = asyncio.Event()
+        self._heard: dict[str, float] = {}
+
+        self._exporter = Exporter()
+        self._lag = LoopLag()
+        self._store = Store()
+        self._kinds = watched_kinds(self._store)
+        self._queue: KeyQueue[Key] = KeyQueue()
+        self._client = ApiClient(self._credentials, self._exporter.request)
+        self._audit = Audit(self._client, self._kinds, self._namespaces, self._queue.add, self._exporter)
+        self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds)
+        self._reservations = Reservations(settings.metrics_interval_seconds)
+        self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader)
+        self._events = EventPoster(self._client, self._exporter.event)
+        self._outbox = ProgressOutbox()
+        self._profiles = MemoryProfiles(self._client)
+        self._progress = ProgressEndpoint(
+            TokenReviews(self._client, self._store),
+            self._outbox,
+            self._queue.add,
+            self._profiles.reported,
+            self._exporter.progress,
+        )
+        self._applier = Applier(self._client, self._store)
+        self._worker = Worker(
+            self._queue,
+            Observer(self._client, self._store, self._cluster, self._reservations, self._facts),
+            self._applier,
+            self._reservations,
+            self._outbox,
+            self._events,
+            self._exporter,
+            self._forget,
+        )
+
+    async def run(self) -> int:
+        """Until SIGTERM (0), or until a task that should run for ever ends (1)."""
+        self._take_signals()
+        async with self._client:
+            health = HealthServer(self._exporter, self._problem, self._listed.is_set)
+            servers = [await health.serve(self._settings.health_port)]
+            if self._certificate is not None and self._settings.progress_url:
+                servers.append(await self._progress.serve(self._settings.progress_port, self._certificate.context))
+            self._exporter.collect_from(self._gauges)
+            tasks = self._start()
+            try:
+                return await self._supervise(tasks)
+            finally:
+                await self._end(tasks)
+                for server in servers:
+                    await server.cleanup()
+
+    def _start(self) -> list[asyncio.Task[Any]]:
+        """Tasks of ours are older than kopf, which ends every younger one when it ends."""
+        running: dict[str, Coroutine[Any, Any, None]] = {
+            "loop lag": self._lag.run(),
+            "events": self._events.run(),
+            "progress": self._progress.flush(),
+            "memory profiles": self._profiles.run(),
+            "complete lists": self._after_first_list(self._audit.run(self._settings.relist_seconds)),
+        }
+        if self._settings.prometheus_url:
+            running["metrics"] = self._metrics.run()
+        if self._certificate is not None:
+            running["certificate"] = self._certificate.run()
+        running |= {f"worker {n}": self._after_first_list(self._worker.run()) for n in range(self._settings.workers)}
+        running["watches"] = self._list_and_watch()
+        return [asyncio.create_task(work, name=name) for name, work in running.items()]
+
+    async def _supervise(self, tasks: list[asyncio.Task[Any]]) -> int:
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        ended, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if stopped in ended:
+            logger.info("stopping: looks under way end within %g s", ENDING_SECONDS)
+            return 0
+        for task in ended:
+            error = None if task.cancelled() else task.exception()
+            logger.critical(
+                "%s ended, and the process with it: %s", task.get_name(), error or "cancelled", exc_info=error
+            )
+        return 1
+
+    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Looks under way finish; nothing new is begun."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        self._queue.close()
+        while self._queue.num_working and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=KOPF_SECONDS)
+
+    async def _list_and_watch(self) -> None:
+        """The first complete list, then the watches: kopf would never find a kind that is installed after its start."""
+        while not await self._list_everything():
+            await asyncio.sleep(RETRY_SECONDS)
+        kopf_ready = asyncio.create_task(self._after_kopf_is_ready(), name="start")
+        try:
+            await watch(self._kinds, self._credentials, self._namespaces, self._queue.add, self._hear, self._kopf_ready)
+        finally:
+            kopf_ready.cancel()
+
+    async def _list_everything(self) -> bool:
+        try:
+            if not await self._kind_is_served():
+                logger.error("the API server does not serve TrainingJobs (%s/%s): install the CRDs", GROUP, VERSION)
+                return False
+            await self._audit.first()
+        except ApiError as error:
+            logger.error("the first complete list failed; again in %g s: %s", RETRY_SECONDS, error)
+            return False
+        logger.info("%d TrainingJobs and %d attempts found", len(self._store.jobs), len(self._store.attempts))
+        return True
+
+    async def _kind_is_served(self) -> bool:
+        """Also by the documents in which kopf looks for it, which may come a moment later."""
+        groups = (await self._client.read("/apis")).get("groups") or ()
+        if GROUP not in {group.get("name") for group in groups}:
+            return False
+        found = (await self._client.read(TRAINING_JOBS.prefix)).get("resources") or ()
+        return TRAINING_JOBS.plural in {resource.get("name") for resource in found}
+
+    async def _after_kopf_is_ready(self) -> None:
+        await self._kopf_ready.wait()
+        self._take_signals()  # kopf took them
+        now = time.monotonic()
+        self._heard |= {kind.plural: now for kind in self._kinds}
+        gc.collect()
+        gc.freeze()  # what the start made stays: the collector need not look at it again
+        self._listed.set()
+
+    async def _after_first_list(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self._listed.wait()
+        except asyncio.CancelledError:
+            work.close()
+            raise
+        await work
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+
+    def _hear(self, plural: str) -> None:
+        self._heard[plural] = time.monotonic()
+
+    def _facts(self) -> OperatorFacts:
+        return OperatorFacts(
+            trainer_image=self._settings.trainer_image,
+            image_pull_policy=self._settings.image_pull_policy,
+            progress_url=self._settings.progress_url,
+            progress_ca="" if self._certificate is None else self._certificate.authority,
+        )
+
+    def _forget(self, key: Key) -> None:
+        for part in (self._queue, self._reservations, self._progress, self._profiles, self._applier):
+            part.forget(key)
+
+    def _problem(self) -> str:
+        """Why the process should be started anew; "" when it is well."""
+        if self._audit.watch_is_dead:
+            return "the watch misses what complete lists show"
+        if self._lag.longest > LONGEST_LAG_SECONDS:
+            return f"the event loop was held up for {self._lag.longest:.0f} s"
+        return ""
+
+    def _gauges(self) -> Gauges:
+        now = time.monotonic()
+        listed = self._audit.last_time
+        return Gauges(
+            queue_depth=len(self._queue),
+            loop_lag_seconds=self._lag.longest,
+            watch_age_seconds={plural: now - heard for plural, heard in self._heard.items()},
+            list_age_seconds=None if listed is None else now - listed,
+            metrics_age_seconds=self._metrics.snapshot(now).age_seconds,
+            jobs=Counter(json.loads(job.status).get("state") or "Unknown" for job in self._store.jobs),
+        )

@@ -1,0 +1,123 @@
+"""ProgressOutbox: the newest report of each job, and when it may be written. Pure: time is an argument.
+
+At most one write per job and 15 s, and ten per second in all; who waits longest goes first. The first report of an
+attempt and the one after its last step do not wait for their job's turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from spillway.progress import ProgressReport
+
+from .store import Key
+
+JOB_SECONDS = 15.0
+"""between two writes of one job: 4 a minute"""
+TOTAL_SECONDS = 0.1
+"""between two writes of all jobs: 10 a second"""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    report: ProgressReport
+    attempt: int
+    time: str
+    """RFC 3339"""
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """Of one job."""
+
+    newest: Received
+    released: bool = False
+    """the newest report may be written now"""
+    queued: bool = False
+    last_release: float = float("-inf")
+    hurried: tuple[int, bool] = (0, False)
+    """attempt whose first report went out, and whether its last one did"""
+
+
+class ProgressOutbox:
+    def __init__(self) -> None:
+        self._mailboxes: dict[Key, Mailbox] = {}
+        self._queue: list[tuple[float, int, Key]] = []
+        """(earliest time, order of arrival, key)"""
+        self._arrivals = 0
+        self._last_release = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._mailboxes)
+
+    def put(self, key: Key, received: Received, now: float) -> None:
+        """Keep `received` instead of what was there, and queue its job."""
+        mailbox = self._mailboxes.get(key)
+        if mailbox is None:
+            mailbox = self._mailboxes[key] = Mailbox(received)
+        mailbox.newest = received
+        if _hurry(mailbox, received):
+            self._push(key, now)
+            mailbox.queued = True
+        elif not mailbox.queued and not mailbox.released:
+            self._push(key, max(now, mailbox.last_release + JOB_SECONDS))
+            mailbox.queued = True
+
+    def seconds_to_next(self, now: float) -> float | None:
+        """Until `release` has something to give; None when nothing waits."""
+        if not self._queue:
+            return None
+        return max(0.0, self._queue[0][0] - now, self._last_release + TOTAL_SECONDS - now)
+
+    def release(self, now: float) -> Key | None:
+        """A job whose newest report may be written now."""
+        while self._queue and self.seconds_to_next(now) == 0.0:
+            _, _, key = heapq.heappop(self._queue)
+            mailbox = self._mailboxes.get(key)
+            if mailbox is None or not mailbox.queued:  # gone, or written meanwhile
+                continue
+            mailbox.queued, mailbox.released, mailbox.last_release = False, True, now
+            self._last_release = now
+            return key
+        return None
+
+    def released(self, key: Key) -> Received | None:
+        """The report that may be written now."""
+        mailbox = self._mailboxes.get(key)
+        return mailbox.newest if mailbox is not None and mailbox.released else None
+
+    def newest(self, key: Key) -> Received | None:
+        """The newest report that is not written yet: a status that is written anyway carries it."""
+        mailbox = self._mailboxes.get(key)
+        return mailbox.newest if mailbox is not None and (mailbox.released or mailbox.queued) else None
+
+    def written(self, key: Key, received: Received, now: float) -> None:
+        """`received` is in the status; a newer one that came meanwhile waits for its turn."""
+        mailbox = self._mailboxes.get(key)
+        if mailbox is None:
+            return
+        mailbox.released, mailbox.queued, mailbox.last_release = False, False, now
+        if mailbox.newest is not received:
+            self._push(key, now + JOB_SECONDS)
+            mailbox.queued = True
+
+    def forget(self, key: Key) -> None:
+        self._mailboxes.pop(key, None)
+
+    def _push(self, key: Key, when: float) -> None:
+        self._arrivals += 1
+        heapq.heappush(self._queue, (when, self._arrivals, key))
+
+
+def _hurry(mailbox: Mailbox, received: Received) -> bool:
+    """Whether `received` is the first of its attempt, or the one after its last step; once each."""
+    attempt, finished = mailbox.hurried
+    if received.attempt != attempt:
+        mailbox.hurried = (received.attempt, False)
+        return True
+    training = received.report.spillway
+    if finished or training is None or not 0 < training.steps <= training.step:
+        return False
+    mailbox.hurried = (attempt, True)
+    return True

@@ -1,0 +1,155 @@
+"""What a progress report makes of status.progress, .memory and .checkpoint: bounded, never backwards, readable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from spillway.progress import ProgressReport, TierFigures, TrainingProgress
+from spillway.status import CheckpointStatus, MemoryStatus, Progress, TierQuantities, TrainingJobStatus
+from spillway.units import GIB, KIB, MIB, TIB, format_seconds
+
+from .conditions import clean
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The three parts of the status that reports write."""
+
+    progress: Progress | None
+    memory: MemoryStatus | None
+    checkpoint: CheckpointStatus | None
+
+
+def reported(status: TrainingJobStatus) -> Reported:
+    return Reported(status.progress, status.memory, status.checkpoint)
+
+
+def with_report(before: Reported, report: ProgressReport, attempt: int, steps: int, time: str) -> Reported:
+    """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing."""
+    own = report.spillway
+    if own is not None and own.epoch != attempt:
+        return before
+    if own is None:
+        return replace(before, progress=_of_a_stranger(before.progress, report, steps, time))
+    return Reported(
+        progress=_progress(before.progress, own, report, steps, time),
+        memory=_memory(before.memory, own),
+        checkpoint=_checkpoint(before.checkpoint, own, attempt),
+    )
+
+
+def at_the_start(before: Progress | None, steps: int) -> Progress:
+    """Of an attempt that has not reported yet: how far the ones before it came, and no rate.
+
+    `lastStepTime` is missing until its first report, which may go back to the checkpoint that it resumed from.
+    """
+    step = 0 if before is None else min(before.step, steps)
+    return Progress(step=step, steps=steps, display=percent(step, steps), loss="" if before is None else before.loss)
+
+
+def at_the_end(before: Progress | None, steps: int) -> Progress:
+    """Of a job that is complete: exit code 0 means that the last step was trained."""
+    known = before or Progress()
+    return known.model_copy(update={"step": steps, "steps": steps, "display": percent(steps, steps), "eta": "0s"})
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _progress(
+    before: Progress | None, own: TrainingProgress, report: ProgressReport, steps: int, time: str
+) -> Progress:
+    reached = before.step if before is not None and before.last_step_time is not None else 0
+    step = min(max(own.step, reached), steps)
+    return Progress(
+        step=step,
+        steps=steps,
+        display=percent(step, steps),
+        loss="" if own.loss is None else f"{own.loss:.4g}",
+        tokens_per_second=_rate(own.tokens_per_second),
+        eta=_eta(report.trainer_status.estimated_remaining_seconds, (steps - step) * own.step_seconds),
+        last_step_time=_timestamp(own.last_step_time) or time,
+    )
+
+
+def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, time: str) -> Progress | None:
+    """From a script that speaks Kubeflow's protocol only: a percentage and metrics."""
+    said = report.trainer_status
+    if said.progress_percentage is None:
+        return before
+    known = before or Progress(steps=steps)
+    reached = known.step if known.last_step_time is not None else 0
+    step = max(steps * said.progress_percentage // 100, reached)
+    loss = next((clean(metric.value, 64) for metric in said.metrics if metric.name == "loss"), known.loss)
+    eta = "" if said.estimated_remaining_seconds is None else duration(said.estimated_remaining_seconds)
+    changes = {"step": step, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time}
+    return known.model_copy(update=changes)
+
+
+def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus | None:
+    if own.peak == TierFigures() and before is not None:
+        return before
+    budget = f"/{short_bytes(own.budget.device)}" if own.budget.device else ""
+    return MemoryStatus(
+        device=f"{short_bytes(own.peak.device)}{budget}",
+        spilled=short_bytes(own.peak.host + own.peak.nvme),
+        peak=TierQuantities(device=own.peak.device, host=own.peak.host, nvme=own.peak.nvme),
+    )
+
+
+def _checkpoint(before: CheckpointStatus | None, own: TrainingProgress, attempt: int) -> CheckpointStatus | None:
+    committed = own.checkpoint
+    if committed is None or committed.epoch > attempt:
+        return before
+    if before is not None and (committed.epoch, committed.step) < (before.epoch, before.step):
+        return before
+    return CheckpointStatus(
+        step=committed.step,
+        epoch=committed.epoch,
+        path=clean(committed.path, 1024),
+        time=_timestamp(committed.time),
+    )
+
+
+# --- figures for people -----------------------------------------------------------------------------------------------
+
+
+def percent(step: int, steps: int) -> str:
+    return f"{100 * step // steps}%" if steps else ""
+
+
+def duration(seconds: float) -> str:
+    """311 -> "5m11s", 0 -> "0s"."""
+    return format_seconds(round(seconds)).replace(" ", "") if seconds >= 1 else "0s"
+
+
+def short_bytes(num_bytes: int) -> str:
+    """Two or three figures as a quantity: 76235669504 -> "71Gi", 1610612736 -> "1.5Gi"."""
+    for suffix, size in (("Ti", TIB), ("Gi", GIB), ("Mi", MIB), ("Ki", KIB)):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:.0f}{suffix}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0") + suffix
+    return str(num_bytes)
+
+
+def _eta(said: int | None, derived: float) -> str:
+    seconds = derived if said is None else float(said)
+    return duration(min(seconds, 1e9))
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
+
+
+def _timestamp(unix_seconds: float) -> str | None:
+    """None for 0, which stands for no time."""
+    if not unix_seconds:
+        return None
+    bounded = min(unix_seconds, 253402300799.0)  # the end of the year 9999
+    return datetime.fromtimestamp(bounded, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def as_fields(found: Reported) -> dict[str, Any]:
+    return {"progress": found.progress, "memory": found.memory, "checkpoint": found.checkpoint}

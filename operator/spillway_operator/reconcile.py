@@ -1,0 +1,604 @@
+"""reconcile: what was seen of one TrainingJob -> what to do now. Total and pure: the whole life of a job.
+
+    an attempt lives             -> watch it: queued, starting, running, stopping
+    it ended                     -> why, what that is charged to, and whether another one follows
+    none lives                   -> suspended; or the next attempt: accepted, planned, created
+    the job is complete, failed  -> nothing, for ever
+
+An attempt is one immutable ConfigMap (its contract), a Service for more than one node, and one Indexed Job, created in
+this order before the status says so. Its number is its epoch. Whatever a crash leaves behind is carried on by the same
+rules: a contract that has no Job yet gets the Job that it describes, and is never planned again; a Job that the status
+does not know is adopted with what its contract says; a Job that is gone ends its attempt.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from spillway import placement
+from spillway.api import TrainingJob
+from spillway.errors import RANK_CRASHED, ExitCode, UserError
+from spillway.retries import JOB_DELETED, NODE_LOST, Retry, retry_of
+from spillway.status import Attempts, TrainingJobStatus
+
+from . import conditions as c
+from . import manifests
+from .acceptance import Refusal, accept, claim_names, claim_problem, given
+from .attempt_end import Cause, cause_of_end
+from .conditions import Finding, false, true, unknown
+from .manifests import AttemptFiles
+from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
+from .planning import Place, as_decided, belongs_to, next_attempts, plan_attempt
+from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report
+
+MANAGER = "spillway.dev/operator"
+"""spec.managedBy of the jobs that are ours"""
+PATIENCE_SECONDS = 10.0
+"""until an attempt that does not run is looked at pod by pod"""
+SLOWEST_LOOK_SECONDS = 300.0
+TERMINATION_SLACK_SECONDS = 30.0
+"""a pod that long after its grace period will not end by itself: its node is lost"""
+SHORT_ATTEMPT_SECONDS = 600.0
+"""an attempt that ends sooner makes the next pause longer"""
+LONGEST_PAUSE_SECONDS = 300.0
+COMPLETED = ExitCode.COMPLETED.reason
+SUSPENDED_REASON = "Suspended"
+"""attempts.lastReason after spec.suspend"""
+DEFAULT_RESTARTS = 5
+NOTHING = Desired()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One look: what was seen, and the status as far as it is worked out."""
+
+    observed: Observed
+    now: str
+    spec: dict[str, Any]
+    """as found; read with `given`, because it may be wrong"""
+    before: TrainingJobStatus
+    status: TrainingJobStatus
+    place: Place
+    findings: tuple[Finding, ...] = ()
+    """over the status' conditions"""
+    because: str = ""
+    """why the last attempt ended, when another one follows"""
+
+    @property
+    def attempts(self) -> Attempts:
+        return self.status.attempts or Attempts()
+
+    @property
+    def wants_suspension(self) -> bool:
+        return self.spec.get("suspend") is True
+
+    @property
+    def num_nodes(self) -> int:
+        return _whole(given(self.spec, "parallelism.nodes"), 1)
+
+    @property
+    def steps(self) -> int:
+        return _whole(given(self.spec, "training.steps"), 0)
+
+    @property
+    def owned(self) -> tuple[AttemptObject, ...]:
+        """Jobs of ours, newest first."""
+        own = (attempt for attempt in self.observed.attempts if attempt.owner_uid == self.observed.job.uid)
+        return tuple(sorted(own, key=lambda attempt: -attempt.attempt))
+
+    @property
+    def seconds_now(self) -> float:
+        return _seconds(self.now)
+
+    def reason(self, type_: str) -> str:
+        """Of a condition as far as it is worked out; empty when nothing is known of it."""
+        found = next((finding for finding in reversed(self.findings) if finding.type == type_), None)
+        known = found or c.find(self.status.conditions, type_)
+        return known.reason if known else ""
+
+    def seconds_since(self, type_: str, status: str) -> float:
+        """How long a condition has had this status; 0 when it has another one."""
+        known = c.find(self.before.conditions, type_)
+        if known is None or known.status != status or known.last_transition_time is None:
+            return 0.0
+        return max(0.0, self.seconds_now - _seconds(known.last_transition_time))
+
+    def changed(self, **changes: object) -> Case:
+        return replace(self, status=self.status.model_copy(update=changes))
+
+    def found(self, *findings: Finding) -> Case:
+        return replace(self, findings=(*self.findings, *findings))
+
+
+def reconcile(observed: Observed, now: str, place: Place | None = None) -> Desired:
+    """What to do now; `now` is RFC 3339. Never raises for anything that the API server can hold."""
+    case = _case(observed, now, place or placement.place)
+    if observed.job.deleting or case.spec.get("managedBy", MANAGER) != MANAGER:
+        return NOTHING
+    surplus = _surplus(case)
+    if surplus:
+        return Desired(deletes=surplus, look_again_seconds=PATIENCE_SECONDS)
+    if is_over(case.status):
+        return _write(case)
+    newest = case.owned[0] if case.owned else None
+    if newest is not None and newest.attempt > case.attempts.ended:
+        return _watch(case, newest)
+    if case.attempts.total > case.attempts.ended:
+        return _vanished(case)
+    return _between_attempts(case)
+
+
+def is_over(status: TrainingJobStatus) -> bool:
+    """Complete and Failed are for ever."""
+    return c.holds(status.conditions, c.COMPLETE) or c.holds(status.conditions, c.FAILED)
+
+
+def _surplus(case: Case) -> tuple[Deletion, ...]:
+    """Jobs that must not run: all but the newest, and every one whose attempt is accounted for."""
+    newest = max((attempt.attempt for attempt in case.owned), default=0)
+    ended = newest if is_over(case.status) else case.attempts.ended
+    return tuple(
+        _deletion(attempt)
+        for attempt in case.owned
+        if not attempt.outcome and not attempt.deleting and (attempt.attempt < newest or attempt.attempt <= ended)
+    )
+
+
+def _deletion(attempt: AttemptObject) -> Deletion:
+    return Deletion("Job", attempt.name, attempt.uid)
+
+
+# --- an attempt lives -------------------------------------------------------------------------------------------------
+
+
+def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per thing that can be so
+    if attempt.attempt > case.attempts.total:
+        if case.observed.contracts is None:
+            return Desired(needs=frozenset({"contracts"}))
+        case = _adopted(case, attempt)
+    case = _with_report(case)
+    if attempt.outcome == "Complete":
+        return _completed(case)
+    if attempt.outcome == "Failed":
+        return _failed(case)
+    if attempt.deleting:
+        return _stopping(case, attempt)
+    if case.wants_suspension:
+        return _write(case.found(_STOPPING), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    if attempt.suspended:
+        return _queued(case, attempt)
+    if case.reason(c.QUOTA_RESERVED) == "Waiting":
+        return _write(case.found(true(c.QUOTA_RESERVED, "Admitted"), *_STARTING), look_again=PATIENCE_SECONDS)
+    if attempt.ready + attempt.succeeded >= case.num_nodes:
+        return _write(case.found(*_ALL_RUN))
+    return _not_ready(case, attempt)
+
+
+_STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unknown(c.PROGRESSING, "Waiting"))
+_ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
+_STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
+
+
+def _adopted(case: Case, attempt: AttemptObject) -> Case:
+    """An attempt that a crash kept from the status: its contract says what the status would."""
+    files = _read(case, attempt.attempt)
+    if files is not None:
+        return _begun(case, files)
+    known = {"total": attempt.attempt, "ended": attempt.attempt - 1, "start_time": attempt.creation_time}
+    return case.changed(attempts=case.attempts.model_copy(update=known)).found(*_STARTING)
+
+
+def _with_report(case: Case) -> Case:
+    """With the newest progress report, when there is one that is not in the status yet."""
+    report, time = case.observed.progress, case.observed.progress_time or case.now
+    if report is not None:
+        after = with_report(reported(case.status), report, case.attempts.total, case.steps, time)
+        case = case.changed(**as_fields(after))
+    if case.status.progress is not None and case.status.progress.last_step_time is not None:
+        case = case.found(true(c.PROGRESSING, "Stepping"))
+    return case.found(_durability(case))
+
+
+def _durability(case: Case) -> Finding:
+    if not given(case.spec, "checkpoint.claim"):
+        return false(c.CHECKPOINTS_DURABLE, "NoClaim", "checkpoint.claim is not given: checkpoints end with the pod")
+    if case.status.checkpoint is None:
+        return unknown(c.CHECKPOINTS_DURABLE, "NoCheckpoint")
+    return true(c.CHECKPOINTS_DURABLE, "Committed")
+
+
+def _queued(case: Case, attempt: AttemptObject) -> Desired:
+    """The queue's to resume. One that it took back has run: its epoch is used up, and a new attempt queues."""
+    has_run = case.reason(c.QUOTA_RESERVED) in ("Admitted", c.EVICTED_BY_QUEUE)
+    if has_run or attempt.active or attempt.ready:
+        evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
+        return _write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    return _write(case.found(*_waits_for_quota(case)))
+
+
+def _waits_for_quota(case: Case) -> tuple[Finding, ...]:
+    queue = given(case.spec, "scheduling.queueName")
+    why = f"waits for quota in the queue {queue}" if queue else "somebody suspended the attempt's Job"
+    return false(c.QUOTA_RESERVED, "Waiting", why), false(c.RUNNING, "Queued")
+
+
+def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
+    """Not every pod runs, yet or any more: after a while the pods say why."""
+    waited = case.seconds_now - _began_seconds(case, attempt)
+    if waited < PATIENCE_SECONDS:
+        return _write(case, look_again=PATIENCE_SECONDS - waited)
+    pods = case.observed.pods
+    if pods is None:
+        return Desired(needs=frozenset({"pods"}))
+    if any(_is_lost(pod, case.seconds_now) for pod in pods):
+        # It will not end by itself: the Job waits for a pod whose node does not answer, and its peers for a rank.
+        return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
+    if any(pod.deleting or _is_finished(pod) for pod in pods):
+        return _write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
+    waited = min(waited, case.seconds_since(c.RUNNING, "False"))
+    return _write(case.found(*_pod_findings(pods, case.num_nodes)), look_again=_patience(waited))
+
+
+def _began_seconds(case: Case, attempt: AttemptObject) -> float:
+    """When its pods could begin: when the Job was created, or the queue admitted it."""
+    admitted = c.find(case.status.conditions, c.QUOTA_RESERVED)
+    created = _seconds(attempt.creation_time)
+    if admitted is None or admitted.status != "True" or admitted.last_transition_time is None:
+        return created
+    return max(created, _seconds(admitted.last_transition_time))
+
+
+def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int) -> tuple[Finding, ...]:
+    if not pods:
+        why = "the attempt's Job has no pods yet; `kubectl describe job` says why"
+        return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")
+    unschedulable = next((pod for pod in pods if pod.unschedulable), None)
+    if unschedulable is not None:
+        sentence = f"{unschedulable.name}: {unschedulable.unschedulable}"
+        return false(c.SCHEDULED, "Unschedulable", sentence), false(c.RUNNING, "Starting")
+    all_have_nodes = len(pods) >= num_nodes and all(pod.node for pod in pods)
+    scheduled = true(c.SCHEDULED, "Scheduled") if all_have_nodes else unknown(c.SCHEDULED, "Waiting")
+    waiting = next((pod for pod in pods if pod.waiting), None)
+    if waiting is not None:
+        return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {waiting.waiting}")
+    behind = next((f"{pod.name} does not run" for pod in pods if not pod.ready), "not every pod runs")
+    return scheduled, false(c.RUNNING, "PodsNotReady", behind)
+
+
+def _stopping(case: Case, attempt: AttemptObject) -> Desired:
+    """Its Job is being deleted, by us or by somebody else: over when it is gone, or when its pods cannot live."""
+    if case.wants_suspension:
+        case = case.found(_STOPPING)
+    waited = case.seconds_now - _seconds(attempt.deletion_time or case.now)
+    if waited < PATIENCE_SECONDS:
+        return _write(case, look_again=PATIENCE_SECONDS - waited)
+    if case.observed.pods is None:
+        return Desired(needs=frozenset({"pods"}))
+    if not _wait_for_ever(case.observed.pods, case.seconds_now):
+        return _write(case, look_again=_patience(waited))
+    if case.observed.contracts is None:
+        return Desired(needs=frozenset({"contracts"}))
+    return _ended(case, Cause(NODE_LOST, "a pod did not end within its grace period: its node is lost"))
+
+
+def _is_finished(pod: PodObject) -> bool:
+    return pod.ending is not None or pod.phase in ("Failed", "Succeeded")
+
+
+def _is_lost(pod: PodObject, now: float) -> bool:
+    """Long past its grace period: the kubelet that should end it does not answer."""
+    if _is_finished(pod) or not (pod.deleting and pod.deletion_time):
+        return False
+    return now > _seconds(pod.deletion_time) + TERMINATION_SLACK_SECONDS
+
+
+def _wait_for_ever(pods: tuple[PodObject, ...], now: float) -> bool:
+    """Whether the Job waits for pods on lost nodes and for nothing else."""
+    lost = [pod for pod in pods if _is_lost(pod, now)]
+    return bool(lost) and all(_is_finished(pod) or _is_lost(pod, now) for pod in pods)
+
+
+# --- it ended ---------------------------------------------------------------------------------------------------------
+
+
+def _completed(case: Case) -> Desired:
+    total = case.attempts.total
+    attempts = case.attempts.model_copy(update={"ended": total, "last_reason": COMPLETED, "end_time": case.now})
+    progress = at_the_end(case.status.progress, case.steps)
+    case = case.changed(attempts=attempts, progress=progress, completion_time=case.now)
+    trained = f"{case.steps} steps in {total} attempt{'s' if total > 1 else ''}"
+    return _write(case.found(true(c.COMPLETE, "Completed", trained), *_none_lives("Ended")))
+
+
+def _failed(case: Case) -> Desired:
+    needs = _missing(case, "pods", "contracts")
+    if needs:
+        return Desired(needs=needs)
+    return _ended(case, cause_of_end(case.observed.pods or (), case.num_nodes))
+
+
+def _vanished(case: Case) -> Desired:
+    """The status knows an attempt whose Job is gone; it is over when its pods are, too."""
+    needs = _missing(case, "pods", "contracts")
+    if needs:
+        return Desired(needs=needs)
+    pods = case.observed.pods or ()
+    if not all(_is_finished(pod) or _is_lost(pod, case.seconds_now) for pod in pods):
+        return _write(case.found(_STOPPING) if case.wants_suspension else case, look_again=PATIENCE_SECONDS)
+    if case.reason(c.QUOTA_RESERVED) == c.EVICTED_BY_QUEUE:
+        return _ended(case, Cause(ExitCode.PREEMPTED.reason, "the queue took the quota back"))
+    return _ended(case, Cause(JOB_DELETED, "the attempt's Job was deleted"))
+
+
+def _ended(case: Case, cause: Cause) -> Desired:
+    """Account for the end of the present attempt, and go on with what follows from it."""
+    known, retry = case.attempts, retry_of(cause.reason)
+    if case.wants_suspension and retry is not Retry.NEVER:
+        return _between_attempts(_accounted(case, SUSPENDED_REASON, short_in_a_row=0))
+    lasted = case.seconds_now - _seconds(known.start_time or case.now)
+    is_short = lasted < SHORT_ATTEMPT_SECONDS
+    case = _accounted(case, cause.reason, short_in_a_row=known.short_in_a_row + 1 if is_short else 0)
+    if retry is Retry.NEVER:
+        return _give_up(case, cause)
+    if retry is Retry.COUNTED:
+        limit = _whole(given(case.spec, "lifecycle.maxRestarts"), DEFAULT_RESTARTS)
+        if known.restarts >= limit:
+            return _give_up(case, Cause(cause.reason, f"lifecycle.maxRestarts = {limit} is used up; {cause.message}"))
+        case = case.changed(attempts=case.attempts.model_copy(update={"restarts": known.restarts + 1}))
+    message = f"attempt {known.total} ended: {cause.message}"
+    return _between_attempts(replace(case, because=message).found(*_none_lives(c.RESTARTING, message)))
+
+
+def _accounted(case: Case, reason: str, short_in_a_row: int) -> Case:
+    known = case.attempts
+    changes = {"ended": known.total, "last_reason": reason, "end_time": case.now, "short_in_a_row": short_in_a_row}
+    return case.changed(attempts=known.model_copy(update=changes))
+
+
+def _give_up(case: Case, cause: Cause) -> Desired:
+    failed = true(c.FAILED, cause.reason if cause.reason in c.CAUSES else RANK_CRASHED, cause.message)
+    return _write(case.changed(completion_time=case.now).found(failed, *_none_lives("Ended")))
+
+
+def _none_lives(reason: str, message: str = "") -> tuple[Finding, ...]:
+    return (
+        false(c.SCHEDULED, "NoAttempt"),
+        false(c.RUNNING, reason, message),
+        false(c.PROGRESSING, "NotRunning"),
+    )
+
+
+# --- none lives -------------------------------------------------------------------------------------------------------
+
+
+def _between_attempts(case: Case) -> Desired:
+    if case.wants_suspension:
+        return _suspended(case)
+    case = case.found(false(c.SUSPENDED, "NotSuspended"))
+    known = case.attempts
+    if known.end_time is not None:
+        rest = pause_seconds(known.short_in_a_row) - (case.seconds_now - _seconds(known.end_time))
+        if rest > 0:
+            return _write(case, look_again=rest)
+    return _start(case)
+
+
+def pause_seconds(short_in_a_row: int) -> float:
+    """Between attempts: none after one short attempt, then 1, 2, 4 ... 300 s, whatever the attempts ended of."""
+    return min(LONGEST_PAUSE_SECONDS, 2.0 ** min(short_in_a_row - 2, 16)) if short_in_a_row > 1 else 0.0
+
+
+def _suspended(case: Case) -> Desired:
+    """Nothing runs. What was decided is void: spec.memory may change now, and the next attempt is planned anew."""
+    if case.observed.contracts is None:
+        return Desired(needs=frozenset({"contracts"}))
+    total = max(case.attempts.total, _newest_contract(case))
+    case = case.changed(attempts=case.attempts.model_copy(update={"total": total, "ended": total}))
+    if given(case.spec, "scheduling.queueName") and case.reason(c.QUOTA_RESERVED):
+        case = case.found(false(c.QUOTA_RESERVED, "Waiting", "spec.suspend is true"))
+    outcome = accept(case.observed.job)
+    accepted = outcome.finding() if isinstance(outcome, Refusal) else true(c.ACCEPTED, "Valid")
+    suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, "set spec.suspend to false to go on from the last checkpoint")
+    return _write(case.found(accepted, suspended, *_none_lives("Suspended")))
+
+
+def _start(case: Case) -> Desired:
+    """The next attempt: its contract, then the children that the contract describes."""
+    outcome = accept(case.observed.job)
+    if isinstance(outcome, Refusal):
+        return _write(case.found(outcome.finding()))
+    needs = _missing(case, "contracts", *(["claims"] if claim_names(outcome.spec) else []))
+    if needs:
+        return Desired(needs=needs)
+    case = case.found(true(c.ACCEPTED, "Valid"), _durability(case))
+    obstacle = _obstacle(case, outcome)
+    if obstacle is not None:
+        return _wait(case, obstacle)
+    committed = _newest_contract(case)
+    files = _read(case, committed) if committed > case.attempts.total else None
+    if files is not None:
+        return _create(case, files)
+    number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
+    attempts = next_attempts(case.attempts, number, case.now)
+    facts, cluster = case.observed.facts, case.observed.cluster
+    uid, threads, because = case.observed.job.uid, _threads(case), c.clean(case.because or _why_restarting(case))
+    decided = plan_attempt(outcome, uid, cluster, facts, attempts, threads, because, case.place)
+    return _wait(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+
+
+def _why_restarting(case: Case) -> str:
+    """What an earlier look, before the pause, said of the attempt that ended."""
+    running = c.find(case.before.conditions, c.RUNNING)
+    return running.message if running is not None and running.reason == c.RESTARTING else ""
+
+
+def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
+    """What others have to mend before the attempt can be created."""
+    if case.observed.conflict:
+        return _conflicts(case.observed.conflict)
+    if case.observed.refusal:
+        return false(c.SCHEDULED, "Refused", case.observed.refusal)
+    return claim_problem(job.spec, case.observed.claims or ())
+
+
+def _conflicts(child: str) -> Finding:
+    sentence = f"{child} belongs to somebody else: remove it, or give the TrainingJob another name"
+    return false(c.ACCEPTED, c.NAME_CONFLICT, sentence)
+
+
+def _wait(case: Case, obstacle: Finding) -> Desired:
+    """Nothing is created until the obstacle is gone; looked at again, ever more seldom.
+
+    Also when no plan fits: nodes are added and freed, so that is no verdict on the job.
+    """
+    waited = case.seconds_since(obstacle.type, "False")
+    return _write(case.found(obstacle), look_again=_patience(waited))
+
+
+def _create(case: Case, files: AttemptFiles) -> Desired:
+    try:
+        creates = manifests.children(files, case.observed.job, case.observed.facts)
+    except UserError as error:
+        return _wait(case, false(c.PLANNED, c.CONTRACT_TOO_LARGE, str(error)))
+    uid = case.observed.job.uid
+    if any(attempt.name == files.name and attempt.owner_uid != uid for attempt in case.observed.attempts):
+        return _wait(case, _conflicts(f"Job {files.name}"))
+    return _write(_begun(case, files), creates=creates, look_again=PATIENCE_SECONDS)
+
+
+def _begun(case: Case, files: AttemptFiles) -> Case:
+    """What the status says once the attempt exists."""
+    attempts = files.decision.attempts
+    begun = case.changed(
+        attempts=attempts,
+        plan=files.plan_status,
+        progress=at_the_start(case.status.progress, case.steps),
+        start_time=case.status.start_time or attempts.start_time,
+    ).found(*as_decided(files), _durability(case))
+    begun = replace(begun, because=files.decision.because)
+    return begun.found(*_waits_for_quota(case)) if files.job.spec.scheduling.queue_name else begun
+
+
+# --- what was seen ----------------------------------------------------------------------------------------------------
+
+
+def _case(observed: Observed, now: str, place: Place) -> Case:
+    spec = json.loads(observed.job.spec)
+    status = _status(observed.job.status)
+    return Case(observed, now, spec if isinstance(spec, dict) else {}, status, status, place)
+
+
+def _status(found: bytes) -> TrainingJobStatus:
+    """The status as far as this version understands it: what another version wrote must not stop a job."""
+    try:
+        return TrainingJobStatus.model_validate_json(found)
+    except ValidationError:
+        document = json.loads(found)
+    kept: dict[str, object] = {}
+    for name, value in document.items() if isinstance(document, dict) else ():
+        with suppress(ValidationError):
+            kept |= TrainingJobStatus.model_validate({name: value}).model_dump(exclude_unset=True, mode="json")
+    return TrainingJobStatus.model_validate(kept)
+
+
+def _missing(case: Case, *names: str) -> frozenset[str]:
+    """Those of "contracts", "pods", "claims" that were not observed."""
+    return frozenset(name for name in names if getattr(case.observed, name) is None)
+
+
+def _newest_contract(case: Case) -> int:
+    return max((contract.attempt for contract in _contracts(case)), default=0)
+
+
+def _contracts(case: Case) -> list[Contract]:
+    uid = case.observed.job.uid
+    return [contract for contract in case.observed.contracts or () if contract.owner_uid == uid]
+
+
+def _read(case: Case, attempt: int) -> AttemptFiles | None:
+    """The files of that attempt; None when there are none that can be read."""
+    for contract in _contracts(case):
+        if contract.attempt == attempt:
+            files = manifests.read_contract(contract)
+            return files if files is not None and belongs_to(files, case.observed.job, attempt) else None
+    return None
+
+
+def _threads(case: Case) -> int | None:
+    """Of the newest attempt before, so that a resumed run rounds as it did."""
+    for number in sorted((contract.attempt for contract in _contracts(case)), reverse=True):
+        files = _read(case, number)
+        if files is not None:
+            return files.job.compute_threads
+    return None
+
+
+def _patience(waited: float) -> float:
+    """As long again as it took so far, within bounds."""
+    return min(SLOWEST_LOOK_SECONDS, max(PATIENCE_SECONDS, waited))
+
+
+def _seconds(time: str) -> float:
+    """Unix seconds of an RFC 3339 time; 0 for what is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _whole(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+_AT_FIRST = (
+    false(c.RUNNING, "NotStarted"),
+    false(c.SUSPENDED, "NotSuspended"),
+    false(c.COMPLETE, "NotComplete"),
+    false(c.FAILED, "NotFailed"),
+)
+
+
+def _write(
+    case: Case,
+    *,
+    creates: tuple[Manifest, ...] = (),
+    deletes: tuple[Deletion, ...] = (),
+    look_again: float | None = None,
+) -> Desired:
+    """The whole status, and only when it says something new."""
+    job, before = case.observed.job, case.before
+    findings = case.findings if before.conditions else (*_AT_FIRST, *case.findings)
+    conditions = c.merge(before.conditions, findings, job.generation, case.now)
+    after = case.status.model_copy(
+        update={"conditions": conditions, "state": c.state(conditions), "observed_generation": job.generation}
+    )
+    if after == before:
+        return Desired(creates=creates, deletes=deletes, look_again_seconds=look_again)
+    return Desired(
+        creates=creates,
+        deletes=deletes,
+        status=_document(after),
+        events=(*_restart_note(case), *c.notes(before.conditions, conditions)),
+        look_again_seconds=look_again,
+    )
+
+
+def _restart_note(case: Case) -> tuple[EventNote, ...]:
+    """Said once: by the status that first accounts for the end."""
+    if not case.because or case.attempts.ended <= (case.before.attempts or Attempts()).ended:
+        return ()
+    return (EventNote("Warning", case.attempts.last_reason, "Restart", c.clean(case.because)),)
+
+
+def _document(status: TrainingJobStatus) -> dict[str, Any]:
+    """Without what is not set: a field that is left out is removed."""
+    found = status.model_dump(mode="json", exclude_none=True)
+    return {name: value for name, value in found.items() if value not in ([], "")}

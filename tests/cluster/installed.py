@@ -1,0 +1,180 @@
+"""Spillway installed by its chart on the test bed, and jobs for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from testbed.client import Bed, Request
+from testbed.layout import ADDRESS, PROMETHEUS, REPOSITORY
+
+CHART = REPOSITORY / "charts" / "spillway"
+EXAMPLES = REPOSITORY / "examples"
+RELEASE = "spillway"
+SYSTEM_NAMESPACE = "spillway-system"
+OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
+HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
+"""this machine's programs and this checkout's Python: quick, and said so in results"""
+KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
+PAIR_SECONDS = 90.0
+"""two ranks of a tiny model on two shared cores, from creation to Complete"""
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The release, and what a test asks about jobs."""
+
+    bed: Bed
+
+    def create(self, job: Document) -> Document:
+        """Create it; the object as the API server has it."""
+        text = self.bed.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(job))
+        found: Document = json.loads(text)
+        return found
+
+    def job(self, namespace: str, name: str) -> Document:
+        """As the API server has it; a job that the operator has not looked at yet has an empty status."""
+        found: Document = self.bed.get("trainingjobs.spillway.dev", name, "--namespace", namespace)
+        found.setdefault("status", {})
+        return found
+
+    def condition(self, namespace: str, name: str, kind: str) -> Document:
+        conditions = self.job(namespace, name)["status"].get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def wait(self, namespace: str, name: str, condition: str, seconds: float = PAIR_SECONDS) -> Document:
+        """The job, once the condition is True."""
+        self.bed.kubectl(
+            "wait", f"--for=condition={condition}", f"trainingjobs.spillway.dev/{name}", "--namespace", namespace,
+            f"--timeout={int(seconds)}s",
+        )  # fmt: skip
+        return self.job(namespace, name)
+
+    def until(
+        self, what: Callable[[Document], bool], namespace: str, name: str, seconds: float = PAIR_SECONDS
+    ) -> Document:
+        """The job, once `what` holds of it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.job(namespace, name)
+            if what(found):
+                return found
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s; status: {yaml.safe_dump(found['status'])}"
+            time.sleep(0.3)
+
+    def children(self, kind: str, namespace: str, name: str) -> list[Document]:
+        found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
+        return found
+
+    def writes(self, since: int, namespace: str) -> list[Request]:
+        """What the operator wrote in a namespace, events and memory profiles apart."""
+        return [
+            request
+            for request in self.bed.requests(since, OPERATOR_USER)
+            if request.mutating
+            and request.namespace == namespace
+            and request.resource not in ("events", "memoryprofiles", "tokenreviews")
+        ]
+
+    def logs(self) -> str:
+        return self.bed.kubectl("logs", f"deployment/{RELEASE}", "-n", SYSTEM_NAMESPACE, "--tail=60")
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """No operator in the cluster meanwhile."""
+        self._scale(0)
+        try:
+            yield
+        finally:
+            self._scale(1)
+
+    def _scale(self, replicas: int) -> None:
+        deployment = f"deployment/{RELEASE}"
+        self.bed.kubectl("scale", deployment, "-n", SYSTEM_NAMESPACE, f"--replicas={replicas}")
+        if replicas:
+            self.bed.kubectl("rollout", "status", deployment, "-n", SYSTEM_NAMESPACE, "--timeout=60s")
+        else:
+            self.bed.kubectl(
+                "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/name=spillway", "-n", SYSTEM_NAMESPACE,
+                "--timeout=60s",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorImage:
+    """As imported into the bed's containerd."""
+
+    name: str
+    """repository:tag"""
+    layers: tuple[int, ...]
+    """uncompressed bytes"""
+
+
+def install(bed: Bed, image: OperatorImage) -> Installed:
+    repository, tag = image.name.rsplit(":", 1)
+    values = {
+        "image": {"repository": repository, "tag": tag},
+        "trainer": {"image": HOST_MOUNT_IMAGE},
+        "prometheus": {"url": PROMETHEUS, "intervalSeconds": 2},
+    }
+    file = bed.state.data / "values.json"
+    file.write_text(json.dumps(values), encoding="utf-8")
+    bed.helm(
+        "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
+        "--values", file, "--wait", "--timeout", "90s",
+    )  # fmt: skip
+    return Installed(bed)
+
+
+def example(name: str, namespace: str, **changes: object) -> Document:
+    """A job of examples/ in a namespace; `changes` are dotted fields below spec, `__` for the dot."""
+    documents = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
+    job: Document = next(document for document in documents if document["kind"] == "TrainingJob")
+    return changed(job, namespace, **changes)
+
+
+def changed(job: Document, namespace: str, **changes: object) -> Document:
+    job = copy.deepcopy(job)
+    job["metadata"]["namespace"] = namespace
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = job["spec"]
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    return job
+
+
+def named(job: Document, name: str) -> Document:
+    return {**job, "metadata": {**job["metadata"], "name": name}}
+
+
+def on_fake_nodes(job: Document) -> Document:
+    """For KWOK: the pods exist for the API server only, and end as annotations say."""
+    job = copy.deepcopy(job)
+    scheduling = job["spec"].setdefault("scheduling", {})
+    scheduling["nodeSelector"] = {"type": "kwok", **scheduling.get("nodeSelector", {})}
+    scheduling["tolerations"] = [KWOK_TOLERATION]
+    return job
+
+
+def local_server_address(port: int) -> str:
+    return f"{ADDRESS}:{port}"
+
+
+def read_json(path: Path) -> Document:
+    found: Document = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,114 @@
+"""The CRDs on a real API server: accepted as they are, and every constraint of them holds there and says so well."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from crd_cases import Case, Document, Server, cases
+
+from spillway.api import GROUP as OWN_GROUP
+from spillway.api import VERSION
+from spillway.crd import KINDS, TRAINING_JOB, Kind
+from testbed.client import Bed
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP = "crd-cases.test"
+"""The same schemas under a group of their own: nobody's objects are touched, whatever is installed."""
+NAMESPACE = "default"
+LONGEST_LINE = 300
+
+
+class Client:
+    """One connection that is kept, with the admin's certificate."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        config = yaml.safe_load(kubeconfig.read_text(encoding="utf-8"))
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        place = urlsplit(cluster["server"])
+        context = ssl.create_default_context(cadata=_content(cluster, "certificate-authority").decode())
+        with tempfile.NamedTemporaryFile() as pair:  # ssl reads certificate and key from files only
+            pair.write(_content(user, "client-certificate") + b"\n" + _content(user, "client-key"))
+            pair.flush()
+            context.load_cert_chain(pair.name)
+        self._connection = http.client.HTTPSConnection(place.hostname or "", place.port, context=context, timeout=30)
+
+    def request(self, method: str, path: str, body: Document | None = None) -> tuple[int, Document]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        self._connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = self._connection.getresponse()
+        return response.status, json.loads(response.read())
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _content(owner: dict[str, Any], name: str) -> bytes:
+    """Inline, or in a file that the kubeconfig names."""
+    if f"{name}-data" in owner:
+        return base64.b64decode(owner[f"{name}-data"])
+    return Path(owner[name]).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def server(testbed: Bed) -> Iterator[Server]:
+    """With the three kinds installed under GROUP."""
+    client = Client(testbed.kubeconfig)
+    found = Server(client.request, NAMESPACE, GROUP)
+    names = [found.definition(kind)["metadata"]["name"] for kind in KINDS]
+    testbed.apply(*(found.definition(kind) for kind in KINDS))
+    testbed.kubectl("wait", "--for=condition=Established", "--timeout=30s", *(f"crd/{name}" for name in names))
+    yield found
+    testbed.kubectl("delete", "crd", *names, "--wait=false")
+    client.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_the_server_accepts_the_file(testbed: Bed, kind: Kind) -> None:
+    """Structural, within the cost that the server allows CEL, every rule well typed."""
+    said = testbed.kubectl(
+        "apply", "--server-side", "--dry-run=server", "--force-conflicts", "--filename", ROOT / kind.path
+    )
+    assert f"{kind.plural}.{OWN_GROUP} serverside-applied (server dry run)" in said
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_every_constraint_accepts_at_its_edge_and_refuses_beyond_in_words_that_help(
+    server: Server, kind: Kind, eventually: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    eventually(f"{kind.plural} are served", lambda: server.request("GET", server.path(kind), None)[0] == 200, 30)
+    tried = cases(kind)
+    wrong = [sentence for case in tried for sentence in disappointment(case, server)]
+    with capsys.disabled():
+        print(f"\n{kind.kind}: {len(tried)} manifests tried on the API server")
+    assert wrong == []
+
+
+def disappointment(case: Case, server: Server) -> Iterator[str]:
+    answer = server.run(case)
+    if answer.accepted != case.accepted:
+        yield f"{case}, but it was {'accepted' if answer.accepted else 'refused: ' + answer.message[:LONGEST_LINE]}"
+    missing = [word for word in case.words if word not in answer.message]
+    if missing and not answer.accepted:
+        yield f"{case}, without saying {missing}: {answer.message[:LONGEST_LINE]}"
+
+
+def test_a_new_object_gets_the_defaults_that_the_models_have(server: Server) -> None:
+    case = next(case for case in cases(TRAINING_JOB) if case.accepted and not case.in_status)
+    code, answer = server.request(
+        "POST", f"{server.path(TRAINING_JOB)}?dryRun=All", {**case.manifest, "apiVersion": f"{GROUP}/{VERSION}"}
+    )
+    assert code == 201
+    made = answer["spec"]
+    assert made["managedBy"] == "spillway.dev/operator"
+    assert made["training"]["optimizer"]["eps"] == "1e-08"
+    assert made["memory"]["mode"] == "Auto"

@@ -1,0 +1,176 @@
+"""Every way an attempt can end: condition, reason and sentence, and whether another attempt follows.
+
+Real pods on the real kubelet where the ending can be had honestly (kill -9, the kernel's out-of-memory killer, a wrong
+path, deletion). The other exit codes come from KWOK's fake pods, with the message that the trainer would leave.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+
+from installed import Document, Installed, changed, example, named, on_fake_nodes
+
+from spillway.errors import RANK_CRASHED, ExitCode, reason_of
+from spillway.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
+from testbed.errors import Failed
+
+FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"
+LONG = 100_000
+"""steps: it runs until it is made to end"""
+
+
+def fake_failure(namespace: str, name: str, code: int, message: str, reason: str = "Error") -> Document:
+    """A job whose fake pod runs for a second and ends so."""
+    annotations = {
+        f"{FAIL}/exit-code": str(code), f"{FAIL}/reason": reason, f"{FAIL}/message": f"'{message}'",
+        f"{FAIL}/delay": "500ms", f"{FAIL}/jitter-delay": "500ms",
+    }  # fmt: skip
+    job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1})
+    job["spec"]["podOverrides"] = {"labels": {FAIL: "true"}, "annotations": annotations}
+    return on_fake_nodes(named(job, name))
+
+
+def left_by_the_trainer(code: int) -> str:
+    said = {"v": 1, "reason": reason_of(code), "exitCode": code, "rank": 0, "step": 7, "message": f"sentence of {code}"}
+    return json.dumps(said)
+
+
+ENDINGS = [
+    ExitCode.USER_ERROR, ExitCode.DEVICE_OUT_OF_MEMORY, ExitCode.NON_FINITE, ExitCode.SPILL_VOLUME_FULL,
+    ExitCode.SPILL_IO_ERROR, ExitCode.CHECKPOINT_CORRUPT, ExitCode.PREEMPTED, ExitCode.HOST_OUT_OF_MEMORY, 1, 139,
+]  # fmt: skip
+
+
+def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namespace: str) -> None:
+    """One fake job per code: maxRestarts 1, so that what is counted ends after the second attempt."""
+    for code in ENDINGS:
+        spillway.create(fake_failure(namespace, f"ends-{int(code)}", int(code), left_by_the_trainer(int(code))))
+    for code in ENDINGS:
+        name, reason = f"ends-{int(code)}", reason_of(int(code))
+        retry = retry_of(reason)
+        if retry is Retry.FREE:
+            job = spillway.until(lambda job: job["status"].get("attempts", {}).get("total", 0) >= 3, namespace, name)
+            assert job["status"]["attempts"]["restarts"] == 0, "a disruption is not counted"
+            continue
+        job = spillway.wait(namespace, name, "Failed", 60)
+        failed = spillway.condition(namespace, name, "Failed")
+        assert failed["reason"] == reason
+        assert f"sentence of {int(code)}" in failed["message"] or reason == RANK_CRASHED, failed
+        attempts = job["status"]["attempts"]
+        assert (attempts["total"], attempts.get("restarts", 0)) == ((2, 1) if retry is Retry.COUNTED else (1, 0))
+
+
+def test_a_hostile_termination_message_is_bounded_and_changes_no_reason(spillway: Installed, namespace: str) -> None:
+    lie = json.dumps({"v": 1, "reason": "Completed", "exitCode": 0, "message": "\u001b[31m" + "x" * 900})
+    spillway.create(fake_failure(namespace, "lies", 70, lie))
+    spillway.wait(namespace, "lies", "Failed", 60)
+    failed = spillway.condition(namespace, "lies", "Failed")
+    assert failed["reason"] != "Completed"
+    assert len(failed["message"]) <= 2048
+    assert "\u001b" not in failed["message"]
+
+
+def running(spillway: Installed, namespace: str, job: Document) -> str:
+    """Create it; the name of the pod of its first attempt, once it trains."""
+    spillway.create(job)
+    name = job["metadata"]["name"]
+    spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, name)
+    pod: str = spillway.children("pod", namespace, name)[0]["metadata"]["name"]
+    return pod
+
+
+def restarted(spillway: Installed, namespace: str, name: str) -> Document:
+    return spillway.until(lambda job: job["status"].get("attempts", {}).get("total") == 2, namespace, name)
+
+
+def test_a_wrong_path_fails_at_once_with_the_trainers_sentence(spillway: Installed, namespace: str) -> None:
+    job = changed(example("one-pod", namespace, checkpoint__claim=None), namespace, data={"text": {"path": "/nowhere"}})
+    spillway.create(job)
+    name = job["metadata"]["name"]
+    spillway.wait(namespace, name, "Failed")
+    failed = spillway.condition(namespace, name, "Failed")
+    assert failed["reason"] == ExitCode.USER_ERROR.reason
+    assert "/nowhere" in failed["message"]
+
+
+FILL = """
+import os, time
+for _ in range(200):
+    if os.fork() == 0:
+        held = bytearray(b'1') * (48 << 20)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.05)
+"""
+"""many small processes: the rank stays the largest, and that is the one that the kernel takes"""
+
+
+def test_out_of_memory_of_a_rank_alone_is_named_and_not_repeated(spillway: Installed, namespace: str) -> None:
+    """Process 1, the launcher, lives on: it ends the pod with the rank's code."""
+    job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
+    pod = running(spillway, namespace, job)
+    with suppress(Failed):  # the neighbours end with their container
+        spillway.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
+    job = spillway.wait(namespace, "filled", "Failed", 60)
+    failed = spillway.condition(namespace, "filled", "Failed")
+    assert failed["reason"] == OOM_KILLED, failed
+    assert "memory" in failed["message"]
+    assert job["status"]["attempts"]["total"] == 1
+
+
+def test_out_of_memory_of_process_1_is_named(spillway: Installed, namespace: str) -> None:
+    """KWOK's pod: what the kubelet reports when the whole container was killed, and nobody could leave a message."""
+    spillway.create(fake_failure(namespace, "killed", 137, "", OOM_KILLED))
+    spillway.wait(namespace, "killed", "Failed", 60)
+    assert spillway.condition(namespace, "killed", "Failed")["reason"] == OOM_KILLED
+
+
+def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, namespace: str) -> None:
+    spillway.bed.claim("two-pod", namespace)
+    job = example("two-pod", namespace, training__steps=60)
+    name = job["metadata"]["name"]
+    spillway.create(job)
+    spillway.until(lambda found: found["status"].get("checkpoint", {}).get("step", 0) >= 10, namespace, name)
+    pods = spillway.children("pod", namespace, name)
+    second = next(pod["metadata"]["name"] for pod in pods if "-1-1-" in pod["metadata"]["name"])
+    kill = "import os, signal; [os.kill(int(p), signal.SIGKILL) for p in os.listdir('/proc') if p.isdecimal() and " \
+           "b'spillway_trainer' in open(f'/proc/{p}/cmdline', 'rb').read().split(b'\\0')]"  # fmt: skip
+    spillway.bed.kubectl("exec", second, "-n", namespace, "--", "python", "-c", kill)
+    job = restarted(spillway, namespace, name)
+    assert job["status"]["attempts"]["lastReason"] == RANK_CRASHED
+    assert job["status"]["attempts"]["restarts"] == 1
+    job = spillway.wait(namespace, name, "Complete", 150)
+    assert job["status"]["attempts"]["total"] == 2
+    first = spillway.children("pod", namespace, name)
+    resumed = [spillway.bed.kubectl("logs", pod["metadata"]["name"], "-n", namespace) for pod in first]
+    assert all("-2-" in pod["metadata"]["name"] for pod in first) or any("step" in text for text in resumed)
+
+
+def test_a_deleted_pod_is_a_disruption_and_costs_no_restart(spillway: Installed, namespace: str) -> None:
+    job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "deleted")
+    pod = running(spillway, namespace, job)
+    spillway.bed.kubectl("delete", "pod", pod, "-n", namespace, "--wait=false")
+    found = restarted(spillway, namespace, "deleted")
+    assert found["status"]["attempts"]["restarts"] == 0
+    assert found["status"]["attempts"]["lastReason"] in (POD_DELETED, ExitCode.PREEMPTED.reason)
+
+
+def test_suspend_ends_the_attempt_at_a_checkpoint_and_resume_goes_on(spillway: Installed, namespace: str) -> None:
+    spillway.bed.claim("one-pod", namespace)
+    job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__claim="one-pod"), "pauses")
+    running(spillway, namespace, job)
+    patch = ("patch", "trainingjobs.spillway.dev/pauses", "-n", namespace, "--type=merge", "-p")
+    spillway.bed.kubectl(*patch, '{"spec": {"suspend": true}}')
+    suspended = spillway.wait(namespace, "pauses", "Suspended", 60)
+    time.sleep(1)
+    assert spillway.children("job", namespace, "pauses") == []
+    spillway.bed.kubectl(*patch, '{"spec": {"suspend": false}}')
+    before = suspended["status"]["progress"]["step"]
+    resumed = spillway.until(
+        lambda found: found["status"]["attempts"]["total"] == 2
+        and found["status"].get("progress", {}).get("step", 0) > before,
+        namespace, "pauses",
+    )  # fmt: skip
+    assert resumed["status"]["attempts"]["restarts"] == 0

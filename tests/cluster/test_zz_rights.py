@@ -1,0 +1,62 @@
+"""The operator's rights are exactly what it uses: the audit log of this session against the rendered rules.
+
+It runs last, because the other tests of this folder are the use.
+"""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from installed import CHART, OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Installed
+
+Right = tuple[str, str, str]
+"""verb, API group, resource with its subresource"""
+
+
+def rendered(spillway: Installed) -> set[tuple[Right, bool]]:
+    """Every rule of the chart, and whether it holds for the whole cluster's objects only (nodes, token reviews)."""
+    text = spillway.bed.helm("template", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE)
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    bound = {
+        document["roleRef"]["name"]
+        for document in documents
+        if document["kind"] in ("ClusterRoleBinding", "RoleBinding")
+    }
+    return {
+        ((verb, group, resource), document["metadata"]["name"].endswith(("node-reader", "token-review")))
+        for document in documents
+        if document["kind"] in ("ClusterRole", "Role") and document["metadata"]["name"] in bound
+        for rule in document["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def used(spillway: Installed) -> set[tuple[Right, bool]]:
+    found = set()
+    for request in spillway.bed.requests(0, OPERATOR_USER):
+        resource = f"{request.resource}/{request.subresource}" if request.subresource else request.resource
+        if resource.startswith("selfsubject"):
+            continue
+        cluster_scoped = request.resource in ("nodes", "nodeprofiles", "tokenreviews")
+        found.add(((request.verb, request.group, resource), cluster_scoped))
+        if request.verb == "patch" and request.code == 201:  # server-side apply of what did not exist needs both
+            found.add((("create", request.group, resource), cluster_scoped))
+    return found
+
+
+def test_every_rule_of_the_chart_is_used_and_nothing_else_is_asked(spillway: Installed) -> None:
+    rules, uses = rendered(spillway), used(spillway)
+    assert uses - rules == set(), "asked without a rule: the chart lacks it"
+    assert rules - uses == set(), "rules that nothing uses: remove them"
+
+
+def test_nothing_was_forbidden(spillway: Installed) -> None:
+    refused = {
+        (request.verb, request.resource, request.namespace)
+        for request in spillway.bed.requests(0, OPERATOR_USER)
+        if not request.allowed
+    }
+    if refused:
+        pytest.fail(f"the API server refused {sorted(refused)}")

@@ -1,0 +1,525 @@
+"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses.
+
+Helm comes from PATH or from the test bed's cache (`make cluster-up` puts one there).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "spillway"
+VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+RELEASE, NAMESPACE = "demo", "training-system"
+FULL_NAME = "demo-spillway"
+MAX_CONFIG_MAP_BYTES = 2**20
+
+Object = dict[str, Any]
+
+MATRIX: dict[str, tuple[str, ...]] = {
+    "defaults": (),
+    "two namespaces": ("watchNamespaces={team-a,team-b}",),
+    "least": (
+        "crds.enabled=false",
+        "nodeReader.enabled=false",
+        "progress.enabled=false",
+        "userRoles.enabled=false",
+        "dashboards.enabled=false",
+        "watchNamespaces={team-a}",
+    ),
+    "most": (
+        "monitoring.enabled=true",
+        "monitoring.labels.release=prometheus",
+        "prometheus.url=http://prometheus.monitoring.svc:9090",
+        "progress.tls.secretName=own-certificate",
+        "imagePullSecrets[0].name=registry",
+        "serviceAccount.name=runner",
+        "serviceAccount.annotations.role=trainer",
+        "priorityClassName=high",
+        "podLabels.team=ml",
+        "podAnnotations.note=x",
+        "nodeSelector.pool=system",
+        "tolerations[0].operator=Exists",
+        "dashboards.annotations.grafana_folder=Training",
+        "fullnameOverride=own-name",
+        "crds.keep=false",
+    ),
+    "digest": (f"image.digest=sha256:{'a' * 64}", f"trainer.image.digest=sha256:{'b' * 64}"),
+}
+
+
+def _helms() -> dict[str, str]:
+    """Helm by major version, as far as this machine has it."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    built = sorted((cache_home / "spillway" / "testbed").glob("*/bin/helm*"), key=lambda path: path.stat().st_mtime)
+    candidates = [shutil.which("helm"), *(str(path) for path in built if os.access(path, os.X_OK) and path.is_file())]
+    found = {}
+    for path in filter(None, candidates):
+        said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout
+        if match := re.match(r"v(\d+)\.", said):
+            found[match[1]] = path
+    return found
+
+
+HELMS = _helms()
+pytestmark = pytest.mark.skipif(
+    not HELMS, reason="no helm in PATH and none in the test bed's cache: `make cluster-up` puts one there"
+)
+
+
+@pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
+def major(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def helm(major: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HELMS[major], *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+def _settings(values: tuple[str, ...]) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+@cache
+def rendered(major: str, values: tuple[str, ...] = ()) -> tuple[Object, ...]:
+    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *_settings(values))
+    assert done.returncode == 0, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def of_kind(objects: tuple[Object, ...], kind: str) -> list[Object]:
+    return [found for found in objects if found["kind"] == kind]
+
+
+def only(objects: tuple[Object, ...], kind: str) -> Object:
+    (found,) = of_kind(objects, kind)
+    return found
+
+
+def operator_pod(objects: tuple[Object, ...]) -> Object:
+    return dict(only(objects, "Deployment")["spec"]["template"]["spec"])
+
+
+def operator_environment(objects: tuple[Object, ...]) -> dict[str, str]:
+    (container,) = operator_pod(objects)["containers"]
+    return {entry["name"]: entry["value"] for entry in container["env"]}
+
+
+# --- what is made -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_every_cell_of_the_matrix_renders_to_whole_and_distinct_objects(major: str, cell: str) -> None:
+    objects = rendered(major, MATRIX[cell])
+    names = [(found["kind"], found["metadata"].get("namespace"), found["metadata"]["name"]) for found in objects]
+    assert len(set(names)) == len(names)
+    for found in objects:
+        if found["kind"] != "CustomResourceDefinition":
+            assert found["metadata"]["labels"]["app.kubernetes.io/instance"] == RELEASE, found
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_what_has_a_namespace_says_which(major: str, cell: str) -> None:
+    for found in rendered(major, MATRIX[cell]):
+        cluster_scoped = found["kind"].startswith("Cluster") or found["kind"] == "CustomResourceDefinition"
+        assert ("namespace" in found["metadata"]) != cluster_scoped, found["metadata"]
+
+
+def test_names_of_cluster_scoped_objects_hold_the_releases_namespace(major: str) -> None:
+    """Two releases of the same name in two namespaces would share them otherwise."""
+    for found in rendered(major):
+        if found["kind"].startswith("Cluster"):
+            assert found["metadata"]["name"].startswith(f"{NAMESPACE}-{FULL_NAME}-")
+
+
+def test_lint_finds_nothing_wrong(major: str) -> None:
+    done = helm(major, "lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_notes_name_the_next_command(major: str) -> None:
+    if major == "3":
+        pytest.skip("Helm 3 renders notes only with a cluster")
+    arguments = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client"]
+    done = helm(major, *arguments, *_settings(("watchNamespaces={team-a}",)))
+    notes = done.stdout.partition("NOTES:")[2]
+    assert f"kubectl --namespace {NAMESPACE} rollout status deployment/{FULL_NAME}" in notes, done.stderr
+    (example,) = re.findall(r"kubectl --namespace team-a apply -f (\S+)", notes)
+    assert (ROOT / example).is_file()
+
+
+# --- the operator's pod -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_the_pod_meets_the_restricted_standard(major: str, cell: str) -> None:
+    pod = operator_pod(rendered(major, MATRIX[cell]))
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    for container in pod["containers"]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"] == {"drop": ["ALL"]}
+    for volume in pod["volumes"]:
+        assert set(volume) - {"name"} <= {"secret", "emptyDir", "configMap", "projected"}
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_every_image_is_named_exactly(major: str, cell: str) -> None:
+    objects = rendered(major, MATRIX[cell])
+    images = [operator_pod(objects)["containers"][0]["image"], operator_environment(objects)["SPILLWAY_TRAINER_IMAGE"]]
+    for image in images:
+        assert re.fullmatch(r"[^@:]+(@sha256:[0-9a-f]{64}|:[\w.-]+)", image)
+        assert not image.endswith(":latest")
+    if cell == "digest":
+        assert [image.partition("@")[2][:10] for image in images] == ["sha256:aaa", "sha256:bbb"]
+
+
+def test_one_operator_runs_at_a_time(major: str) -> None:
+    spec = only(rendered(major), "Deployment")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_the_pod_has_requests_limits_and_probes(major: str) -> None:
+    (container,) = operator_pod(rendered(major))["containers"]
+    assert {"requests", "limits"} == set(container["resources"])
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    for probe in ("readinessProbe", "startupProbe"):
+        assert container[probe]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_the_environment_is_what_the_operators_settings_read(
+    major: str, cell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = pytest.importorskip("spillway_operator.settings", reason="needs the extra [operator]")
+    environment = operator_environment(rendered(major, MATRIX[cell]))
+    assert set(environment) <= {settings.variable(field) for field in settings.Settings.model_fields}
+    for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "SPILLWAY_TLS_DIRECTORY" in environment:
+        for name in (settings.CERTIFICATE, settings.PRIVATE_KEY, settings.AUTHORITY):
+            (tmp_path / name).touch()
+        monkeypatch.setenv("SPILLWAY_TLS_DIRECTORY", str(tmp_path))
+    read = settings.load_settings({})
+    assert read.node_reader is (cell != "least")
+    assert read.namespaces == {"two namespaces": ("team-a", "team-b"), "least": ("team-a",)}.get(cell, ())
+    assert bool(read.progress_url) is (cell != "least")
+
+
+def test_what_the_operator_serves_is_reached_through_the_service(major: str) -> None:
+    objects = rendered(major)
+    ports = {port["name"]: port["containerPort"] for port in operator_pod(objects)["containers"][0]["ports"]}
+    environment = operator_environment(objects)
+    assert ports == {
+        "progress": int(environment["SPILLWAY_PROGRESS_PORT"]),
+        "metrics": int(environment["SPILLWAY_HEALTH_PORT"]),
+    }
+    service = only(objects, "Service")
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    selected = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= selected.items()
+    host = f"{service['metadata']['name']}.{NAMESPACE}.svc"
+    assert environment["SPILLWAY_PROGRESS_URL"] == f"https://{host}:{ports['progress']}/progress"
+
+
+# --- the certificate --------------------------------------------------------------------------------------------------
+
+
+def test_the_certificate_is_for_the_name_that_trainers_call(major: str, tmp_path: Path) -> None:
+    secret = only(rendered(major), "Secret")
+    for name, text in secret["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(text))
+    assert handshake(tmp_path, f"{FULL_NAME}.{NAMESPACE}.svc")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(tmp_path, "someone-else.svc")
+
+
+def handshake(folder: Path, host: str) -> bool:
+    """A TLS connection in memory between a server with the Secret's pair and a client with its authority."""
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    client_context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    done = {client: False, server: False}
+    for _ in range(8):
+        for side in (client, server):
+            if not done[side]:
+                try:
+                    side.do_handshake()
+                    done[side] = True
+                except ssl.SSLWantReadError:
+                    continue
+    return all(done.values())
+
+
+def test_a_secret_of_the_users_is_mounted_and_none_is_made(major: str) -> None:
+    objects = rendered(major, MATRIX["most"])
+    assert not of_kind(objects, "Secret")
+    (tls,) = [volume for volume in operator_pod(objects)["volumes"] if volume["name"] == "tls"]
+    assert tls["secret"]["secretName"] == "own-certificate"
+
+
+def test_without_progress_there_is_no_certificate_no_port_and_no_token_review(major: str) -> None:
+    objects = rendered(major, ("progress.enabled=false",))
+    assert not of_kind(objects, "Secret")
+    assert [port["name"] for port in only(objects, "Service")["spec"]["ports"]] == ["metrics"]
+    assert "tokenreviews" not in str(of_kind(objects, "ClusterRole"))
+
+
+# --- rights -----------------------------------------------------------------------------------------------------------
+
+IN_NAMESPACES = {
+    ("spillway.dev", "trainingjobs"): "get list watch",
+    ("spillway.dev", "trainingjobs/status"): "patch",
+    ("spillway.dev", "memoryprofiles"): "get list create patch",
+    ("batch", "jobs"): "get list watch create delete",
+    ("", "configmaps"): "get list create",
+    ("", "services"): "get create",
+    ("", "pods"): "get list",
+    ("", "persistentvolumeclaims"): "get",
+    ("events.k8s.io", "events"): "create",
+}
+IN_THE_CLUSTER = {
+    "node-reader": {("", "nodes"): "list", ("spillway.dev", "nodeprofiles"): "list"},
+    "token-review": {("authentication.k8s.io", "tokenreviews"): "create"},
+}
+
+
+def rules_of(role: Object) -> dict[tuple[str, str], str]:
+    assert all(set(rule) == {"apiGroups", "resources", "verbs"} for rule in role["rules"])
+    return {
+        (group, resource): " ".join(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+
+def operator_roles(objects: tuple[Object, ...]) -> Iterator[tuple[str, str, Object]]:
+    """(namespace or "", name without the release's part, role) of each role that is bound to the operator."""
+    account = operator_pod(objects)["serviceAccountName"]
+    roles = {(role["kind"], role["metadata"].get("namespace", ""), role["metadata"]["name"]): role for role in objects}
+    for binding in [*of_kind(objects, "RoleBinding"), *of_kind(objects, "ClusterRoleBinding")]:
+        (subject,) = binding["subjects"]
+        assert subject == {"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}
+        namespace, reference = binding["metadata"].get("namespace", ""), binding["roleRef"]
+        role = roles[reference["kind"], namespace, reference["name"]]
+        yield namespace, reference["name"].removeprefix(f"{NAMESPACE}-{FULL_NAME}").lstrip("-"), role
+
+
+def test_the_operator_has_these_rights_and_no_others(major: str) -> None:
+    found = {(namespace, part): rules_of(role) for namespace, part, role in operator_roles(rendered(major))}
+    assert found == {("", "all-namespaces"): IN_NAMESPACES} | {
+        ("", part): IN_THE_CLUSTER[part] for part in IN_THE_CLUSTER
+    }
+
+
+def test_with_watched_namespaces_the_same_rights_end_at_their_borders(major: str) -> None:
+    objects = rendered(major, MATRIX["two namespaces"])
+    found = {(namespace, part): rules_of(role) for namespace, part, role in operator_roles(objects)}
+    assert found == {
+        ("team-a", ""): IN_NAMESPACES,
+        ("team-b", ""): IN_NAMESPACES,
+        **{("", part): IN_THE_CLUSTER[part] for part in IN_THE_CLUSTER},
+    }
+
+
+def test_the_least_the_operator_can_do_with_is_one_role_in_one_namespace(major: str) -> None:
+    found = [(namespace, part) for namespace, part, _ in operator_roles(rendered(major, MATRIX["least"]))]
+    assert found == [("team-a", "")]
+
+
+@pytest.mark.parametrize("cell", MATRIX)
+def test_no_role_has_a_wildcard_or_touches_secrets(major: str, cell: str) -> None:
+    objects = rendered(major, MATRIX[cell])
+    for role in [*of_kind(objects, "Role"), *of_kind(objects, "ClusterRole")]:
+        for (group, resource), verbs in rules_of(role).items():
+            assert "*" not in group + resource + verbs
+            assert resource not in ("secrets", "pods/exec", "serviceaccounts/token")
+
+
+def test_people_get_their_rights_through_the_clusters_own_roles(major: str) -> None:
+    roles = {role["metadata"]["name"].rpartition("-")[2]: role for role in of_kind(rendered(major), "ClusterRole")}
+    joined = {
+        name: sorted(
+            label.removeprefix("rbac.authorization.k8s.io/aggregate-to-")
+            for label in roles[name]["metadata"]["labels"]
+            if label.startswith("rbac.authorization.k8s.io/")
+        )
+        for name in ("view", "edit")
+    }
+    assert joined == {"view": ["admin", "edit", "view"], "edit": ["admin", "edit"]}
+    assert set(rules_of(roles["view"]).values()) == {"get list watch"}
+    assert "status" not in str(rules_of(roles["edit"])), "people never write a status"
+
+
+# --- CRDs, monitors, dashboards ---------------------------------------------------------------------------------------
+
+
+def test_the_charts_copy_of_the_crds_is_in_step() -> None:
+    ours = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "crds").glob("*.yaml")}
+    copies = {path.name: path.read_text(encoding="utf-8") for path in (CHART / "files" / "crds").glob("*.yaml")}
+    assert copies == ours, "run `python charts/chart_files.py`"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_crds_are_rendered_as_they_are_but_for_their_metadata(major: str, keep: bool) -> None:
+    objects = rendered(major, () if keep else ("crds.keep=false",))
+    found = {crd["metadata"]["name"]: crd for crd in of_kind(objects, "CustomResourceDefinition")}
+    wanted = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CHART / "files" / "crds").glob("*.yaml")]
+    assert set(found) == {crd["metadata"]["name"] for crd in wanted}
+    for crd in wanted:
+        made = found[crd["metadata"]["name"]]
+        assert made["spec"] == crd["spec"]
+        assert made["metadata"].get("annotations") == ({"helm.sh/resource-policy": "keep"} if keep else None)
+
+
+def test_crds_can_be_left_to_somebody_else(major: str) -> None:
+    assert not of_kind(rendered(major, ("crds.enabled=false",)), "CustomResourceDefinition")
+
+
+def test_monitors_are_made_on_request_with_the_labels_that_select_them(major: str) -> None:
+    assert not of_kind(rendered(major), "PodMonitor")
+    objects = rendered(major, MATRIX["most"])
+    for monitor in (only(objects, "PodMonitor"), only(objects, "ServiceMonitor")):
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_whose_series_they_are_is_known_from_the_pod_alone(major: str) -> None:
+    (endpoint,) = only(rendered(major, MATRIX["most"]), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["honorLabels"] is False
+    assert {relabelling["targetLabel"] for relabelling in endpoint["relabelings"]} == {
+        "node",
+        "namespace",
+        "pod",
+        "training_job",
+    }
+
+
+def test_monitors_look_where_the_operator_works(major: str) -> None:
+    everywhere = rendered(major, ("monitoring.enabled=true",))
+    assert only(everywhere, "PodMonitor")["spec"]["namespaceSelector"] == {"any": True}
+    two = rendered(major, ("monitoring.enabled=true", *MATRIX["two namespaces"]))
+    assert only(two, "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
+
+
+def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds(major: str) -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in (CHART / "files" / "dashboards").glob("*.json")}
+    maps = of_kind(rendered(major), "ConfigMap")
+    assert {name: json.loads(text) for found in maps for name, text in found["data"].items()} == {
+        name: json.loads(text) for name, text in files.items()
+    }
+    for found in maps:
+        assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert len(json.dumps(found)) < MAX_CONFIG_MAP_BYTES
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "a name that is not a value": ("imagee.tag=1", "imagee"),
+    "a name inside a value": ("image.tags=1", "tags"),
+    "latest": ("image.tag=latest", "image.tag"),
+    "latest of the trainer": ("trainer.image.tag=latest", "trainer.image.tag"),
+    "a tag in the repository's digest": ("image.repository=a@sha256:b", "image.repository"),
+    "half a digest": ("image.digest=sha256:abc", "image.digest"),
+    "a pull policy that is none": ("image.pullPolicy=Sometimes", "image.pullPolicy"),
+    "a namespace instead of a list": ("watchNamespaces=team-a", "watchNamespaces"),
+    "a namespace that cannot be": ("watchNamespaces={Team_A}", "watchNamespaces"),
+    "the same namespace twice": ("watchNamespaces={team-a,team-a}", "watchNamespaces"),
+    "a word for a switch": ("crds.enabled=maybe", "crds.enabled"),
+    "an address without its scheme": ("prometheus.url=prometheus:9090", "prometheus.url"),
+    "no time between readings": ("prometheus.intervalSeconds=0", "prometheus.intervalSeconds"),
+    "a name too long": (f"fullnameOverride={'a' * 53}", "fullnameOverride"),
+    "a log level that is none": ("operator.logLevel=LOUD", "operator.logLevel"),
+    "no workers": ("operator.workers=0", "operator.workers"),
+    "an interval without a unit": ("monitoring.interval=15", "monitoring.interval"),
+    "an entry without its name": ("imagePullSecrets[0].nam=x", "imagePullSecrets"),
+    "a request of what is none": ("resources.request.cpu=1", "resources"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_schema_refuses(major: str, case: str) -> None:
+    value, path = REFUSED[case]
+    done = helm(major, "template", RELEASE, str(CHART), "--set", value)
+    assert done.returncode != 0
+    assert path in done.stderr.replace("/", "."), done.stderr
+
+
+def test_the_schema_is_closed_and_describes_every_value() -> None:
+    open_on_purpose = ("global", "affinity")
+    for path, node in schema_nodes(SCHEMA):
+        if "properties" in node:
+            assert node.get("additionalProperties") is False, path
+        elif node.get("type") == "object" and path not in open_on_purpose and not path.endswith("[]"):
+            assert isinstance(node.get("additionalProperties"), dict), path
+        assert not path or path.endswith("[]") or len(node.get("description", "")) > 10, path
+
+
+def test_values_and_schema_name_the_same_things() -> None:
+    """Maps that users fill are empty in values.yaml; their keys are no names of ours."""
+    filled = ("dashboards.labels.", "resources.requests.", "resources.limits.")
+    values = {path for path in value_paths(yaml.safe_load(VALUES)) if not path.startswith(filled)}
+    schema = {path for path, _ in schema_nodes(SCHEMA) if path and "[]" not in path and path != "global"}
+    assert values == schema
+
+
+def test_every_value_is_explained_above_it() -> None:
+    """By a comment right above, or above the group of lines that it stands in."""
+    lines = VALUES.splitlines()
+    keys = [number for number, line in enumerate(lines) if re.match(r" *\w+:", line)]
+    assert [lines[number] for number in keys if not explained(lines[:number])] == []
+
+
+def explained(lines_above: list[str]) -> bool:
+    for line in map(str.strip, reversed(lines_above)):
+        if not line or line.startswith("#"):
+            return bool(line)
+    return False
+
+
+def schema_nodes(node: Object, path: str = "") -> Iterator[tuple[str, Object]]:
+    reference = node.get("$ref", "").rpartition("/")[2]
+    resolved = {**SCHEMA["definitions"][reference], **node} if reference else node
+    yield path, resolved
+    for name, inner in resolved.get("properties", {}).items():
+        yield from schema_nodes(inner, f"{path}.{name}" if path else name)
+    if "items" in resolved:
+        yield from schema_nodes(resolved["items"], f"{path}[]")
+
+
+def value_paths(values: Object, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from value_paths(value, f"{prefix}{name}.")
+
+
+def test_chart_and_distribution_have_the_same_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["version"], chart["appVersion"]) == (project["version"], project["version"])

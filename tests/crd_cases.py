@@ -1,0 +1,512 @@
+"""Every constraint of the CRDs with manifests that hit it: generated from the schema, by path.
+
+A constraint is one bound, enum, format, required field, list key or CEL rule of one field. For each there is a manifest
+at its edge that must be accepted and one just beyond that must be refused, in words that name the field, what was found
+(where the API server says it) and what is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spillway import crd
+from spillway.api import GROUP, MAX_NAME_LENGTH, VERSION
+from spillway.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
+from spillway.field_types import NUMBER_PATTERN
+from spillway.units import QUANTITY_PATTERN
+
+Document = dict[str, Any]
+Schema = dict[str, Any]
+
+KEYWORDS = (
+    "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "maxProperties",
+)  # fmt: skip
+NOBODY = "crd-cases.test/nobody"
+"""managedBy of stored jobs: no operator touches them"""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    kind: str
+    path: str
+    """of the field, as in the schema: spec.env[].name"""
+    name: str
+    """keyword of the schema, `required`, `unique`, `format`, or `rule N` counting from 0"""
+
+
+@dataclass(frozen=True)
+class Case:
+    constraint: Constraint
+    kind: Kind
+    accepted: bool
+    manifest: Document
+    words: tuple[str, ...] = ()
+    """that the refusal must have"""
+    stored: Document | None = None
+    """the object that the manifest replaces, for rules about changes"""
+
+    @property
+    def in_status(self) -> bool:
+        return self.constraint.path.startswith("status")
+
+    def __str__(self) -> str:
+        answer = "accepted" if self.accepted else "refused"
+        return f"{self.constraint.kind} {self.constraint.path or 'metadata'} {self.constraint.name}: {answer}"
+
+
+# --- what the schema holds --------------------------------------------------------------------------------------------
+
+
+def schema_of(kind: Kind) -> Schema:
+    found: Schema = crd.definition(kind)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return found
+
+
+def fields(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Every schema node with its path, but metadata, which is the API server's own."""
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        if (path, name) != ("", "metadata"):
+            yield from fields(inner, f"{path}.{name}" if path else name)
+    for key, mark in (("items", "[]"), ("additionalProperties", ".*")):
+        if isinstance(schema.get(key), dict):
+            yield from fields(schema[key], path + mark)
+
+
+def constraints(kind: Kind) -> Iterator[Constraint]:
+    for path, node in fields(schema_of(kind)):
+        names = [keyword for keyword in KEYWORDS if keyword in node]
+        names += [f"required {name}" for name in node.get("required", [])]
+        names += ["unique"] if node.get("x-kubernetes-list-type") == "map" else []
+        names += ["format"] if node.get("format") == "date-time" else []
+        names += [f"rule {number}" for number in range(len(node.get("x-kubernetes-validations", [])))]
+        for name in names:
+            yield Constraint(kind.kind, path, name)
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+SPECS: dict[str, Document] = {
+    TRAINING_JOB.kind: {
+        "model": {
+            "config": {
+                "architecture": "llama", "hiddenSize": 1024, "numLayers": 2, "numHeads": 1, "intermediateSize": 64,
+                "vocabSize": 512,
+            }
+        },
+        "data": {"builtin": "PythonStdlib"},
+        # A power of two that every number of devices and every micro-batch divides.
+        "training": {"steps": 10, "sequenceLength": 64, "globalBatchSize": 1 << 20},
+    },
+    MEMORY_PROFILE.kind: {"fingerprint": "0123456789abcdef"},
+    NODE_PROFILE.kind: {"deviceKind": "Cpu"},
+}  # fmt: skip
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "spec.model.config.numKeyValueHeads": {"spec.model.config.numHeads": 1024},
+    "spec.training.schedule.warmupSteps": {"spec.training.steps": 10**12},
+    "spec.memory.mode": {"spec.memory.budget.host": "1Gi"},
+}
+"""what must go with a field's edges, so that no other rule is hit"""
+SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi"}
+"""values by pattern; other patterns allow letters"""
+MISFITS = {NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB"}
+TIME = "2026-11-21T14:00:00Z"
+LONGEST_TIME = "2026-11-21T14:00:00.000000+00:00"
+
+
+def manifest(kind: Kind, name: str = "crd-case") -> Document:
+    metadata: Document = {"name": name}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": kind.kind,
+        "metadata": metadata,
+        "spec": copy.deepcopy(SPECS[kind.kind]),
+    }
+
+
+def with_field(document: Document, schema: Schema, path: str, value: Any) -> Document:
+    """A copy of `document` with `value` at `path`; what is missing on the way is filled with the least that is allowed,
+    and of a union the other members are left out."""
+    made = copy.deepcopy(document)
+    _put(made, schema, _steps(path), value)
+    return made
+
+
+def _steps(path: str) -> list[str]:
+    """spec.env[].name -> spec, env, [], name."""
+    return [step for step in re.split(r"\.|(\[\])", path) if step]
+
+
+def _put(holder: Any, schema: Schema, steps: list[str], value: Any) -> None:
+    step, rest = steps[0], steps[1:]
+    key, inner = _inside(schema, step)
+    if isinstance(holder, dict):
+        for other in _union(schema) - {key} if key in _union(schema) else ():
+            holder.pop(other, None)
+    if not rest:
+        if isinstance(key, int) and len(holder) <= key:
+            holder.append(value)
+        else:
+            holder[key] = value
+        return
+    present = key in holder if isinstance(holder, dict) else len(holder) > key
+    if not present:
+        filled = sample(inner)
+        if isinstance(key, int):
+            holder.append(filled)
+        else:
+            holder[key] = filled
+    _put(holder[key], inner, rest, value)
+
+
+def _inside(schema: Schema, step: str) -> tuple[Any, Schema]:
+    if step == "[]":
+        return 0, schema["items"]
+    if step == "*":
+        return "key", schema["additionalProperties"]
+    return step, schema["properties"][step]
+
+
+def _union(schema: Schema) -> set[str]:
+    """Members of which exactly one must be given."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        if rule["rule"].endswith(".size() == 1"):
+            return set(re.findall(r"has\(self\.(\w+)\)", rule["rule"]))
+    return set()
+
+
+def sample(schema: Schema) -> Any:
+    """The least that a field allows."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if schema.get("x-kubernetes-int-or-string"):
+        return SAMPLES[schema["pattern"]]
+    kind = schema["type"]
+    if kind == "object":
+        names = list(schema.get("required", []))
+        union = sorted(_union(schema))
+        names += [] if not union or set(names) & set(union) else [union[-1]]
+        return {name: sample(schema["properties"][name]) for name in names}
+    if kind == "array":
+        return [sample(schema["items"])] * schema.get("minItems", 0)
+    if kind == "string":
+        return TIME if schema.get("format") else text(schema, max(1, schema.get("minLength", 0)))
+    return schema.get("minimum", 0) if kind == "integer" else True
+
+
+def text(schema: Schema, length: int) -> str:
+    """A text of that length that the pattern allows."""
+    if schema.get("format") == "date-time":
+        return LONGEST_TIME + "0" * (length - len(LONGEST_TIME))
+    return ("1" if schema.get("pattern") in SAMPLES else "a") * length
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Values on both sides of one constraint."""
+
+    inside: tuple[Any, ...]
+    outside: Any
+    words: tuple[str, ...]
+
+
+def edge(schema: Schema, keyword: str) -> Edge:
+    """Where a keyword of the schema begins to refuse, and what the API server says then."""
+    bound: Any = schema.get(keyword)
+    match keyword:
+        case "enum":
+            shown = tuple(f'"{value}"' for value in bound if value)
+            found = Edge(tuple(bound), "Elsewhere", ('"Elsewhere"', *shown))
+        case "minimum":
+            found = Edge((bound,), bound - 1, (str(bound - 1), f"should be greater than or equal to {bound}"))
+        case "maximum":
+            found = Edge((bound,), bound + 1, (str(bound + 1), f"should be less than or equal to {bound}"))
+        case "minLength":
+            found = Edge((text(schema, bound),), text(schema, bound - 1), (f"at least {bound} chars long",))
+        case "maxLength":
+            found = Edge((text(schema, bound),), text(schema, bound + 1), (f"may not be more than {bound} bytes",))
+        case "pattern":
+            misfit = MISFITS.get(bound, "?" * max(1, schema.get("minLength", 1)))
+            found = Edge((sample(schema),), misfit, (f'"{misfit}"', "should match"))
+        case "format":
+            found = Edge((TIME,), "yesterday", ('"yesterday"', "date-time"))
+        case "maxProperties":
+            value = sample(schema["additionalProperties"])
+            full, beyond = ({f"k{n}": value for n in range(count)} for count in (bound, bound + 1))
+            found = Edge((full,), beyond, (str(bound + 1), f"must have at most {bound} items"))
+        case "minItems":
+            found = Edge((items(schema, bound),), items(schema, bound - 1), (f"at least {bound} items",))
+        case "maxItems":
+            found = Edge((items(schema, bound),), items(schema, bound + 1), (str(bound + 1), f"at most {bound} items"))
+        case _:
+            assert keyword == "unique", keyword
+            found = Edge((items(schema, 2),), [sample(schema["items"])] * 2, ("Duplicate value",))
+    return found
+
+
+def items(schema: Schema, count: int) -> list[Any]:
+    """So many, with different keys where there are keys."""
+    made = [copy.deepcopy(sample(schema["items"])) for _ in range(count)]
+    for number, item in enumerate(made):
+        for key in schema.get("x-kubernetes-list-map-keys", []):
+            item[key] = f"a{number}"
+    return made
+
+
+def concrete(path: str) -> str:
+    """As the API server writes it."""
+    return path.replace("[]", "[0]").replace(".*", ".key")
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+Changes = Mapping[str, Any]
+"""path -> value; None = left out"""
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """Two manifests around a CEL rule; with `stored`, changes of that object."""
+
+    inside: Changes
+    outside: Changes
+    words: tuple[str, ...]
+    stored: Changes | None = None
+    stored_outside: Changes | None = None
+    """where the refused one changes another object"""
+
+
+def _never_changes(path: str, field: str, value: Any) -> RuleCase:
+    words = (path, f"{path.removeprefix('spec.')} never changes; make a new TrainingJob")
+    return RuleCase({"spec.lifecycle.maxRestarts": 1}, {field: value}, words, stored={})
+
+
+def _one_of(path: str, inside: Changes, outside: Changes, found: str) -> RuleCase:
+    return RuleCase(inside, outside, (path, "exactly one of", f"found {found}"))
+
+
+RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
+    (TRAINING_JOB.kind, "", 0): RuleCase(
+        {"metadata.name": "n" * MAX_NAME_LENGTH},
+        {"metadata.name": "n" * (MAX_NAME_LENGTH + 1)},
+        ("metadata.name", "n" * (MAX_NAME_LENGTH + 1), f"has {MAX_NAME_LENGTH + 1} characters", f"{MAX_NAME_LENGTH}"),
+    ),
+    (TRAINING_JOB.kind, "spec", 0): RuleCase(
+        {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},
+        {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},
+        ("spec", '["memory", "spill"] cannot change while suspend is false', "set suspend: true first"),
+        stored={"spec.suspend": True},
+        stored_outside={},
+    ),
+    (TRAINING_JOB.kind, "spec", 1): RuleCase(
+        {"spec.training.globalBatchSize": 24, "spec.training.microBatchSize": 2, "spec.parallelism.nodes": 3},
+        {"spec.training.globalBatchSize": 20, "spec.training.microBatchSize": 2, "spec.parallelism.nodes": 3},
+        ("spec.training.globalBatchSize", "20 must be a multiple of microBatchSize x nodes x devicesPerNode (6)"),
+    ),
+    (TRAINING_JOB.kind, "spec.model", 0): _never_changes("spec.model", "spec.model.config.vocabSize", 1024),
+    (TRAINING_JOB.kind, "spec.model", 1): _one_of(
+        "spec.model", {}, {"spec.model": {"config": SPECS["TrainingJob"]["model"]["config"], "entrypoint": "a:b"}},
+        '["config", "entrypoint"]',
+    ),
+    (TRAINING_JOB.kind, "spec.model.config", 0): RuleCase(
+        {"spec.model.config.numHeads": 8},
+        {"spec.model.config.numHeads": 3},
+        ("spec.model.config.numHeads", "3 must divide hiddenSize (1024)"),
+    ),
+    (TRAINING_JOB.kind, "spec.model.config", 1): RuleCase(
+        {"spec.model.config.numHeads": 8, "spec.model.config.numKeyValueHeads": 2},
+        {"spec.model.config.numHeads": 8, "spec.model.config.numKeyValueHeads": 3},
+        ("spec.model.config.numKeyValueHeads", "3 must divide numHeads (8)"),
+    ),
+    (TRAINING_JOB.kind, "spec.model.source", 0): _one_of(
+        "spec.model.source", {"spec.model": {"source": {"claim": "models"}}}, {"spec.model": {"source": {}}}, "[]"
+    ),
+    (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
+    (TRAINING_JOB.kind, "spec.data", 1): _one_of("spec.data", {}, {"spec.data": {}}, "[]"),
+    (TRAINING_JOB.kind, "spec.data.text", 0): _one_of(
+        "spec.data.text",
+        {"spec.data": {"text": {"path": "/data"}}},
+        {"spec.data": {"text": {"path": "/data", "claim": "corpus"}}},
+        '["claim", "path"]',
+    ),
+    (TRAINING_JOB.kind, "spec.data.tokens", 0): _one_of(
+        "spec.data.tokens", {"spec.data": {"tokens": {"path": "/data"}}}, {"spec.data": {"tokens": {}}}, "[]"
+    ),
+    (TRAINING_JOB.kind, "spec.training", 0): _never_changes("spec.training", "spec.training.steps", 11),
+    (TRAINING_JOB.kind, "spec.training", 1): RuleCase(
+        {"spec.training.schedule.warmupSteps": 10},
+        {"spec.training.schedule.warmupSteps": 11},
+        ("spec.training.schedule.warmupSteps", "11 must be at most steps (10)"),
+    ),
+    (TRAINING_JOB.kind, "spec.parallelism", 0): _never_changes("spec.parallelism", "spec.parallelism.nodes", 2),
+    (TRAINING_JOB.kind, "spec.memory", 0): RuleCase(
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
+        {"spec.memory.mode": "Disabled"},
+        ("spec.memory.budget", "mode Disabled needs budget.host"),
+    ),
+    (TRAINING_JOB.kind, "spec.env[]", 0): _one_of(
+        "spec.env[0]",
+        {"spec.env": [{"name": "A", "value": "1"}]},
+        {"spec.env": [{"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
+        '["value", "valueFrom"]',
+    ),
+    (TRAINING_JOB.kind, "spec.managedBy", 0): RuleCase(
+        {"spec.lifecycle.maxRestarts": 1},
+        {"spec.managedBy": "another.test/operator"},
+        ("spec.managedBy", f"{NOBODY} never becomes another.test/operator"),
+        stored={},
+    ),
+    (MEMORY_PROFILE.kind, "spec.fingerprint", 0): RuleCase(
+        {"spec.count": 2},
+        {"spec.fingerprint": "fedcba9876543210"},
+        ("spec.fingerprint", "0123456789abcdef never becomes fedcba9876543210"),
+        stored={},
+    ),
+}  # fmt: skip
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CaseBuilder:
+    kind: Kind
+    schema: Schema = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.schema = schema_of(self.kind)
+
+    def build(self) -> Iterator[Case]:
+        nodes = dict(fields(self.schema))
+        for constraint in constraints(self.kind):
+            name = constraint.name
+            if name.startswith("rule "):
+                yield from self._rule(constraint, int(name.removeprefix("rule ")))
+            elif name.startswith("required "):
+                yield from self._required(constraint, nodes[constraint.path], name.removeprefix("required "))
+            else:
+                yield from self._edge(constraint, edge(nodes[constraint.path], name))
+
+    def _edge(self, constraint: Constraint, found: Edge) -> Iterator[Case]:
+        companions = COMPANIONS.get(constraint.path, {})
+        for value in found.inside:
+            yield Case(constraint, self.kind, True, self._changed({**companions, constraint.path: value}))
+        words = (concrete(constraint.path), *found.words)
+        outside = self._changed({**companions, constraint.path: found.outside})
+        yield Case(constraint, self.kind, False, outside, words)
+
+    def _required(self, constraint: Constraint, node: Schema, name: str) -> Iterator[Case]:
+        path = f"{constraint.path}.{name}".lstrip(".")
+        whole = self._changed({path: sample(node["properties"][name])} if path not in _GIVEN else {})
+        yield Case(constraint, self.kind, True, whole)
+        lacking = copy.deepcopy(whole)
+        holder = _at(lacking, _steps(constraint.path))
+        del holder[name]
+        yield Case(constraint, self.kind, False, lacking, (concrete(path), "Required value"))
+
+    def _rule(self, constraint: Constraint, number: int) -> Iterator[Case]:
+        case = RULE_CASES[self.kind.kind, constraint.path, number]
+        inside = self._stored(case.stored)
+        outside = inside if case.stored_outside is None else self._stored(case.stored_outside)
+        yield Case(constraint, self.kind, True, self._changed(case.inside, inside), stored=inside)
+        yield Case(constraint, self.kind, False, self._changed(case.outside, outside), case.words, outside)
+
+    def _stored(self, changes: Changes | None) -> Document | None:
+        if changes is None:
+            return None
+        own = {"spec.managedBy": NOBODY} if self.kind is TRAINING_JOB else {}
+        return self._changed({**own, **changes})
+
+    def _changed(self, changes: Changes, document: Document | None = None) -> Document:
+        made = manifest(self.kind) if document is None else document
+        for path, value in changes.items():
+            if path == "metadata.name":
+                made = {**made, "metadata": {"name": value}}
+            else:
+                made = with_field(made, self.schema, path, value)
+        return made
+
+
+_GIVEN = {
+    "spec", "spec.model", "spec.data", "spec.training", "spec.fingerprint", "spec.deviceKind",
+    *(f"spec.model.config.{name}" for name in SPECS["TrainingJob"]["model"]["config"]),
+    *(f"spec.training.{name}" for name in SPECS["TrainingJob"]["training"]),
+}  # fmt: skip
+"""fields of SPECS"""
+
+
+def _at(document: Document, steps: list[str]) -> Any:
+    found: Any = document
+    for step in steps:
+        found = found[{"[]": 0, "*": "key"}.get(step, step)]
+    return found
+
+
+def cases(kind: Kind) -> list[Case]:
+    return list(CaseBuilder(kind).build())
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+Request = Callable[[str, str, Document | None], tuple[int, Document]]
+"""method, path with query, body -> HTTP status, answer"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    accepted: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Server:
+    """An API server that has the CRDs, perhaps under another group than ours."""
+
+    request: Request
+    namespace: str
+    group: str = GROUP
+    stored: dict[str, Document] = field(default_factory=dict)
+    """what was created there, by its content: the only objects that are more than a dry run"""
+
+    def run(self, case: Case) -> Answer:
+        query = "dryRun=All&fieldValidation=Strict"
+        if case.in_status or case.stored is not None:
+            metadata = self._store(case.kind, case.stored or manifest(case.kind))["metadata"]
+            kept = {"name": metadata["name"], "resourceVersion": metadata["resourceVersion"]}
+            part = "/status" if case.in_status else ""
+            path = f"{self.path(case.kind)}/{metadata['name']}{part}?{query}"
+            code, answer = self.request("PUT", path, self._grouped({**case.manifest, "metadata": kept}))
+        else:
+            code, answer = self.request("POST", f"{self.path(case.kind)}?{query}", self._grouped(case.manifest))
+        return Answer(code in (200, 201), str(answer.get("message", "")))
+
+    def _store(self, kind: Kind, document: Document) -> Document:
+        """The object with this content, made when it is first needed."""
+        content = json.dumps(document, sort_keys=True)
+        if content not in self.stored:
+            named = {**document, "metadata": {"name": f"stored-{len(self.stored)}"}}
+            code, self.stored[content] = self.request("POST", self.path(kind), self._grouped(named))
+            assert code == 201, self.stored[content]
+        return self.stored[content]
+
+    def path(self, kind: Kind) -> str:
+        scope = f"/namespaces/{self.namespace}" if kind.scope == "Namespaced" else ""
+        return f"/apis/{self.group}/{VERSION}{scope}/{kind.plural}"
+
+    def definition(self, kind: Kind) -> Document:
+        """The CRD under this server's group."""
+        made = crd.definition(kind)
+        made["metadata"]["name"] = f"{kind.plural}.{self.group}"
+        made["spec"]["group"] = self.group
+        return made
+
+    def _grouped(self, document: Document) -> Document:
+        return {**document, "apiVersion": f"{self.group}/{VERSION}"}

@@ -1,0 +1,265 @@
+"""A small API server for tests: objects by path, watches, pages, label selectors, and planned failures.
+
+It keeps what the operator relies on: rising resourceVersions, 409 for a taken name, uid preconditions, status as a
+subresource, 410 for expired pages. It checks nothing else: the real one does, in tests/cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+Object = dict[str, Any]
+
+GROUPS = {
+    "/api/v1": ["configmaps", "services", "pods", "persistentvolumeclaims", "nodes", "namespaces", "events"],
+    "/apis/batch/v1": ["jobs"],
+    "/apis/spillway.dev/v1alpha1": ["trainingjobs", "nodeprofiles", "memoryprofiles"],
+    "/apis/events.k8s.io/v1": ["events"],
+    "/apis/apiextensions.k8s.io/v1": ["customresourcedefinitions"],
+    "/apis/authentication.k8s.io/v1": ["tokenreviews"],
+}
+KINDS = {
+    "configmaps": "ConfigMap", "services": "Service", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
+    "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
+    "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
+    "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
+}  # fmt: skip
+CLUSTER_SCOPED = ("nodes", "nodeprofiles", "namespaces", "customresourcedefinitions", "tokenreviews")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The answer to the next request that matches, instead of what would be done."""
+
+    method: str
+    path: str
+    """a part of it"""
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    message: str = "planned"
+    after: bool = False
+    """do it first, then answer with the failure: the client does not learn that it worked"""
+
+
+@dataclass(slots=True)
+class FakeApi:
+    """`requests` holds (method, path) of all that arrived, in order."""
+
+    objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
+    """(plural, namespace, name) -> object"""
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    review: Callable[[str], Object] = lambda _token: {"authenticated": False}
+    """status of the TokenReview of a token"""
+    delay_seconds: float = 0.0
+    deaf: bool = False
+    """watches stay open and report nothing"""
+    status_defaults: Object = field(default_factory=dict)
+    """what the server adds to every status that is written, as defaults of a schema would"""
+    url: str = ""
+    bodies: list[Any] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
+    _versions: Any = field(default_factory=lambda: itertools.count(1000))
+    _watchers: list[tuple[str, str, dict[str, str], asyncio.Queue[Object]]] = field(default_factory=list)
+
+    # --- what a test does ---
+
+    def put(self, plural: str, found: Object, *, tell: bool = True) -> Object:
+        """Create or replace an object, as somebody else would."""
+        metadata = found.setdefault("metadata", {})
+        namespace = "" if plural in CLUSTER_SCOPED else metadata.setdefault("namespace", "team")
+        known = self.objects.get((plural, namespace, metadata["name"]))
+        metadata.setdefault("uid", known["metadata"]["uid"] if known else f"uid-{metadata['name']}")
+        metadata.setdefault("generation", 1)
+        metadata.setdefault("creationTimestamp", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        metadata["resourceVersion"] = str(next(self._versions))
+        found.setdefault("kind", KINDS[plural])
+        self.objects[plural, namespace, metadata["name"]] = found
+        if tell:
+            self._tell("ADDED" if known is None else "MODIFIED", plural, found)
+        return found
+
+    def remove(self, plural: str, namespace: str, name: str, *, tell: bool = True) -> None:
+        gone = self.objects.pop((plural, namespace, name))
+        gone = {**gone, "metadata": {**gone["metadata"], "resourceVersion": str(next(self._versions))}}
+        if tell:
+            self._tell("DELETED", plural, gone)
+
+    def get(self, plural: str, name: str, namespace: str = "team") -> Object:
+        return self.objects[plural, namespace, name]
+
+    def fail(self, method: str, path: str, status: int, *, times: int = 1, after: bool = False, **headers: str) -> None:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.failures += [Failure(method, path, status, named, after=after)] * times
+
+    def end_watches(self) -> None:
+        """As a restart of the server would."""
+        for _, _, _, news in self._watchers:
+            news.put_nowait({})
+
+    def count(self, method: str, part: str = "") -> int:
+        return sum(1 for seen, path in self.requests if seen == method and part in path)
+
+    @property
+    def writes(self) -> list[tuple[str, str]]:
+        return [(method, path) for method, path in self.requests if method != "GET" and "tokenreviews" not in path]
+
+    @asynccontextmanager
+    async def running(self, port: int = 0) -> AsyncIterator[FakeApi]:
+        application = web.Application(client_max_size=4 << 20)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    # --- what it answers ---
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        self.requests.append((request.method, path))
+        self.authorizations.append(request.headers.get("Authorization", ""))
+        await asyncio.sleep(self.delay_seconds)
+        failure = next((f for f in self.failures if f.method == request.method and f.path in path), None)
+        if failure is not None:
+            self.failures.remove(failure)
+            if not failure.after:
+                return _status(failure.status, failure.message, failure.headers)
+        response = await self._do(request)
+        return _status(failure.status, failure.message, failure.headers) if failure is not None else response
+
+    async def _do(self, request: web.Request) -> web.StreamResponse:  # noqa: PLR0911 - one line per kind of request
+        path = request.path
+        if path == "/api":
+            return web.json_response({"versions": ["v1"]})
+        if path == "/apis":
+            return web.json_response({"groups": _groups()})
+        if path in GROUPS:
+            return web.json_response({"resources": _resources(path)})
+        prefix = next((prefix for prefix in GROUPS if path.startswith(prefix + "/")), None)
+        if prefix is None:
+            return _status(404, "no such path")
+        parts = path.removeprefix(prefix + "/").split("/")
+        namespace = parts[1] if parts[0] == "namespaces" and len(parts) > 2 else ""
+        plural, *rest = parts[2:] if namespace else parts
+        if request.method == "GET" and not rest:
+            watching = request.query.get("watch") in ("true", "1")
+            return await self._watch(request, plural, namespace) if watching else self._list(request, plural, namespace)
+        body = json.loads(await request.read() or b"{}")
+        self.bodies.append(body)
+        if plural == "tokenreviews":
+            return web.json_response({"status": self.review(body["spec"]["token"])}, status=201)
+        if request.method == "POST":
+            return self._create(plural, namespace, body)
+        return self._one(request.method, plural, namespace, rest, body)
+
+    def _create(self, plural: str, namespace: str, body: Object) -> web.Response:
+        name = body["metadata"]["name"]
+        if (plural, namespace, name) in self.objects:
+            return _status(409, f'{plural} "{name}" already exists', reason="AlreadyExists")
+        body["metadata"]["uid"] = f"uid-{name}-{next(self._versions)}"
+        body["metadata"]["namespace"] = namespace
+        return web.json_response(self.put(plural, body), status=201)
+
+    def _one(self, method: str, plural: str, namespace: str, rest: list[str], body: Object) -> web.Response:
+        found = self.objects.get((plural, namespace, rest[0]))
+        if found is None and method == "PATCH" and len(rest) == 1:  # server-side apply creates
+            return self._create(plural, namespace, body)
+        if found is None:
+            return _status(404, f'{plural} "{rest[0]}" not found', reason="NotFound")
+        if method == "GET":
+            return web.json_response(found)
+        wanted = (body.get("preconditions") or body.get("metadata") or {}).get("uid")
+        if wanted is not None and wanted != found["metadata"]["uid"]:
+            return _status(409, "the uid differs", reason="Conflict")
+        if method == "DELETE":
+            self.remove(plural, namespace, rest[0])
+            return web.json_response({"status": "Success"})
+        changed = {**found, "metadata": dict(found["metadata"])}
+        part = "status" if rest[1:] == ["status"] else "spec"
+        changed[part] = body.get(part)
+        if part == "status":
+            changed[part] = self.status_defaults | changed[part]
+        return web.json_response(self.put(plural, changed))
+
+    def _selected(self, plural: str, namespace: str, query: dict[str, str]) -> list[Object]:
+        return [
+            found
+            for (kind, where, _), found in sorted(self.objects.items())
+            if kind == plural and namespace in ("", where) and _matches(found, query)
+        ]
+
+    def _list(self, request: web.Request, plural: str, namespace: str) -> web.Response:
+        found = self._selected(plural, namespace, dict(request.query))
+        start, limit = int(request.query.get("continue", "0")), int(request.query.get("limit", "0") or 0)
+        end = start + limit if limit else len(found)
+        metadata = {"resourceVersion": str(next(self._versions))}
+        if end < len(found):
+            metadata["continue"] = str(end)
+        return web.json_response({"metadata": metadata, "items": found[start:end]})
+
+    async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        news: asyncio.Queue[Object] = asyncio.Queue()
+        entry = (plural, namespace, dict(request.query), news)
+        self._watchers.append(entry)
+        try:
+            while event := await news.get():
+                await response.write(json.dumps(event).encode() + b"\n")
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            return response
+        finally:
+            self._watchers.remove(entry)
+
+    def _tell(self, event: str, plural: str, found: Object) -> None:
+        if self.deaf:
+            return
+        for kind, namespace, query, news in self._watchers:
+            if kind == plural and namespace in ("", found["metadata"].get("namespace")) and _matches(found, query):
+                news.put_nowait({"type": event, "object": found})
+
+
+def _matches(found: Object, query: dict[str, str]) -> bool:
+    labels = found["metadata"].get("labels") or {}
+    wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
+    return all(labels.get(name) == value for name, value in wanted.items())
+
+
+def _status(code: int, message: str, headers: dict[str, str] | None = None, reason: str = "") -> web.Response:
+    return web.json_response(
+        {"kind": "Status", "code": code, "message": message, "reason": reason}, status=code, headers=headers
+    )
+
+
+def _groups() -> list[Object]:
+    named = [path.removeprefix("/apis/").split("/") for path in GROUPS if path.startswith("/apis/")]
+    return [
+        {"name": group, "versions": [{"version": version}], "preferredVersion": {"version": version}}
+        for group, version in named
+    ]
+
+
+def _resources(path: str) -> list[Object]:
+    return [
+        {
+            "name": plural, "singularName": plural.removesuffix("s"), "kind": KINDS[plural],
+            "namespaced": plural not in CLUSTER_SCOPED, "verbs": ["get", "list", "watch", "create", "patch", "delete"],
+        }
+        for plural in GROUPS[path]
+    ]  # fmt: skip

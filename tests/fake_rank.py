@@ -1,0 +1,72 @@
+"""A rank without a model: does what DIRECTORY/script.json says for its rank, after every rank has begun.
+
+    python fake_rank.py DIRECTORY        {"0": {"wait": "SIGTERM", "end": 75}, "1": {"end": "SIGKILL"}}
+
+`wait`: "SIGTERM" (for it), "for ever" (SIGTERM is ignored), seconds. `end`: an exit code or a signal's name.
+`say`: its termination message. `print`: a line for its output. `orphan`: leave a process without a parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = "started-{}"
+
+
+def main() -> None:
+    directory, rank = Path(sys.argv[1]), os.environ["RANK"]
+    script: dict[str, Any] = json.loads((directory / "script.json").read_text())
+    mine = script.get(rank, {})
+    if mine.get("wait") == "SIGTERM":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if mine.get("wait") == "for ever":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "print" in mine:
+        print(mine["print"], flush=True)
+    if mine.get("orphan"):
+        leave_an_orphan()
+    begin(directory, rank, len(script))
+    wait(mine.get("wait", 0.0))
+    if "say" in mine:
+        Path(os.environ["SPILLWAY_TERMINATION_PATH"]).write_text(json.dumps(mine["say"]))
+    end = mine.get("end", 0)
+    if isinstance(end, str):
+        os.kill(os.getpid(), signal.Signals[end])
+    sys.exit(end)
+
+
+def begin(directory: Path, rank: str, num_ranks: int) -> None:
+    """Tell what it was started with, whole or not at all, and wait for the other ranks' word."""
+    told = directory / f".{rank}"
+    told.write_text(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}))
+    told.rename(directory / STARTED.format(rank))
+    while not all((directory / STARTED.format(one)).exists() for one in range(num_ranks)):
+        time.sleep(0.01)
+
+
+def leave_an_orphan() -> None:
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            time.sleep(0.1)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def wait(what: str | float) -> None:
+    if what == "SIGTERM":
+        signal.sigwait({signal.SIGTERM})
+    elif what == "for ever":
+        time.sleep(600)
+    else:
+        time.sleep(float(what))
+
+
+if __name__ == "__main__":
+    main()

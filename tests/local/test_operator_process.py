@@ -1,0 +1,239 @@
+"""The operator as a process, on a fake API server: start, probes, stop, death of a part, and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from fake_api import FakeApi
+from job_documents import document
+
+from spillway_operator.health import LoopLag
+from spillway_operator.settings import Settings, variable
+
+MOST_RESIDENT_BYTES = 120 * 1024**2
+"""of the operator with NUM_JOBS jobs under way"""
+NUM_JOBS = 100
+PATIENCE_SECONDS = 60.0
+"""a loaded machine starts slowly"""
+
+
+@dataclass
+class Running:
+    api: FakeApi
+    process: asyncio.subprocess.Process
+    log: Path
+    health_url: str = ""
+
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.get(self.health_url + path) as response:
+            return response.status, await response.text()
+
+    async def until(self, holds: Callable[[], bool | Awaitable[bool]]) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                found = holds()
+                if found if isinstance(found, bool) else await found:
+                    return
+                assert self.process.returncode is None, self.log.read_text()
+                await asyncio.sleep(0.05)
+
+    async def ready(self) -> bool:
+        try:
+            return (await self.get("/readyz"))[0] == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await self.process.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@asynccontextmanager
+async def operator(api: FakeApi, folder: Path, **settings: str) -> AsyncIterator[Running]:
+    kubeconfig = folder / "kubeconfig"
+    named = [{"name": "test", "cluster": {"server": api.url}}]
+    context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
+    user = {"name": "test", "user": {"token": "secret"}}
+    kubeconfig.write_text(
+        yaml.safe_dump({"clusters": named, "contexts": [context], "users": [user], "current-context": "test"})
+    )
+    known = {variable(name) for name in Settings.model_fields}
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    environment |= {"SPILLWAY_TRAINER_IMAGE": "trainer:1", "SPILLWAY_HEALTH_PORT": str(port)} | settings
+    log = folder / "log"
+    with log.open("w") as lines:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "spillway_operator", "--kubeconfig", str(kubeconfig), env=environment, stderr=lines
+        )
+        try:
+            yield Running(api, process, log, f"http://127.0.0.1:{port}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def put_jobs(api: FakeApi, numbers: range) -> None:
+    for number in numbers:
+        api.put("trainingjobs", document() | {"metadata": {"name": f"job-{number}"}})
+
+
+def count(api: FakeApi, plural: str) -> int:
+    return sum(1 for kind, _, _ in api.objects if kind == plural)
+
+
+def all_started(api: FakeApi, expected: int) -> Callable[[], bool]:
+    def holds() -> bool:
+        jobs = [found for (kind, _, _), found in api.objects.items() if kind == "trainingjobs"]
+        return sum((job.get("status") or {}).get("state") == "Starting" for job in jobs) == expected
+
+    return holds
+
+
+def test_a_hundred_jobs_start_within_the_memory_that_is_promised_and_sigterm_ends_it_well(tmp_path: Path) -> None:
+    """Half of them are there at the start, half come by the watch."""
+
+    async def scenario() -> None:
+        async with FakeApi().running() as api:
+            put_jobs(api, range(NUM_JOBS // 2))
+            async with operator(api, tmp_path) as running:
+                await running.until(running.ready)
+                put_jobs(api, range(NUM_JOBS // 2, NUM_JOBS))
+                await running.until(all_started(api, NUM_JOBS))
+                assert count(api, "jobs") == count(api, "configmaps") == NUM_JOBS
+                assert running.resident_bytes() <= MOST_RESIDENT_BYTES
+                assert (await running.get("/healthz")) == (200, "ok")
+                assert f'spillway_operator_jobs{{state="Starting"}} {NUM_JOBS}.0' in (await running.get("/metrics"))[1]
+                assert await running.stop() == 0
+            for line in running.log.read_text().splitlines():
+                assert {"time", "level", "logger", "message"} <= json.loads(line).keys()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_writes_nothing_and_a_kill_doubles_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api:
+            put_jobs(api, range(20))
+            for kill_after in (5, 15, 25):
+                async with operator(api, tmp_path) as running:
+                    await running.until(lambda limit=kill_after: len(api.writes) >= limit)
+                    await running.stop(signal.SIGKILL)
+            async with operator(api, tmp_path) as running:
+                await running.until(all_started(api, 20))
+                assert await running.stop() == 0
+            assert count(api, "jobs") == count(api, "configmaps") == 20
+            api.requests.clear()
+            async with operator(api, tmp_path, SPILLWAY_RELIST_SECONDS="1") as running:
+                await running.until(running.ready)
+                await running.until(lambda: api.count("GET", "/apis/batch/v1/jobs") >= 4)
+                assert await running.stop() == 0
+            assert api.writes == []
+
+    asyncio.run(scenario())
+
+
+def test_without_the_crds_it_says_so_and_waits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api:
+            api.fail("GET", "/apis/spillway.dev/v1alpha1", 404)
+            async with operator(api, tmp_path) as running:
+                await running.until(lambda: "planned" in running.log.read_text())
+                assert (await running.get("/readyz"))[0] == 503
+                assert (await running.get("/healthz"))[0] == 200
+                await running.until(running.ready)
+                assert await running.stop() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_that_dies_ends_the_process_with_a_line_that_names_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api:
+            async with operator(api, tmp_path) as running:
+                await running.until(running.ready)
+                api.fail("GET", "trainingjobs", 404, times=100)
+                api.end_watches()
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    assert await running.process.wait() == 1
+            last = json.loads(running.log.read_text().splitlines()[-1])
+            assert last["level"] == "CRITICAL"
+            assert "watches ended" in last["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_that_hears_nothing_fails_liveness(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api, operator(api, tmp_path, SPILLWAY_RELIST_SECONDS="1") as running:
+            await running.until(running.ready)
+            api.deaf = True
+
+            async def is_dead() -> bool:
+                put_jobs(api, range(count(api, "trainingjobs"), count(api, "trainingjobs") + 1))
+                await asyncio.sleep(0.5)
+                return (await running.get("/healthz"))[0] == 503
+
+            await running.until(is_dead)
+            assert "watch" in (await running.get("/healthz"))[1]
+            assert count(api, "jobs") > 0  # complete lists keep it working meanwhile
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"SPILLWAY_WORKERS": "many"}, "SPILLWAY_WORKERS"),
+        ({"SPILLWAY_TRAINER_IMAGE": ""}, "SPILLWAY_TRAINER_IMAGE is not set"),
+    ],
+)
+def test_wrong_settings_are_exit_code_64_and_a_sentence(
+    tmp_path: Path, settings: dict[str, str], sentence: str
+) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api, operator(api, tmp_path, **settings) as running:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert await running.process.wait() == 64
+            assert sentence in running.log.read_text()
+            assert "Traceback" not in running.log.read_text()
+
+    asyncio.run(scenario())
+
+
+def test_the_longest_lag_of_the_last_minute_is_remembered_and_no_longer() -> None:
+    now = 0.0
+    lag = LoopLag(lambda: now)
+    for at, seconds in ((0.0, 0.5), (10.0, 31.0), (20.0, 0.2), (30.0, 0.1)):
+        now = at
+        lag.saw(seconds)
+    assert lag.longest == 31.0
+    now = 71.0
+    assert lag.longest == 0.2
+    now = 1000.0
+    assert lag.longest == 0.0

@@ -1,0 +1,193 @@
+"""Several ranks fail, stop and go on together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import local_runs
+import pytest
+import rank_runs
+
+from spillway.errors import ExitCode
+from spillway.job import JobFile
+from spillway_trainer.checkpoint_directory import choose_resume
+from spillway_trainer.checkpoint_manifest import Checkpoint
+
+CHANGES: Mapping[str, str] = {
+    "steps: 4": "steps: 24",
+    "checkpoint: {everySteps: 100}": "checkpoint: {everySteps: 6}",
+    "gradientReduce: bfloat16": "gradientReduce: float32",
+    "evaluation: {": "# {",
+}
+LOSS_TOLERANCE = 1e-5
+LONGEST_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run of two ranks that nobody interrupts."""
+
+    text: Path
+    corpus: Path
+    job: JobFile
+    losses: dict[int, float]
+    hashes: list[str]
+
+    def attempt(self, output: Path, epoch: int, world: int = 2) -> JobFile:
+        return rank_runs.job_file(output, self.text, self.corpus, epoch, world, CHANGES)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    root = tmp_path_factory.mktemp("reference")
+    text = local_runs.write_text(root / "text")
+    job = rank_runs.job_file(root / "run", text, root / "corpus", 1, 2, CHANGES)
+    rank_runs.complete(job, rank_runs.plan_for(job, "interleaved, mixed"))
+    return Reference(text, root / "corpus", job, rank_runs.losses(job), hashes(last_checkpoint(job)))
+
+
+def last_checkpoint(job: JobFile) -> Checkpoint:
+    found = choose_resume(Path(job.checkpoint_directory)).checkpoint
+    assert found is not None
+    return found
+
+
+def hashes(checkpoint: Checkpoint) -> list[str]:
+    return [entry.xxh3_128 for entry in checkpoint.manifest.files]
+
+
+def started_until(job: JobFile, reached: Callable[[], bool], placement: str | None = None) -> rank_runs.Started:
+    """Start all ranks and wait until the run has come there."""
+    started = rank_runs.start(job, rank_runs.plan_for(job, placement))
+    wait_until(started, reached)
+    return started
+
+
+def wait_until(started: rank_runs.Started, reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not reached():
+        assert time.monotonic() < deadline, [each.log for each in started.join()]
+        time.sleep(0.005)
+
+
+def at_step(job: JobFile, step: int) -> Callable[[], bool]:
+    return lambda: max(rank_runs.losses(job), default=0) >= step
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_rank_is_killed_the_others_follow_and_all_restart_from_the_checkpoint(
+    reference: Reference, tmp_path: Path, victim: int
+) -> None:
+    first = reference.attempt(tmp_path, epoch=1)
+    started = started_until(first, at_step(first, 8))
+    os.kill(started.pid(victim), signal.SIGKILL)
+    ended = started.join()
+    assert ended[victim].exit_code == -signal.SIGKILL
+    survivor = ended[1 - victim]
+    assert survivor.exit_code == 1, survivor.log
+    said = survivor.termination
+    assert (said["reason"], said["follower"], said["rank"]) == ("RankCrashed", True, 1 - victim)
+    assert "a rank was gone" in said["message"]
+    assert "Traceback" not in survivor.log
+    again = reference.attempt(tmp_path, epoch=2)
+    rank_runs.complete(again, rank_runs.plan_for(again, "all streamed, host"))
+    assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] >= 6
+    assert rank_runs.losses(again) == reference.losses
+    assert hashes(last_checkpoint(again)) == reference.hashes
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(reference: Reference, tmp_path: Path, told: int) -> None:
+    first = reference.attempt(tmp_path, epoch=1)
+    started = started_until(first, at_step(first, 2))
+    os.kill(started.pid(told), signal.SIGTERM)
+    ended = started.join()
+    assert [each.exit_code for each in ended] == [ExitCode.PREEMPTED] * 2, ended[1 - told].log
+    (saved,) = {each.termination["savedStep"] for each in ended}
+    assert last_checkpoint(first).manifest.state.step == saved < 24
+    again = reference.attempt(tmp_path, epoch=2)
+    rank_runs.complete(again, rank_runs.plan_for(again))
+    assert hashes(last_checkpoint(again)) == reference.hashes
+
+
+def test_the_number_of_ranks_may_change_with_every_attempt(reference: Reference, tmp_path: Path) -> None:
+    """2 -> 1 -> 2: the checkpoint and the order of samples know no ranks."""
+    for epoch, world in ((1, 2), (2, 1)):
+        job = reference.attempt(tmp_path, epoch, world)
+        started = started_until(job, at_step(job, 8 * epoch))
+        os.kill(started.pid(0), signal.SIGTERM)
+        assert {each.exit_code for each in started.join()} == {ExitCode.PREEMPTED}
+    last = reference.attempt(tmp_path, epoch=3)
+    rank_runs.complete(last, rank_runs.plan_for(last))
+    assert len({entry["resumed_from_step"] for entry in local_runs.events(tmp_path, "start")}) == 3
+    found = rank_runs.losses(last)
+    assert found.keys() == reference.losses.keys()
+    assert max(abs(found[step] - loss) / loss for step, loss in reference.losses.items()) <= LOSS_TOLERANCE
+
+
+def test_a_plan_that_only_one_rank_has_is_refused_by_all(reference: Reference, tmp_path: Path) -> None:
+    job = reference.attempt(tmp_path, epoch=1)
+    other = (job, rank_runs.plan_for(job, "half and half, NVMe"))
+    ended = rank_runs.start(job, rank_runs.plan_for(job), each={1: other}).join()
+    for each in ended:
+        assert each.exit_code == ExitCode.USER_ERROR, each.log
+        assert "plan.json" in each.termination["message"]
+        assert "on rank 1" in each.termination["message"]
+
+
+def test_what_rank_0_may_not_do_no_rank_does(reference: Reference, tmp_path: Path) -> None:
+    """A later epoch owns the run: rank 0 alone looks, and every rank ends as Fenced."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "epoch-5.json").write_bytes(
+        (Path(reference.job.checkpoint_directory) / "epoch-1.json").read_bytes()
+    )
+    job = reference.attempt(tmp_path, epoch=1)
+    ended = rank_runs.start(job, rank_runs.plan_for(job)).join()
+    assert [each.exit_code for each in ended] == [ExitCode.FENCED] * 2, ended[0].log
+    assert len({each.termination["message"] for each in ended}) == 1
+
+
+def test_a_checkpoint_that_rank_0_cannot_write_is_missed_by_all(reference: Reference, tmp_path: Path) -> None:
+    job = reference.attempt(tmp_path, epoch=1)
+    started = started_until(job, at_step(job, 1))
+    (tmp_path / "checkpoints" / "step-12.e1").mkdir()
+    assert [each.exit_code for each in started.join()] == [0, 0]
+    assert [entry["step"] for entry in local_runs.events(tmp_path, "checkpoint_missed")] == [12]
+    assert hashes(last_checkpoint(job)) == reference.hashes
+
+
+def test_rank_0_alone_writes_the_log_of_the_run(reference: Reference) -> None:
+    steps = [entry["step"] for entry in local_runs.events(Path(reference.job.output_directory), "step")]
+    assert steps == list(range(1, 25))
+
+
+def one_of_two(reference: Reference, output: Path, rank: int, **environment: str) -> rank_runs.Started:
+    """A rank whose peer never comes."""
+    job = reference.attempt(output, epoch=1)
+    started = rank_runs.start(job, rank_runs.plan_for(job), only=rank, **environment)
+    wait_until(started, rank_runs.log_path(job, rank).exists)
+    return started
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0")])
+def test_a_rank_that_never_comes_is_named(reference: Reference, tmp_path: Path, rank: int, missing: str) -> None:
+    (ended,) = one_of_two(reference, tmp_path, rank, SPILLWAY_RENDEZVOUS_SECONDS="0.5").join()
+    assert (ended.exit_code, ended.termination["follower"]) == (1, True), ended.log
+    assert f"for {missing}" in ended.termination["message"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_while_ranks_gather_ends_at_once(reference: Reference, tmp_path: Path, rank: int) -> None:
+    started = one_of_two(reference, tmp_path, rank)
+    time.sleep(0.5)
+    told = time.monotonic()
+    os.kill(started.pid(rank), signal.SIGTERM)
+    (ended,) = started.join()
+    assert ended.exit_code == ExitCode.PREEMPTED, json.dumps(ended.termination)
+    assert time.monotonic() - told < 5.0

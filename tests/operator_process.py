@@ -1,0 +1,78 @@
+"""The operator as a process of this machine, with the rights of the chart's ServiceAccount: for tests that kill it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_SECONDS = 30.0
+
+
+def write_kubeconfig(path: Path, server: str, authority: Path | None, token: str) -> Path:
+    """A kubeconfig for a bearer token; `authority` None for a plain HTTP proxy."""
+    cluster = {"server": server} | ({"certificate-authority": str(authority)} if authority else {})
+    content = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": cluster}],
+        "users": [{"name": "operator", "user": {"token": token}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "operator"}}],
+    }  # fmt: skip
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@dataclass(slots=True)
+class OperatorProcess:
+    process: subprocess.Popen[bytes]
+    log: Path
+    health_port: int
+
+    @classmethod
+    def start(cls, kubeconfig: Path, log: Path, health_port: int, environment: Mapping[str, str]) -> OperatorProcess:
+        given = {
+            "PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig), "SPILLWAY_HEALTH_PORT": str(health_port),
+            "SPILLWAY_PROGRESS_PORT": "0", "SPILLWAY_NODE_READER": "true", **environment,
+        }  # fmt: skip
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "spillway_operator"], env=given, stdout=output, stderr=subprocess.STDOUT
+            )
+        return cls(process, log, health_port)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the operator ended with {self.process.returncode}: {self.tail()}"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/readyz", timeout=1) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"the operator was not ready in {READY_SECONDS:.0f} s: {self.tail()}")
+
+    def kill(self) -> None:
+        """kill -9, by recorded id; nothing is flushed."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+    def resident_bytes(self) -> int:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no VmRSS")
+
+    def tail(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-2000:]

@@ -1,0 +1,143 @@
+"""Requests to the API server: what is repeated, what is raised, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_api import FakeApi
+from operator_parts import Counts, with_cluster
+
+from spillway_operator import api_client
+from spillway_operator.api_client import (
+    CONFIG_MAPS,
+    JOBS,
+    PAGE_SIZE,
+    TRAINING_JOBS,
+    ApiClient,
+    ApiError,
+    Conflict,
+    Expired,
+    NotFound,
+    Refused,
+    Unavailable,
+)
+
+
+def name_of(found: dict[str, dict[str, str]]) -> str:
+    return found["metadata"]["name"]
+
+
+def test_a_request_carries_the_token_and_is_counted_by_verb_resource_and_code() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, counts: Counts) -> None:
+        api.put("configmaps", {"metadata": {"name": "a"}})
+        assert name_of(await client.get(CONFIG_MAPS, "team", "a")) == "a"
+        with pytest.raises(NotFound):
+            await client.get(CONFIG_MAPS, "team", "b")
+        assert api.authorizations == ["Bearer secret", "Bearer secret"]
+        assert dict(counts) == {("get", "configmaps", 200): 1, ("get", "configmaps", 404): 1}
+
+    with_cluster(scenario)
+
+
+def test_429_is_repeated_after_the_time_that_the_server_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    asleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await asleep(0)
+
+    async def scenario(api: FakeApi, client: ApiClient, counts: Counts) -> None:
+        api.fail("POST", "configmaps", 429, Retry_After="3")
+        api.fail("POST", "configmaps", 429, Retry_After="3600")
+        monkeypatch.setattr(api_client.asyncio, "sleep", sleep)
+        await client.create(CONFIG_MAPS, "team", {"metadata": {"name": "a"}})
+        monkeypatch.undo()
+        assert [wait for wait in waits if wait] == [3.0, api_client.LONGEST_WAIT_SECONDS]
+        assert counts["create", "configmaps", 429] == 2
+        assert counts["create", "configmaps", 201] == 1
+
+    with_cluster(scenario)
+
+
+def test_429_for_ever_is_raised() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        api.fail("GET", "jobs", 429, times=api_client.MOST_TRIES, Retry_After="0")
+        with pytest.raises(Unavailable):
+            await client.get(JOBS, "team", "a")
+
+    with_cluster(scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (400, Refused),
+        (403, Refused),
+        (409, Conflict),
+        (422, Refused),
+        (500, Unavailable),
+        (503, Unavailable),
+        (401, Unavailable),
+    ],
+)
+def test_each_way_of_failing_has_its_class_and_the_servers_sentence(code: int, error: type[ApiError]) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        api.fail("POST", "jobs", code)
+        with pytest.raises(error, match=f"create /apis/batch/v1/namespaces/team/jobs: {code} .*planned"):
+            await client.create(JOBS, "team", {"metadata": {"name": "a"}})
+
+    with_cluster(scenario)
+
+
+def test_a_server_that_does_not_answer_is_unavailable_and_counted_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_client, "TIMEOUT_SECONDS", 0.05)
+
+    async def scenario(api: FakeApi, client: ApiClient, counts: Counts) -> None:
+        api.delay_seconds = 5.0
+        with pytest.raises(Unavailable, match="no answer TimeoutError"):
+            await client.get(JOBS, "team", "a")
+        assert counts["get", "jobs", 0] == 1
+
+    with_cluster(scenario)
+
+
+def test_an_answer_that_is_no_json_is_an_error_with_its_beginning() -> None:
+    with pytest.raises(Unavailable, match="<html>"):
+        api_client._checked("get /x", 502, b"<html>Bad gateway")
+
+
+def test_a_list_is_read_in_pages() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        for number in range(2 * PAGE_SIZE + 1):
+            api.put("trainingjobs", {"metadata": {"name": f"job-{number}"}})
+        found = await client.list(TRAINING_JOBS, "", name_of)
+        assert len(set(found.items)) == 2 * PAGE_SIZE + 1
+        assert api.count("GET", "trainingjobs") == 3
+        assert found.resource_version > 1000
+
+    with_cluster(scenario)
+
+
+def test_a_list_whose_pages_expire_begins_again() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        for number in range(PAGE_SIZE + 1):
+            api.put("trainingjobs", {"metadata": {"name": f"job-{number}"}})
+        api.fail("GET", "trainingjobs", 410)
+        found = await client.list(TRAINING_JOBS, "team", name_of)
+        assert len(found.items) == len(set(found.items)) == PAGE_SIZE + 1
+        api.fail("GET", "trainingjobs", 410, times=3)
+        with pytest.raises(Expired):
+            await client.list(TRAINING_JOBS, "team", name_of)
+
+    with_cluster(scenario)
+
+
+def test_a_list_can_be_selected_by_label() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        api.put("jobs", {"metadata": {"name": "ours", "labels": {"a": "b"}}})
+        api.put("jobs", {"metadata": {"name": "theirs"}})
+        assert (await client.list(JOBS, "", name_of, "a=b")).items == ("ours",)
+
+    with_cluster(scenario)

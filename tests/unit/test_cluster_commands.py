@@ -1,0 +1,423 @@
+"""`spillway submit`, `status` and `logs` against an API server of the standard library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_api_server import FakeApiServer, refusal
+from job_documents import TINY
+
+from spillway_cli import cluster, job_status, logs_command, status_command
+from spillway_cli.__main__ import run_app
+
+NOW = datetime(2026, 11, 21, 12, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApiServer]:
+    fake = FakeApiServer()
+    fake.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(status_command, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(logs_command, "POLL_SECONDS", 0.01)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def job(name: str = "tiny", namespace: str = "team-a", **status: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace, "creationTimestamp": "2026-11-21T12:00:00Z"}
+    return {"metadata": metadata, "spec": {"lifecycle": {"maxRestarts": 5}}, "status": status}
+
+
+def condition(type_: str, status: str, reason: str = "", message: str = "") -> dict[str, str]:
+    return {"type": type_, "status": status, "reason": reason, "message": message}
+
+
+def failed(reason: str) -> dict[str, Any]:
+    return {"state": "Failed", "conditions": [condition("Failed", "True", reason, "rank 1: why")]}
+
+
+RUNNING = {
+    "state": "Running",
+    "progress": {"step": 42, "steps": 100, "display": "42%", "loss": "5.549", "tokensPerSecond": "8.1k", "eta": "3m"},
+    "plan": {
+        "summary": "optimizer on host 60 %",
+        "nodes": ["node-b"],
+        "reason": "node-b has 12Gi more free host memory",
+        "bytes": {"device": "1Gi", "host": "2Gi"},
+    },
+    "memory": {"peak": {"device": "900Mi"}},
+    "attempts": {"total": 2, "restarts": 1, "lastReason": "RankCrashed"},
+    "checkpoint": {"step": 40, "epoch": 2, "path": "/checkpoints/tiny/step-40.e2", "time": "2026-11-21T12:04:00Z"},
+    "conditions": [
+        condition("Accepted", "True", "Valid"),
+        condition("MetricsAvailable", "False", "Stale", "no answer for 40 s"),
+        condition("Suspended", "False", "NotSuspended"),
+    ],
+}
+
+
+# --- finding the cluster ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["logs", "tiny"], ["status", "--context", "nowhere"]])
+def test_no_cluster_is_one_sentence(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert run_app(arguments) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("spillway: no cluster: ") and "--context" in line
+
+
+def test_a_cluster_that_does_not_answer_is_one_sentence(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.close()
+    assert run_app(["status"]) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no cluster answers at http://127.0.0.1" in line
+
+
+def test_the_namespace_is_the_contexts(server: FakeApiServer) -> None:
+    run_app(["status"])
+    run_app(["status", "--context", "there"])
+    run_app(["status", "-n", "mine"])
+    assert [path.split("/")[5] for _, path, *_ in server.requests] == ["team-a", "default", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (refusal(401, "Unauthorized", "Unauthorized"), "does not know you"),
+        (refusal(403, "Forbidden", "trainingjobs is forbidden"), "does not allow it: trainingjobs is forbidden"),
+        (refusal(404, "NotFound", "the server could not find the requested resource"), "install Spillway first"),
+        (refusal(500, "InternalError", "etcd is away"), "refused: etcd is away"),
+    ],
+)
+def test_what_the_server_refuses_is_a_sentence(
+    server: FakeApiServer, answer: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.refuses["GET"] = answer
+    assert run_app(["status"]) == 64
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"], ["submit", "/nonexistent.yaml"]])
+def test_the_kubernetes_client_is_imported_only_for_a_cluster(arguments: list[str]) -> None:
+    code = f"import sys; from spillway_cli.__main__ import run_app; run_app({arguments!r}); "
+    code += "sys.exit('kubernetes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_without_the_kubernetes_client_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.client.configuration", None)
+    assert run_app(["status"]) == 64
+    assert "pip install 'spillway[operator]'" in capsys.readouterr().err
+
+
+# --- submit -----------------------------------------------------------------------------------------------------------
+
+
+def test_submit_creates_what_the_user_wrote(
+    server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["submit", manifest]) == 0
+    created = server.jobs["team-a", "tiny"]
+    assert created["spec"] == TINY["spec"]
+    assert server.requests[0][2] == {"fieldManager": "spillway-cli", "fieldValidation": "Strict"}
+    captured = capsys.readouterr()
+    assert captured.out == "TrainingJob tiny created in namespace team-a\n"
+    assert "spillway status tiny -n team-a -w" in captured.err
+
+
+def test_a_wrong_job_never_reaches_the_cluster(
+    server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(json.dumps(TINY).replace('"steps": 100', '"steps": -1'))
+    assert run_app(["submit", str(tmp_path / "wrong.yaml")]) == 64
+    assert "spec.training.steps" in capsys.readouterr().err
+    assert server.requests == []
+
+
+def test_a_job_that_exists_is_refused_with_its_state(
+    server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    assert run_app(["submit", manifest]) == 64
+    assert "TrainingJob tiny exists in namespace team-a (Running)" in capsys.readouterr().err
+
+
+def test_what_the_server_refuses_is_said_field_by_field(
+    server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    causes = [
+        {"reason": "FieldValueInvalid", "field": "spec.training", "message": "schedule.warmupSteps must be at most"},
+        {"reason": "FieldValueForbidden", "field": "spec.image", "message": "not from this registry"},
+    ]
+    server.refuses["POST"] = refusal(422, "Invalid", "tiny is invalid", causes=causes)
+    assert run_app(["submit", manifest, "-o", "json"]) == 64
+    fields = json.loads(capsys.readouterr().out)["error"]["fields"]
+    assert [one["path"] for one in fields] == ["spec.training", "spec.image"]
+
+
+def test_dry_run_asks_the_server_and_creates_nothing(
+    server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["submit", manifest, "--dry-run", "-o", "name"]) == 0
+    assert server.requests[0][2]["dryRun"] == "All" and server.jobs == {}
+    assert capsys.readouterr().out == "trainingjob.spillway.dev/tiny\n"
+
+
+def test_two_namespaces_that_differ_are_refused(
+    server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {**TINY, "metadata": {"name": "tiny", "namespace": "mine"}}
+    (tmp_path / "job.yaml").write_text(json.dumps(named))
+    assert run_app(["submit", str(tmp_path / "job.yaml"), "-n", "other"]) == 64
+    assert run_app(["submit", str(tmp_path / "job.yaml")]) == 0
+    assert ("mine", "tiny") in server.jobs
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [({"state": "Complete", "conditions": [condition("Complete", "True")]}, 0), (failed("NonFinite"), 71)],
+)
+def test_submit_with_wait_ends_as_the_job_does(
+    server: FakeApiServer, manifest: str, ended: dict[str, Any], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = iter([{}, RUNNING, RUNNING, ended])
+
+    def move_on(path: str) -> None:
+        if ("team-a", "tiny") in server.jobs and path.endswith("/tiny"):
+            server.jobs["team-a", "tiny"]["status"] = next(looks)
+
+    server.before = move_on
+    assert run_app(["submit", manifest, "--wait"]) == code
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["tiny: created", "tiny: Running  step 42/100  42%  loss 5.549  eta 3m"]
+    assert said[2].startswith(f"tiny: {ended['state']}")
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_has_the_printer_columns_that_say_something(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.jobs["team-b", "new"] = job("new", "team-b")
+    assert run_app(["status", "-A"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:4] == ["NAMESPACE", "NAME", "STATE", "STEP"]
+    assert "BEST" not in heading and heading.split()[-1] == "AGE"
+    assert rows[0].split()[:3] == ["team-a", "tiny", "Running"]
+
+
+def test_no_jobs_is_said(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["status"]) == 0
+    assert capsys.readouterr().err == "no TrainingJob in team-a\n"
+
+
+def test_a_job_is_shown_with_what_a_person_wants(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    series = {"series": {"lastObservedTime": "2026-11-21T12:03:00Z"}, "type": "Normal", "reason": "Running"}
+    server.events = [series | {"message": "every pod runs"}]
+    assert run_app(["status", "tiny"]) == 0
+    text = capsys.readouterr().out
+    for wanted in (
+        "tiny in team-a: Running, attempt 2",
+        "step 42/100  42%  loss 5.549  eta 3m  8.1k tok/s",
+        "optimizer on host 60 %",
+        "node-b: node-b has 12Gi more free host memory",
+        "checkpoint step 40 at /checkpoints/tiny/step-40.e2",
+        "attempts   2, 1 of 5 restarts; the last one ended: RankCrashed",
+        "MetricsAvailable=False (Stale): no answer for 40 s",
+        "Running: every pod runs",
+    ):
+        assert wanted in text, wanted
+    assert "NotSuspended" not in text and "Accepted" not in text
+
+
+def test_a_job_that_nobody_looked_at_is_shown_too(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = {"metadata": {"name": "tiny", "namespace": "team-a"}, "spec": {}}
+    assert run_app(["status", "tiny"]) == 0
+    assert capsys.readouterr().out == "tiny in team-a: not looked at by the operator yet\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("DeviceOutOfMemory", 70), ("SpillIOError", 73), ("OOMKilled", 1), ("RankCrashed", 1)]
+)
+def test_status_of_a_failed_job_exits_with_the_reasons_code(
+    server: FakeApiServer, reason: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**failed(reason))
+    assert run_app(["status", "tiny"]) == code
+    assert f"Failed=True ({reason}): rank 1: why" in capsys.readouterr().out
+
+
+def test_status_of_a_job_that_restarts_is_fine(server: FakeApiServer) -> None:
+    server.jobs["team-a", "tiny"] = job(state="Restarting", conditions=[condition("Failed", "False", "NotFailed")])
+    assert run_app(["status", "tiny"]) == 0
+
+
+def test_a_job_that_is_not_there_is_a_sentence(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["status", "gone"]) == 64
+    assert "TrainingJob gone: there is none in namespace team-a" in capsys.readouterr().err
+
+
+def test_json_is_the_object_itself(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    assert run_app(["status", "tiny", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == server.jobs["team-a", "tiny"]
+
+
+def test_watching_shows_each_change_once_until_the_end(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = iter([RUNNING, RUNNING, RUNNING, failed("NonFinite")])
+    server.jobs["team-a", "tiny"] = job()
+
+    def move_on(path: str) -> None:
+        if path.endswith("/tiny"):
+            server.jobs["team-a", "tiny"]["status"] = next(looks)
+
+    server.before = move_on
+    assert run_app(["status", "tiny", "-w"]) == 71
+    assert capsys.readouterr().out.count("tiny in team-a") == 2
+
+
+@pytest.mark.parametrize("words", [["tiny", "-A"], ["-A", "-n", "x"], ["-w", "-o", "json"]])
+def test_options_that_exclude_each_other_are_refused(server: FakeApiServer, words: list[str]) -> None:
+    assert run_app(["status", *words]) == 64
+    assert server.requests == []
+
+
+def test_what_a_terminal_would_obey_is_not_printed(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = "\x1b[2J\x07evil"
+    status = RUNNING | {"state": bad, "conditions": [condition("Planned", "False", "NoNode", bad)]}
+    server.jobs["team-a", "tiny"] = job(**status)
+    run_app(["status", "tiny"])
+    run_app(["status"])
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("time", "shown"), [("2026-11-21T12:04:00Z", "1m00s"), ("2026-11-21T12:06:00Z", "0 s"), ("x", "?")]
+)
+def test_ages_are_for_people(time: str, shown: str) -> None:
+    assert job_status.age(time, NOW) == shown
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_those_of_the_newest_attempt(server: FakeApiServer, capfdbinary: Any) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Failed", ["old"])
+    server.add_pod("tiny-2-0", "tiny", 2, 0, "Running", ["new", "", "last"])
+    server.add_pod("other-3-0", "other", 3, 0, "Running", ["stranger"])
+    assert run_app(["logs", "tiny"]) == 0
+    assert capfdbinary.readouterr().out == b"new\n\nlast\n"
+    assert run_app(["logs", "tiny", "--attempt", "1"]) == 0
+    assert capfdbinary.readouterr().out == b"old\n"
+
+
+def test_lines_of_several_pods_carry_their_node(server: FakeApiServer, capfdbinary: Any) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-1", "tiny", 1, 1, "Running", ["b"])
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Running", ["a"])
+    assert run_app(["logs", "tiny"]) == 0
+    assert capfdbinary.readouterr().out == b"[node 0] a\n[node 1] b\n"
+    assert run_app(["logs", "tiny", "--rank-node", "1"]) == 0
+    assert capfdbinary.readouterr().out == b"b\n"
+
+
+def test_no_pod_is_a_sentence(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = job(state="Queued")
+    assert run_app(["logs", "tiny"]) == 64
+    assert "TrainingJob tiny (Queued): no pod is there" in capsys.readouterr().err
+
+
+def test_following_goes_on_through_a_restart_to_the_end(server: FakeApiServer, capfdbinary: Any) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Running", ["one"])
+    asked = {"tiny-1-0": 0, "tiny-2-0": 0}
+
+    def move_on(path: str) -> None:
+        """Each pod runs for two looks and says one line more; then the next attempt comes, then the end."""
+        name = path.rpartition("/")[2]
+        if name not in asked:
+            return
+        asked[name] += 1
+        if asked[name] == 3:
+            pod = next(pod for pod in server.pods if pod["metadata"]["name"] == name)
+            pod["status"]["phase"] = "Failed"
+            server.logs[name].append("its last line")
+            if name == "tiny-1-0":
+                server.add_pod("tiny-2-0", "tiny", 2, 0, "Pending", ["two"])
+                server.logs.pop("tiny-2-0")  # its container has not started
+            else:
+                server.jobs["team-a", "tiny"]["status"] = {"conditions": [condition("Complete", "True")]}
+        elif name == "tiny-2-0" and asked[name] == 2:
+            server.logs[name] = ["two"]
+
+    server.before = move_on
+    assert run_app(["logs", "tiny", "-f"]) == 0
+    captured = capfdbinary.readouterr()
+    assert captured.out == b"one\nits last line\ntwo\nits last line\n"
+    assert captured.err == b"attempt 1\nattempt 2\n"
+
+
+def test_a_broken_stream_is_taken_up_where_it_broke(server: FakeApiServer, capfdbinary: Any) -> None:
+    server.jobs["team-a", "tiny"] = job(conditions=[condition("Complete", "True")])
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Running", [f"line {number}" for number in range(9)])
+    server.breaks_logs_after = 4
+
+    def end(path: str) -> None:
+        if path.endswith("/log") and server.breaks_logs_after is None:
+            server.pods[0]["status"]["phase"] = "Succeeded"
+
+    server.before = end
+    assert run_app(["logs", "tiny", "-f"]) == 0
+    assert capfdbinary.readouterr().out.decode().splitlines() == [f"line {number}" for number in range(9)]
+
+
+def test_following_one_attempt_ends_with_it(server: FakeApiServer, capfdbinary: Any) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Failed", ["one"])
+    server.add_pod("tiny-2-0", "tiny", 2, 0, "Running", ["two"])
+    assert run_app(["logs", "tiny", "-f", "--attempt", "1"]) == 0
+    assert capfdbinary.readouterr().out == b"one\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Running", ["one", "two"])
+    code = "import sys; from spillway_cli.__main__ import main; sys.argv[1:] = ['logs', 'tiny', '-f']; main()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(20) == 0
+    assert b"Traceback" not in process.stderr.read()
+
+
+def test_paths_hold_any_name() -> None:
+    assert cluster.jobs_path("a/b", "c?d").endswith("/namespaces/a%2Fb/trainingjobs/c%3Fd")

@@ -1,0 +1,237 @@
+"""What was measured becomes figures to plan with: nodes as they are given, peaks only as far as they are plausible."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_documents import job
+
+from spillway.api import MemoryProfileSpec, NodeProfileSpec
+from spillway.hardware import NodeSpec, local_node, resolve_node
+from spillway.plan import MemoryPlan, Tier
+from spillway.planner import make_plan
+from spillway.profiles import (
+    evidence,
+    measured,
+    memory_fingerprint,
+    observed_peaks,
+    plausible,
+    profile_name,
+    profile_update,
+)
+from spillway.units import GIB, MIB
+
+NODE = local_node(4, 8 * GIB, 8 * GIB, 64 * GIB)
+NOW, LATER = "2026-11-21T14:00:00Z", "2026-11-21T15:00:00Z"
+SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host"}
+
+
+def plan(changes: dict[str, Any] | None = None, node: NodeSpec = NODE) -> MemoryPlan:
+    decided = make_plan(job(changes), node)
+    assert isinstance(decided, MemoryPlan), decided
+    return decided
+
+
+def fingerprint(changes: dict[str, Any] | None = None, node: NodeSpec = NODE) -> str:
+    return memory_fingerprint(job(changes).spec, plan(changes, node))
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def profile(**figures: Any) -> NodeProfileSpec:
+    return NodeProfileSpec.model_validate({"deviceKind": "Cpu", **figures})
+
+
+def test_what_a_profile_leaves_out_stays_as_it_is() -> None:
+    found = measured(profile(hostMemory="2Gi"), NODE)
+    changed = {field.name for field in fields(NodeSpec) if getattr(found, field.name) != getattr(NODE, field.name)}
+    assert changed == {"name", "host_bytes"}
+    assert found.host_bytes == 2 * GIB
+
+
+def test_every_figure_of_a_profile_reaches_the_node() -> None:
+    figures: dict[str, Any] = {
+        "numDevices": 3, "deviceMemory": "5Gi", "bfloat16FlopsPerSecond": "7e12", "float32FlopsPerSecond": "8e12",
+        "deviceBytesPerSecond": "9e11", "interconnectBytesPerSecond": "1.1e9", "networkBytesPerSecond": "1.2e9",
+        "numCores": 13, "hostMemory": "14Gi", "dramBytesPerSecond": "1.5e9", "cpuBytesPerSecond": "1.6e9",
+        "nvmeCapacity": "17Gi", "nvmeReadBytesPerSecond": "1.8e9", "nvmeWriteBytesPerSecond": "1.9e9",
+        "link": {"h2dBytesPerSecond": "2.1e9", "d2hBytesPerSecond": "2.2e9", "duplexEfficiency": "0.3",
+                 "devicesPerRootPort": 4},
+    }  # fmt: skip
+    found = measured(profile(**figures), resolve_node("cpu"))
+    assert found == NodeSpec(
+        name="cpu-measured", device_kind="Cpu", num_devices=3, device_bytes=5 * GIB, bfloat16_flops_per_second=7e12,
+        float32_flops_per_second=8e12, device_bytes_per_second=9e11, link=found.link,
+        interconnect_bytes_per_second=1.1e9, network_bytes_per_second=1.2e9, num_cores=13, host_bytes=14 * GIB,
+        dram_bytes_per_second=1.5e9, cpu_bytes_per_second=1.6e9, nvme_bytes=17 * GIB,
+        nvme_read_bytes_per_second=1.8e9, nvme_write_bytes_per_second=1.9e9,
+    )  # fmt: skip
+    link = found.link
+    assert (link.h2d_bytes_per_second, link.d2h_bytes_per_second) == (2.1e9, 2.2e9)
+    assert (link.duplex_efficiency, link.devices_per_root_port) == (0.3, 4)
+
+
+def test_a_profile_has_a_field_for_every_figure_of_a_node() -> None:
+    renamed = {"device_bytes": "device_memory", "host_bytes": "host_memory", "nvme_bytes": "nvme_capacity"}
+    figures = {renamed.get(field.name, field.name) for field in fields(NodeSpec)} - {"name"}
+    assert figures == set(NodeProfileSpec.model_fields) - {"source", "measured_time"}
+
+
+def test_rates_are_rounded_so_that_nodes_measured_alike_are_alike() -> None:
+    one, other = (measured(profile(dramBytesPerSecond=rate), NODE) for rate in ("50123456789", "49987654321"))
+    assert one == other
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec.model.config.numLayers": 5},
+        {"spec.model.config.dropout": "0.1"},
+        {"spec.model.precision.compute": "float32"},
+        {"spec.training.sequenceLength": 128},
+        {"spec.training.microBatchSize": 2},
+        {"spec.parallelism": {"nodes": 2, "strategy": "Ddp"}},
+        {"spec.memory.optimizer.placement": "Host"},
+        {"spec.memory.activations.policy": "Recompute"},
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
+    ],
+)
+def test_what_the_bytes_depend_on_changes_the_fingerprint(changes: dict[str, Any]) -> None:
+    assert fingerprint(changes) != fingerprint()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metadata.name": "another"},
+        {"spec.training.steps": 7},
+        {"spec.training.seed": 7},
+        {"spec.training.optimizer.learningRate": "1e-5"},
+        {"spec.lifecycle.maxRestarts": 7},
+        {"spec.memory.budget.device": "7Gi"},
+        {"spec.data": {"text": {"path": "/data"}}},
+    ],
+)
+def test_what_they_do_not_depend_on_does_not(changes: dict[str, Any]) -> None:
+    assert fingerprint(changes) == fingerprint()
+
+
+def test_faster_hardware_is_the_same_memory_and_another_kind_of_device_is_not() -> None:
+    assert fingerprint(node=local_node(2, 8 * GIB, 8 * GIB, 64 * GIB)) == fingerprint()
+    assert fingerprint(node=resolve_node("1xh100")) != fingerprint()
+
+
+def test_a_profile_is_named_after_model_and_fingerprint() -> None:
+    name = profile_name(job().spec, plan())
+    assert name == f"llama-5.05m-{fingerprint()}"
+    assert len(name) < 63
+
+
+# --- peaks ------------------------------------------------------------------------------------------------------------
+
+
+def update(
+    existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1", now: str = NOW
+) -> MemoryProfileSpec | None:
+    return profile_update(existing, job(SPILLED).spec, plan(SPILLED), peaks, attempt, now)
+
+
+def updated(existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1") -> MemoryProfileSpec:
+    found = update(existing, peaks, attempt)
+    assert found is not None
+    return found
+
+
+PLANNED = {tier.value: plan(SPILLED).bytes[tier].total for tier in Tier}
+
+
+def test_the_first_report_makes_the_profile() -> None:
+    found = updated(None, PLANNED)
+    assert found.fingerprint == fingerprint(SPILLED)
+    assert found.model == "llama, 5.05 M parameters, bfloat16"
+    assert observed_peaks(found) == PLANNED
+    assert (found.count, found.attempt, found.observed_time, found.clamped) == (1, "demo-1", NOW, False)
+
+
+def test_a_higher_peak_raises_and_a_lower_one_of_the_same_attempt_says_nothing() -> None:
+    first = updated(None, PLANNED)
+    higher = updated(first, {**PLANNED, "device": PLANNED["device"] + MIB})
+    assert observed_peaks(higher)["device"] == PLANNED["device"] + MIB
+    assert higher.count == 1
+    assert update(higher, {**PLANNED, "device": PLANNED["device"] - MIB}) is None
+    assert update(higher, {}) is None
+
+
+def test_the_same_report_is_written_once() -> None:
+    assert update(updated(None, PLANNED), PLANNED, now=LATER) is None
+
+
+def test_another_attempt_counts_and_its_peak_is_the_last_one() -> None:
+    second = updated(updated(None, PLANNED), {**PLANNED, "device": PLANNED["device"] - MIB}, "demo-2")
+    assert (second.count, second.attempt) == (2, "demo-2")
+    assert second.peaks.device is not None
+    assert (second.peaks.device.max, second.peaks.device.last) == (PLANNED["device"], PLANNED["device"] - MIB)
+
+
+@pytest.mark.parametrize(("factor", "believed"), [(0.01, 0.25), (0.25, 0.25), (1.0, 1.0), (4.0, 4.0), (100.0, 4.0)])
+def test_a_figure_far_from_its_prediction_is_cut_and_marked(factor: float, believed: float) -> None:
+    found = updated(None, {"host": int(factor * PLANNED["host"])})
+    assert observed_peaks(found)["host"] == pytest.approx(believed * PLANNED["host"], abs=1)
+    assert found.clamped == (factor != believed)
+
+
+def test_a_mark_stays() -> None:
+    marked = updated(None, {"host": 10**15})
+    assert updated(marked, PLANNED, "demo-2").clamped
+
+
+def test_a_tier_without_a_report_is_left_as_it_is() -> None:
+    first = updated(None, PLANNED)
+    assert observed_peaks(updated(first, {"host": PLANNED["host"]}, "demo-2")) == PLANNED
+    assert update(None, {}) is None
+    assert update(None, {"device": 0, "host": 0, "nvme": 0}) is None
+
+
+def test_bytes_in_a_tier_that_the_plan_does_not_use_are_not_believed() -> None:
+    assert profile_update(None, job().spec, plan(), {"nvme": 5}, "demo-1", NOW) is None
+
+
+@given(planned=st.integers(1, 2**50), reported=st.integers(0, 2**60))
+def test_what_is_believed_is_in_the_plausible_range(planned: int, reported: int) -> None:
+    believed = plausible(planned, reported)
+    assert int(0.25 * planned) <= believed <= int(4.0 * planned)
+    assert believed == reported or not 0.25 * planned <= reported <= 4.0 * planned
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.sampled_from(["demo-1", "demo-2"])), max_size=8))
+def test_the_largest_peak_never_falls_and_attempts_only_rise(reports: list[tuple[int, str]]) -> None:
+    known: MemoryProfileSpec | None = None
+    largest = count = 0
+    for peak, attempt in reports:
+        known = update(known, {"device": peak}, attempt) or known
+        if known is not None:
+            assert observed_peaks(known)["device"] >= largest
+            assert known.count >= count
+            largest, count = observed_peaks(known)["device"], known.count
+
+
+def test_a_profile_is_what_its_crd_allows() -> None:
+    document = updated(None, PLANNED).model_dump(mode="json", exclude_none=True)
+    assert MemoryProfileSpec.model_validate(document) == updated(None, PLANNED)
+    assert document["peaks"]["device"]["max"] == str(PLANNED["device"])
+    assert len(document["plan"]) <= 512
+
+
+def test_the_evidence_says_observed_and_planned() -> None:
+    found = evidence("llama-x", plan(SPILLED), {"device": 50 * MIB})
+    assert found.message.startswith("observed at most: device 50.0 MiB of ")
+    assert found.peak is not None
+    assert (found.profile, found.peak.device, found.peak.host) == ("llama-x", 50 * MIB, None)

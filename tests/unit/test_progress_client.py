@@ -1,0 +1,351 @@
+"""Rank 0 tells the operator how far it is: the newest figures, seldom, and training never notices.
+
+Against a server of the standard library; a test that needs a certificate makes one with openssl.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import local_runs
+import pytest
+
+from spillway.errors import UserError
+from spillway.job import JobFile
+from spillway.metrics import StepMetrics
+from spillway.plan import Tier
+from spillway.progress import ProgressReport
+from spillway_trainer import progress_client
+from spillway_trainer.progress_client import Endpoint, ProgressClient, endpoint
+
+PLAN = local_runs.spread_plan()
+PATIENCE_SECONDS = 10.0
+
+
+@dataclass
+class Operator:
+    """A progress endpoint that remembers what it was told."""
+
+    reports: list[ProgressReport] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    connections: int = 0
+    status: int = 200
+    epoch: int = 1
+    answers: threading.Event = field(default_factory=threading.Event)
+    drops_next: bool = False
+    """closes the kept connection without an answer"""
+    server: http.server.ThreadingHTTPServer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+        operator = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                operator.connections += 1
+                super().setup()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if operator.drops_next:
+                    operator.drops_next = False
+                    self.close_connection = True
+                    return
+                operator.tokens.append(self.headers["Authorization"])
+                operator.reports.append(ProgressReport.model_validate_json(body))
+                operator.answers.wait()
+                answer = json.dumps({"version": 1, "epoch": operator.epoch}).encode()
+                self.send_response(operator.status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server.server_address[1])
+
+    @property
+    def steps(self) -> list[int]:
+        return [report.spillway.step for report in self.reports if report.spillway]
+
+    def wait_for(self, num_reports: int) -> None:
+        wait_until(lambda: len(self.reports) >= num_reports)
+
+
+@pytest.fixture
+def operator() -> Iterator[Operator]:
+    made = Operator()
+    yield made
+    made.answers.set()
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 0.05)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def job(tmp_path: Path) -> JobFile:
+    return local_runs.job_file(tmp_path, tmp_path, tmp_path, epoch=1)
+
+
+@dataclass
+class Started:
+    client: ProgressClient
+    said: list[str]
+
+
+def start(operator: Operator, tmp_path: Path, token: Path | None = None, resumed_step: int = 0) -> Started:
+    said: list[str] = []
+    where = Endpoint(urlsplit(f"http://127.0.0.1:{operator.port}/progress"), token, None)
+    return Started(ProgressClient(where, job(tmp_path), PLAN, resumed_step, said.append), said)
+
+
+def step(number: int, **changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "step": number, "loss": 2.5, "learning_rate": 1e-3, "gradient_norm": 1.0, "clip_factor": 1.0, "tokens": 100,
+        "step_seconds": 0.5, "tier_peak_bytes": {"device": 12, "host": 22},
+    }  # fmt: skip
+    return StepMetrics(**values | changes)
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_beginning_and_end_are_told_at_once_and_nothing_between(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 600.0)
+    started = start(operator, tmp_path, resumed_step=3)
+    operator.wait_for(1)
+    for number in range(4, 9):
+        started.client.step(step(number))
+    time.sleep(0.1)
+    began = time.monotonic()
+    started.client.close()
+    assert time.monotonic() - began < 2.0
+    assert operator.steps == [3, 8]
+
+
+def test_the_newest_figures_win(operator: Operator, tmp_path: Path) -> None:
+    operator.answers.clear()
+    started = start(operator, tmp_path)
+    operator.wait_for(1)
+    for number in range(1, 8):
+        started.client.step(step(number))
+    operator.answers.set()
+    operator.wait_for(2)
+    assert operator.steps == [0, 7]
+    started.client.close()
+
+
+def test_nothing_new_is_not_told(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    operator.wait_for(1)
+    time.sleep(0.3)
+    assert operator.steps == [0]
+    started.client.close()
+
+
+def test_a_report_says_all_that_the_operator_shows(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    started.client.step(step(5, tier_peak_bytes={"device": 30, "host": 1}))
+    started.client.step(step(6))
+    started.client.evaluation(2.25)
+    started.client.checkpoint(6)
+    started.client.close()
+    report = operator.reports[-1]
+    assert report.spillway is not None
+    told = report.spillway
+    assert (told.epoch, told.step, told.steps, told.loss, told.tokens_per_second) == (1, 6, 12, 2.5, 200.0)
+    assert (told.peak.device, told.peak.host, told.budget.device) == (30, 22, PLAN.budget[Tier.DEVICE])
+    assert told.checkpoint is not None
+    assert told.checkpoint.path == str(tmp_path / "checkpoints" / "step-6.e1")
+    assert report.trainer_status.progress_percentage == 50
+    assert {one.name: one.value for one in report.trainer_status.metrics}["evaluation_loss"] == "2.25"
+
+
+def test_a_loss_that_is_not_finite_is_left_out(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    started.client.step(step(1, loss=float("nan"), gradient_norm=float("inf")))
+    started.client.close()
+    report = operator.reports[-1]
+    assert report.spillway is not None and report.spillway.loss is None
+    assert {one.name for one in report.trainer_status.metrics} == {"learning_rate", "tokens_per_second"}
+
+
+# --- connection, token ------------------------------------------------------------------------------------------------
+
+
+def test_one_connection_serves_many_posts(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    for number in range(1, 4):
+        started.client.step(step(number))
+        operator.wait_for(number + 1)
+    started.client.close()
+    assert operator.connections == 1
+
+
+def test_a_connection_that_was_dropped_is_opened_anew(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    operator.wait_for(1)
+    operator.drops_next = True
+    started.client.step(step(1))
+    operator.wait_for(2)
+    started.client.close()
+    assert (operator.connections, started.said) == (2, [])
+
+
+def test_the_token_is_read_at_each_post(operator: Operator, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("old\n")
+    started = start(operator, tmp_path, token)
+    operator.wait_for(1)
+    token.write_text("new\n")
+    started.client.step(step(1))
+    operator.wait_for(2)
+    started.client.close()
+    assert operator.tokens[:2] == ["Bearer old", "Bearer new"]
+
+
+def certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("skipped: no openssl to make a certificate with")
+    cert, key = directory / "ca.crt", directory / "tls.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=operator"]
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    return cert, key
+
+
+def test_the_operators_certificate_is_checked_against_the_given_authority(operator: Operator, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    operator.server.socket = context.wrap_socket(operator.server.socket, server_side=True)
+    (tmp_path / "token").write_text("secret")
+    variables = {
+        "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{operator.port}/progress",
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
+    }
+    said: list[str] = []
+    stranger = ProgressClient.from_environment(variables, job(tmp_path), PLAN, 0, said.append)
+    assert stranger is not None
+    stranger.close()
+    assert "CERTIFICATE_VERIFY_FAILED" in said[0] and operator.tokens == []
+    variables["KUBEFLOW_TRAINER_SERVER_CA_CERT"] = str(cert)
+    known = ProgressClient.from_environment(variables, job(tmp_path), PLAN, 0, said.append)
+    assert known is not None
+    known.close()
+    assert operator.tokens[0] == "Bearer secret" and len(said) == 1
+
+
+def test_without_an_operator_there_is_no_client(tmp_path: Path) -> None:
+    assert ProgressClient.from_environment({}, job(tmp_path), PLAN, 0, print) is None
+
+
+def test_the_last_figures_are_told_however_the_run_ends(operator: Operator, tmp_path: Path) -> None:
+    variables = {"KUBEFLOW_TRAINER_SERVER_URL": f"http://127.0.0.1:{operator.port}/progress"}
+
+    def train_until_it_breaks() -> None:
+        with progress_client.reporting(variables, job(tmp_path), PLAN, 0, print) as client:
+            assert client is not None
+            client.step(step(7))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_until_it_breaks()
+    assert operator.steps[-1] == 7
+
+
+@pytest.mark.parametrize("url", ["operator", "ftp://operator/x", "https:///progress", "http://operator/progress"])
+def test_a_url_that_would_lose_the_token_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="https"):
+        endpoint({"KUBEFLOW_TRAINER_SERVER_URL": url, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/token"})
+
+
+# --- an operator in trouble -------------------------------------------------------------------------------------------
+
+
+def test_a_lasting_problem_is_one_line_and_its_end_another(operator: Operator, tmp_path: Path) -> None:
+    operator.status = 503
+    started = start(operator, tmp_path)
+    operator.wait_for(4)
+    operator.status = 200
+    wait_until(lambda: len(started.said) == 2)
+    started.client.close()
+    assert started.said[0].startswith("progress is not delivered to http://") and "503" in started.said[0]
+    assert started.said[1] == "progress is delivered"
+
+
+def test_what_was_not_delivered_is_delivered_later_without_a_new_step(operator: Operator, tmp_path: Path) -> None:
+    operator.status = 503
+    started = start(operator, tmp_path)
+    started.client.step(step(9))
+    operator.wait_for(3)
+    operator.status = 200
+    wait_until(lambda: "progress is delivered" in started.said)
+    assert operator.steps[-1] == 9
+    started.client.close()
+
+
+def test_nobody_listening_costs_a_line(operator: Operator, tmp_path: Path) -> None:
+    operator.server.shutdown()
+    operator.server.server_close()
+    started = start(operator, tmp_path)
+    started.client.step(step(1))
+    started.client.close()
+    assert len(started.said) == 1 and "refused" in started.said[0]
+
+
+def test_an_operator_that_never_answers_does_not_delay_the_end(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_client, "END_SECONDS", 0.2)
+    operator.answers.clear()
+    started = start(operator, tmp_path)
+    began = time.monotonic()
+    for number in range(1, 1001):
+        started.client.step(step(number))
+    assert time.monotonic() - began < 1.0
+    started.client.close()
+    assert time.monotonic() - began < 3.0
+
+
+def test_a_newer_attempt_is_said_once(operator: Operator, tmp_path: Path) -> None:
+    operator.epoch = 4
+    started = start(operator, tmp_path)
+    operator.wait_for(1)
+    started.client.step(step(1))
+    operator.wait_for(2)
+    started.client.close()
+    assert started.said == ["the operator regards attempt 4 as the present one; this is 1"]

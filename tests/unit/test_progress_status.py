@@ -1,0 +1,136 @@
+"""What a progress report makes of the status: bounded, never backwards, readable."""
+
+from __future__ import annotations
+
+import pytest
+
+from spillway.progress import ProgressReport
+from spillway.status import CheckpointStatus, MemoryStatus, Progress
+from spillway_operator.progress_status import (
+    Reported,
+    at_the_end,
+    at_the_start,
+    duration,
+    percent,
+    short_bytes,
+    with_report,
+)
+
+NOTHING = Reported(None, None, None)
+NOW = "2026-11-21T10:00:00Z"
+GIB = 1 << 30
+
+
+def report(step: int = 42, epoch: int = 2, **more: object) -> ProgressReport:
+    own = {
+        "version": 1,
+        "epoch": epoch,
+        "step": step,
+        "steps": 100,
+        "stepSeconds": 2.0,
+        "tokensPerSecond": 1234.5,
+    } | more
+    return ProgressReport.model_validate({"spillway": own})
+
+
+def after(before: Reported, said: ProgressReport, attempt: int = 2) -> Reported:
+    return with_report(before, said, attempt, 100, NOW)
+
+
+def progress(found: Reported) -> Progress:
+    assert found.progress is not None
+    return found.progress
+
+
+def test_a_report_becomes_figures_for_people() -> None:
+    found = progress(after(NOTHING, report(loss=5.54912)))
+    assert (found.step, found.steps, found.display) == (42, 100, "42%")
+    assert (found.loss, found.tokens_per_second, found.eta) == ("5.549", "1234", "1m56s")
+    assert found.last_step_time == NOW
+
+
+def test_the_estimate_of_the_trainer_goes_before_ours() -> None:
+    said = ProgressReport.model_validate(
+        report().model_dump(by_alias=True) | {"trainerStatus": {"estimatedRemainingSeconds": 11520}}
+    )
+    assert progress(after(NOTHING, said)).eta == "3h12m"
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_report_of_another_attempt_changes_nothing(epoch: int) -> None:
+    before = Reported(Progress(step=7, steps=100), MemoryStatus(device="1Gi"), CheckpointStatus(step=5))
+    assert after(before, report(epoch=epoch)) is before
+
+
+def test_steps_never_go_back_within_an_attempt() -> None:
+    first = after(NOTHING, report(50))
+    assert progress(after(first, report(40))).step == 50
+
+
+def test_a_new_attempt_may_go_back_to_its_checkpoint() -> None:
+    first = after(NOTHING, report(50))
+    begun = Reported(at_the_start(first.progress, 100), first.memory, first.checkpoint)
+    assert progress(begun).step == 50 and progress(begun).last_step_time is None
+    assert progress(after(begun, report(40))).step == 40
+
+
+def test_steps_and_their_number_are_the_specs() -> None:
+    found = progress(after(NOTHING, report(10**9, steps=10**9)))
+    assert (found.step, found.steps, found.display) == (100, 100, "100%")
+
+
+def test_memory_shows_the_device_against_its_budget_and_what_is_outside() -> None:
+    said = report(peak={"device": 71 * GIB, "host": 3 * GIB, "nvme": GIB // 2}, budget={"device": 80 * GIB})
+    memory = after(NOTHING, said).memory
+    assert memory is not None
+    assert (memory.device, memory.spilled) == ("71Gi/80Gi", "3.5Gi")
+    assert memory.peak is not None and memory.peak.host == 3 * GIB
+
+
+def test_a_checkpoint_is_kept_until_a_newer_one_comes() -> None:
+    first = after(NOTHING, report(checkpoint={"step": 40, "epoch": 2, "path": "/checkpoints/step-40.e2", "time": 1.0}))
+    assert first.checkpoint == CheckpointStatus(
+        step=40, epoch=2, path="/checkpoints/step-40.e2", time="1970-01-01T00:00:01Z"
+    )
+    for older in ({"step": 39, "epoch": 2}, {"step": 90, "epoch": 1}, None):
+        assert after(first, report(checkpoint=older)).checkpoint == first.checkpoint
+
+
+def test_a_checkpoint_of_a_later_attempt_is_not_believed() -> None:
+    assert after(NOTHING, report(checkpoint={"step": 40, "epoch": 3})).checkpoint is None
+
+
+def test_a_script_that_knows_only_kubeflows_protocol_shows_its_percentage() -> None:
+    said = ProgressReport.model_validate(
+        {"trainerStatus": {"progressPercentage": 30, "estimatedRemainingSeconds": 75,
+                           "metrics": [{"name": "loss", "value": "1.2\n\x1b[31m"}]}}
+    )  # fmt: skip
+    found = progress(after(NOTHING, said))
+    assert (found.step, found.display, found.eta, found.loss) == (30, "30%", "1m15s", "1.2 [31m")
+
+
+def test_an_empty_report_changes_nothing() -> None:
+    assert after(NOTHING, ProgressReport()) == NOTHING
+
+
+def test_a_complete_job_shows_all_its_steps() -> None:
+    found = at_the_end(progress(after(NOTHING, report(98))), 100)
+    assert (found.step, found.display, found.eta, found.loss) == (100, "100%", "0s", "")
+
+
+def test_times_beyond_the_calendar_are_bounded() -> None:
+    assert progress(after(NOTHING, report(lastStepTime=9e10))).last_step_time is not None
+    assert progress(after(NOTHING, report(lastStepTime=1e11))).last_step_time is not None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0"), (1023, "1023"), (1536, "1.5Ki"), (71 * GIB, "71Gi"), (GIB, "1Gi"), (5 * (1 << 40), "5Ti")],
+)
+def test_bytes_are_short(num_bytes: int, shown: str) -> None:
+    assert short_bytes(num_bytes) == shown
+
+
+def test_durations_and_shares_are_readable() -> None:
+    assert [duration(seconds) for seconds in (0, 0.4, 59, 311, 11520)] == ["0s", "0s", "59s", "5m11s", "3h12m"]
+    assert [percent(0, 0), percent(1, 3)] == ["", "33%"]

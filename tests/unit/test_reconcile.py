@@ -1,0 +1,696 @@
+"""The life of a TrainingJob, decision by decision: first on the model of a cluster, then on single observations."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cluster_model import FACTS, GRACE, KEY, NAME, NAMESPACE, UID, Fault, World, place, termination, timestamp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job_documents import TINY, document
+
+from spillway.cluster_view import ClusterView
+from spillway.placement import Unplaceable
+from spillway.progress import ProgressReport
+from spillway.status import TrainingJobStatus
+from spillway_operator.observed import AttemptObject, Claim, Contract, Desired, JobObject, Observed, PodObject
+from spillway_operator.progress_outbox import Received
+from spillway_operator.reconcile import pause_seconds, reconcile
+
+# --- on the model of a cluster ----------------------------------------------------------------------------------------
+
+
+def rounds(world: World, count: int = 3, seconds: float = 2.0) -> None:
+    """The ordinary course: everybody acts, the watches deliver, the operator looks."""
+    for _ in range(count):
+        world.operator.deliver_all()
+        world.look()
+        world.control()
+        world.start_pods()
+        world.terminate_pods()
+        world.control()
+        world.advance(seconds)
+    world.operator.deliver_all()
+    world.look()
+
+
+def running(**more: Any) -> World:
+    world = World(**more)
+    rounds(world)
+    assert world.status["state"] == "Running"
+    return world
+
+
+def writes(world: World) -> list[str]:
+    return [f"{write.verb} {write.kind}" for write in world.server.writes]
+
+
+def fail(world: World, code: int, message: str = "the reason", rounds_after: int = 3, **more: Any) -> None:
+    world.end_pod(world.pods(world.attempts()[-1])[0], code, termination(code, message), **more)
+    rounds(world, rounds_after)
+
+
+def test_a_start_is_four_requests_and_the_end_one() -> None:
+    world = running()
+    assert writes(world) == ["create configmaps", "create jobs", "patch trainingjobs", "patch trainingjobs"]
+    for pod in world.pods():
+        world.end_pod(pod, 0)
+    rounds(world)
+    assert len(writes(world)) == 5
+    assert world.status["state"] == "Complete"
+    assert world.status["progress"]["display"] == "100%"
+    assert world.condition("Complete")["message"] == "100 steps in 1 attempt"
+
+
+def test_a_service_is_one_more_request() -> None:
+    assert writes(running(num_nodes=2)) == [
+        "create configmaps", "create services", "create jobs", "patch trainingjobs", "patch trainingjobs",
+    ]  # fmt: skip
+
+
+def test_a_retry_is_four_requests() -> None:
+    world = running()
+    before = len(writes(world))
+    fail(world, 1)
+    assert world.status["state"] == "Running"
+    assert writes(world)[before:] == ["create configmaps", "create jobs", "patch trainingjobs", "patch trainingjobs"]
+    assert world.status["attempts"] | {"startTime": "", "endTime": ""} == {
+        "total": 2, "ended": 1, "restarts": 1, "lastReason": "RankCrashed", "shortInARow": 1, "startTime": "",
+        "endTime": "",
+    }  # fmt: skip
+
+
+def test_nothing_is_written_in_a_steady_state_or_after_a_restart() -> None:
+    world = running(num_nodes=2)
+    before = len(writes(world))
+    for _ in range(10):
+        world.advance(60)
+        rounds(world, 1)
+        world.restart_operator()
+    assert len(writes(world)) == before
+
+
+@pytest.mark.parametrize("writes_before", range(4))
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_start_that_is_cut_short_anywhere_is_carried_on_as_it_was_decided(
+    writes_before: int, landed: bool, dies: bool
+) -> None:
+    world = World(num_nodes=2)
+    world.look(Fault(writes_before, landed, dies))
+    committed = world.server.get("configmaps", "demo-1")
+    before = None if committed is None else dict(committed["data"])
+    rounds(world)
+    assert world.status["state"] == "Running"
+    assert world.status["attempts"]["total"] == 1
+    after = world.server.get("configmaps", "demo-1")
+    assert after is not None and before in (None, after["data"])
+    reason = json.loads(after["data"]["decision.json"])["reason"]
+    assert world.status["plan"]["reason"] == reason
+    assert len(world.attempts()) == 1
+
+
+@pytest.mark.parametrize("writes_before", range(3))
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_retry_that_is_cut_short_anywhere_is_charged_once(writes_before: int, landed: bool) -> None:
+    world = running()
+    world.end_pod(world.pods()[0], 1, termination(1, "the reason"))
+    world.control()
+    world.control()
+    world.operator.deliver_all()
+    world.look(Fault(writes_before, landed, dies=True))
+    rounds(world)
+    assert world.status["state"] == "Running"
+    assert (world.status["attempts"]["total"], world.status["attempts"]["restarts"]) == (2, 1)
+    assert world.status["attempts"]["lastReason"] == "RankCrashed"
+
+
+@pytest.mark.parametrize("code", [64, 70, 71, 72, 76])
+def test_a_failure_that_would_only_repeat_ends_the_job_with_the_trainers_sentence(code: int) -> None:
+    world = running()
+    fail(world, code, "lower spec.memory.budget.device")
+    failed = world.condition("Failed")
+    assert failed["status"] == "True"
+    assert failed["reason"] == json.loads(termination(code, ""))["reason"]
+    assert "lower spec.memory.budget.device" in failed["message"]
+    assert world.condition("Stalled")["status"] == "True"
+    assert world.status["completionTime"]
+    assert len(world.attempts()) == 1
+
+
+def test_a_disruption_is_not_counted() -> None:
+    world = running(max_restarts=0)
+    world.delete_pod(world.pods()[0])
+    rounds(world, 4)
+    assert world.status["state"] == "Running"
+    assert (world.status["attempts"]["total"], world.status["attempts"]["restarts"]) == (2, 0)
+
+
+def test_restarts_end_with_their_budget() -> None:
+    world = running(max_restarts=1)
+    fail(world, 1)
+    fail(world, 1, "ValueError: again")
+    failed = world.condition("Failed")
+    assert (failed["status"], failed["reason"]) == ("True", "RankCrashed")
+    assert "lifecycle.maxRestarts = 1 is used up" in failed["message"]
+    assert "ValueError: again" in failed["message"]
+
+
+def test_short_attempts_in_a_row_make_the_pauses_longer_whatever_ended_them() -> None:
+    assert [pause_seconds(count) for count in (0, 1, 2, 3, 4, 10, 11, 10**6)] == [0, 0, 1, 2, 4, 256, 300, 300]
+    world = running()
+    for _ in range(200):
+        world.delete_pod(world.pods()[-1]) if world.pods() else None
+        rounds(world, 2, seconds=5)
+    assert world.status["attempts"]["total"] < 20
+
+
+def test_a_long_attempt_ends_the_row() -> None:
+    world = running()
+    fail(world, 1)
+    world.advance(700)
+    fail(world, 1)
+    assert world.status["attempts"]["shortInARow"] == 0
+
+
+def test_between_two_attempts_the_status_says_why() -> None:
+    world = running(max_restarts=5)
+    for _ in range(4):
+        fail(world, 1, "ValueError: again", rounds_after=1)
+        rounds(world, 1, seconds=0.1)
+        if world.status["state"] == "Restarting":
+            break
+        rounds(world)
+    assert world.status["state"] == "Restarting"
+    assert "ValueError: again" in world.condition("Running")["message"]
+    assert any(note.action == "Restart" and note.reason == "RankCrashed" for note in world.operator.notes)
+
+
+def test_a_job_that_somebody_deleted_is_followed_by_the_next_attempt() -> None:
+    world = running()
+    world.delete_attempt(world.attempts()[0], foreground=False)
+    rounds(world, 3)
+    assert world.status["attempts"]["lastReason"] == "JobDeleted"
+    assert world.status["attempts"]["total"] == 2
+    assert world.status["state"] == "Running"
+
+
+def test_the_next_attempt_waits_for_the_pods_of_the_last() -> None:
+    world = running()
+    world.delete_attempt(world.attempts()[0], foreground=False)
+    for _ in range(3):  # the garbage collector marks the pod; its kubelet takes its time
+        world.control()
+        world.operator.deliver_all()
+        world.look()
+        world.advance(5)
+    assert len(world.pods()) == 1 and not world.attempts()
+    rounds(world)
+    assert world.status["attempts"]["total"] == 2
+
+
+def test_the_pods_that_are_waited_for_are_those_of_the_attempt_that_is_gone() -> None:
+    """An earlier attempt's Job is still there, and its pods have ended long ago."""
+    world = running()
+    fail(world, 1)
+    world.delete_attempt(world.attempts()[-1], foreground=False)
+    world.control()
+    world.advance(5)
+    world.settle()
+    assert [pod["status"]["phase"] for pod in world.pods()] == ["Failed", "Running"]
+    assert len(world.attempts()) == 1
+    rounds(world)
+    assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-1", "demo-3"]
+
+
+def test_a_lost_node_is_given_up_after_the_grace_period() -> None:
+    world = running(num_nodes=2)
+    world.lose_node(world.pods()[1])
+    for _ in range(40):
+        rounds(world, 1, seconds=20)
+    assert world.status["attempts"]["total"] == 2
+    assert world.status["attempts"]["lastReason"] == "NodeLost"
+    assert world.status["attempts"]["restarts"] == 0
+    assert world.status["state"] == "Running"
+
+
+def test_suspend_stops_the_attempt_and_resume_begins_a_new_one() -> None:
+    world = running()
+    world.suspend(True)
+    world.operator.deliver_all()
+    world.look()
+    assert world.condition("Suspended")["reason"] == "Stopping"
+    assert world.status["state"] == "Running"
+    rounds(world)
+    assert world.status["state"] == "Suspended"
+    assert world.condition("Suspended")["status"] == "True"
+    assert not world.attempts() and not world.pods()
+    world.suspend(False)
+    rounds(world)
+    assert world.status["state"] == "Running"
+    assert world.status["attempts"]["total"] == 2
+    assert world.status["attempts"]["lastReason"] == "Suspended"
+    assert world.status["attempts"]["shortInARow"] == 0
+
+
+def test_what_was_decided_before_a_suspension_is_decided_anew() -> None:
+    world = World()
+    world.look(Fault(1, landed=False, dies=True))
+    assert world.server.get("configmaps", "demo-1") is not None and not world.attempts()
+    world.suspend(True)
+    rounds(world)
+    world.suspend(False)
+    rounds(world)
+    assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"]
+
+
+def test_a_contract_that_a_resumption_left_open_is_void_when_the_job_is_suspended_again() -> None:
+    world = World()
+    world.suspend(True)
+    rounds(world, 1)
+    world.suspend(False)
+    world.operator.deliver_all()
+    world.look(Fault(0, landed=True, dies=True))
+    assert world.server.get("configmaps", "demo-1") is not None
+    world.suspend(True)
+    rounds(world)
+    assert world.status["attempts"]["ended"] == 1
+    world.suspend(False)
+    rounds(world)
+    assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"]
+
+
+def test_a_job_that_begins_suspended_starts_nothing() -> None:
+    world = World()
+    world.suspend(True)
+    rounds(world)
+    assert world.status["state"] == "Suspended"
+    assert writes(world) == ["patch trainingjobs"]
+
+
+def test_a_queued_job_is_never_written_again() -> None:
+    world = World(queue="team-a")
+    rounds(world)
+    assert world.status["state"] == "Queued"
+    assert world.condition("QuotaReserved")["message"] == "waits for quota in the queue team-a"
+    world.admit(world.attempts()[0])
+    rounds(world)
+    assert world.status["state"] == "Running"
+    assert world.condition("QuotaReserved")["status"] == "True"
+    assert [write for write in writes(world) if "jobs" in write and "training" not in write] == ["create jobs"]
+
+
+def test_an_attempt_that_the_queue_takes_back_ends_and_the_next_one_queues() -> None:
+    world = World(queue="team-a", max_restarts=0)
+    rounds(world)
+    world.admit(world.attempts()[0])
+    rounds(world)
+    world.evict(world.attempts()[0])
+    rounds(world, 5)
+    assert world.status["state"] == "Queued"
+    assert (world.status["attempts"]["total"], world.status["attempts"]["lastReason"]) == (2, "Preempted")
+    (queued,) = world.attempts()
+    assert queued["metadata"]["name"] == "demo-2" and queued["spec"]["suspend"] is True
+
+
+@pytest.mark.parametrize("plural", ["configmaps", "jobs", "services"])
+def test_a_foreign_namesake_is_left_alone_and_named(plural: str) -> None:
+    world = World(num_nodes=2)
+    world.plant_foreign(plural, 1)
+    foreign = dict(world.server.objects[plural, "demo-1"])
+    rounds(world)
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "NameConflict")
+    assert (
+        f"{ {'configmaps': 'ConfigMap', 'jobs': 'Job', 'services': 'Service'}[plural] } demo-1" in accepted["message"]
+    )
+    assert world.server.objects[plural, "demo-1"] == foreign
+    assert not world.attempts()
+    world.remove_foreign()
+    world.advance(300)
+    rounds(world)
+    assert world.status["state"] == "Running"
+
+
+def test_a_refusal_of_the_api_server_is_shown_and_tried_again_ever_more_seldom() -> None:
+    world = World()
+    world.server.refuses = {"jobs"}
+    rounds(world, 1)
+    assert world.condition("Scheduled")["reason"] == "Refused"
+    assert "exceeded quota" in world.condition("Scheduled")["message"]
+    before = len(writes(world))
+    waits = []
+    for _ in range(8):
+        world.look()
+        assert world.operator.due is not None
+        waits.append(world.operator.due - world.server.now)
+        world.advance(waits[-1])
+    assert waits == sorted(waits) and waits[0] == 10 and waits[-1] == 300
+    assert len(writes(world)) == before
+    world.server.refuses = set()
+    rounds(world)
+    assert world.status["state"] == "Running" and world.status["attempts"]["total"] == 1
+
+
+def test_progress_reaches_the_status() -> None:
+    world = running()
+    own = {"epoch": 1, "step": 42, "steps": 100, "stepSeconds": 1.0, "loss": 5.5,
+           "checkpoint": {"step": 40, "epoch": 1, "path": "/checkpoints/step-40.e1", "time": 1.0}}  # fmt: skip
+    report = ProgressReport.model_validate({"spillway": own})
+    world.operator.outbox.put(KEY, Received(report, 1, timestamp(world.server.now)), world.server.now)
+    world.operator.outbox.release(world.server.now)
+    rounds(world, 1)
+    assert world.status["progress"]["display"] == "42%"
+    assert world.condition("Progressing")["status"] == "True"
+    assert world.condition("CheckpointsDurable")["reason"] == "NoClaim"
+    assert world.status["checkpoint"]["step"] == 40
+
+
+def test_a_new_generation_is_acknowledged_also_after_the_end() -> None:
+    world = running()
+    world.end_pod(world.pods()[0], 0)
+    rounds(world)
+    ended = world.status["completionTime"]
+    world.suspend(True)
+    rounds(world)
+    assert world.status["observedGeneration"] == 2
+    assert (world.status["state"], world.status["completionTime"]) == ("Complete", ended)
+
+
+# --- on single observations -------------------------------------------------------------------------------------------
+
+NOW = "2026-11-21T10:00:30Z"
+
+
+def job_object(changes: dict[str, Any] | None = None, status: dict[str, Any] | None = None, **more: Any) -> JobObject:
+    spec = json.dumps(document(changes)["spec"]).encode()
+    written = json.dumps(status or {}).encode()
+    return JobObject(UID, NAME, NAMESPACE, 1, 1, "2026-11-21T10:00:00Z", spec, written, **more)
+
+
+def observed(changes: dict[str, Any] | None = None, status: dict[str, Any] | None = None, **more: Any) -> Observed:
+    """Everything that can be asked for was looked at, and is empty."""
+    fields: dict[str, Any] = {"attempts": (), "contracts": (), "pods": (), "claims": ()} | more
+    return Observed(job=job_object(changes, status), facts=FACTS, cluster=ClusterView(), **fields)
+
+
+def attempt(number: int = 1, **more: Any) -> AttemptObject:
+    fields: dict[str, Any] = {"owner_uid": UID, "owner_name": NAME, "creation_time": "2026-11-21T10:00:00Z"} | more
+    return AttemptObject(f"job-{number}", f"{NAME}-{number}", NAMESPACE, 1, attempt=number, **fields)
+
+
+def decide(seen: Observed, now: str = NOW) -> Desired:
+    return reconcile(seen, now, place)
+
+
+def condition(desired: Desired, type_: str) -> dict[str, Any]:
+    assert desired.status is not None
+    return next(dict(found) for found in desired.status["conditions"] if found["type"] == type_)
+
+
+def follow_up(seen: Observed, desired: Desired) -> Observed:
+    """The same look after the status was written."""
+    assert desired.status is not None
+    return replace(seen, job=replace(seen.job, status=json.dumps(desired.status).encode()))
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    assert decide(observed({"spec.managedBy": "kueue.x-k8s.io/multikueue"})) == Desired()
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    seen = observed()
+    assert decide(replace(seen, job=replace(seen.job, deleting=True))) == Desired()
+
+
+def test_a_new_attempt_is_decided_on_fresh_lists_only() -> None:
+    assert decide(observed(contracts=None)).needs == {"contracts"}
+    assert decide(observed({"spec.checkpoint": {"claim": "c"}}, contracts=None, claims=None)).needs == {
+        "contracts", "claims",
+    }  # fmt: skip
+
+
+def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
+    desired = decide(observed({"spec.training.steps": 0, "spec.memory.mode": "auto", "spec.typo": 1}))
+    accepted = condition(desired, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+    for words in ("spec.training.steps = 0: at least 1", "did you mean Auto?", "spec.typo: unknown field"):
+        assert words in accepted["message"]
+    assert "(line" not in accepted["message"]
+    assert desired.status is not None and desired.status["state"] == "Refused"
+    assert condition(desired, "Stalled")["status"] == "True"
+    assert not desired.creates
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"spec.model.config.architecture": "gpt2", "spec.model.config.numKeyValueHeads": 4},
+         "spec.model.config.architecture"),
+        ({"spec.data": {"tokens": {"claim": "c"}}}, "spec.data.tokens"),
+        ({"spec.data": {"huggingFace": {"name": "c4"}}}, "spec.data.huggingFace"),
+        ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),
+        ({"spec.checkpoint": {"resume": "Never"}}, "spec.checkpoint.resume"),
+        ({"spec.parallelism": {"strategy": "Fsdp"}}, "spec.parallelism.strategy"),
+        ({"spec.spill": {"encryption": "Ephemeral"}}, "spec.spill.encryption"),
+        ({"spec.command": ["train.py"]}, "spec.command"),
+        ({"spec.scheduling": {"gang": "Required"}}, "spec.scheduling.gang"),
+        ({"spec.lifecycle": {"activeDeadlineSeconds": 60}}, "spec.lifecycle.activeDeadlineSeconds"),
+        ({"spec.lifecycle": {"ttlSecondsAfterFinished": 0}}, "spec.lifecycle.ttlSecondsAfterFinished"),
+        ({"spec.lifecycle": {"stallSeconds": 60}}, "spec.lifecycle.stallSeconds"),
+    ],
+)  # fmt: skip
+def test_what_does_not_work_yet_is_refused_with_a_sentence(changes: dict[str, Any], path: str) -> None:
+    accepted = condition(decide(observed(changes)), "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "Unsupported")
+    assert path in accepted["message"]
+
+
+def test_a_cuda_job_is_accepted() -> None:
+    desired = reconcile(observed({"spec.parallelism": {"device": "Cuda"}}), NOW)
+    assert condition(desired, "Accepted")["status"] == "True"
+    (trainer,) = desired.creates[-1]["spec"]["template"]["spec"]["containers"]
+    assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec.env": [{"name": "RANK", "value": "1"}]},
+        {"spec.podOverrides": {"labels": {"spillway.dev/job": "other"}}},
+        {"spec.podOverrides": {"annotations": {"kueue.x-k8s.io/queue-name": "other"}}},
+        {"spec.checkpoint": {"claim": "c", "subPath": "../other"}},
+        {"spec.checkpoint": {"claim": "c", "subPath": "/etc"}},
+    ],
+)
+def test_what_the_operator_sets_itself_cannot_be_set(changes: dict[str, Any]) -> None:
+    accepted = condition(decide(observed(changes)), "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+
+
+def test_an_invalid_spec_does_not_stop_an_attempt_that_lives() -> None:
+    """A newer operator may be stricter; what runs goes on."""
+    status = {"attempts": {"total": 1}}
+    desired = decide(observed({"spec.typo": 1}, status, attempts=(attempt(ready=1, active=1),)))
+    assert not desired.deletes
+    assert desired.status is not None and condition(desired, "Running")["status"] == "True"
+
+
+def test_a_job_that_no_node_can_carry_waits_with_the_sentence() -> None:
+    seen = observed()
+    unplaceable = Unplaceable("DoesNotFit", "host lacks 3 GiB; nearest: microBatchSize 1")
+    desired = reconcile(seen, NOW, lambda job, cluster: unplaceable)
+    planned = condition(desired, "Planned")
+    assert (planned["status"], planned["reason"], planned["message"]) == ("False", "DoesNotFit", unplaceable.message)
+    assert desired.look_again_seconds == 10
+    assert desired.status is not None and desired.status["state"] == "Planning"
+    again = reconcile(follow_up(seen, desired), "2026-11-21T10:02:30Z", lambda job, cluster: unplaceable)
+    assert again.changes_nothing
+    assert again.look_again_seconds == 120
+
+
+def test_a_missing_claim_is_waited_for() -> None:
+    changes = {"spec.checkpoint": {"claim": "checkpoints"}, "spec.data": {"text": {"claim": "corpus"}}}
+    desired = decide(observed(changes, claims=(Claim("corpus", True, ("ReadOnlyMany",)), Claim("checkpoints", False))))
+    assert condition(desired, "Planned")["reason"] == "ClaimNotFound"
+    assert "PersistentVolumeClaim checkpoints" in condition(desired, "Planned")["message"]
+    assert not desired.creates and desired.look_again_seconds == 10
+
+
+@pytest.mark.parametrize(
+    ("modes", "starts"),
+    [
+        (("ReadWriteOnce",), False),
+        (("ReadWriteOncePod",), False),
+        (("ReadWriteOnce", "ReadWriteMany"), True),
+        ((), True),
+    ],
+)
+def test_several_nodes_need_a_shared_checkpoint_claim(modes: tuple[str, ...], starts: bool) -> None:
+    """No modes: the operator may not look at claims."""
+    changes = {"spec.checkpoint": {"claim": "c"}, "spec.parallelism": {"nodes": 2}}
+    desired = decide(observed(changes, claims=(Claim("c", True, modes),)))
+    assert bool(desired.creates) is starts
+    if not starts:
+        assert condition(desired, "Planned")["reason"] == "ClaimNotShared"
+        assert "must be ReadWriteMany" in condition(desired, "Planned")["message"]
+
+
+def test_without_a_claim_checkpoints_are_said_not_to_last() -> None:
+    assert condition(decide(observed()), "CheckpointsDurable")["reason"] == "NoClaim"
+
+
+def test_metrics_that_could_not_be_had_are_said_at_the_placement() -> None:
+    stale = ClusterView(nodes=(), metrics_age_seconds=900.0, metrics_problem="no answer", metrics_source="Prometheus")
+    for cluster, reason in (
+        (ClusterView(), "NoNodeView"),
+        (ClusterView(nodes=()), "NotConfigured"),
+        (stale, "Stale"),
+        (replace(stale, metrics_problem="", metrics_age_seconds=4.0), "Fresh"),
+    ):
+        desired = decide(replace(observed(), cluster=cluster))
+        assert condition(desired, "MetricsAvailable")["reason"] == reason
+        assert desired.creates
+
+
+def test_epochs_are_counted_from_whatever_is_highest() -> None:
+    desired = decide(observed(status={"attempts": {"total": 6, "ended": 6}}))
+    assert desired.creates[0]["metadata"]["name"] == f"{NAME}-7"
+    desired = decide(observed(attempts=(attempt(4, outcome="Failed"),), status={"attempts": {"total": 4, "ended": 4}}))
+    assert desired.creates[0]["metadata"]["name"] == f"{NAME}-5"
+
+
+def test_a_contract_that_cannot_be_read_is_never_used_again() -> None:
+    """Of a newer operator, before a downgrade: its number stays taken, and the next attempt is planned."""
+    unread = Contract(4, f"{NAME}-4", UID, '{"version": 9}', "{}", "{}", "{}")
+    desired = decide(observed(contracts=(unread,), status={"attempts": {"total": 3, "ended": 3}}))
+    assert desired.creates[0]["metadata"]["name"] == f"{NAME}-5"
+
+
+def test_a_contract_of_a_stranger_does_not_count() -> None:
+    stranger = Contract(4, f"{NAME}-4", "another", "{}", "{}", "{}", "{}")
+    desired = decide(observed(contracts=(stranger,), status={"attempts": {"total": 3, "ended": 3}}))
+    assert desired.creates[0]["metadata"]["name"] == f"{NAME}-4"
+
+
+def test_a_resumed_run_keeps_its_number_of_threads() -> None:
+    first = decide(observed()).creates[0]["data"]
+    told = json.loads(first["job.json"]) | {"compute_threads": 17}
+    contract = Contract(
+        1, f"{NAME}-1", UID, json.dumps(told), first["plan.json"], first["decision.json"], first["attempt.json"]
+    )
+    second = decide(observed(contracts=(contract,), status={"attempts": {"total": 1, "ended": 1}}))
+    assert json.loads(second.creates[0]["data"]["job.json"])["compute_threads"] == 17
+
+
+def test_only_the_newest_attempt_lives() -> None:
+    desired = decide(observed(attempts=(attempt(1), attempt(2)), status={"attempts": {"total": 2, "ended": 1}}))
+    assert [deletion.name for deletion in desired.deletes] == [f"{NAME}-1"]
+    assert desired.status is None
+
+
+def test_nothing_of_a_job_that_has_ended_lives_on() -> None:
+    status = {"attempts": {"total": 1, "ended": 1}, "conditions": [{"type": "Complete", "status": "True"}]}
+    desired = decide(observed(status=status, attempts=(attempt(2),)))
+    assert [deletion.uid for deletion in desired.deletes] == ["job-2"]
+    assert not desired.creates
+
+
+def not_ready(pods: tuple[PodObject, ...] | None, seconds: int = 30) -> Desired:
+    seen = observed(status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=pods)
+    return decide(seen, f"2026-11-21T10:00:{seconds:02d}Z")
+
+
+def test_an_attempt_is_given_ten_seconds_before_its_pods_are_looked_at() -> None:
+    assert not_ready(None, 4).needs == frozenset()
+    assert not_ready(None, 4).look_again_seconds == 6
+    assert not_ready(None, 11).needs == {"pods"}
+
+
+def test_the_schedulers_sentence_is_shown() -> None:
+    pod = PodObject(
+        "demo-1-0-x", "p", 0, "", "Pending", unschedulable="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    )
+    scheduled = condition(not_ready((pod,)), "Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert scheduled["message"] == "demo-1-0-x: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+
+def test_a_container_that_cannot_start_is_shown() -> None:
+    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting="ImagePullBackOff: not found")
+    desired = not_ready((pod,))
+    assert condition(desired, "Scheduled")["status"] == "True"
+    assert condition(desired, "Running")["reason"] == "ContainerWaiting"
+    assert condition(desired, "Running")["message"] == "demo-1-0-x: ImagePullBackOff: not found"
+
+
+def test_an_attempt_without_pods_is_shown() -> None:
+    assert condition(not_ready(()), "Scheduled")["reason"] == "NoPods"
+
+
+def test_a_pod_long_past_its_grace_period_is_on_a_lost_node() -> None:
+    stuck = PodObject("demo-1-0-x", "p", 0, "node-0", "Running", deleting=True, deletion_time="2026-11-21T09:59:00Z")
+    assert [deletion.name for deletion in not_ready((stuck,)).deletes] == [f"{NAME}-1"]
+    within = replace(stuck, deletion_time="2026-11-21T10:00:10Z")
+    assert not_ready((within,)).changes_nothing or not not_ready((within,)).deletes
+
+
+def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
+    status = {
+        "attempts": {"total": 3, "ended": 3},
+        "novelty": {"a": 1},
+        "conditions": [{"type": "New", "status": "True"}],
+    }
+    desired = decide(observed(status=status))
+    assert desired.creates[0]["metadata"]["name"] == f"{NAME}-4"
+
+
+def test_every_status_is_valid_by_its_own_schema() -> None:
+    for seen in (observed(), observed({"spec.typo": 1}), observed({"spec.suspend": True})):
+        TrainingJobStatus.model_validate(decide(seen).status)
+
+
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+changes_of_spec = st.dictionaries(
+    st.sampled_from([
+        "model", "data", "training", "parallelism", "memory", "checkpoint", "lifecycle", "scheduling", "suspend", "env",
+        "podOverrides", "spill", "image", "resources",
+    ]),
+    documents, max_size=3,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes_of_spec, documents, st.booleans(), st.sampled_from(["", "Complete", "Failed"]), st.text(max_size=12))
+def test_reconcile_is_total(spec: Any, status: Any, lives: bool, outcome: Any, created: str) -> None:
+    seen = observed()
+    job = replace(seen.job, spec=json.dumps(TINY["spec"] | spec).encode(), status=json.dumps(status).encode())
+    attempts = (attempt(1, outcome=outcome, creation_time=created, deletion_time=created),) if lives else ()
+    desired = decide(replace(seen, job=job, attempts=attempts))
+    if desired.status is not None:
+        TrainingJobStatus.model_validate(desired.status)
+
+
+def test_a_running_job_is_decided_in_less_than_a_millisecond() -> None:
+    seen = observed(status={"attempts": {"total": 1}}, attempts=(attempt(ready=1, active=1),))
+    seen = follow_up(seen, decide(seen))
+    assert decide(seen).changes_nothing
+    fastest = min(_seconds(seen) for _ in range(200))
+    assert fastest < 1e-3
+
+
+def _seconds(seen: Observed) -> float:
+    began = time.perf_counter()
+    decide(seen)
+    return time.perf_counter() - began
+
+
+def test_grace_of_the_model_is_that_of_a_pod() -> None:
+    assert GRACE >= 30

@@ -1,0 +1,255 @@
+"""One look at a job on a fake API server, with the real decision: requests, races, and what failure leads to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_api import FakeApi
+from job_documents import document
+from operator_parts import KEY, Counts, pod, with_cluster
+
+from spillway.progress import ProgressReport
+from spillway_operator import worker as worker_module
+from spillway_operator.api_client import ApiClient
+from spillway_operator.apply import Applier
+from spillway_operator.cluster import Cluster
+from spillway_operator.events import EventPoster
+from spillway_operator.exporter import Exporter
+from spillway_operator.key_queue import KeyQueue
+from spillway_operator.metrics_source import MetricsSource
+from spillway_operator.observe import Observer
+from spillway_operator.observed import Desired, Observed, OperatorFacts
+from spillway_operator.progress_outbox import ProgressOutbox, Received
+from spillway_operator.reservations import Reservations
+from spillway_operator.store import Key, Store, project_attempt, project_job
+from spillway_operator.worker import MOST_ROUNDS, Worker
+
+
+class Bench:
+    """A worker with everything behind it but watches."""
+
+    def __init__(self, api: FakeApi, client: ApiClient) -> None:
+        self.api = api
+        self.store = Store()
+        self.queue: KeyQueue[Key] = KeyQueue()
+        self.outbox = ProgressOutbox()
+        self.exporter = Exporter()
+        self.forgotten: list[Key] = []
+        self.events = EventPoster(client, self.exporter.event)
+        reservations = Reservations(15.0)
+        cluster = Cluster(client, MetricsSource(), reservations, node_reader=False)
+        self.worker = Worker(
+            self.queue,
+            Observer(client, self.store, cluster, reservations, lambda: OperatorFacts(trainer_image="trainer:1")),
+            Applier(client, self.store),
+            reservations,
+            self.outbox,
+            self.events,
+            self.exporter,
+            self.forgotten.append,
+        )
+
+    async def look(self) -> None:
+        await self.worker.look(KEY)
+
+    def result(self, name: str) -> float:
+        labels = {"result": name}
+        return self.exporter.registry.get_sample_value("spillway_operator_reconciles_total", labels) or 0.0
+
+    def attempt(self, number: int = 1, **status: Any) -> None:
+        """The Job controller writes the status of an attempt's Job, and the watch reports it."""
+        found = self.api.get("jobs", f"demo-{number}")
+        self.store.put_attempt(project_attempt(self.api.put("jobs", found | {"status": status})))
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return dict(self.api.get("trainingjobs", "demo").get("status") or {})
+
+    def take_writes(self) -> list[str]:
+        """What was written since the last call, without events."""
+        taken = [f"{method} {path.rsplit('/', 2)[-1]}" for method, path in self.api.writes if "events" not in path]
+        self.api.requests.clear()
+        return taken
+
+
+def on_a_bench(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    async def run(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(api, client)
+        found = document()
+        found["metadata"] = {"name": "demo"}
+        bench.store.put_job(project_job(api.put("trainingjobs", found)))
+        await scenario(bench)
+
+    with_cluster(run)
+
+
+def report(step: int, attempt: int = 1) -> Received:
+    found = {"spillway": {"epoch": attempt, "step": step, "steps": 1000, "loss": 2.5}}
+    return Received(ProgressReport.model_validate(found), attempt, "2026-11-21T12:00:00Z")
+
+
+def test_a_start_is_a_contract_a_job_and_one_status() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        assert bench.take_writes() == ["POST configmaps", "POST jobs", "PATCH status"]
+        assert bench.status["state"] == "Starting"
+        assert bench.result("done") == 1.0
+
+    on_a_bench(scenario)
+
+
+def test_a_second_look_writes_nothing() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.take_writes()
+        await bench.look()
+        assert bench.take_writes() == []
+
+    on_a_bench(scenario)
+
+
+def test_running_and_complete_are_one_status_each() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.take_writes()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        assert (bench.take_writes(), bench.status["state"]) == (["PATCH status"], "Running")
+        bench.attempt(succeeded=1, conditions=[{"type": "Complete", "status": "True"}])
+        await bench.look()
+        assert (bench.take_writes(), bench.status["state"]) == (["PATCH status"], "Complete")
+
+    on_a_bench(scenario)
+
+
+def test_a_retry_is_a_contract_a_job_and_one_status() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+        bench.api.put("pods", pod(1, phase="Failed", containerStatuses=[ended]))
+        bench.attempt(failed=1, conditions=[{"type": "Failed", "status": "True"}])
+        bench.take_writes()
+        await bench.look()
+        assert bench.take_writes() == ["POST configmaps", "POST jobs", "PATCH status"]
+        assert bench.status["attempts"]["total"] == 2
+
+    on_a_bench(scenario)
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "configmaps"), ("POST", "jobs"), ("PATCH", "trainingjobs")])
+@pytest.mark.parametrize("after", [False, True], ids=["before it is done", "after it is done"])
+def test_a_crash_of_the_api_server_at_any_write_neither_loses_nor_doubles_an_attempt(
+    method: str, path: str, after: bool
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.api.fail(method, path, 504, after=after)
+        await bench.look()
+        assert bench.result("unavailable") == 1.0
+        await bench.look()
+        assert bench.result("done") == 1.0
+        names = {
+            plural: [name for kind, _, name in bench.api.objects if kind == plural] for plural in ("configmaps", "jobs")
+        }
+        assert names == {"configmaps": ["demo-1"], "jobs": ["demo-1"]}
+        assert bench.status["state"] == "Starting"
+
+    on_a_bench(scenario)
+
+
+def test_a_foreign_object_with_a_childs_name_is_said_and_left_alone() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.api.put("configmaps", {"metadata": {"name": "demo-1"}, "data": {"a": "b"}})
+        await bench.look()
+        accepted = next(found for found in bench.status["conditions"] if found["type"] == "Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "NameConflict")
+        assert bench.api.get("configmaps", "demo-1")["data"] == {"a": "b"}
+        assert bench.api.count("DELETE") == 0
+
+    on_a_bench(scenario)
+
+
+def test_a_refused_child_is_said_in_the_servers_words() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.api.fail("POST", "jobs", 403, times=2)
+        await bench.look()
+        assert "planned" in json.dumps(bench.status["conditions"])
+        assert ("jobs", "team", "demo-1") not in bench.api.objects
+
+    on_a_bench(scenario)
+
+
+def test_a_due_report_is_written_and_one_that_is_not_due_goes_along_with_another_write() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        bench.take_writes()
+        bench.outbox.put(KEY, report(1), now=100.0)
+        assert bench.outbox.release(100.0) == KEY
+        await bench.look()
+        assert (bench.take_writes(), bench.status["progress"]["step"]) == (["PATCH status"], 1)
+        bench.outbox.put(KEY, report(5), now=101.0)
+        await bench.look()
+        assert (bench.take_writes(), bench.status["progress"]["step"]) == ([], 1)
+        bench.attempt(failed=1, conditions=[{"type": "Complete", "status": "True"}])
+        await bench.look()
+        assert len(bench.take_writes()) == 1
+        assert bench.outbox.newest(KEY) is None
+
+    on_a_bench(scenario)
+
+
+def test_a_report_of_an_attempt_that_is_over_is_not_written() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        bench.take_writes()
+        bench.outbox.put(KEY, report(9, attempt=7), now=100.0)
+        bench.outbox.release(100.0)
+        await bench.look()
+        assert bench.take_writes() == []
+        assert bench.outbox.released(KEY) is None
+
+    on_a_bench(scenario)
+
+
+def test_a_job_that_is_gone_is_forgotten() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.api.remove("trainingjobs", "team", "demo")
+        await bench.look()
+        assert bench.forgotten == [KEY]
+        assert bench.take_writes() == []
+
+    on_a_bench(scenario)
+
+
+def test_a_decision_that_never_rests_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter(range(1000))
+
+    def restless(_observed: Observed, _now: str) -> Desired:
+        return Desired(status={"state": str(next(turns))})
+
+    async def scenario(bench: Bench) -> None:
+        monkeypatch.setattr(worker_module, "reconcile", restless)
+        await bench.look()
+        assert len(bench.take_writes()) == MOST_ROUNDS
+        assert bench.queue._failures == {KEY: 1}
+
+    on_a_bench(scenario)
+
+
+def test_a_defect_in_a_decision_stops_that_job_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_observed: Observed, _now: str) -> Desired:
+        raise ZeroDivisionError
+
+    async def scenario(bench: Bench) -> None:
+        monkeypatch.setattr(worker_module, "reconcile", broken)
+        await bench.look()
+        assert bench.result("failed") == 1.0
+        assert bench.queue._failures == {KEY: 1}
+
+    on_a_bench(scenario)

@@ -1,0 +1,369 @@
+"""Ranks that talk to each other: the only file that knows torch.distributed.
+
+They meet at a store, a key-value server in rank 0, and then have two gloo groups:
+
+    exchange   the default group: what every step needs, within a time limit
+    decisions  without a time limit: rank 0 may build a corpus or write a checkpoint first. Its operations are polled
+               from Python, so that SIGTERM is heard meanwhile
+
+Both fail at once when a peer's connection is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, but not declared so
+
+from spillway.errors import SpillwayError, UserError
+from spillway.footprint import EXCHANGE_PARAMETERS
+
+from . import kernels
+from .ending import PeerLost
+from .ranks import ONE_RANK, GradientSum, Ranks, Result, World
+from .tiers.device_ledger import DeviceLedger
+
+RENDEZVOUS_SECONDS = 300.0
+"""for all ranks to appear: pods start at different times, and a name may not resolve at first"""
+COLLECTIVE_SECONDS = 300.0
+"""for one exchange of the step: a rank that is that late is lost"""
+SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
+CONNECT_SECONDS = 2.0
+NO_LIMIT = timedelta(days=3650)
+VALUE_BYTES = 256
+"""of what ranks compare"""
+HEADER_BYTES = 1024
+"""name and shape of a shared tensor"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds to wait; SPILLWAY_RENDEZVOUS_SECONDS and SPILLWAY_COLLECTIVE_SECONDS set them."""
+
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS
+    collective_seconds: float = COLLECTIVE_SECONDS
+
+    @staticmethod
+    def of(environment: os._Environ[str]) -> Limits:
+        return Limits(
+            _seconds(environment, "SPILLWAY_RENDEZVOUS_SECONDS", RENDEZVOUS_SECONDS),
+            _seconds(environment, "SPILLWAY_COLLECTIVE_SECONDS", COLLECTIVE_SECONDS),
+        )
+
+
+def _seconds(environment: os._Environ[str], name: str, default: float) -> float:
+    text = environment.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        raise UserError(f"environment variable {name} = {text!r}: seconds above 0 are needed")
+    return seconds
+
+
+@contextmanager
+def joined(world: World) -> Iterator[Ranks]:
+    """All ranks of the run, once the last one is there. One rank alone has no process group at all."""
+    if world.size == 1:
+        yield ONE_RANK
+        return
+    limits = Limits.of(os.environ)
+    store = meet(world, limits)
+    with peers(f"{world.size} ranks to connect to each other"):
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("gloo", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=limits.collective_seconds),
+        )
+        decisions = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+    assert isinstance(decisions, dist.ProcessGroup), "every rank is in it"
+    yield TorchRanks(world, decisions)
+    # Only here: after an error a peer may be gone, and a group would wait for what it never sends.
+    dist.destroy_process_group()
+
+
+def meet(world: World, limits: Limits) -> TCPStore:
+    """The store, once every rank has said that it is there. Raises PeerLost with those that did not come."""
+    deadline = time.monotonic() + limits.rendezvous_seconds
+    place = f"{world.master_address}:{world.master_port}"
+    if not world.is_first:
+        await_listener(world, deadline)
+    timeout = timedelta(seconds=limits.collective_seconds)
+    host = "localhost" if world.is_first else world.master_address  # its own name may not resolve yet
+    try:
+        store = TCPStore(host, world.master_port, world.size, world.is_first, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        if world.is_first:
+            raise RuntimeError(f"port {world.master_port}: rank 0 cannot listen for the others: {error}") from error
+        raise PeerLost(f"rank {world.rank} waited for rank 0 at {place}: {error}") from error
+    with peers(f"all {world.size} ranks to come to {place}"):
+        store.set(_there(world.rank), "")
+        pause = SHORTEST_POLL_SECONDS
+        while missing := [rank for rank in range(world.size) if not store.check([_there(rank)])]:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for "
+                    f"{_named(missing)}; look why {'they were' if len(missing) > 1 else 'it was'} not started"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECONDS)
+    return store
+
+
+def await_listener(world: World, deadline: float) -> None:
+    """Try to connect to rank 0 until it listens. Python's own sockets: a signal ends the wait."""
+    pause = SHORTEST_POLL_SECONDS
+    while True:
+        try:
+            socket.create_connection((world.master_address, world.master_port), CONNECT_SECONDS).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {world.rank} waited for rank 0 at {world.master_address}:{world.master_port}: {error}; "
+                    "look why it was not started"
+                ) from error
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 10 * LONGEST_POLL_SECONDS)
+
+
+@contextmanager
+def peers(awaited: str) -> Iterator[None]:
+    """What fails in here fails because another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:  # what the store and gloo raise
+        raise PeerLost(f"waited for {awaited}, and a rank was gone: {in_short(error)}") from error
+
+
+def in_short(error: RuntimeError) -> str:
+    """The first sentence, without torch's path in brackets before it and its advice behind."""
+    return re.sub(r"^\[\S*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+
+
+def _there(rank: int) -> str:
+    return f"there/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRanks:
+    """The ranks of a world, joined."""
+
+    world: World
+    decisions: dist.ProcessGroup
+
+    def first(self, label: str, work: Callable[[], Result]) -> Result | None:
+        results: list[Result] = []
+
+        def kept() -> str:
+            results.append(work())
+            return ""
+
+        self.tell(label, kept)
+        return results[0] if results else None
+
+    def tell(self, label: str, work: Callable[[], str]) -> str:
+        decision = decided(work) if self.world.is_first else None
+        content = decision.to_json() if decision else b""
+        length = torch.tensor([len(content)])
+        self._wait(label, dist.broadcast(length, 0, self.decisions, async_op=True))
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else bytes_of_size(length)
+        self._wait(label, dist.broadcast(text, 0, self.decisions, async_op=True))
+        return (decision or Decision.from_json(text.numpy().tobytes())).result()
+
+    def agree(self, what: str, value: str) -> None:
+        own = torch.frombuffer(bytearray(value.encode().ljust(VALUE_BYTES)), dtype=torch.uint8)
+        every = torch.empty(self.world.size * VALUE_BYTES, dtype=torch.uint8)
+        self._wait(what, dist.all_gather_into_tensor(every, own, self.decisions, async_op=True))
+        values = [part.numpy().tobytes().decode().strip() for part in torch.split(every, VALUE_BYTES)]
+        if others := [rank for rank, said in enumerate(values) if said != values[0]]:
+            raise UserError(
+                f"{what}: {values[others[0]]} on {_named(others)}, {values[0]} on rank 0; all ranks must have the "
+                "same: give every node the same files"
+            )
+
+    def share(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors if self.world.is_first else self._received():
+            if self.world.is_first:
+                self._send(name, tensor)
+            yield name, tensor
+        if self.world.is_first:
+            self._broadcast(header_of("", ()))
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        own = torch.tensor(values, dtype=torch.float64)
+        every = torch.empty(self.world.size * own.numel(), dtype=torch.float64)
+        with peers("the other ranks' losses"):
+            dist.all_gather_into_tensor(every, own)
+        return [part.tolist() for part in torch.tensor_split(every, self.world.size)]
+
+    def gradient_sum(self, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int) -> GradientSum:
+        return ExchangedSum(self.world, num_values, wire, ledger, num_threads)
+
+    def _wait(self, label: str, operation: dist.Work | None) -> None:
+        assert operation is not None, "only a rank outside the group gets none"
+        with peers(f"the other ranks ({label})"):
+            pause = SHORTEST_POLL_SECONDS
+            while not operation.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_SECONDS)
+            operation.wait()
+
+    def _received(self) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            name, shape = read_header(self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8)))
+            if not name:
+                return
+            yield name, self._broadcast(torch.empty(shape, dtype=torch.float32))
+
+    def _send(self, name: str, tensor: Tensor) -> None:
+        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+        self._broadcast(header_of(name, tensor.shape))
+        self._broadcast(tensor.contiguous())
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        with peers("rank 0's parameters and states"):
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What came of rank 0's work: a text, or its error."""
+
+    text: str = ""
+    error: SpillwayError | None = None
+
+    def result(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return self.text
+
+    def to_json(self) -> bytes:
+        fields: dict[str, object] = {"text": self.text}
+        if self.error is not None:
+            fields = {"error": type(self.error).__name__, "message": str(self.error), "details": self.error.details}
+        return json.dumps(fields, default=str).encode()
+
+    @staticmethod
+    def from_json(content: bytes) -> Decision:
+        fields = json.loads(content)
+        if "text" in fields:
+            return Decision(text=fields["text"])
+        kind = {kind.__name__: kind for kind in kinds_of_error(SpillwayError)}[fields["error"]]
+        error = kind.__new__(kind)  # InvalidJob's own arguments are gone
+        SpillwayError.__init__(error, fields["message"], **fields["details"])
+        return Decision(error=error)
+
+
+def decided(work: Callable[[], str]) -> Decision:
+    try:
+        return Decision(text=work())
+    except SpillwayError as error:
+        return Decision(error=error)
+
+
+def kinds_of_error(kind: type[SpillwayError]) -> Iterator[type[SpillwayError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from kinds_of_error(narrower)
+
+
+def bytes_of_size(size: Tensor) -> Tensor:
+    return torch.empty(int(size.item()), dtype=torch.uint8)
+
+
+def header_of(name: str, shape: Sequence[int]) -> Tensor:
+    text = json.dumps([name, list(shape)]).encode()
+    assert len(text) <= HEADER_BYTES, f"{name}: a name too long to share"
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def read_header(header: Tensor) -> tuple[str, list[int]]:
+    name, shape = json.loads(header.numpy().tobytes())
+    return name, shape
+
+
+class ExchangedSum:
+    """The sum over the ranks, bucket by bucket, defined value by value: each rank's value is rounded to the wire's type
+    (to nearest even), and these are added in float32, in the order of the ranks.
+
+        all-to-all   rank s gets segment s of every rank's bucket, in the wire's type
+        add          each rank its own segment
+        all-gather   the float32 sums, to every rank
+
+    So the bits depend neither on buckets nor on how a placement cuts the gradients into accumulators. And where every
+    rank has one micro-batch, a bfloat16 gradient loses nothing on the way: the sum is a single rank's, bit by bit.
+    """
+
+    def __init__(
+        self, world: World, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int
+    ) -> None:
+        self._world, self._wire, self._num_threads = world, wire, num_threads
+        segment = -(-min(EXCHANGE_PARAMETERS, num_values) // world.size)
+        self._bucket = segment * world.size
+        wire_bytes, sum_bytes = wire.itemsize * self._bucket, torch.float32.itemsize * segment
+        ledger.charge("gradient exchange", world.size * sum_bytes + wire_bytes + sum_bytes)
+        self._outgoing = torch.empty(world.size * sum_bytes, dtype=torch.uint8)
+        """the bucket on its way out; then the sums that come back"""
+        self._incoming = torch.empty(self._bucket, dtype=wire)
+        self._own = torch.empty(segment, dtype=torch.float32)
+
+    def __call__(self, gradients: Iterable[Tensor]) -> None:
+        for pieces in buckets(gradients, self._bucket):
+            self._sum(pieces)
+
+    def _sum(self, pieces: Sequence[Tensor]) -> None:
+        size, sizes = self._world.size, [piece.numel() for piece in pieces]
+        segment = -(-sum(sizes) // size)
+        sent = self._outgoing.view(self._wire)[: segment * size]
+        received, own = self._incoming[: segment * size], self._own[:segment]
+        sums = self._outgoing.view(torch.float32)[: segment * size]
+        *parts, padding = torch.split(sent, [*sizes, segment * size - sum(sizes)])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.copy_(piece)
+        padding.zero_()
+        with peers("the other ranks' gradients"):
+            dist.all_to_all_single(received, sent)
+        for rank, part in enumerate(torch.split(received, segment)):
+            kernels.accumulate(own, part, rank == 0, num_threads=self._num_threads)
+        with peers("the other ranks' sums of gradients"):
+            dist.all_gather_into_tensor(sums, own)
+        for part, piece in zip(torch.split(sums, [*sizes, padding.numel()]), pieces, strict=False):
+            piece.copy_(part)
+
+
+def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """The gradients cut into consecutive slices, `size` values together; the last bucket may hold fewer."""
+    pieces: list[Tensor] = []
+    room = size
+    for gradient in gradients:
+        offset = 0
+        while offset < gradient.numel():
+            piece = gradient[offset : offset + room]
+            pieces.append(piece)
+            offset, room = offset + piece.numel(), room - piece.numel()
+            if not room:
+                yield pieces
+                pieces, room = [], size
+    if pieces:
+        yield pieces

@@ -1,0 +1,90 @@
+"""What several ranks print, on the launcher's own streams: whole lines, each with its rank.
+
+A thread reads and writes, so that a reader who is slow makes the ranks wait and never the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+from dataclasses import dataclass, field
+
+LONGEST_LINE = 16 * 1024
+"""bytes; a longer one comes in pieces"""
+AT_ONCE = 64 * 1024
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream of one rank on its way to `target`."""
+
+    rank: int
+    source: int
+    target: int
+    prefix: bytes
+    begun: bytes = b""
+    """a line without its end so far"""
+
+
+@dataclass(slots=True)
+class PrefixedOutput:
+    """Pipes from the ranks to stdout and stderr. Nothing is lost while `finish` waits; a target that fails is given up,
+    and its ranks go on."""
+
+    streams: list[Stream] = field(default_factory=list)
+    last_lines: dict[int, str] = field(default_factory=dict)
+    """rank -> the last line that said something"""
+    _thread: threading.Thread | None = None
+
+    def pipe(self, rank: int, target: int) -> int:
+        """The writing end for a stream of `rank`; the caller closes it when the rank has it."""
+        source, sink = os.pipe()
+        self.streams.append(Stream(rank, source, target, f"[rank {rank}] ".encode()))
+        return sink
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._relay, daemon=True, name="output")
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait for what is still in the pipes; a child of a rank may hold one open for longer than that."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _relay(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for stream in self.streams:
+                selector.register(stream.source, selectors.EVENT_READ, stream)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    stream = key.data
+                    if not self._pass_on(stream, os.read(stream.source, AT_ONCE)):
+                        selector.unregister(stream.source)
+                        os.close(stream.source)
+
+    def _pass_on(self, stream: Stream, content: bytes) -> bool:
+        """Write the lines that are whole by now; False at the stream's end."""
+        lines, stream.begun = cut(stream.begun + content, ended=not content)
+        if said := [line for line in lines if line.strip()]:
+            self.last_lines[stream.rank] = said[-1].decode(errors="replace").strip()
+        write_all(stream, b"".join(stream.prefix + line + b"\n" for line in lines))
+        return bool(content)
+
+
+def cut(content: bytes, ended: bool) -> tuple[list[bytes], bytes]:
+    """Whole lines of at most LONGEST_LINE bytes, and the beginning of the next one (nothing when the stream ended)."""
+    *whole, rest = content.split(b"\n")
+    lines = [line[at : at + LONGEST_LINE] for line in whole for at in range(0, len(line) or 1, LONGEST_LINE)]
+    while len(rest) > LONGEST_LINE or (ended and rest):
+        lines.append(rest[:LONGEST_LINE])
+        rest = rest[LONGEST_LINE:]
+    return lines, rest
+
+
+def write_all(stream: Stream, content: bytes) -> None:
+    while content and stream.target >= 0:
+        try:
+            content = content[os.write(stream.target, content) :]
+        except OSError:  # nobody reads any more, or the disk is full: training matters more than its output
+            stream.target = -1

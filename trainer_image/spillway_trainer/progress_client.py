@@ -1,0 +1,293 @@
+"""Tells the operator how far training is: rank 0 posts a ProgressReport, the newest figures, now and then.
+
+The step loop replaces one reference and sets a flag; a daemon thread turns what is there into JSON and posts it. The
+operator's absence costs one line in the log, never a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import math
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from spillway.errors import UserError
+from spillway.job import JobFile
+from spillway.metrics import StepMetrics
+from spillway.plan import MemoryPlan, Tier
+from spillway.progress import (
+    CA_VARIABLE,
+    TOKEN_VARIABLE,
+    URL_VARIABLE,
+    CommittedCheckpoint,
+    NamedValue,
+    ProgressAnswer,
+    ProgressReport,
+    TierFigures,
+    TrainerStatus,
+    TrainingProgress,
+)
+
+from .checkpoint_manifest import CheckpointName
+
+POST_INTERVAL_SECONDS = 5.0
+POST_TIMEOUT_SECONDS = 5.0
+END_SECONDS = 5.0
+"""for the last post, whatever the network does"""
+PACE_STEPS = 20
+"""the time left is told from the pace of so many steps, evaluations and checkpoints between them included"""
+LONGEST_ANSWER = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where progress goes, and what proves who we are."""
+
+    url: SplitResult
+    token_path: Path | None
+    """read at each post: the kubelet renews the token"""
+    ca_path: Path | None
+
+    def connect(self) -> http.client.HTTPConnection:
+        host, port = self.url.hostname or "", self.url.port
+        if self.url.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=POST_TIMEOUT_SECONDS)
+        context = ssl.create_default_context(cafile=None if self.ca_path is None else str(self.ca_path))
+        return http.client.HTTPSConnection(host, port, timeout=POST_TIMEOUT_SECONDS, context=context)
+
+    def headers(self) -> dict[str, str]:
+        """Raises OSError when the token cannot be read."""
+        headers = {"Content-Type": "application/json"}
+        if self.token_path is not None:
+            headers["Authorization"] = f"Bearer {self.token_path.read_text(encoding='ascii').strip()}"
+        return headers
+
+
+def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
+    """None without a URL. Raises UserError for one that would send the token in the clear, or to nobody."""
+    text = environment.get(URL_VARIABLE, "")
+    if not text:
+        return None
+    url = urlsplit(text)
+    token, ca = environment.get(TOKEN_VARIABLE), environment.get(CA_VARIABLE)
+    if url.scheme not in ("http", "https") or not url.hostname or (url.scheme == "http" and token):
+        raise UserError(f"{URL_VARIABLE} = {text}: an https URL is needed; the operator sets it")
+    return Endpoint(url, Path(token) if token else None, Path(ca) if ca else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known so far; the step loop replaces it as a whole."""
+
+    step: int
+    last: StepMetrics | None = None
+    last_time: float = 0.0
+    evaluation_loss: float | None = None
+    checkpoint: tuple[int, float] | None = None
+    """step, Unix time"""
+    peak: Mapping[str, int] = field(default_factory=dict)
+    eta_seconds: float | None = None
+
+
+class ProgressClient:
+    """A sink of the run's events like the Exporter: step, evaluation, checkpoint, close."""
+
+    def __init__(
+        self, where: Endpoint, job: JobFile, plan: MemoryPlan, resumed_step: int, report: Callable[[str], None]
+    ) -> None:
+        self._where, self._job, self._plan, self._report = where, job, plan, report
+        self._figures = Figures(resumed_step)
+        self._step_times = deque([time.monotonic()], maxlen=PACE_STEPS + 1)
+        self._news, self._closing = threading.Event(), threading.Event()
+        self._problem = ""
+        self._newest_epoch = job.epoch
+        self._connection: http.client.HTTPConnection | None = None
+        self._news.set()  # the beginning is worth a post
+        self._thread = threading.Thread(target=self._post_for_ever, daemon=True, name="progress")
+        self._thread.start()
+
+    @staticmethod
+    def from_environment(
+        environment: Mapping[str, str],
+        job: JobFile,
+        plan: MemoryPlan,
+        resumed_step: int,
+        report: Callable[[str], None],
+    ) -> ProgressClient | None:
+        """A client that has begun to post, or None where no operator asks for progress (a local run).
+
+        `report` writes a line into the attempt's log. Raises UserError for a URL that cannot be.
+        """
+        where = endpoint(environment)
+        return None if where is None else ProgressClient(where, job, plan, resumed_step, report)
+
+    def step(self, step: StepMetrics) -> None:
+        now, before = time.monotonic(), self._figures
+        self._step_times.append(now)
+        pace = (now - self._step_times[0]) / (len(self._step_times) - 1)
+        self._tell(
+            step=step.step,
+            last=step,
+            last_time=time.time(),
+            peak={tier: max(held, before.peak.get(tier, 0)) for tier, held in step.tier_peak_bytes.items()},
+            eta_seconds=pace * max(0, self._job.spec.training.steps - step.step),
+        )
+
+    def evaluation(self, loss: float) -> None:
+        self._tell(evaluation_loss=loss)
+
+    def checkpoint(self, step: int) -> None:
+        self._tell(checkpoint=(step, time.time()))
+
+    def close(self) -> None:
+        """Post the newest figures once more, within END_SECONDS; then nothing is posted any more."""
+        self._closing.set()
+        self._news.set()
+        self._thread.join(END_SECONDS)
+
+    def _tell(self, **changes: object) -> None:
+        self._figures = dataclasses.replace(self._figures, **changes)  # type: ignore[arg-type]
+        self._news.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _post_for_ever(self) -> None:
+        closing = False
+        while not closing:
+            self._news.wait()
+            self._news.clear()
+            closing = self._closing.is_set()  # after clear(): what close() sets may be taken away, its request not
+            problem = self._attempt()
+            if problem and not closing:
+                self._news.set()  # what was not delivered is still news
+            self._say(problem)
+            self._closing.wait(POST_INTERVAL_SECONDS)
+        self._disconnect()
+
+    def _say(self, problem: str) -> None:
+        """One line when the cause changes, none while it stays."""
+        if problem != self._problem:
+            where = self._where.url.geturl()
+            self._report(f"progress is not delivered to {where}: {problem}" if problem else "progress is delivered")
+        self._problem = problem
+
+    def _attempt(self) -> str:
+        """Post what is known now; returns why that failed, or nothing."""
+        try:
+            body = progress_report(self._figures, self._job, self._plan).model_dump_json(by_alias=True).encode()
+            status, content = self._post(body)
+            if status != http.client.OK:
+                return f"HTTP {status} {content[:200].decode(errors='replace').strip()}"
+            self._hear(ProgressAnswer.model_validate_json(content))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._disconnect()
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return ""
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        """One request; a connection that was kept and is gone is opened anew, once."""
+        kept = self._connection is not None
+        try:
+            return self._request(body)
+        except (ConnectionError, http.client.HTTPException):
+            self._disconnect()
+            if not kept:
+                raise
+            return self._request(body)
+
+    def _request(self, body: bytes) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = self._where.connect()
+        path = self._where.url.path or "/"
+        query = f"?{self._where.url.query}" if self._where.url.query else ""
+        self._connection.request("POST", path + query, body, self._where.headers())
+        answer = self._connection.getresponse()
+        content = answer.read(LONGEST_ANSWER)
+        if not answer.isclosed():  # longer than any answer of ours: the rest would be taken for the next one
+            self._disconnect()
+        return answer.status, content
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _hear(self, answer: ProgressAnswer) -> None:
+        """A newer attempt is only news here: the checkpoint directory decides who is fenced."""
+        if answer.epoch > self._newest_epoch:
+            self._newest_epoch = answer.epoch
+            self._report(f"the operator regards attempt {answer.epoch} as the present one; this is {self._job.epoch}")
+
+
+@contextmanager
+def reporting(
+    environment: Mapping[str, str], job: JobFile, plan: MemoryPlan, resumed_step: int, report: Callable[[str], None]
+) -> Iterator[ProgressClient | None]:
+    """The client while the run goes on, closed with the last figures however the run ends; None without an operator."""
+    client = ProgressClient.from_environment(environment, job, plan, resumed_step, report)
+    try:
+        yield client
+    finally:
+        if client is not None:
+            client.close()
+
+
+def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan) -> ProgressReport:
+    """Raises ValidationError for figures beyond every bound."""
+    last, steps = figures.last, job.spec.training.steps
+    return ProgressReport(
+        trainer_status=TrainerStatus(
+            progress_percentage=min(100, 100 * figures.step // steps),
+            estimated_remaining_seconds=None if figures.eta_seconds is None else round(figures.eta_seconds),
+            last_updated_time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            metrics=tuple(NamedValue(name=name, value=f"{value:.6g}") for name, value in named(figures).items()),
+        ),
+        spillway=TrainingProgress(
+            epoch=job.epoch,
+            step=figures.step,
+            steps=steps,
+            loss=None if last is None else finite(last.loss),
+            tokens_per_second=0.0 if last is None else last.tokens_per_second,
+            step_seconds=0.0 if last is None else last.step_seconds,
+            last_step_time=figures.last_time,
+            peak=TierFigures(**{tier.value: figures.peak.get(tier.value, 0) for tier in Tier}),
+            budget=TierFigures(**{tier.value: plan.budget.get(tier, 0) for tier in Tier}),
+            checkpoint=committed(figures, job),
+        ),
+    )
+
+
+def named(figures: Figures) -> dict[str, float]:
+    """What Kubeflow's tools show by name."""
+    last = figures.last
+    known = {"evaluation_loss": figures.evaluation_loss}
+    if last is not None:
+        known |= {
+            "loss": last.loss,
+            "learning_rate": last.learning_rate,
+            "gradient_norm": last.gradient_norm,
+            "tokens_per_second": last.tokens_per_second,
+        }
+    return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def committed(figures: Figures, job: JobFile) -> CommittedCheckpoint | None:
+    """The last checkpoint of this attempt."""
+    if figures.checkpoint is None:
+        return None
+    step, when = figures.checkpoint
+    path = Path(job.checkpoint_directory) / str(CheckpointName(epoch=job.epoch, step=step))
+    return CommittedCheckpoint(step=step, epoch=job.epoch, path=str(path), time=when)
