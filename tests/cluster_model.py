@@ -89,6 +89,7 @@ class Server:
     uids: int = 0
     late: list[Callable[[], Object]] = field(default_factory=list)
     """creations that are still under way"""
+    landed_late: bool = False
 
     def new_uid(self) -> str:
         self.uids += 1
@@ -228,6 +229,7 @@ class Client:
 
     def _land(self) -> None:
         while self.server.late:
+            self.server.landed_late = True
             with suppress(ApiError):
                 self.server.late.pop(0)()
 

@@ -31,6 +31,8 @@ class JobFile(Frozen):
     checkpoint_directory: str
     spill_directory: str
     """where the NVMe slab is made; nothing in it outlives the process"""
+    spill_is_listed: bool = False
+    """the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod"""
     claims: dict[str, str] = Field(default_factory=dict)
     """claim name -> directory, as the trainer sees it"""
     termination_message_path: str

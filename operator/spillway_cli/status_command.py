@@ -15,6 +15,7 @@ from rich.table import Table
 from spillway.crd import TRAINING_JOB
 from spillway.errors import UserError
 from spillway.plan import Tier
+from spillway.units import format_bytes, parse_quantity
 
 from .cluster import CORE, Cluster, Object, Refused, Unreachable, connect, get_job, jobs_path
 from .console import Format, message_console, print_json, result_console, table
@@ -164,17 +165,28 @@ def plan(job: Object) -> list[str]:
     lines = [f"plan       {found['summary']}"] if found.get("summary") else []
     if found.get("reason"):
         where = ", ".join(found.get("nodes") or []) or found.get("node", "")
-        lines.append("placed     " + (f"{where}: " if where else "") + str(found["reason"]))
+        reason = str(found["reason"])  # mostly begins with the node
+        lines.append("placed     " + (f"{where}: " if where and not reason.startswith(where) else "") + reason)
     return lines
 
 
+def shown_bytes(quantity: object) -> str:
+    """29992Ki -> 29.3 MiB; what is no quantity as it is."""
+    if quantity is None:
+        return UNKNOWN
+    try:
+        return format_bytes(parse_quantity(str(quantity)))
+    except ValueError:
+        return printable(str(quantity))
+
+
 def tiers(job: Object) -> Table:
-    """Planned and measured bytes of the fullest rank; quantities as the operator wrote them."""
+    """Planned and measured bytes of the fullest rank."""
     made = table("tier", "planned", "peak")
     planned, peak = value_at(job, "status.plan.bytes") or {}, value_at(job, "status.memory.peak") or {}
     for tier in Tier:
         if planned.get(tier.value) or peak.get(tier.value):
-            made.add_row(tier.value, *(printable(str(held.get(tier.value, UNKNOWN))) for held in (planned, peak)))
+            made.add_row(tier.value, shown_bytes(planned.get(tier.value)), shown_bytes(peak.get(tier.value)))
     return made
 
 

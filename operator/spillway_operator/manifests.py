@@ -143,6 +143,7 @@ def attempt_files(
         corpus_directory=f"{kept}/corpus" if spec.checkpoint.claim else f"{WORK_DIRECTORY}/corpus",
         checkpoint_directory=kept,
         spill_directory=SPILL_DIRECTORY,
+        spill_is_listed=not spec.spill.storage_class_name,
         claims={claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in text_claims(spec)},
         termination_message_path=TERMINATION_MESSAGE_PATH,
         compute_threads=threads,

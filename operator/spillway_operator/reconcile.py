@@ -163,6 +163,8 @@ def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - on
             return Desired(needs=frozenset({"contracts"}))
         case = _adopted(case, attempt)
     case = _with_report(case)
+    if not case.wants_suspension:
+        case = case.found(_NOT_SUSPENDED)
     if attempt.outcome == "Complete":
         return _completed(case)
     if attempt.outcome == "Failed":
@@ -182,6 +184,7 @@ def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - on
 
 _STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unknown(c.PROGRESSING, "Waiting"))
 _ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
+_NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 _STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
 
 
@@ -380,7 +383,7 @@ def _none_lives(reason: str, message: str = "") -> tuple[Finding, ...]:
 def _between_attempts(case: Case) -> Desired:
     if case.wants_suspension:
         return _suspended(case)
-    case = case.found(false(c.SUSPENDED, "NotSuspended"))
+    case = case.found(_NOT_SUSPENDED)
     known = case.attempts
     if known.end_time is not None:
         rest = pause_seconds(known.short_in_a_row) - (case.seconds_now - _seconds(known.end_time))
@@ -560,7 +563,7 @@ def _whole(value: object, default: int) -> int:
 
 _AT_FIRST = (
     false(c.RUNNING, "NotStarted"),
-    false(c.SUSPENDED, "NotSuspended"),
+    _NOT_SUSPENDED,
     false(c.COMPLETE, "NotComplete"),
     false(c.FAILED, "NotFailed"),
 )

@@ -7,6 +7,7 @@ import functools
 import mmap
 import os
 import random
+import stat
 import threading
 import zlib
 from collections import Counter
@@ -399,3 +400,19 @@ def test_a_child_process_can_read_what_its_parent_wrote(tmp_path: Path) -> None:
         file.read_batch([(0, written, checksum, "x")])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_listed_file_has_a_private_name_until_it_is_closed(tmp_path: Path) -> None:
+    """So the kubelet sees an emptyDir's bytes; `du` does, too."""
+    file = SpillFile(tmp_path, 4 * MIB, listed=True)
+    (found,) = tmp_path.iterdir()
+    assert stat.S_IMODE(found.stat().st_mode) == 0o600
+    assert found.stat().st_blocks * 512 >= 4 * MIB
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_listed_file_that_finds_no_room_leaves_no_name(tmp_path: Path) -> None:
+    with pytest.raises(SpillVolumeFull):
+        SpillFile(tmp_path, 1 << 60, listed=True)
+    assert list(tmp_path.iterdir()) == []

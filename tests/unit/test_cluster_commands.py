@@ -246,7 +246,7 @@ def test_a_job_is_shown_with_what_a_person_wants(server: FakeApiServer, capsys: 
         "tiny in team-a: Running, attempt 2",
         "step 42/100  42%  loss 5.549  eta 3m  8.1k tok/s",
         "optimizer on host 60 %",
-        "node-b: node-b has 12Gi more free host memory",
+        "placed     node-b has 12Gi more free host memory",
         "checkpoint step 40 at /checkpoints/tiny/step-40.e2",
         "attempts   2, 1 of 5 restarts; the last one ended: RankCrashed",
         "MetricsAvailable=False (Stale): no answer for 40 s",

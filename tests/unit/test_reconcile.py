@@ -283,6 +283,18 @@ def test_a_contract_that_a_resumption_left_open_is_void_when_the_job_is_suspende
     assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"]
 
 
+def test_an_attempt_that_a_crash_hid_from_the_status_is_not_shown_as_suspended() -> None:
+    world = running()
+    world.suspend(True)
+    rounds(world)
+    world.suspend(False)
+    world.operator.deliver_all()
+    world.look(Fault(2, landed=False, dies=True))
+    rounds(world)
+    assert world.status["state"] == "Running"
+    assert world.condition("Suspended")["reason"] == "NotSuspended"
+
+
 def test_a_job_that_begins_suspended_starts_nothing() -> None:
     world = World()
     world.suspend(True)

@@ -26,6 +26,7 @@ from .optimizer import Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
 from .ranks import GradientSum, Ranks
 from .segments import Position, wrap_segments
+from .spill_file import SpillFile
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
@@ -109,7 +110,7 @@ def assemble(job: JobFile, plan: MemoryPlan) -> Assembly:
 
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
     """
-    tiers = make_tiers(plan, Path(job.spill_directory))
+    tiers = make_tiers(job, plan)
     model = make_model(job.spec, tiers.ledger)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     position = Position(job.spec.training.seed)
@@ -125,12 +126,14 @@ def assemble(job: JobFile, plan: MemoryPlan) -> Assembly:
     return Assembly(model, optimizer, position, tiers, spill)
 
 
-def make_tiers(plan: MemoryPlan, spill_directory: Path) -> Tiers:
+def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
     ledger = DeviceLedger(plan.budget[Tier.DEVICE])
     host = HostSlab(plan.slab_bytes(Tier.HOST))
     nvme = None
     if Answer.NVME in plan.activations.uses:
-        nvme = NvmeSlab(spill_directory, plan.slab_bytes(Tier.NVME), plan.activations.num_io_threads)
+        open_file = partial(SpillFile, listed=job.spill_is_listed)
+        num_threads, directory = plan.activations.num_io_threads, Path(job.spill_directory)
+        nvme = NvmeSlab(directory, plan.slab_bytes(Tier.NVME), num_threads, open_file=open_file)
     return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
 
 

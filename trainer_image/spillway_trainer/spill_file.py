@@ -1,7 +1,8 @@
 """The storage seam: one nameless, preallocated file per device and rank, written and read in batches.
 
 The file is scratch. It has no name (O_TMPFILE, or created and unlinked at once), so that whatever ends the process
-frees its bytes; it is allocated in full before the first write, so that a full volume is an error at the start and not
+frees its bytes; in a pod's emptyDir it keeps one, because the kubelet counts only what it can list, and the volume ends
+with the pod. It is allocated in full before the first write, so that a full volume is an error at the start and not
 in step 812; it is never synced. A read returns the bytes that were written or raises: never zeros, never other bytes.
 """
 
@@ -54,23 +55,32 @@ class SpillFile:
     """`nbytes` (rounded up to whole blocks) of scratch on the volume of `directory`; `num_threads` transfers at a time.
 
     Raises UserError for a directory that is absent or not writable, SpillVolumeFull when the bytes are not there; in
-    both cases nothing is left behind. `call` takes the place of pread and pwrite in fault tests.
+    both cases nothing is left behind. `listed`: the file has a name until it is closed, and longer if the process is
+    killed. `call` takes the place of pread and pwrite in fault tests.
     """
 
     def __init__(
-        self, directory: str | Path, nbytes: int, *, num_threads: int = 4, call: SystemCall | None = None
+        self,
+        directory: str | Path,
+        nbytes: int,
+        *,
+        num_threads: int = 4,
+        listed: bool = False,
+        call: SystemCall | None = None,
     ) -> None:
         if nbytes < 1 or num_threads < 1:
             raise ValueError(f"a spill file of {nbytes} bytes on {num_threads} threads: both must be positive")
         self.directory = Path(directory)
         self.nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        self._file, self.is_direct = _open(self.directory)
+        self._path = self.directory / f"slab-{secrets.token_hex(8)}" if listed else None
+        self._file, self.is_direct = _open(self.directory, self._path)
         try:
             _preallocate(self._file, self.directory, self.nbytes)
             engine_type = native.NativeEngine if native.available() else PythonEngine
             self._engine: IoEngine = engine_type(self._file, num_threads, call)
         except BaseException:
             os.close(self._file)
+            self._remove()
             raise
         self._is_open = True
 
@@ -104,6 +114,11 @@ class SpillFile:
             self._is_open = False
             self._engine.close()
             os.close(self._file)
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def _perform(self, direction: Direction, transfers: list[Transfer], labels: list[str]) -> None:
         if not self._is_open:
@@ -150,34 +165,38 @@ class SpillFile:
         )
 
 
-def _open(directory: Path) -> tuple[int, bool]:
-    """An empty nameless file, and whether it does O_DIRECT."""
+def _open(directory: Path, path: Path | None) -> tuple[int, bool]:
+    """An empty file, nameless or at `path`, and whether it does O_DIRECT."""
     try:
-        direct = _open_direct(directory)
-        return (_open_nameless(directory, 0), False) if direct is None else (direct, True)
+        direct = _open_direct(directory, path)
+        return (_open_empty(directory, path, 0), False) if direct is None else (direct, True)
     except OSError as error:
         raise _open_error(directory, error) from error
 
 
-def _open_direct(directory: Path) -> int | None:
+def _open_direct(directory: Path, path: Path | None) -> int | None:
     """None where the file system refuses: tried by a real transfer, since open(2) alone promises nothing."""
     file = None
     try:
-        file = _open_nameless(directory, os.O_DIRECT)
+        file = _open_empty(directory, path, os.O_DIRECT)
         with mmap.mmap(-1, BLOCK_BYTES) as block:
             os.pwrite(file, block, 0)
             os.preadv(file, [block], 0)
     except OSError as error:
         if file is not None:
             os.close(file)
+        if path is not None:
+            path.unlink(missing_ok=True)
         if error.errno == errno.EINVAL:
             return None
         raise
     return file
 
 
-def _open_nameless(directory: Path, flags: int) -> int:
+def _open_empty(directory: Path, path: Path | None, flags: int) -> int:
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_EXCL
+    if path is not None:
+        return os.open(path, flags | os.O_CREAT, 0o600)
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
