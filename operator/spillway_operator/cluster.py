@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from spillway.api import MemoryProfileSpec, NodeProfileSpec
-from spillway.placement import ClusterView, NodeView, Taint, profiled
+from spillway.metrics import TIER_BYTES
+from spillway.placement import ClusterView, LiveBytes, NodeView, Taint, profiled
 from spillway.profiles import observed_peaks
 from spillway.units import parse_cores, parse_quantity
 
@@ -108,7 +109,7 @@ class Cluster:
     def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
         known = self._joined
         if known is None or known[0] is not nodes or known[1] is not snapshot.nodes:
-            joined = tuple(replace(node, live=snapshot.nodes.get(node.name)) for node in nodes)
+            joined = tuple(replace(node, live=_live_bytes(node, snapshot)) for node in nodes)
             known = self._joined = (nodes, snapshot.nodes, joined)
         return known[2]
 
@@ -121,6 +122,14 @@ class Cluster:
             return nodes.items
         profiles = dict(listed.items)
         return tuple(_with_profile(node, profiles.get(node.name)) for node in nodes.items)
+
+
+def _live_bytes(node: NodeView, snapshot: MetricsSnapshot) -> LiveBytes | None:
+    """What Prometheus says is free; without it, what the node can allocate less what our own pods hold there."""
+    if snapshot.held_host_bytes is None:
+        return snapshot.nodes.get(node.name)
+    free = node.allocatable_memory_bytes - snapshot.held_host_bytes.get(node.name, 0)
+    return LiveBytes(host=max(0, free), sources=(TIER_BYTES.name,))
 
 
 def project_node(found: Mapping[str, Any]) -> NodeView:

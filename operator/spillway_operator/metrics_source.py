@@ -1,7 +1,8 @@
 """MetricsSource: live memory of nodes and of our pods, read in the background; whoever decides gets the last snapshot.
 
     Prometheus   instant queries every interval: free device, host and NVMe bytes per node, tier bytes per trainer pod
-    Scrape       without Prometheus: /metrics of our own pods; nodes have no figures then
+    Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is what it can allocate less
+                 what they hold there (cluster.py), and other tiers have no figures
 
 Reading never raises into the caller and nothing waits for it: a failure leaves the last snapshot, which grows older and
 says what is wrong. A series belongs to the node or pod that its scrape target names, never to one that a payload
@@ -15,7 +16,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from urllib.parse import urlsplit
@@ -60,6 +61,9 @@ class ScrapeTarget:
     pod: str
     url: str
     """of its /metrics"""
+    node: str = ""
+    device_is_host_memory: bool = True
+    """a pod without devices of its own: its device tier is host memory, too"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class MetricsSnapshot:
     """free bytes"""
     pods: Mapping[PodKey, TierFigures] = field(default_factory=lambda: MappingProxyType({}))
     """bytes held per tier, all ranks of the pod together"""
+    held_host_bytes: Mapping[str, int] | None = None
+    """node -> host memory that our pods hold there; None where Prometheus says what is free"""
     taken_at: float | None = None
     """monotonic seconds of the last complete reading; None = there never was one"""
     age_seconds: float | None = None
@@ -90,10 +96,10 @@ class MetricsSource:
         self,
         prometheus_url: str = "",
         interval_seconds: float = 15.0,
-        targets: Callable[[], Sequence[ScrapeTarget]] | None = None,
+        targets: Callable[[], Awaitable[Sequence[ScrapeTarget]]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`targets` gives the pods to scrape when there is no `prometheus_url`."""
+        """`targets` finds the pods to scrape; it is asked only when there is no `prometheus_url`."""
         self._url = prometheus_url.rstrip("/")
         self._interval = interval_seconds
         self._targets = targets
@@ -137,17 +143,19 @@ class MetricsSource:
         self._last = replace(self._last, problem=problem)
 
     async def _reading(self, session: aiohttp.ClientSession) -> MetricsSnapshot:
-        started = self._clock()
+        started, held = self._clock(), None
         if self._url:
             nodes, pods = await read_prometheus(session, self._url)
             problem = "" if nodes else f"{_place(self._url)} has no series {HOST_SERIES} with a label node"
         else:
             assert self._targets is not None
-            nodes = {}
-            pods, problem = await scrape(session, self._targets())
+            nodes, targets = {}, await self._targets()
+            pods, problem = await scrape(session, targets)
+            held = MappingProxyType(held_per_node(targets, pods))
         return MetricsSnapshot(
             nodes=MappingProxyType(nodes),
             pods=MappingProxyType(pods),
+            held_host_bytes=held,
             taken_at=started,
             problem=problem,
             source=self._last.source,
@@ -272,6 +280,17 @@ async def scrape(
     problems = [answer for answer in answers if isinstance(answer, str)]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return found, problems[0] + more if problems else ""
+
+
+def held_per_node(targets: Iterable[ScrapeTarget], pods: Mapping[PodKey, TierFigures]) -> dict[str, int]:
+    """Host memory that the scraped pods hold on each node."""
+    held: dict[str, int] = {}
+    for target in targets:
+        figures = pods.get((target.namespace, target.pod))
+        if figures is not None and target.node:
+            num_bytes = figures.host + (figures.device if target.device_is_host_memory else 0)
+            held[target.node] = held.get(target.node, 0) + num_bytes
+    return held
 
 
 def held_bytes(page: bytes) -> TierFigures:

@@ -37,6 +37,7 @@ from .observed import OperatorFacts
 from .progress_endpoint import Certificate, ProgressEndpoint
 from .progress_outbox import ProgressOutbox
 from .reservations import Reservations
+from .scrape_targets import ScrapeTargets
 from .settings import Settings
 from .store import Key, Store
 from .token_reviews import TokenReviews
@@ -74,7 +75,8 @@ class Operator:
         self._queue: KeyQueue[Key] = KeyQueue()
         self._client = ApiClient(self._credentials, self._exporter.request)
         self._audit = Audit(self._client, self._kinds, self._namespaces, self._queue.add, self._exporter)
-        self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds)
+        targets = ScrapeTargets(self._client, self._namespaces)
+        self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds, targets)
         self._reservations = Reservations(settings.metrics_interval_seconds)
         self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader)
         self._events = EventPoster(self._client, self._exporter.event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from spillway.progress import MAX_BYTES, TierFigures
 from spillway.units import GIB, MIB
 from spillway_operator import metrics_source
 from spillway_operator.metrics_source import MetricsSnapshot, MetricsSource, ScrapeTarget, byte_count
+from spillway_operator.scrape_targets import target_of
 
 Series = tuple[dict[str, str], str]
 
@@ -371,6 +372,13 @@ spillway_tier_bytes{training_job="demo",rank="0",tier="host"} NaN
 """
 
 
+def found_at_once(targets: Sequence[ScrapeTarget]) -> Callable[[], Awaitable[Sequence[ScrapeTarget]]]:
+    async def found() -> Sequence[ScrapeTarget]:
+        return targets
+
+    return found
+
+
 def scraped(*pages: str | None) -> MetricsSnapshot:
     """After one reading of pods that answer with these pages; None = with an error."""
 
@@ -383,10 +391,10 @@ def scraped(*pages: str | None) -> MetricsSnapshot:
         application.router.add_get("/{number}/metrics", answer)
         async with TestServer(application) as server, aiohttp.ClientSession() as session:
             targets = [
-                ScrapeTarget("team", f"demo-1-{number}", str(server.make_url(f"/{number}/metrics")))
+                ScrapeTarget("team", f"demo-1-{number}", str(server.make_url(f"/{number}/metrics")), "node-a")
                 for number in range(len(pages))
             ]
-            source = MetricsSource(targets=lambda: targets)
+            source = MetricsSource(targets=found_at_once(targets))
             await source.read(session)
             return source.snapshot()
 
@@ -397,6 +405,7 @@ def test_pods_are_scraped_and_named_by_their_target_whatever_they_say() -> None:
     found = scraped(PAGE)
     assert found.pods == {("team", "demo-1-0"): TierFigures(device=21, nvme=5)}
     assert (found.source, found.problem, found.nodes) == ("Scrape", "", {})
+    assert found.held_host_bytes == {"node-a": 21}, "on a CPU the device is host memory"
 
 
 def test_a_pod_that_does_not_answer_does_not_hide_the_others() -> None:
@@ -426,3 +435,17 @@ def unused_tcp_port() -> Iterator[int]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+def test_pods_that_run_and_have_a_metrics_port_are_scraped() -> None:
+    ports = [{"name": "metrics", "containerPort": 9400}]
+    container = {"ports": ports, "resources": {"limits": {"memory": "1Gi", "nvidia.com/gpu": "2"}}}
+    pod = {
+        "metadata": {"namespace": "team", "name": "demo-1-0"},
+        "spec": {"nodeName": "node-a", "containers": [container]},
+        "status": {"phase": "Running", "podIP": "10.0.0.7"},
+    }
+    wanted = ScrapeTarget("team", "demo-1-0", "http://10.0.0.7:9400/metrics", "node-a", device_is_host_memory=False)
+    assert target_of(pod) == wanted
+    assert target_of({**pod, "status": {"phase": "Pending"}}) is None
+    assert target_of({**pod, "spec": {"containers": [{}]}}) is None
