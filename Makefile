@@ -46,7 +46,7 @@ crds: env ## crds/*.yaml from api.py
 	$(RUN)python charts/chart_files.py
 
 faults: env ## the long sweeps in full: 100 kills, every fault
-	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local
+	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/cluster/test_operator_kills.py
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 

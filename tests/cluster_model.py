@@ -217,7 +217,7 @@ class Client:
         if fault is not None and fault.writes_before == 0:
             self.fault = None
             if fault.late and verb == "create":
-                self.server.late.append(lambda: self._record(verb, resource, name, do))
+                self.server.late.append(do)
             elif fault.landed:
                 self._record(verb, resource, name, do)
             if fault.dies:
@@ -311,7 +311,7 @@ class _Worker(worker.Worker):
         super().__init__(*parts)
         self._operator = operator
 
-    def _decide(self, observed: Observed) -> Desired:
+    async def _decide(self, observed: Observed) -> Desired:
         return reconcile(observed, timestamp(self._operator.server.now), place)
 
 

@@ -18,7 +18,7 @@ from spillway import crd
 from spillway.api import GROUP, MAX_NAME_LENGTH, VERSION
 from spillway.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
 from spillway.field_types import NUMBER_PATTERN
-from spillway.units import QUANTITY_PATTERN
+from spillway.units import POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]
 Schema = dict[str, Any]
@@ -112,9 +112,9 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.memory.mode": {"spec.memory.budget.host": "1Gi"},
 }
 """what must go with a field's edges, so that no other rule is hit"""
-SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi"}
+SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1"}
 """values by pattern; other patterns allow letters"""
-MISFITS = {NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB"}
+MISFITS = {NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0"}
 TIME = "2026-11-21T14:00:00Z"
 LONGEST_TIME = "2026-11-21T14:00:00.000000+00:00"
 

@@ -65,6 +65,8 @@ class FakeApi:
     """watches stay open and report nothing"""
     status_defaults: Object = field(default_factory=dict)
     """what the server adds to every status that is written, as defaults of a schema would"""
+    pruned: list[str] = field(default_factory=list)
+    """fields of a status that the schema does not know: "attempts.ended" """
     url: str = ""
     bodies: list[Any] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
@@ -194,6 +196,12 @@ class FakeApi:
         changed[part] = body.get(part)
         if part == "status":
             changed[part] = self.status_defaults | changed[part]
+            for path in self.pruned:
+                *above, last = path.split(".")
+                inner = changed[part]
+                for name in above:
+                    inner = inner.get(name, {})
+                inner.pop(last, None)
         return web.json_response(self.put(plural, changed))
 
     def _selected(self, plural: str, namespace: str, query: dict[str, str]) -> list[Object]:

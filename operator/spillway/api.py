@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.field_types import (
-    Cores,
+    ClaimName,
     Count,
     Fields,
     Flag,
@@ -24,6 +24,7 @@ from spillway.field_types import (
     Number,
     Positive,
     Quantity,
+    SomeCores,
     StringMap,
     Text,
     Written,
@@ -97,7 +98,7 @@ class ModelConfig(Fields):
 class Location(Fields):
     """A directory: on a claim, or a path as the trainer sees it."""
 
-    claim: Name | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
+    claim: ClaimName | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
     sub_path: Text = Field(default="", description="Directory on the claim.")
     path: Annotated[Text, Field(min_length=1)] | None = Field(
         default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
@@ -393,7 +394,7 @@ class Checkpoint(Fields):
     keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(
         default=2, description="Verified checkpoints that are kept; one alone would be none while the next is written."
     )
-    claim: Name | None = Field(
+    claim: ClaimName | None = Field(
         default=None, description="PersistentVolumeClaim for checkpoints. Default: none, they end with the pod."
     )
     sub_path: Text = Field(
@@ -436,7 +437,7 @@ class Variable(Fields):
 
 
 class Resources(Fields):
-    cpu: Cores | None = Field(
+    cpu: SomeCores | None = Field(
         default=None, description="CPU request per pod, in cores. Default: a quarter of the threads that the plan uses."
     )
 
@@ -586,7 +587,8 @@ class TrainingJob(Fields):
 # --- profiles: what was measured --------------------------------------------------------------------------------------
 
 
-Rate = Annotated[Number, Field(gt=0.0)]
+Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
+"""per second; no hardware is outside of the bounds, and predictions stay finite within"""
 Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 
 
@@ -682,6 +684,9 @@ class MemoryProfileSpec(Written):
     count: Count = Field(default=0, description="Attempts that were observed.")
     attempt: Annotated[str, Field(max_length=63)] = Field(
         default="", description="The last of them, as <job>-<attempt>."
+    )
+    last_attempts: tuple[Annotated[str, Field(max_length=63)], ...] = Field(
+        default=(), max_length=64, description="The last of each job, newest last; at most 64 jobs."
     )
     observed_time: Moment | None = Field(default=None, description="When it was last observed.")
     clamped: Flag = Field(

@@ -365,11 +365,11 @@ def _shown(value: object) -> str:
 def _typed(schema: Schema) -> Schema:
     """Type and bounds in the words of a structural schema."""
     if schema.get("x-kubernetes-int-or-string"):
+        bounds: Schema = {key: schema[key] for key in ("pattern", "maxLength", "minimum") if key in schema}
         return {
             "x-kubernetes-int-or-string": True,
             "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": schema["pattern"],
-            "maxLength": schema["maxLength"],
+            **bounds,
         }
     kind = schema["type"]
     made: Schema = {"type": kind}

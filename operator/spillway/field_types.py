@@ -14,7 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from spillway.units import QUANTITY_PATTERN, format_cores, format_quantity, parse_cores, parse_quantity
+from spillway.units import (
+    POSITIVE_QUANTITY_PATTERN,
+    QUANTITY_PATTERN,
+    format_cores,
+    format_quantity,
+    parse_cores,
+    parse_quantity,
+)
 
 NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
 _NUMBER = re.compile(NUMBER_PATTERN)
@@ -87,11 +94,29 @@ Cores = Annotated[
     PlainSerializer(format_cores, return_type=str),
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
+SomeCores = Annotated[
+    Cores,
+    Field(gt=0.0),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "maxLength": _MAX_LENGTH,
+            "pattern": POSITIVE_QUANTITY_PATTERN,
+            "minimum": 1,
+        }
+    ),
+]
+"""more than none"""
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(min_length=1, max_length=253)]
+ClaimName = Annotated[
+    str,
+    Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
+]
+"""a DNS subdomain: it becomes part of a request's path and of a mount's"""
 StringMap = Annotated[
     dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=1024)]], Field(max_length=64)
 ]

@@ -17,6 +17,7 @@ from typing import Literal
 from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
 from spillway.candidates import TIE
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Reservation, Taint
+from spillway.errors import UserError
 from spillway.explain import lacking
 from spillway.footprint import RUN_STRATEGY
 from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
@@ -42,6 +43,8 @@ CAPACITY_DIGITS = 5
 """binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
 GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
 """labels of NVIDIA's feature discovery; memory in MiB"""
+DEFAULT_RESOURCE: str = TrainingJobSpec.model_fields["resource_name"].default
+"""what a profile's devices are counted by, where the node has it, when the profile does not say how many there are"""
 TRANSIENT_TAINTS = "node.kubernetes.io/"
 """prefix of the taints that the node controller sets and takes away again"""
 
@@ -105,7 +108,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
         return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
     now = [view for view in able if view.ready and not view.unschedulable]
     groups = _classes(job.spec, now or able)
-    outcomes = [_planned(job, group) for group in groups]
+    outcomes = [_outcome(job, group) for group in groups]
     fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
     if not fitting:
         return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
@@ -218,7 +221,7 @@ def _classes(spec: TrainingJobSpec, views: Sequence[NodeView]) -> list[_NodeClas
 def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
     """The class of a node, still without views: equal for nodes that differ by noise only."""
     device = device_kind(spec)
-    node = base_node(view, device)
+    node = base_node(view, device, spec.resource_name)
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
@@ -231,23 +234,26 @@ def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
     return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, ())
 
 
-def base_node(view: NodeView, device: DeviceKind) -> NodeSpec:
+def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpec:
     """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
-    catalog's."""
+    catalog's, with as many devices as it has of the extended resource `resource_name`."""
     if view.profile is not None and view.profile.device_kind == device:
         return view.profile
     cores = max(1, int(view.allocatable_cores))
     if device == "Cuda":
         label = view.labels.get(GPU_MEMORY, "")
         memory_bytes = int(label) * MIB if label.isdecimal() else None
-        devices = max(view.allocatable_devices.values(), default=1)
+        devices = view.allocatable_devices.get(resource_name, 1)
         return replace(gpu_node(view.labels.get(GPU_PRODUCT, ""), memory_bytes, devices), num_cores=cores)
     return replace(local_node(cores, 0, 0, 0), name=f"cpu-{cores}-cores")
 
 
 def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
     """The node with what its NodeProfile measured."""
-    node = base_node(replace(view, profile=None), profile.device_kind)
+    devices = view.allocatable_devices
+    most = max(devices, key=lambda name: devices[name], default=DEFAULT_RESOURCE)
+    resource_name = DEFAULT_RESOURCE if DEFAULT_RESOURCE in devices else most
+    node = base_node(replace(view, profile=None), profile.device_kind, resource_name)
     memory, storage = view.allocatable_memory_bytes, view.allocatable_ephemeral_bytes
     return replace(view, profile=measured(profile, replace(node, host_bytes=memory, nvme_bytes=storage)))
 
@@ -292,6 +298,17 @@ class _Choice:
     def num_pods(self) -> int:
         """That the nodes of the class could carry at once, if they were empty."""
         return sum(_pods_on(view, self.pod) for view in self.group.views)
+
+
+def _outcome(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
+    """Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
+    try:
+        return _planned(job, group)
+    except UserError as error:
+        why = str(error)
+    except Exception as error:
+        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+    return Unplaceable("NoNode", f"node class {group.node.name} (for example {group.views[0].name}): {why}")
 
 
 def _planned(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:

@@ -59,10 +59,15 @@ FILE_SYSTEM_SHARE = 0.02
 CORES_PER_THREAD = 0.25
 """requested for each thread of the plan: cores are shared, memory is not"""
 LEAST_CORES = 0.25
+"""when the job does not say"""
+SMALLEST_REQUEST = 0.001
+"""cores; what the API server keeps"""
 CHECKPOINT_BYTES_PER_SECOND = 250e6
 """rate at which a checkpoint is surely written, also over a network; assumed"""
 GRACE_SECONDS = 30
 """beside the step in flight and its checkpoint: ranks that end, metrics scraped a last time"""
+LONGEST_GRACE_SECONDS = 3600
+"""a pod that does not end by itself keeps its node no longer"""
 STEP_PATIENCE = 3.0
 """a step may take this many times its prediction on a busy node"""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
@@ -88,7 +93,8 @@ class PodResources:
     resource_name: str
     """empty on a CPU"""
     grace_seconds: int
-    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS"""
+    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most
+    LONGEST_GRACE_SECONDS"""
 
 
 def pod_resources(
@@ -200,13 +206,14 @@ def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
 
 def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> float:
     if spec.resources.cpu is not None:
-        return float(spec.resources.cpu)
+        return max(SMALLEST_REQUEST, spec.resources.cpu)
     return max(LEAST_CORES, CORES_PER_THREAD * plan.optimizer.num_threads * num_local_ranks)
 
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
     writing = checkpoint_bytes(spec, plan.device) / CHECKPOINT_BYTES_PER_SECOND
-    return ceil(STEP_PATIENCE * plan.prediction.step_seconds + writing) + GRACE_SECONDS
+    needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
+    return ceil(min(LONGEST_GRACE_SECONDS, needed))
 
 
 def _whole_mib(num_bytes: int) -> int:

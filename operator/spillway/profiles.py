@@ -28,6 +28,8 @@ from spillway.units import format_bytes, format_count
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
 """times the planned bytes"""
 FINGERPRINT_DIGITS = 16
+MOST_JOBS = 64
+"""whose last attempt a profile remembers"""
 LONGEST_PLAN = 512
 """characters of MemoryProfile.spec.plan"""
 
@@ -106,10 +108,14 @@ def profile_update(
     """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes of its fullest rank by tier; None when that
     says nothing new. A tier without a report, or that the plan does not use, is left as it is.
 
+    An attempt counts once, also when jobs report in turn: it is new when the profile knows none of its job, or an
+    earlier one.
+
     `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that.
     """
     profile = existing or new_profile(spec, plan)
-    another = profile.attempt != attempt
+    is_new, last_attempts = _counted(profile, attempt)
+    rises = profile.attempt == attempt
     tiers, clamped = {}, profile.clamped
     for tier in Tier:
         planned, reported = plan.bytes[tier].total, peaks.get(tier, 0)
@@ -118,25 +124,43 @@ def profile_update(
         if planned and reported:
             believed = plausible(planned, reported)
             clamped = clamped or believed != reported
-            tiers[tier.value] = _observed(before, planned, believed, another=another)
+            tiers[tier.value] = _observed(before, planned, believed, is_new=is_new, rises=rises)
     observed = ObservedTiers(**tiers)
-    if observed == profile.peaks and clamped == profile.clamped and not another:
+    if observed == profile.peaks and clamped == profile.clamped and not is_new:
         return None
     if not any(tiers.values()):
         return None
-    changes = {"peaks": observed, "clamped": clamped, "attempt": attempt, "observed_time": now}
-    return profile.model_copy(update={**changes, "count": profile.count + another})
+    changes: dict[str, Any] = {"peaks": observed, "clamped": clamped, "observed_time": now}
+    if is_new:
+        changes |= {"attempt": attempt, "last_attempts": last_attempts, "count": profile.count + 1}
+    return profile.model_copy(update=changes)
+
+
+def _counted(profile: MemoryProfileSpec, attempt: str) -> tuple[bool, tuple[str, ...]]:
+    """Whether `attempt` is not counted yet, and the last attempts of all jobs with it."""
+    job, number = _job_and_number(attempt)
+    known = profile.last_attempts or ((profile.attempt,) if profile.attempt else ())
+    if number <= max((counted for name, counted in map(_job_and_number, known) if name == job), default=0):
+        return False, known
+    others = [one for one in known if _job_and_number(one)[0] != job]
+    return True, (*others, attempt)[-MOST_JOBS:]
+
+
+def _job_and_number(attempt: str) -> tuple[str, int]:
+    """demo-3 -> demo, 3."""
+    job, _, number = attempt.rpartition("-")
+    return job, int(number) if number.isdecimal() else 0
 
 
 def plausible(planned: int, reported: int) -> int:
     return min(max(reported, int(LEAST_PLAUSIBLE * planned)), int(MOST_PLAUSIBLE * planned))
 
 
-def _observed(before: ObservedBytes | None, planned: int, peak: int, *, another: bool) -> ObservedBytes:
+def _observed(before: ObservedBytes | None, planned: int, peak: int, *, is_new: bool, rises: bool) -> ObservedBytes:
     if before is None:
         return ObservedBytes(planned=planned, max=peak, last=peak)
-    # Within one attempt peaks only rise: a late report of an early moment says nothing.
-    last = peak if another else max(before.last, peak)
+    # Within one attempt peaks only rise: a late report of an early moment says nothing. `last` is the newest attempt's.
+    last = peak if is_new else max(before.last, peak) if rises else before.last
     return ObservedBytes(planned=planned, max=max(before.max, peak), last=last)
 
 

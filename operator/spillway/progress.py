@@ -17,9 +17,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from spillway.field_types import MAX_COUNT
+
 MAX_BYTES = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Steps = Annotated[int, Field(ge=0, le=2**53)]
+Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+"""as the status counts them: what a report says must fit there"""
 Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
 
 URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"

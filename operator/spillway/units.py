@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+LARGEST_QUANTITY = 2**63 - 1
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -19,6 +20,10 @@ _SUFFIX = {
     "Pi": Fraction(2**50), "Ei": Fraction(2**60),
 }  # fmt: skip
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
+POSITIVE_QUANTITY_PATTERN = (
+    r"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
+)
+"""the same with a digit that is not 0"""
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
 
 
@@ -46,7 +51,7 @@ def _exact(text: str) -> Fraction:
 
 def _rounded_up(text: str, value: Fraction) -> int:
     rounded = -(-value.numerator // value.denominator)
-    if rounded > 2**63 - 1:
+    if rounded > LARGEST_QUANTITY:
         raise ValueError(f"{text!r} is larger than a quantity can be (2^63 - 1)")
     return rounded
 

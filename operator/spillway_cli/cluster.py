@@ -24,6 +24,7 @@ JOBS = "/apis/spillway.dev/v1alpha1"
 CORE = "/api/v1"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context"
 
@@ -44,12 +45,19 @@ class Refused(UserError):
 
 
 class Unreachable(UserError):
-    """No answer: worth another try for a command that watches."""
+    """No answer, or none for now: worth another try for a command that watches."""
+
+
+def refusal(status: int, answer: Object, path: str) -> Refused | Unreachable:
+    """What an answer of 400 or above means: a server that is busy or in trouble has not said no."""
+    if status == TOO_MANY_REQUESTS or status >= INTERNAL_ERROR:
+        return Unreachable(f"the cluster cannot answer now: {said_in(status, answer)}; try again later")
+    return Refused(status, answer, path)
 
 
 def sentence(status: int, answer: Object, path: str) -> str:
     """Where, what the server said, what to do."""
-    said = str(answer.get("message") or f"HTTP {status}").rstrip(".")
+    said = said_in(status, answer)
     if status == 401:
         return f"the cluster does not know you: {said}; renew the credentials of the kubeconfig"
     if status == 403:
@@ -57,6 +65,10 @@ def sentence(status: int, answer: Object, path: str) -> str:
     if status == 404 and path.startswith(JOBS) and not (answer.get("details") or {}).get("name"):
         return "the cluster knows no TrainingJob; install Spillway first (docs/install.md)"
     return f"the cluster refused: {said}"
+
+
+def said_in(status: int, answer: Object) -> str:
+    return str(answer.get("message") or f"HTTP {status}").rstrip(".")
 
 
 @dataclass(slots=True)
@@ -86,7 +98,7 @@ class Cluster:
         with self._connection():
             response = self._request("GET", path, query, None, idle_seconds)
             if response.status >= 400:
-                raise Refused(response.status, as_object(response.response.data), path)
+                raise refusal(response.status, as_object(response.response.data), path)
             begun = b""
             try:
                 for piece in response.response.stream(2**16):
@@ -102,7 +114,7 @@ class Cluster:
             response = self._request(method, path, query, content, ANSWER_SECONDS)
             answer = as_object(response.response.data)
         if response.status >= 400:
-            raise Refused(response.status, answer, path)
+            raise refusal(response.status, answer, path)
         return answer
 
     def _request(

@@ -6,6 +6,7 @@ are not shown.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -26,6 +27,10 @@ CONTAINER = "trainer"
 NOT_FOUND = 404
 POLL_SECONDS = 1.0
 Answer = TypeVar("Answer")
+STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+"""RFC 3339"""
+LAST_TRIES = 5
+"""for the log of a pod that has ended; its node may be gone for good"""
 IDLE_SECONDS = 60.0
 """a stream that says nothing for so long is opened anew: the connection may be gone"""
 
@@ -101,28 +106,39 @@ class Reader:
 
     def print_log(self, pod: Object, prefix: bytes) -> None:
         """What the pod has printed so far. Raises UserError when its container has not started."""
-        self._print_since(pod["metadata"]["name"], prefix, b"", follow=False)
+        try:
+            self._print_since(pod["metadata"]["name"], prefix, b"", follow=False)
+        except Interrupted as error:
+            raise error.reason from error
 
     def follow_log(self, pod: Object, prefix: bytes) -> None:
         """Every line of the pod from its first to its last, through interrupted connections."""
-        name, last = pod["metadata"]["name"], b""
+        name, last, tries = pod["metadata"]["name"], b"", 0
         while not self.nobody_reads:
             over = patiently(lambda: self.is_over(name))  # asked first: what it printed until then is read below
             try:
                 last = self._print_since(name, prefix, last, follow=not over)
             except Interrupted as error:
+                tries = tries + 1 if over and error.last == last else 0
+                if tries == LAST_TRIES:
+                    message_console().print(f"pod {name}: the rest of its log cannot be read: {error.reason}")
+                    return
                 last = error.last
-                continue
             except Refused as error:
                 if over or error.status == NOT_FOUND:
+                    return  # else its container has not started
+            else:
+                if over:
                     return
-                time.sleep(POLL_SECONDS)  # the container has not started
-                continue
-            if over:
-                return
+            time.sleep(POLL_SECONDS)
 
     def _print_since(self, name: str, prefix: bytes, last: bytes, follow: bool) -> bytes:
-        """Lines after the time stamp `last`; returns the new last one."""
+        """Lines after the time stamp `last`; returns the new last one. Raises Interrupted.
+
+        The stream is taken up at the beginning of a second: lines up to `last` come again. After them nothing is
+        compared, for a clock may be set back. A line without a stamp is the kubelet's own.
+        """
+        seen = last
         lines = self.cluster.lines(
             f"{CORE}/namespaces/{self.namespace}/pods/{name}/log",
             IDLE_SECONDS,
@@ -134,15 +150,15 @@ class Reader:
         try:
             for line in lines:
                 stamp, _, text = line.partition(b" ")
-                if stamp > last and not self.nobody_reads:
+                if not STAMP.fullmatch(stamp):
+                    self._write(prefix + line + b"\n")
+                elif stamp > seen:
                     self._write(prefix + text + b"\n")
-                    last = stamp
+                    last, seen = stamp, b""
                 if self.nobody_reads:
                     break
         except Unreachable as error:
-            if not follow:
-                raise
-            raise Interrupted(last) from error
+            raise Interrupted(last, error) from error
         return last
 
     def _write(self, line: bytes) -> None:
@@ -155,12 +171,13 @@ class Reader:
 
 
 class Interrupted(Exception):
-    """A followed stream broke, or was silent for long."""
+    """A stream broke, or was silent for long."""
 
-    def __init__(self, last: bytes) -> None:
+    def __init__(self, last: bytes, reason: Unreachable) -> None:
         super().__init__()
         self.last = last
         """time stamp of the last line that was printed"""
+        self.reason = reason
 
 
 def follow(reader: Reader, options: LogsOptions) -> int:

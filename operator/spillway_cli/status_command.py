@@ -112,12 +112,12 @@ def looks(look: Any, again: bool, enough: Any = lambda found: False) -> Iterator
 
 
 def events_of(cluster: Cluster, job: Object) -> list[Object]:
-    """The newest first; none when the user may not see events."""
+    """The newest first; none when the user may not see events, or they do not come."""
     namespace = job["metadata"].get("namespace", cluster.namespace)
     selector = f"involvedObject.kind=TrainingJob,involvedObject.name={job['metadata']['name']}"
     try:
         found = cluster.get(f"{CORE}/namespaces/{namespace}/events", fieldSelector=selector)
-    except Refused:
+    except (Refused, Unreachable):
         return []
     return [dict(event) for event in newest_first(found.get("items", []))[:LAST_EVENTS]]
 

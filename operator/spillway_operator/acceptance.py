@@ -22,7 +22,7 @@ from .manifests import OWN_VARIABLES, is_own_key, text_claims
 from .observed import Claim, JobObject
 
 DEFAULT_STALL_SECONDS = 1800
-RWX = "ReadWriteMany"
+RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,33 @@ def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding |
         names = ", ".join(missing)
         return false(c.PLANNED, c.CLAIM_NOT_FOUND, f"there is no PersistentVolumeClaim {names}; create it")
     kept = spec.checkpoint.claim
-    if kept is None or spec.parallelism.nodes == 1:
-        return None
-    modes = found[kept].access_modes
+    if kept is not None:
+        problem = _checkpoint_claim_problem(kept, spec.parallelism.nodes, found[kept].access_modes)
+        if problem is not None:
+            return problem
+    problems = (
+        _text_claim_problem(name, spec.parallelism.nodes, found[name].access_modes) for name in text_claims(spec)
+    )
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _checkpoint_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
+    field, are = f"spec.checkpoint.claim = {claim}", ", ".join(modes)
     if not modes or RWX in modes:
         return None
-    return false(
-        c.PLANNED,
-        c.CLAIM_NOT_SHARED,
-        f"spec.checkpoint.claim = {kept}: {spec.parallelism.nodes} nodes write to it, so it must be {RWX}; it is "
-        f"{', '.join(modes)}",
-    )
+    if num_nodes > 1:
+        needed = f"{num_nodes} nodes write to it, so it must be {RWX}; it is {are}"
+        return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
+    if set(modes) == {ROX}:
+        return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: checkpoints are written to it; it is {are}")
+    return None
+
+
+def _text_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
+    if not modes or num_nodes == 1 or {ROX, RWX}.intersection(modes):
+        return None
+    needed = f"{num_nodes} nodes read from it, so it must be {ROX} or {RWX}; it is {', '.join(modes)}"
+    return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"spec.data.text.claim = {claim}: {needed}")
 
 
 def given(spec: dict[str, Any], path: str) -> Any:

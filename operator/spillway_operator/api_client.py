@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 
@@ -84,9 +85,24 @@ class Resource:
     plural: str
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
-        """`namespace` "" for all namespaces, and for what has none."""
-        parts = [self.prefix, *(["namespaces", namespace] if namespace else []), self.plural]
-        return "/".join([*parts, *([name] if name else []), *([subresource] if subresource else [])])
+        """`namespace` "" for all namespaces, and for what has none. Raises Refused for what no object is called."""
+        scope = ["namespaces", _segment(namespace)] if namespace else []
+        below = [_segment(part) for part in (name, subresource) if part]
+        return "/".join([self.prefix, *scope, self.plural, *below])
+
+
+def _segment(name: str) -> str:
+    """`name` as one part of a path. The API server takes an escaped slash for a slash, so that it is no way out."""
+    if not is_path_segment(name):
+        raise Refused(
+            "not sent", 0, "InvalidName", f"{name[:253]!r} names no object: '.', '..', '/' and '%' do not occur"
+        )
+    return quote(name, safe="")
+
+
+def is_path_segment(name: str) -> bool:
+    """Whether an object can have this name, as far as paths go: the API server's own rule."""
+    return name not in ("", ".", "..") and "/" not in name and "%" not in name
 
 
 TRAINING_JOBS = Resource("/apis/spillway.dev/v1alpha1", "trainingjobs")

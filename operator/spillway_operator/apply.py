@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Applier:
         self._store = store
         self._written: dict[Key, tuple[bytes, bytes]] = {}
         """digests of the status that was sent last, and of what the server made of it"""
+        self._warned: set[Key] = set()
+        """jobs whose status the server does not keep whole"""
 
     async def create(self, job: JobObject, manifests: tuple[Manifest, ...]) -> Applied:
         """Create the children in this order, up to the first that cannot be had."""
@@ -60,9 +62,14 @@ class Applier:
         for deletion in deletions:
             resource = RESOURCE_OF[deletion.kind]
             try:
-                await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
+                found = await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
             except (NotFound, Conflict):  # gone, or another one of that name
+                self._gone(deletion)
                 continue
+            if found.get("kind") == deletion.kind:  # marked; without this the next round would delete it once more
+                self._store.put_attempt(project_attempt(found))
+            else:
+                self._gone(deletion)
             logger.info("deleted %s %s", deletion.kind, deletion.name, extra=about(job.key))
 
     async def write_status(self, job: JobObject, status: Mapping[str, Any]) -> bool:
@@ -83,10 +90,26 @@ class Applier:
         answer = project_job(found)
         self._store.put_job(answer)
         self._written[job.key] = (_digest(wanted), _digest(answer.status))
+        self._warn_of_lost(job.key, status, found.get("status"))
         return True
 
     def forget(self, key: Key) -> None:
         self._written.pop(key, None)
+        self._warned.discard(key)
+
+    def _gone(self, deletion: Deletion) -> None:
+        known = self._store.attempts.by_uid(deletion.uid)
+        if known is not None:
+            self._store.remove_attempt(known)
+
+    def _warn_of_lost(self, key: Key, sent: Mapping[str, Any], kept: object) -> None:
+        """A CRD of an older version drops the fields that it does not know: decisions that rest on them fail."""
+        lost = list(_lost(sent, kept, "status"))
+        if lost and key not in self._warned:
+            self._warned.add(key)
+            logger.error(
+                "the API server dropped %s: install the CRDs of this version", ", ".join(lost), extra=about(key)
+            )
 
     async def _create(self, job: JobObject, manifest: Manifest) -> Applied:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
@@ -105,6 +128,16 @@ class Applier:
         if resource is JOBS:
             self._store.put_attempt(project_attempt(found))
         return DONE
+
+
+def _lost(sent: object, kept: object, path: str) -> Iterator[str]:
+    """Fields that were sent and not kept."""
+    if isinstance(sent, Mapping):
+        for name, value in sent.items():
+            if not isinstance(kept, Mapping) or name not in kept:
+                yield f"{path}.{name}"
+            else:
+                yield from _lost(value, kept[name], f"{path}.{name}")
 
 
 def _digest(text: bytes) -> bytes:

@@ -32,6 +32,8 @@ FRESH_SECONDS = 30.0
 """between two lists of the same objects, while plans are made"""
 OLDEST_NODES_SECONDS = 300.0
 """a list that is used while no newer one can be had"""
+OLDEST_PEAKS_SECONDS = 300.0
+"""of a namespace in which nothing is planned"""
 
 N = TypeVar("N", int, float)
 Peaks = Mapping[str, Mapping[str, int]]
@@ -84,14 +86,16 @@ class Cluster:
     async def _refresh_peaks(self, namespace: str) -> None:
         """They only explain a plan: without them it is the same."""
         listed, known = self._peaks.get(namespace, (float("-inf"), {}))
-        if self._clock() - listed < FRESH_SECONDS:
+        now = self._clock()
+        if now - listed < FRESH_SECONDS:
             return
         try:
             profiles = await self._client.list(MEMORY_PROFILES, namespace, _profiled_peaks)
             known = {fingerprint: peaks for fingerprint, peaks in profiles.items if fingerprint}
         except ApiError as error:
             logger.warning("memory profiles cannot be listed: %s", error)
-        self._peaks[namespace] = (self._clock(), known)
+        kept = {other: peaks for other, peaks in self._peaks.items() if now - peaks[0] < OLDEST_PEAKS_SECONDS}
+        self._peaks = kept | {namespace: (self._clock(), known)}
 
     def view(self, key: Key) -> ClusterView:
         """As of now, for the job `key`."""

@@ -42,6 +42,7 @@ INVALID_SPEC = "InvalidSpec"
 NAME_CONFLICT = "NameConflict"
 CLAIM_NOT_FOUND = "ClaimNotFound"
 CLAIM_NOT_SHARED = "ClaimNotShared"
+CLAIM_NOT_WRITABLE = "ClaimNotWritable"
 CONTRACT_TOO_LARGE = "ContractTooLarge"
 
 CAUSES: dict[str, str] = {
@@ -76,7 +77,8 @@ REASONS: dict[str, dict[str, str]] = {
         "DoesNotFit": "False: no plan fits the nodes that are there; the message has the missing bytes and the nearest "
         "configuration that fits; looked at again, because nodes come and go",
         CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names is not there; waited for",
-        CLAIM_NOT_SHARED: "False: more than one node writes checkpoints, and the claim is not ReadWriteMany",
+        CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
+        CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, and it can only be read",
         CONTRACT_TOO_LARGE: "False: spec and plan do not fit a ConfigMap (1 MiB)",
     },
     QUOTA_RESERVED: {

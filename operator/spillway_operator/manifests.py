@@ -250,6 +250,8 @@ def indexed_job(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> 
 
 
 def _metadata(files: AttemptFiles, owner: JobObject) -> dict[str, Any]:
+    # Blocking the owner's deletion takes the right to update trainingjobs/finalizers where the API server runs the
+    # admission plugin OwnerReferencesPermissionEnforcement; nothing here needs a foreground deletion to wait.
     return {
         "name": files.name,
         "namespace": owner.namespace,
@@ -257,7 +259,7 @@ def _metadata(files: AttemptFiles, owner: JobObject) -> dict[str, Any]:
         "ownerReferences": [
             {
                 "apiVersion": f"{GROUP}/{VERSION}", "kind": "TrainingJob", "name": owner.name, "uid": owner.uid,
-                "controller": True, "blockOwnerDeletion": True,
+                "controller": True, "blockOwnerDeletion": False,
             }
         ],
     }  # fmt: skip

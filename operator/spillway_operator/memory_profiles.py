@@ -1,7 +1,8 @@
 """MemoryProfiles: peaks that trainers report become objects that outlive the jobs (spillway.profiles decides what).
 
 Written behind the decision's back: at most once per profile and 30 s, and only when a report says something new. A
-failure is logged; the next higher peak, or the next attempt, is another chance.
+failure is logged, whatever it is: ConfigMaps and profiles may be anybody's work. The next higher peak, or the next
+attempt, is another chance.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from spillway.api import GROUP, VERSION, MemoryProfileSpec, TrainingJobSpec
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 from spillway.profiles import profile_name, profile_update
-from spillway.progress import ProgressReport
 
 from .api_client import CONFIG_MAPS, MEMORY_PROFILES, ApiClient, ApiError, NotFound
 from .log import about
 from .manifests import JOB_KEY, PLAN_KEY, attempt_name
-from .store import Key
+from .progress_outbox import Received
+from .store import Key, controller
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,19 @@ Peaks = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Reported:
+    """The peaks of an attempt."""
+
+    job_uid: str
+    attempt: int
+    peaks: Peaks
+
+
+@dataclass(frozen=True, slots=True)
 class Contracted:
     """What the peaks of an attempt are measured against."""
 
+    job_uid: str
     attempt: int
     spec: TrainingJobSpec
     plan: MemoryPlan
@@ -53,23 +64,24 @@ class Contracted:
 class MemoryProfiles:
     client: ApiClient
     clock: Callable[[], float] = time.monotonic
-    _waiting: dict[Key, tuple[int, Peaks]] = field(default_factory=dict, init=False)
-    """attempt and peaks that no profile holds yet"""
-    _seen: dict[Key, tuple[int, Peaks]] = field(default_factory=dict, init=False)
+    _waiting: dict[Key, Reported] = field(default_factory=dict, init=False)
+    """what no profile holds yet"""
+    _seen: dict[Key, Reported] = field(default_factory=dict, init=False)
     _contracts: dict[Key, Contracted] = field(default_factory=dict, init=False)
     _written: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
-    """(namespace, profile) -> monotonic seconds of its last write"""
+    """(namespace, profile) -> monotonic seconds of its last write, for PROFILE_SECONDS"""
 
-    def reported(self, key: Key, attempt: int, report: ProgressReport) -> None:
-        if report.spillway is None:
+    def reported(self, key: Key, received: Received) -> None:
+        if received.report.spillway is None:
             return
-        peaks = {tier: size for tier, size in report.spillway.peak if size}
-        if peaks and self._seen.get(key) != (attempt, peaks):
-            self._seen[key] = self._waiting[key] = (attempt, peaks)
+        peaks = {tier: size for tier, size in received.report.spillway.peak if size}
+        reported = Reported(received.job_uid, received.attempt, peaks)
+        if peaks and self._seen.get(key) != reported:
+            self._seen[key] = self._waiting[key] = reported
 
     def forget(self, key: Key) -> None:
-        self._seen.pop(key, None)
-        self._contracts.pop(key, None)
+        for kept in (self._waiting, self._seen, self._contracts):
+            kept.pop(key, None)
 
     async def run(self) -> None:
         while True:
@@ -78,31 +90,38 @@ class MemoryProfiles:
                 await self.write(key)
 
     async def write(self, key: Key) -> None:
-        """Bring the profile of `key` up to what was reported, unless it was written a moment ago."""
-        attempt, peaks = self._waiting[key]
+        """Bring the profile of `key` up to what was reported, unless it was written a moment ago. Never raises."""
+        reported = self._waiting.get(key)
+        if reported is None:  # forgotten meanwhile
+            return
         try:
-            contracted = await self._contracted(key, attempt)
+            contracted = await self._contracted(key, reported)
             if contracted is not None:
                 profile = (key[0], contracted.profile)
                 if self.clock() - self._written.get(profile, float("-inf")) < PROFILE_SECONDS:
                     return
-                await self._update(key, contracted, peaks)
+                await self._update(key, contracted, reported.peaks)
         except ApiError as error:
-            logger.warning("a memory profile was not written: %s", error, extra=about(key, attempt))
-        if self._waiting.get(key) == (attempt, peaks):
+            logger.warning("a memory profile was not written: %s", error, extra=about(key, reported.attempt))
+        except Exception:
+            logger.exception("a memory profile was not written", extra=about(key, reported.attempt))
+        if self._waiting.get(key) == reported:
             del self._waiting[key]
 
-    async def _contracted(self, key: Key, attempt: int) -> Contracted | None:
-        """Of the attempt's ConfigMap; None when it is gone, or written in the words of another version."""
+    async def _contracted(self, key: Key, reported: Reported) -> Contracted | None:
+        """Of the attempt's ConfigMap; None when it is gone, another job's, or in the words of another version."""
         known = self._contracts.get(key)
-        if known is not None and known.attempt == attempt:
+        if known is not None and (known.job_uid, known.attempt) == (reported.job_uid, reported.attempt):
             return known
         try:
-            found = await self.client.get(CONFIG_MAPS, key[0], attempt_name(key[1], attempt))
-            known = _read(attempt, found.get("data") or {})
+            found = await self.client.get(CONFIG_MAPS, key[0], attempt_name(key[1], reported.attempt))
+            if controller(found["metadata"]).get("uid") != reported.job_uid:
+                return None
+            known = _read(reported, found.get("data") or {})
         except (NotFound, ValidationError):
             return None
-        self._contracts[key] = known
+        if key in self._seen:  # not forgotten meanwhile
+            self._contracts[key] = known
         return known
 
     async def _update(self, key: Key, contracted: Contracted, peaks: Peaks) -> None:
@@ -120,7 +139,9 @@ class MemoryProfiles:
             "spec": updated.model_dump(mode="json", exclude_none=True),
         }
         await self.client.apply(MEMORY_PROFILES, namespace, name, body)
-        self._written[namespace, name] = self.clock()
+        now_written = self.clock()
+        recent = {profile: at for profile, at in self._written.items() if now_written - at < PROFILE_SECONDS}
+        self._written = recent | {(namespace, name): now_written}
 
     async def _existing(self, namespace: str, name: str) -> MemoryProfileSpec | None:
         try:
@@ -130,6 +151,7 @@ class MemoryProfiles:
             return None
 
 
-def _read(attempt: int, contract: Mapping[str, str]) -> Contracted:
+def _read(reported: Reported, contract: Mapping[str, str]) -> Contracted:
     job = JobFile.model_validate_json(contract.get(JOB_KEY, ""))
-    return Contracted(attempt, job.spec, MemoryPlan.model_validate_json(contract.get(PLAN_KEY, "")))
+    plan = MemoryPlan.model_validate_json(contract.get(PLAN_KEY, ""))
+    return Contracted(reported.job_uid, reported.attempt, job.spec, plan)

@@ -13,7 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .api_client import CLAIMS, CONFIG_MAPS, JOBS, PODS, TRAINING_JOBS, ApiClient, NotFound, Refused
+from .acceptance import given
+from .api_client import (
+    CLAIMS,
+    CONFIG_MAPS,
+    JOBS,
+    PODS,
+    TRAINING_JOBS,
+    ApiClient,
+    NotFound,
+    Refused,
+    is_path_segment,
+)
 from .cluster import Cluster
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
@@ -30,6 +41,8 @@ from .reservations import Reservations
 from .store import MANAGED_BY, Key, Store, attempt_number, controller, project_attempt, project_job
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim")
+"""of a spec: the claims that its pods mount"""
 LONGEST_TEXT = 4096
 """characters of a message that are kept; a termination message is no longer"""
 
@@ -89,6 +102,10 @@ class Observer:
             unwatched,
         )
 
+    def as_of_now(self, observed: Observed) -> Observed:
+        """With what other jobs reserved since."""
+        return replace(observed, cluster=self._cluster.view(observed.job.key))
+
     async def _read_job(self, job: JobObject) -> JobObject | None:
         try:
             found = project_job(await self._client.get(TRAINING_JOBS, job.namespace, job.name))
@@ -121,7 +138,8 @@ class Observer:
         return (*listed, replace(unlisted, attempt=ours[-1].attempt)), unlisted.owner_uid == job.uid
 
     async def _pods(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> tuple[PodObject, ...]:
-        """Of the newest attempt, by our labels: they are there also when their Job is gone."""
+        """Of the newest attempt, by our labels: they are there also when their Job is gone, and without an owner when
+        it was deleted with --cascade=orphan."""
         ours = [attempt.attempt for attempt in attempts if attempt.owner_uid == job.uid]
         newest = max([*ours, (json.loads(job.status).get("attempts") or {}).get("total") or 0])
         name = attempt_name(job.name, newest)
@@ -130,9 +148,11 @@ class Observer:
         return tuple(sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name)))
 
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
-        return tuple([await self._claim(job, name) for name in sorted(set(_claim_names(json.loads(job.spec))))])
+        return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])
 
     async def _claim(self, job: JobObject, name: str) -> Claim:
+        if not is_path_segment(name):
+            return Claim(name, exists=False)
         try:
             found = await self._client.get(CLAIMS, job.namespace, name)
         except NotFound:
@@ -195,9 +215,14 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
 
 
 def _pod_of(job_name: str, found: Mapping[str, Any]) -> PodObject | None:
-    """Labels may be copied to any pod; its controller is the Job."""
-    owner = controller(found["metadata"])
-    return project_pod(found) if owner.get("kind") == "Job" and owner.get("name") == job_name else None
+    """Labels may be copied to any pod; its controller is the Job.
+
+    One without a controller may have lost it with its Job: while it runs, its attempt lives. It explains no end.
+    """
+    owner, pod = controller(found["metadata"]), project_pod(found)
+    if not owner:
+        return replace(pod, ending=None) if pod.phase not in ("Failed", "Succeeded") else None
+    return pod if owner.get("kind") == "Job" and owner.get("name") == job_name else None
 
 
 def _waiting(status: Mapping[str, Any]) -> str:
@@ -234,14 +259,7 @@ def _text(found: object) -> str:
     return str(found or "")[:LONGEST_TEXT]
 
 
-def _claim_names(value: object) -> Iterator[str]:
-    """Every `claim: NAME` in a spec."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name == "claim" and isinstance(inner, str) and inner:
-                yield inner
-            else:
-                yield from _claim_names(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _claim_names(inner)
+def _claim_names(spec: object) -> tuple[str, ...]:
+    """Once each. The spec is as found: nothing has looked at these names yet."""
+    named = (given(spec, field) for field in CLAIM_FIELDS) if isinstance(spec, dict) else ()
+    return tuple(sorted({name for name in named if isinstance(name, str) and name}))

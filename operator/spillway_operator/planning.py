@@ -10,7 +10,7 @@ from spillway.errors import UserError
 from spillway.placement import Placement, Unplaceable
 from spillway.plan import MemoryPlan, Tier
 from spillway.status import Attempts, PlanStatus, TierQuantities
-from spillway.units import format_bytes, format_seconds
+from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
 
 from . import conditions as c
 from .conditions import Finding, false, true, unknown
@@ -34,6 +34,9 @@ def plan_attempt(
         placed = place(job, cluster)
     except UserError as error:
         return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
+    except Exception as error:
+        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+        return false(c.PLANNED, "NoNode", why)
     if isinstance(placed, Unplaceable):
         return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
     decision = Decision(
@@ -53,8 +56,8 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
     return PlanStatus(
         node=c.clean(placed.node.name, 64),
         summary=c.clean("; ".join(plan.reasons) or summary(plan), LONGEST_TEXT),
-        bytes=TierQuantities(**{tier.value: plan.bytes[tier].total for tier in Tier if tier in plan.bytes}),
-        pod_memory=placed.pod.memory_bytes,
+        bytes=_quantities(*(plan.bytes[tier].total if tier in plan.bytes else None for tier in Tier)),
+        pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),
         step_seconds=f"{plan.prediction.step_seconds:.3g}",
         nodes=tuple(best.node for best in placed.preferences[:MOST_NODES]),
         reason=c.clean(placed.reason, LONGEST_TEXT),
@@ -66,9 +69,10 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
 
 
 def _quantities(device: int | None, host: int | None, nvme: int | None) -> TierQuantities | None:
-    """Never below zero: reservations can exceed what is free."""
+    """Never below zero: reservations can exceed what is free. Never more than the API server can hold: what a mode
+    other than Auto asks for has no bound."""
     known = {"device": device, "host": host, "nvme": nvme}
-    found = {tier: max(0, free) for tier, free in known.items() if free is not None}
+    found = {tier: min(max(0, free), LARGEST_QUANTITY) for tier, free in known.items() if free is not None}
     return TierQuantities(**found) if found else None
 
 
@@ -118,4 +122,15 @@ def next_attempts(known: Attempts, number: int, now: str) -> Attempts:
 
 def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:
     """Whether a contract is what its name says."""
-    return (files.job.uid, files.job.name, files.job.epoch) == (job.uid, job.name, attempt)
+    found = (files.job.uid, files.job.namespace, files.job.name, files.job.epoch, files.decision.attempts.total)
+    return found == (job.uid, job.namespace, job.name, attempt, attempt)
+
+
+def is_ours(files: AttemptFiles, job: TrainingJob, uid: str, facts: OperatorFacts) -> bool:
+    """Whether the operator would have written this job.json for the accepted job; only the plan is taken as found.
+
+    Whoever may create ConfigMaps can copy an ownerReference: a contract with another image or ServiceAccount, or of a
+    spec that changed since, is never carried out.
+    """
+    threads = files.job.compute_threads
+    return attempt_files(job, uid, files.plan, files.plan_status, files.decision, threads, facts).job == files.job

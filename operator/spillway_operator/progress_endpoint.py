@@ -119,7 +119,7 @@ class ProgressEndpoint:
         reviews: TokenReviews,
         outbox: ProgressOutbox,
         enqueue: Callable[[Key], None],
-        accepted: Callable[[Key, int, ProgressReport], None],
+        accepted: Callable[[Key, Received], None],
         count: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -207,9 +207,9 @@ class ProgressEndpoint:
                 422, f"spillway.epoch = {report.spillway.epoch}: the pod belongs to attempt {sender.attempt}"
             )
         if sender.attempt == sender.present_attempt:  # a zombie is told the present epoch, and not believed
-            received = Received(report, sender.attempt, _now())
+            received = Received(report, sender.job_uid, sender.attempt, _now())
             self._outbox.put(sender.key, received, self._clock())
-            self._accepted(sender.key, sender.attempt, report)
+            self._accepted(sender.key, received)
             self._arrived.set()
         else:
             logger.info("a report of an attempt that is over", extra=about(sender.key, sender.attempt))

@@ -22,6 +22,8 @@ TOTAL_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class Received:
     report: ProgressReport
+    job_uid: str
+    """of the TrainingJob"""
     attempt: int
     time: str
     """RFC 3339"""
@@ -29,12 +31,13 @@ class Received:
 
 @dataclass(slots=True)
 class Mailbox:
-    """Of one job."""
+    """Of one job; a namesake with another uid gets a new one."""
 
     newest: Received
     released: bool = False
     """the newest report may be written now"""
-    queued: bool = False
+    turn: int = 0
+    """its entry in the queue; 0 = it does not wait. Other entries of the job are void"""
     last_release: float = float("-inf")
     hurried: tuple[int, bool] = (0, False)
     """attempt whose first report went out, and whether its last one did"""
@@ -44,8 +47,8 @@ class ProgressOutbox:
     def __init__(self) -> None:
         self._mailboxes: dict[Key, Mailbox] = {}
         self._queue: list[tuple[float, int, Key]] = []
-        """(earliest time, order of arrival, key)"""
-        self._arrivals = 0
+        """(earliest time, turn, key)"""
+        self._turns = 0
         self._last_release = float("-inf")
 
     def __len__(self) -> int:
@@ -54,15 +57,13 @@ class ProgressOutbox:
     def put(self, key: Key, received: Received, now: float) -> None:
         """Keep `received` instead of what was there, and queue its job."""
         mailbox = self._mailboxes.get(key)
-        if mailbox is None:
+        if mailbox is None or mailbox.newest.job_uid != received.job_uid:
             mailbox = self._mailboxes[key] = Mailbox(received)
         mailbox.newest = received
         if _hurry(mailbox, received):
-            self._push(key, now)
-            mailbox.queued = True
-        elif not mailbox.queued and not mailbox.released:
-            self._push(key, max(now, mailbox.last_release + JOB_SECONDS))
-            mailbox.queued = True
+            mailbox.turn = self._push(key, now)
+        elif not mailbox.turn and not mailbox.released:
+            mailbox.turn = self._push(key, max(now, mailbox.last_release + JOB_SECONDS))
 
     def seconds_to_next(self, now: float) -> float | None:
         """Until `release` has something to give; None when nothing waits."""
@@ -73,11 +74,11 @@ class ProgressOutbox:
     def release(self, now: float) -> Key | None:
         """A job whose newest report may be written now."""
         while self._queue and self.seconds_to_next(now) == 0.0:
-            _, _, key = heapq.heappop(self._queue)
+            _, turn, key = heapq.heappop(self._queue)
             mailbox = self._mailboxes.get(key)
-            if mailbox is None or not mailbox.queued:  # gone, or written meanwhile
+            if mailbox is None or mailbox.turn != turn:  # gone, or written meanwhile
                 continue
-            mailbox.queued, mailbox.released, mailbox.last_release = False, True, now
+            mailbox.turn, mailbox.released, mailbox.last_release = 0, True, now
             self._last_release = now
             return key
         return None
@@ -90,24 +91,24 @@ class ProgressOutbox:
     def newest(self, key: Key) -> Received | None:
         """The newest report that is not written yet: a status that is written anyway carries it."""
         mailbox = self._mailboxes.get(key)
-        return mailbox.newest if mailbox is not None and (mailbox.released or mailbox.queued) else None
+        return mailbox.newest if mailbox is not None and (mailbox.released or mailbox.turn) else None
 
     def written(self, key: Key, received: Received, now: float) -> None:
         """`received` is in the status; a newer one that came meanwhile waits for its turn."""
         mailbox = self._mailboxes.get(key)
         if mailbox is None:
             return
-        mailbox.released, mailbox.queued, mailbox.last_release = False, False, now
+        mailbox.released, mailbox.turn, mailbox.last_release = False, 0, now
         if mailbox.newest is not received:
-            self._push(key, now + JOB_SECONDS)
-            mailbox.queued = True
+            mailbox.turn = self._push(key, now + JOB_SECONDS)
 
     def forget(self, key: Key) -> None:
         self._mailboxes.pop(key, None)
 
-    def _push(self, key: Key, when: float) -> None:
-        self._arrivals += 1
-        heapq.heappush(self._queue, (when, self._arrivals, key))
+    def _push(self, key: Key, when: float) -> int:
+        self._turns += 1
+        heapq.heappush(self._queue, (when, self._turns, key))
+        return self._turns
 
 
 def _hurry(mailbox: Mailbox, received: Received) -> bool:

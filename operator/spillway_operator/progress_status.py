@@ -27,7 +27,15 @@ def reported(status: TrainingJobStatus) -> Reported:
 
 
 def with_report(before: Reported, report: ProgressReport, attempt: int, steps: int, time: str) -> Reported:
-    """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing."""
+    """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
+    does one whose figures do not fit the status. Never raises: no report may keep a job from being looked after."""
+    try:
+        return _with_report(before, report, attempt, steps, time)
+    except (ValueError, ArithmeticError):
+        return before
+
+
+def _with_report(before: Reported, report: ProgressReport, attempt: int, steps: int, time: str) -> Reported:
     own = report.spillway
     if own is not None and own.epoch != attempt:
         return before

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from spillway import placement
 from spillway.api import TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
+from spillway.field_types import MAX_COUNT
 from spillway.retries import JOB_DELETED, NODE_LOST, Retry, retry_of
 from spillway.status import Attempts, TrainingJobStatus
 
@@ -34,7 +35,7 @@ from .attempt_end import Cause, cause_of_end
 from .conditions import Finding, false, true, unknown
 from .manifests import AttemptFiles
 from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
-from .planning import Place, as_decided, belongs_to, next_attempts, plan_attempt
+from .planning import Place, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
 from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report
 
 MANAGER = "spillway.dev/operator"
@@ -84,7 +85,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return _whole(given(self.spec, "training.steps"), 0)
+        return min(_whole(given(self.spec, "training.steps"), 0), MAX_COUNT)
 
     @property
     def owned(self) -> tuple[AttemptObject, ...]:
@@ -140,13 +141,20 @@ def is_over(status: TrainingJobStatus) -> bool:
 
 
 def _surplus(case: Case) -> tuple[Deletion, ...]:
-    """Jobs that must not run: all but the newest, and every one whose attempt is accounted for."""
+    """Jobs that must not run: all but the newest, and every one whose attempt is accounted for. And ended ones that
+    hold a volume: with a storage class, a pod's spill claim is deleted with the pod, so only the newest is kept."""
     newest = max((attempt.attempt for attempt in case.owned), default=0)
     ended = newest if is_over(case.status) else case.attempts.ended
+    holds_a_volume = bool(given(case.spec, "spill.storageClassName"))
     return tuple(
         _deletion(attempt)
         for attempt in case.owned
-        if not attempt.outcome and not attempt.deleting and (attempt.attempt < newest or attempt.attempt <= ended)
+        if not attempt.deleting
+        and (
+            holds_a_volume and attempt.attempt < newest and attempt.attempt <= ended
+            if attempt.outcome
+            else attempt.attempt < newest or attempt.attempt <= ended
+        )
     )
 
 
@@ -234,8 +242,8 @@ def _waits_for_quota(case: Case) -> tuple[Finding, ...]:
 def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
     """Not every pod runs, yet or any more: after a while the pods say why."""
     waited = case.seconds_now - _began_seconds(case, attempt)
-    if waited < PATIENCE_SECONDS:
-        return _write(case, look_again=PATIENCE_SECONDS - waited)
+    if _is_young(waited):
+        return _write(case, look_again=min(PATIENCE_SECONDS, PATIENCE_SECONDS - waited))
     pods = case.observed.pods
     if pods is None:
         return Desired(needs=frozenset({"pods"}))
@@ -279,8 +287,8 @@ def _stopping(case: Case, attempt: AttemptObject) -> Desired:
     if case.wants_suspension:
         case = case.found(_STOPPING)
     waited = case.seconds_now - _seconds(attempt.deletion_time or case.now)
-    if waited < PATIENCE_SECONDS:
-        return _write(case, look_again=PATIENCE_SECONDS - waited)
+    if _is_young(waited):
+        return _write(case, look_again=min(PATIENCE_SECONDS, PATIENCE_SECONDS - waited))
     if case.observed.pods is None:
         return Desired(needs=frozenset({"pods"}))
     if not _wait_for_ever(case.observed.pods, case.seconds_now):
@@ -386,9 +394,10 @@ def _between_attempts(case: Case) -> Desired:
     case = case.found(_NOT_SUSPENDED)
     known = case.attempts
     if known.end_time is not None:
-        rest = pause_seconds(known.short_in_a_row) - (case.seconds_now - _seconds(known.end_time))
-        if rest > 0:
-            return _write(case, look_again=rest)
+        pause = pause_seconds(known.short_in_a_row)
+        rest = pause - (case.seconds_now - _seconds(known.end_time))
+        if 0 < rest <= 2 * pause:  # more: the clock was set back, and nothing says how long ago the attempt ended
+            return _write(case, look_again=min(rest, pause))
     return _start(case)
 
 
@@ -425,12 +434,12 @@ def _start(case: Case) -> Desired:
         return _wait(case, obstacle)
     committed = _newest_contract(case)
     files = _read(case, committed) if committed > case.attempts.total else None
-    if files is not None:
+    uid, facts, cluster = case.observed.job.uid, case.observed.facts, case.observed.cluster
+    if files is not None and is_ours(files, outcome, uid, facts):
         return _create(case, files)
     number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
     attempts = next_attempts(case.attempts, number, case.now)
-    facts, cluster = case.observed.facts, case.observed.cluster
-    uid, threads, because = case.observed.job.uid, _threads(case), c.clean(case.because or _why_restarting(case))
+    threads, because = _threads(case), c.clean(case.because or _why_restarting(case))
     decided = plan_attempt(outcome, uid, cluster, facts, attempts, threads, because, case.place)
     return _wait(case, decided) if isinstance(decided, Finding) else _create(case, decided)
 
@@ -516,7 +525,13 @@ def _missing(case: Case, *names: str) -> frozenset[str]:
 
 
 def _newest_contract(case: Case) -> int:
-    return max((contract.attempt for contract in _contracts(case)), default=0)
+    """The last of those that follow the known attempts without a gap: the operator leaves none, and a number that
+    somebody made up must not become an epoch. 0 when there is none."""
+    numbers = {contract.attempt for contract in _contracts(case)}
+    newest = case.attempts.total
+    while newest + 1 in numbers:
+        newest += 1
+    return newest if newest in numbers else 0
 
 
 def _contracts(case: Case) -> list[Contract]:
@@ -534,12 +549,18 @@ def _read(case: Case, attempt: int) -> AttemptFiles | None:
 
 
 def _threads(case: Case) -> int | None:
-    """Of the newest attempt before, so that a resumed run rounds as it did."""
-    for number in sorted((contract.attempt for contract in _contracts(case)), reverse=True):
+    """Of the newest attempt that was begun, so that a resumed run rounds as it did."""
+    begun = [contract.attempt for contract in _contracts(case) if contract.attempt <= case.attempts.total]
+    for number in sorted(begun, reverse=True):
         files = _read(case, number)
         if files is not None:
             return files.job.compute_threads
     return None
+
+
+def _is_young(waited: float) -> bool:
+    """Whether it happened a moment ago. Far in the future is no such thing: the clock was set back."""
+    return -PATIENCE_SECONDS <= waited < PATIENCE_SECONDS
 
 
 def _patience(waited: float) -> float:

@@ -3,7 +3,8 @@
     token -> TokenReview (audience) -> pod name and uid -> pod -> its Job's uid -> TrainingJob and attempt
 
 The API server vouches for the pod in the token; everything after that is followed by uid, never by a label. Answers are
-kept for a minute, refusals shorter, so that a post costs no request.
+kept for a minute, refusals shorter, so that a post costs no request. A token that was accepted before is looked at
+again whatever strangers send meanwhile, and by one request: until its answer is there, the last one holds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .store import Key, Store, controller
 
 ACCEPTED_SECONDS = 60.0
 REFUSED_SECONDS = 10.0
+RENEWAL_SECONDS = 10.0
+"""that an accepted token stays accepted while it is looked at again"""
 MOST_CACHED = 8192
 REVIEWS_PER_SECOND = 50.0
 """of tokens that were not seen before: strangers cost the API server no more"""
@@ -58,6 +61,8 @@ class PodIdentity:
 @dataclass(frozen=True, slots=True)
 class Sender:
     key: Key
+    job_uid: str
+    """of the TrainingJob"""
     attempt: int
     """that the pod belongs to"""
     present_attempt: int
@@ -77,6 +82,11 @@ class Cache(Generic[V]):
     def get(self, key: bytes, now: float) -> V | None:
         known = self._entries.get(key)
         return known[1] if known is not None and now < known[0] else None
+
+    def last(self, key: bytes) -> V | None:
+        """Also when it has expired."""
+        known = self._entries.get(key)
+        return known[1] if known is not None else None
 
     def put(self, key: bytes, value: V, expiry: float) -> None:
         self._entries[key] = (expiry, value)
@@ -100,13 +110,17 @@ class TokenReviews:
         job = None if attempt is None else self._store.jobs.get((attempt.namespace, attempt.owner_name))
         if attempt is None or job is None or attempt.owner_uid != job.uid or attempt.namespace != pod.namespace:
             raise Forbidden(f"pod {pod.namespace}/{pod.name} belongs to no attempt of a TrainingJob")
-        return Sender(job.key, attempt.attempt, _present(self._store.attempts_of(job.key), job.uid))
+        return Sender(job.key, job.uid, attempt.attempt, _present(self._store.attempts_of(job.key), job.uid))
 
     async def _pod(self, token: str) -> PodIdentity:
         digest, now = hashlib.sha256(token.encode()).digest(), self._clock()
         known = self._cache.get(digest, now)
         if known is None:
-            self._take_allowance(now)
+            last = self._cache.last(digest)
+            if isinstance(last, PodIdentity):
+                self._cache.put(digest, last, now + RENEWAL_SECONDS)
+            else:
+                self._take_allowance(now)
             try:
                 known = await self._review(token)
             except (Unauthenticated, Forbidden) as refusal:

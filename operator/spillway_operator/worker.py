@@ -3,10 +3,13 @@
     observe -> reconcile -> what it needs to see | children | deletions | status -> observe ...
 
 It ends when the decision changes nothing. A look that fails is repeated after a back-off, from a new observation.
+A decision that may plan takes up to half a minute: it is made in a thread, so that the event loop goes on, and one at a
+time, so that each one sees what the one before reserved.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from .exporter import Exporter
 from .key_queue import KeyQueue
 from .log import about
 from .observe import Observer, Sight
-from .observed import Desired, Observed
+from .observed import Desired, JobObject, Observed
 from .progress_outbox import ProgressOutbox, Received
 from .reconcile import reconcile
 from .reservations import Reservations
@@ -43,7 +46,7 @@ class Round:
 
 
 class Worker:
-    """`forget(key)` is called for a TrainingJob that is gone."""
+    """`forget(key)` is called for a TrainingJob that is gone, also when one of its name has taken its place."""
 
     def __init__(
         self,
@@ -64,6 +67,9 @@ class Worker:
         self._events = events
         self._exporter = exporter
         self._forget = forget
+        self._planning = asyncio.Lock()
+        self._uids: dict[Key, str] = {}
+        """of the TrainingJobs that were looked at"""
 
     async def run(self) -> None:
         while True:
@@ -101,10 +107,12 @@ class Worker:
         for _ in range(MOST_ROUNDS):
             sight = await self._observer.observe(key, left.needs)
             if sight is None:
+                self._uids.pop(key, None)
                 self._forget(key)
                 return True
+            self._meet(sight.observed.job)
             observed = self._told(sight.observed, left.applied)
-            desired = self._decide(observed)
+            desired = await self._decide(observed)
             if missing := desired.needs - left.needs:
                 left = replace(left, needs=left.needs | missing)
                 continue
@@ -114,15 +122,25 @@ class Worker:
             left = await self._apply(observed, desired)
         return False
 
+    def _meet(self, job: JobObject) -> None:
+        """A namesake of a job that is gone inherits nothing from it."""
+        if self._uids.setdefault(job.key, job.uid) != job.uid:
+            self._uids[job.key] = job.uid
+            self._forget(job.key)
+
     def _told(self, observed: Observed, applied: Applied) -> Observed:
         """With what the last round was answered, and the report that is due."""
         answered = replace(observed, conflict=applied.conflict, refusal=applied.refusal)
         return _with_report(answered, self._outbox.released(observed.job.key))
 
-    def _decide(self, observed: Observed) -> Desired:
-        began = time.perf_counter()
-        desired = reconcile(observed, _now())
-        self._exporter.decision(time.perf_counter() - began)
+    async def _decide(self, observed: Observed) -> Desired:
+        """What it creates is reserved by the caller before it awaits anything: before the next plan begins."""
+        if observed.contracts is None:
+            desired, seconds = _timed(observed)
+        else:
+            async with self._planning:
+                desired, seconds = await asyncio.to_thread(_timed, self._observer.as_of_now(observed))
+        self._exporter.decision(seconds)
         return desired
 
     async def _apply(self, observed: Observed, desired: Desired) -> Round:
@@ -144,7 +162,7 @@ class Worker:
         newest = self._outbox.newest(job.key)
         informed = _with_report(observed, newest)
         if informed.progress is not observed.progress and not desired.creates:
-            again = self._decide(informed)
+            again = await self._decide(informed)
             if again.status is not None and again.creates == () and again.deletes == desired.deletes:
                 desired, observed = again, informed
         assert desired.status is not None
@@ -168,10 +186,17 @@ class Worker:
             self._queue.add_after(key, desired.look_again_seconds)
 
 
+def _timed(observed: Observed) -> tuple[Desired, float]:
+    """A decision, and the seconds that it took."""
+    began = time.perf_counter()
+    desired = reconcile(observed, _now())
+    return desired, time.perf_counter() - began
+
+
 def _with_report(observed: Observed, received: Received | None) -> Observed:
     """A report of an attempt that is over says nothing of the present one."""
     own = (attempt.attempt for attempt in observed.attempts if attempt.owner_uid == observed.job.uid)
-    if received is None or received.attempt != max(own, default=0):
+    if received is None or (received.job_uid, received.attempt) != (observed.job.uid, max(own, default=0)):
         return observed
     return replace(observed, progress=received.report, progress_time=received.time)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import socket
 import time
@@ -22,6 +24,10 @@ JOBS = 20
 SEED = 20261121
 CONVERGENCE_SECONDS = 60.0
 WRITES_OF_A_START = 5
+MANY_JOBS = 100
+LARGEST_RESIDENT_BYTES = 120_000_000
+STEADY_SECONDS = {"reduced": 60, "full": 600}
+"""SPILLWAY_SWEEPS=full, as in `make faults`"""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,14 @@ def fake_job(namespace: str, name: str) -> Document:
     return on_fake_nodes(named(job, name))
 
 
+def long_job(namespace: str, name: str) -> Document:
+    """One fake pod that runs for an hour."""
+    job = example("one-pod", namespace)
+    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
+    job["spec"]["podOverrides"] = {"annotations": delays}
+    return on_fake_nodes(named(job, name))
+
+
 def counts(alone: Installed, namespace: str, kind: str) -> Counter[str]:
     return Counter(
         item["metadata"]["labels"]["spillway.dev/job"]
@@ -82,8 +96,8 @@ def counts(alone: Installed, namespace: str, kind: str) -> Counter[str]:
     )
 
 
-def wait_for_running(alone: Installed, namespace: str, names: list[str]) -> None:
-    deadline = time.monotonic() + CONVERGENCE_SECONDS
+def wait_for_running(alone: Installed, namespace: str, names: list[str], seconds: float = CONVERGENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while True:
         items = alone.bed.get("trainingjobs.spillway.dev", "-n", namespace)["items"]
         states = {item["metadata"]["name"]: item.get("status", {}).get("state", "") for item in items}
@@ -120,6 +134,32 @@ def test_a_crash_at_any_write_of_a_start_leaves_one_attempt(
             wait_for_running(alone, namespace, [name])
             found.kill()
     assert_one_of_each(alone, namespace, names)
+
+
+def test_a_hundred_running_jobs_cost_no_write_and_little_memory(
+    alone: Installed, namespace: str, tmp_path: Path
+) -> None:
+    seconds = STEADY_SECONDS["full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"]
+    names = [f"steady-{index:03}" for index in range(MANY_JOBS)]
+    documents = {"apiVersion": "v1", "kind": "List", "items": [long_job(namespace, name) for name in names]}
+    with operators(alone, namespace, tmp_path) as found:
+        operator = found.start()
+        operator.wait_ready()
+        alone.bed.kubectl("create", "-f", "-", stdin=json.dumps(documents))
+        wait_for_running(alone, namespace, names, 300)
+        time.sleep(5)
+        since = alone.bed.audit_position()
+        time.sleep(seconds)
+        assert alone.writes(since, namespace) == []
+        resident = operator.resident_bytes()
+        print(f"\n{MANY_JOBS} running jobs: no write in {seconds} s, operator resident {resident / 1e6:.0f} MB")
+        assert resident <= LARGEST_RESIDENT_BYTES
+
+        found.kill()
+        since = alone.bed.audit_position()
+        found.start().wait_ready()
+        time.sleep(10)
+        assert alone.writes(since, namespace) == [], "a restarted operator has nothing to write"
 
 
 def test_kills_at_random_moments_leave_nothing_twice_and_nothing_out(

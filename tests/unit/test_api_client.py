@@ -10,6 +10,7 @@ from operator_parts import Counts, with_cluster
 
 from spillway_operator import api_client
 from spillway_operator.api_client import (
+    CLAIMS,
     CONFIG_MAPS,
     JOBS,
     PAGE_SIZE,
@@ -38,6 +39,22 @@ def test_a_request_carries_the_token_and_is_counted_by_verb_resource_and_code() 
         assert dict(counts) == {("get", "configmaps", 200): 1, ("get", "configmaps", 404): 1}
 
     with_cluster(scenario)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../../victim/configmaps/secret-plan", "a/b", "%2e%2e", "a%2fb"])
+def test_a_name_that_would_lead_to_another_path_is_never_sent(name: str) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        for namespace, called in (("team", name), (name, "a")):
+            with pytest.raises(Refused, match="names no object"):
+                await client.get(CLAIMS, namespace, called)
+        assert api.requests == []
+
+    with_cluster(scenario)
+
+
+def test_a_name_cannot_add_a_query_or_a_fragment() -> None:
+    assert CLAIMS.path("team", "a?watch=true#b c").endswith("/persistentvolumeclaims/a%3Fwatch%3Dtrue%23b%20c")
+    assert CLAIMS.path("team", "my.claim-1").endswith("/namespaces/team/persistentvolumeclaims/my.claim-1")
 
 
 def test_429_is_repeated_after_the_time_that_the_server_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

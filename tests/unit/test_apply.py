@@ -12,9 +12,10 @@ from operator_parts import KEY, Counts, child, owned, put_job, with_cluster
 from spillway_operator.api_client import ApiClient, Unavailable
 from spillway_operator.apply import DONE, Applier
 from spillway_operator.observed import Deletion
-from spillway_operator.store import Store
+from spillway_operator.store import Store, project_attempt
 
 CONTRACT = {"job.json": "{}", "plan.json": "{}", "decision.json": "{}", "attempt.json": "{}"}
+MARKED = {"uid": "uid-demo-1", "deletionTimestamp": "2026-11-21T12:00:00Z"}
 CHILDREN = (child("ConfigMap", data=CONTRACT), child("Service"), child("Job", spec={}))
 
 
@@ -114,6 +115,56 @@ def test_a_deletion_names_the_uid_and_waits_for_the_pods() -> None:
         await applier.delete(job, (Deletion("Job", "demo-1", "uid-demo-1"),))
         assert ("jobs", "team", "demo-1") not in api.objects
         assert api.bodies[-1]["propagationPolicy"] == "Foreground"
+
+    with_cluster(scenario)
+
+
+def test_a_job_that_was_told_to_go_is_known_to_be_going_before_the_watch_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        job = store.jobs.get(KEY)
+        assert job is not None
+        store.put_attempt(project_attempt(api.put("jobs", child("Job"))))
+
+        async def marked(*_: object) -> dict[str, Any]:
+            return api.put("jobs", child("Job") | {"metadata": child("Job")["metadata"] | MARKED})
+
+        monkeypatch.setattr(client, "delete", marked)
+        await applier.delete(job, (Deletion("Job", "demo-1", "uid-demo-1"),))
+        assert [found.deleting for found in store.attempts_of(KEY)] == [True]
+
+    with_cluster(scenario)
+
+
+@pytest.mark.parametrize("before", ["gone already", "replaced", "there"])
+def test_a_job_that_a_deletion_finds_gone_leaves_the_store(before: str) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        job = store.jobs.get(KEY)
+        assert job is not None
+        store.put_attempt(project_attempt(api.put("jobs", child("Job"))))
+        if before != "there":
+            api.remove("jobs", "team", "demo-1")
+        if before == "replaced":
+            api.put("jobs", {"metadata": {"name": "demo-1", "uid": "uid-of-another"}})
+        await applier.delete(job, (Deletion("Job", "demo-1", "uid-demo-1"),))
+        assert store.attempts_of(KEY) == ()
+
+    with_cluster(scenario)
+
+
+def test_a_status_that_an_older_crd_cuts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        api.pruned = ["attempts.ended"]
+        for step in range(3):
+            job = store.jobs.get(KEY)
+            assert job is not None
+            await applier.write_status(job, {"state": str(step), "attempts": {"total": 1, "ended": 1}})
+        said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+        assert said == ["the API server dropped status.attempts.ended: install the CRDs of this version"]
 
     with_cluster(scenario)
 

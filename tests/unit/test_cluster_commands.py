@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -107,7 +108,9 @@ def test_the_namespace_is_the_contexts(server: FakeApiServer) -> None:
         (refusal(401, "Unauthorized", "Unauthorized"), "does not know you"),
         (refusal(403, "Forbidden", "trainingjobs is forbidden"), "does not allow it: trainingjobs is forbidden"),
         (refusal(404, "NotFound", "the server could not find the requested resource"), "install Spillway first"),
-        (refusal(500, "InternalError", "etcd is away"), "refused: etcd is away"),
+        (refusal(500, "InternalError", "etcd is away"), "cannot answer now: etcd is away"),
+        (refusal(429, "TooManyRequests", "slow down."), "cannot answer now: slow down; try again later"),
+        (refusal(422, "Invalid", "no such thing"), "refused: no such thing"),
     ],
 )
 def test_what_the_server_refuses_is_a_sentence(
@@ -304,6 +307,42 @@ def test_watching_shows_each_change_once_until_the_end(
     assert capsys.readouterr().out.count("tiny in team-a") == 2
 
 
+def hiccup(server: FakeApiServer, numbers: set[int], code: int) -> None:
+    """The requests of those numbers (from 0) are answered with `code`."""
+    count = itertools.count()
+
+    def trouble(path: str) -> None:
+        server.refuses.pop("GET", None)
+        if next(count) in numbers:
+            server.refuses["GET"] = refusal(code, "ServiceUnavailable", "apiserver is shutting down")
+
+    server.before = trouble
+
+
+@pytest.mark.parametrize("code", [429, 500, 503, 504])
+def test_watching_goes_on_through_a_server_in_trouble(
+    server: FakeApiServer, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    hiccup(server, {1, 2, 3}, code)
+    monkeypatch.setattr(status_command.time, "sleep", lambda _: sleeps.append(0) or complete())
+    sleeps: list[int] = []
+
+    def complete() -> None:
+        if len(sleeps) > 4:
+            server.jobs["team-a", "tiny"]["status"] = {"conditions": [condition("Complete", "True")]}
+
+    assert run_app(["status", "tiny", "-w"]) == 0
+    assert "apiserver is shutting down; try again later; trying again" in capsys.readouterr().err
+
+
+def test_a_status_without_its_events_is_still_shown(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    hiccup(server, {1}, 503)
+    assert run_app(["status", "tiny"]) == 0
+    assert "tiny in team-a: Running" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["tiny", "-A"], ["-A", "-n", "x"], ["-w", "-o", "json"]])
 def test_options_that_exclude_each_other_are_refused(server: FakeApiServer, words: list[str]) -> None:
     assert run_app(["status", *words]) == 64
@@ -398,6 +437,82 @@ def test_a_broken_stream_is_taken_up_where_it_broke(server: FakeApiServer, capfd
     server.before = end
     assert run_app(["logs", "tiny", "-f"]) == 0
     assert capfdbinary.readouterr().out.decode().splitlines() == [f"line {number}" for number in range(9)]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_following_goes_on_through_a_server_in_trouble(server: FakeApiServer, number: int, capfdbinary: Any) -> None:
+    """Of the job, its pods, the pod, its log; the first look is the command's own and may fail."""
+    server.jobs["team-a", "tiny"] = job(conditions=[condition("Complete", "True")])
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Succeeded", ["one", "two"])
+    hiccup(server, {number + 1}, 503)
+    assert run_app(["logs", "tiny", "-f"]) == 0
+    assert capfdbinary.readouterr().out == b"one\ntwo\n"
+
+
+def test_the_log_of_an_ended_pod_whose_node_is_gone_is_given_up_in_words(
+    server: FakeApiServer, capfdbinary: Any
+) -> None:
+    server.jobs["team-a", "tiny"] = job(conditions=[condition("Complete", "True")])
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Failed", ["one"])
+
+    def node_is_gone(path: str) -> None:
+        server.refuses = {"GET": refusal(500, "InternalError", "no route to node")} if path.endswith("/log") else {}
+
+    server.before = node_is_gone
+    assert run_app(["logs", "tiny", "-f"]) == 0
+    assert b"pod tiny-1-0: the rest of its log cannot be read" in capfdbinary.readouterr().err
+
+
+def send_as_they_are(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    def send(handler: Any, name: str, query: dict[str, str]) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    monkeypatch.setattr(server, "send_log", send)
+
+
+STAMPED = b"2026-11-21T12:00:%02d.000000000Z %s\n"
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (
+            b"unable to retrieve container logs\n" + STAMPED % (1, b"real"),
+            b"unable to retrieve container logs\nreal\n",
+        ),
+        (
+            b"".join(STAMPED % line for line in ((9, b"before"), (5, b"clock set back"), (9, b"same stamp"))),
+            b"before\nclock set back\nsame stamp\n",
+        ),
+    ],
+    ids=["a line of the kubelet's own", "a clock that is set back"],
+)
+def test_no_line_is_lost_to_its_time_stamp(
+    server: FakeApiServer,
+    monkeypatch: pytest.MonkeyPatch,
+    follow: list[str],
+    content: bytes,
+    shown: bytes,
+    capfdbinary: Any,
+) -> None:
+    server.jobs["team-a", "tiny"] = job(conditions=[condition("Complete", "True")])
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Succeeded", [])
+    send_as_they_are(server, monkeypatch, content)
+    assert run_app(["logs", "tiny", *follow]) == 0
+    assert capfdbinary.readouterr().out == shown
+
+
+def test_a_stream_is_never_taken_up_at_what_is_no_time(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = logs_command.Reader(
+        cluster.connect(), "team-a", logs_command.LogsOptions("x", None, None, True, None, None)
+    )
+    send_as_they_are(server, monkeypatch, STAMPED % (1, b"real") + b"unable to retrieve container logs\n")
+    server.logs["x"] = []
+    assert reader._print_since("x", b"", b"", follow=True) == b"2026-11-21T12:00:01.000000000Z"
 
 
 def test_following_one_attempt_ends_with_it(server: FakeApiServer, capfdbinary: Any) -> None:

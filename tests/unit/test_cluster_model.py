@@ -334,7 +334,7 @@ def test_one_live_attempt_and_rising_epochs_whatever_happens() -> None:
     run_state_machine_as_test(
         ClusterMachine,
         settings=settings(
-            max_examples=3000 if FULL else 200,
+            max_examples=3000 if FULL else 150,
             stateful_step_count=60 if FULL else 40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -390,7 +390,7 @@ def fault(chance: Random) -> Fault:
 
 
 def test_long_histories_keep_every_promise() -> None:
-    for seed in range(2000 if FULL else 60):
+    for seed in range(2000 if FULL else 40):
         chance, machine = Random(seed), ClusterMachine()
         machine.begin(chance.randint(1, 2), chance.choice(["", "", "team-a"]), max_restarts=50, rounds=2)
         try:

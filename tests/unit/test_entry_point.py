@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -93,6 +94,22 @@ def test_an_interrupt_from_the_keyboard_leaves_a_termination_message(
     assert entry_point.main([str(tmp_path)]) == 1
     assert termination(tmp_path)["reason"] == "RankCrashed"
     assert local_runs.events(tmp_path, "end")[0]["exit_code"] == 1
+
+
+def test_sigterm_while_an_attempt_says_how_it_ended_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    write = entry_point.write_termination
+
+    def write_under_sigterm(*what: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*what)
+
+    monkeypatch.setattr(entry_point, "write_termination", write_under_sigterm)
+    assert entry_point.main([str(tmp_path)]) == 64
+    assert termination(tmp_path)["reason"] == "UserError"
 
 
 WRONG_PLANS: dict[str, Callable[[Any], Any]] = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from spillway.job import JobFile
 from spillway_trainer import launch
 from spillway_trainer.launch import COMMIT_SECONDS, FOLLOW_SECONDS, Layout, patience, plan_ranks, read_layout
 from spillway_trainer.launch_ending import LONGEST_TERMINATION, RankEnd, decisive
-from spillway_trainer.launch_output import LONGEST_LINE, cut
+from spillway_trainer.launch_output import LONGEST_LINE, Stream, cut, write_all
 from spillway_trainer.merged_metrics import RankMetrics, merge
 
 NEVER = float("inf")
@@ -81,7 +84,9 @@ def test_a_documented_code_without_its_message_keeps_its_reason(message: bytes) 
 
 def test_a_rank_asked_to_stop_before_it_listens_was_preempted() -> None:
     end = killed(0, signal.SIGTERM, asked=True)
-    assert (end.exit_code, json.loads(end.termination())["reason"]) == (75, "Preempted")
+    said = json.loads(end.termination())
+    assert (end.exit_code, said["reason"]) == (75, "Preempted")
+    assert said["message"] == "rank 0 was ended by SIGTERM before it could save"
 
 
 def test_sigterm_from_a_stranger_is_a_crash() -> None:
@@ -95,7 +100,7 @@ def test_sigterm_from_a_stranger_is_a_crash() -> None:
     ("ends", "seconds"),
     [
         ([], NEVER),
-        ([ended(0, 0)], NEVER),
+        ([ended(0, 0)], COMMIT_SECONDS),
         ([ended(0, 75)], COMMIT_SECONDS),
         ([ended(0, 75), ended(1, 1)], FOLLOW_SECONDS),
         ([ended(0, 0), killed(1, signal.SIGKILL)], FOLLOW_SECONDS),
@@ -154,6 +159,52 @@ def test_several_nodes_need_a_port_to_meet(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="master_port"):
         read_layout(tmp_path / "job.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", 7),
+        ("name", None),
+        ("epoch", 0),
+        ("termination_message_path", None),
+        ("termination_message_path", ""),
+        ("metrics_port", "x"),
+        ("metrics_port", 0),
+        ("num_nodes", 0),
+        ("num_nodes", True),
+        ("ranks_per_node", "2"),
+        ("ranks_per_node", 0),
+        ("master_port", -1),
+        ("master_address", None),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(tmp_path: Path, name: str, value: object) -> None:
+    content = {"name": "x", "epoch": 1, "termination_message_path": "/dev/null", name: value}
+    (tmp_path / "job.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{name} = {re.escape(repr(value))}: a (number|text)"):
+        read_layout(tmp_path / "job.json")
+
+
+def test_no_metrics_port_is_a_field_that_can_be(tmp_path: Path) -> None:
+    content = {"name": "x", "epoch": 1, "termination_message_path": "/dev/null", "metrics_port": None}
+    (tmp_path / "job.json").write_text(json.dumps(content))
+    assert read_layout(tmp_path / "job.json").metrics_port is None
+
+
+def test_a_launcher_that_fails_itself_says_so_where_the_pod_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> RankEnd:
+        raise ZeroDivisionError("of the launcher")
+
+    monkeypatch.setattr(launch, "launch", fail)
+    content = {"name": "x", "epoch": 1, "termination_message_path": str(tmp_path / "termination.json")}
+    (tmp_path / "job.json").write_text(json.dumps(content))
+    assert launch.main([str(tmp_path)]) == 1
+    said = json.loads((tmp_path / "termination.json").read_text())
+    assert (said["reason"], said["exitCode"]) == ("RankCrashed", 1)
+    assert said["message"] == "the launcher failed: ZeroDivisionError: of the launcher"
 
 
 def test_names_and_defaults_are_those_of_the_job_file() -> None:
@@ -228,3 +279,39 @@ def test_a_long_line_comes_in_pieces_and_no_empty_one() -> None:
 
 def test_a_stream_that_ends_with_a_line_leaves_nothing() -> None:
     assert cut(b"", ended=True) == ([], b"")
+
+
+# --- who reads the lines ----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_loses_nothing() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    content = b"line\n" * 100_000
+    writer = threading.Thread(target=write_all, args=(Stream(0, -1, write, b""), content))
+    writer.start()
+    received = b""
+    while len(received) < len(content):
+        received += os.read(read, 4096)
+    writer.join()
+    os.close(read)
+    os.close(write)
+    assert received == content
+
+
+def test_a_reader_that_went_away_is_given_up() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = Stream(0, -1, write, b"")
+    write_all(stream, b"line\n")
+    os.close(write)
+    assert stream.target == -1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_costs_the_lines_that_did_not_fit_and_no_later_ones() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    stream = Stream(0, -1, full, b"")
+    write_all(stream, b"line\n")
+    os.close(full)
+    assert stream.target == full

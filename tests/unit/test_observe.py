@@ -11,7 +11,7 @@ from operator_parts import KEY, Counts, child, labels, owned, pod, put_job, with
 
 from spillway.placement import LiveBytes
 from spillway_operator.api_client import ApiClient, Unavailable
-from spillway_operator.cluster import Cluster, project_node
+from spillway_operator.cluster import OLDEST_PEAKS_SECONDS, Cluster, project_node
 from spillway_operator.metrics_source import MetricsSource
 from spillway_operator.observe import Observer, Sight, may_start, project_pod
 from spillway_operator.observed import Claim, OperatorFacts
@@ -146,7 +146,8 @@ def test_pods_are_those_that_the_attempts_job_controls() -> None:
         put_attempt(bench, api, 2, active=2)
         for number, index in ((2, 1), (2, 0), (1, 0)):
             api.put("pods", pod(number, index))
-        api.put("pods", {"metadata": {"name": "copycat", "labels": labels(2)}})
+        foreign = {"kind": "ReplicaSet", "name": "demo-2", "uid": "uid-of-another", "controller": True}
+        api.put("pods", {"metadata": {"name": "copycat", "labels": labels(2), "ownerReferences": [foreign]}})
         sight = await bench.look("pods")
         assert sight.observed.pods is not None
         assert [found.name for found in sight.observed.pods] == ["demo-2-0", "demo-2-1"]
@@ -162,6 +163,46 @@ def test_pods_outlive_their_job() -> None:
         sight = await bench.look("pods", "contracts")
         assert sight.observed.pods is not None
         assert [found.name for found in sight.observed.pods] == ["demo-2-0"]
+
+    with_cluster(scenario)
+
+
+@pytest.mark.parametrize(("phase", "lives"), [("Running", True), ("Pending", True), ("Failed", False)])
+def test_a_pod_whose_job_was_deleted_around_it_lives_and_explains_no_end(phase: str, lives: bool) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        bench.store.put_job(put_job(api, status={"attempts": {"total": 1}}))
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 64, "message": "{}"}}}
+        orphan = pod(1, phase=phase, containerStatuses=[ended])
+        del orphan["metadata"]["ownerReferences"]
+        api.put("pods", orphan)
+        pods = (await bench.look("pods", "contracts")).observed.pods
+        assert pods is not None
+        assert [(found.name, found.ending) for found in pods] == ([("demo-1-0", None)] if lives else [])
+
+    with_cluster(scenario)
+
+
+@pytest.mark.parametrize("name", ["../../victim/configmaps/secret-plan", "..", "a%2fb"])
+def test_a_claim_that_no_object_can_be_called_does_not_exist_and_is_not_asked_for(name: str) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        bench.store.put_job(put_job(api, checkpoint={"claim": name}))
+        put_attempt(bench, api)
+        assert (await bench.look("claims")).observed.claims == (Claim(name, exists=False),)
+        assert api.requests == []
+
+    with_cluster(scenario)
+
+
+def test_a_key_that_happens_to_be_called_claim_names_no_claim() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        selector = {"claim": "../../../../../apis/batch/v1/jobs?limit=0"}
+        bench.store.put_job(put_job(api, scheduling={"nodeSelector": selector}, env=[{"claim": "a"}]))
+        put_attempt(bench, api)
+        assert (await bench.look("claims")).observed.claims == ()
+        assert api.requests == []
 
     with_cluster(scenario)
 
@@ -287,6 +328,17 @@ def test_old_nodes_are_used_while_the_server_does_not_list_them() -> None:
         bench.seconds += 300.0
         with pytest.raises(Unavailable):
             await bench.look()
+
+    with_cluster(scenario)
+
+
+def test_observed_peaks_of_namespaces_that_plan_nothing_any_more_are_dropped() -> None:
+    async def scenario(_api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        for number in range(10):
+            await bench.cluster.refresh(f"team-{number}")
+            bench.seconds += OLDEST_PEAKS_SECONDS / 2
+        assert list(bench.cluster._peaks) == ["team-8", "team-9"]
 
     with_cluster(scenario)
 

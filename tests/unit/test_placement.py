@@ -26,7 +26,7 @@ from spillway.placement import (
     profiled,
 )
 from spillway.plan import Tier
-from spillway.pod_resources import pod_resources
+from spillway.pod_resources import LONGEST_GRACE_SECONDS, pod_resources
 from spillway.profiles import memory_fingerprint
 from spillway.units import GIB, MIB, format_bytes
 
@@ -304,6 +304,48 @@ def test_a_profile_bounds_the_memory_that_is_planned_for() -> None:
     small = NodeProfileSpec.model_validate({"deviceKind": "Cpu", "hostMemory": "2Gi"})
     found = placed(cluster(profiled(node("node-a"), small)))
     assert found.node.host_bytes < 2 * GIB
+
+
+def test_one_wrong_profile_does_not_keep_a_job_from_the_other_nodes() -> None:
+    wrong = NodeProfileSpec.model_validate({"deviceKind": "Cuda", "numDevices": 1})
+    bad = profiled(gpu_node("node-bad", A100_LABELS), wrong)
+    two_devices = CUDA | {"spec.parallelism.devicesPerNode": 2}
+    found = placed(cluster(gpu_node("node-good", H100_LABELS), bad), two_devices)
+    assert [preference.node for preference in found.preferences] == ["node-good"]
+    alone = unplaceable(cluster(bad), two_devices)
+    assert alone.reason == "NoNode"
+    assert "node-bad" in alone.message
+
+
+def test_a_class_that_cannot_be_planned_for_is_left_aside_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> object:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr("spillway.placement.make_plan", fails)
+    found = unplaceable(cluster(node("node-a")))
+    assert found.reason == "NoNode"
+    assert "node-a" in found.message and "ZeroDivisionError" in found.message
+
+
+def test_devices_are_those_of_the_resource_that_the_job_asks_for() -> None:
+    plain = gpu_node("node-h", H100_LABELS)
+    shared = replace(plain, allocatable_devices={GPU: 8, "devices.kubevirt.io/kvm": 1000})
+    assert placed(cluster(shared), CUDA).plan == placed(cluster(plain), CUDA).plan
+    assert placed(cluster(shared), CUDA).node.num_devices == 8
+
+
+@pytest.mark.parametrize("rate", ["1e-300", "999", "1e300"])
+def test_a_rate_that_no_hardware_has_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match="float32FlopsPerSecond"):
+        NodeProfileSpec.model_validate({"deviceKind": "Cpu", "float32FlopsPerSecond": rate})
+
+
+@pytest.mark.parametrize("rate", ["1e3", "1e24"])
+def test_with_any_rate_that_is_allowed_a_plan_is_made(rate: str) -> None:
+    rates = ("float32FlopsPerSecond", "bfloat16FlopsPerSecond", "cpuBytesPerSecond", "dramBytesPerSecond")
+    profile = NodeProfileSpec.model_validate({"deviceKind": "Cpu", **dict.fromkeys(rates, rate)})
+    found = placed(cluster(profiled(node("node-a"), profile)))
+    assert 30 < found.pod.grace_seconds <= LONGEST_GRACE_SECONDS
 
 
 def test_the_same_view_gives_the_same_placement() -> None:

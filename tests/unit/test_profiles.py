@@ -181,6 +181,37 @@ def test_another_attempt_counts_and_its_peak_is_the_last_one() -> None:
     assert (second.peaks.device.max, second.peaks.device.last) == (PLANNED["device"], PLANNED["device"] - MIB)
 
 
+def test_jobs_that_report_in_turn_count_once_each_and_an_unchanged_report_writes_nothing() -> None:
+    known = updated(updated(None, PLANNED, "a-1"), PLANNED, "b-1")
+    assert (known.count, known.last_attempts) == (2, ("a-1", "b-1"))
+    for attempt in ("a-1", "b-1", "a-1"):  # also from an operator that has just started
+        assert update(known, PLANNED, attempt) is None
+    third = updated(known, PLANNED, "a-2")
+    assert (third.count, third.attempt, third.last_attempts) == (3, "a-2", ("b-1", "a-2"))
+
+
+def test_a_higher_peak_of_a_counted_attempt_raises_the_largest_and_counts_nothing() -> None:
+    known = updated(updated(None, PLANNED, "a-1"), PLANNED, "b-1")
+    higher = updated(known, {"device": PLANNED["device"] + MIB}, "a-1")
+    assert higher.peaks.device is not None
+    assert (higher.peaks.device.max, higher.peaks.device.last) == (PLANNED["device"] + MIB, PLANNED["device"])
+    assert (higher.count, higher.attempt) == (2, "b-1")
+
+
+def test_a_profile_without_the_list_of_attempts_goes_on_from_its_last_one() -> None:
+    old = updated(None, PLANNED).model_copy(update={"last_attempts": ()})
+    assert update(old, PLANNED) is None
+    assert updated(old, PLANNED, "demo-2").count == 2
+
+
+def test_a_profile_remembers_so_many_jobs_and_no_more() -> None:
+    known = updated(None, PLANNED, "job-0-1")
+    for number in range(1, 70):
+        known = updated(known, PLANNED, f"job-{number}-1")
+    assert (known.count, len(known.last_attempts)) == (70, 64)
+    assert MemoryProfileSpec.model_validate(known.model_dump(mode="json", exclude_none=True)) == known
+
+
 @pytest.mark.parametrize(("factor", "believed"), [(0.01, 0.25), (0.25, 0.25), (1.0, 1.0), (4.0, 4.0), (100.0, 4.0)])
 def test_a_figure_far_from_its_prediction_is_cut_and_marked(factor: float, believed: float) -> None:
     found = updated(None, {"host": int(factor * PLANNED["host"])})

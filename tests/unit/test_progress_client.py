@@ -287,6 +287,23 @@ def test_the_last_figures_are_told_however_the_run_ends(operator: Operator, tmp_
     assert operator.steps[-1] == 7
 
 
+@pytest.mark.parametrize("token", [b"secret\nsecret", b"secret secret", b"secr\xc3\xa9t", b"secret\x00", b""])
+def test_a_damaged_token_is_neither_sent_nor_said(operator: Operator, tmp_path: Path, token: bytes) -> None:
+    (tmp_path / "token").write_bytes(token)
+    started = start(operator, tmp_path, tmp_path / "token")
+    started.client.close()
+    assert operator.reports == []
+    (line,) = started.said
+    assert str(tmp_path / "token") in line and "printable ASCII" in line
+    assert "secr" not in line and "xc3" not in line
+
+
+@pytest.mark.parametrize("url", ["https://[::1", "https://operator:99999/", "https://operator:port/"])
+def test_a_url_that_cannot_be_read_is_a_sentence(url: str) -> None:
+    with pytest.raises(UserError, match="https"):
+        endpoint({"KUBEFLOW_TRAINER_SERVER_URL": url})
+
+
 @pytest.mark.parametrize("url", ["operator", "ftp://operator/x", "https:///progress", "http://operator/progress"])
 def test_a_url_that_would_lose_the_token_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="https"):

@@ -82,7 +82,7 @@ class Bench:
             reviews,
             self.outbox,
             self.enqueued.append,
-            lambda key, attempt, _report: self.believed.append((key, attempt)),
+            lambda key, received: self.believed.append((key, received.attempt)),
             self.codes.append,
             lambda: self.seconds,
         )
@@ -137,7 +137,7 @@ def test_a_report_of_the_present_attempt_is_kept_and_answered_with_its_epoch(cer
         assert received is not None
         assert received.report.spillway is not None
         assert received.report.spillway.step == 420
-        assert received.attempt == 1
+        assert (received.job_uid, received.attempt) == ("uid-demo", 1)
         assert bench.codes == [200]
         assert bench.believed == [(KEY, 1)]
 
@@ -263,6 +263,34 @@ def test_unknown_tokens_cost_the_api_server_a_bounded_number_of_reviews(certific
     at_the_endpoint(certificates / "one", scenario)
 
 
+def test_strangers_cannot_crowd_out_a_token_that_was_accepted(certificates: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        assert (await bench.post())[0] == 200
+        bench.seconds += ACCEPTED_SECONDS + 1.0
+        forged = [(await bench.post(f"forged {number}"))[0] for number in range(int(REVIEWS_PER_SECOND) + 1)]
+        assert forged[-1] == 429
+        before = bench.api.count("POST", "tokenreviews")
+        bench.api.delay_seconds = 0.05
+        assert [code for code, _ in await asyncio.gather(*(bench.post() for _ in range(5)))] == [200] * 5
+        assert bench.api.count("POST", "tokenreviews") == before + 1
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_a_token_that_is_accepted_no_more_loses_its_privilege(certificates: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        assert (await bench.post())[0] == 200
+        bench.api.review = lambda _token: {"authenticated": False}
+        bench.seconds += ACCEPTED_SECONDS + 1.0
+        assert (await bench.post())[0] == 401
+        bench.seconds += ACCEPTED_SECONDS
+        for number in range(int(REVIEWS_PER_SECOND)):
+            await bench.post(f"forged {number}")
+        assert (await bench.post())[0] == 429
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
 def test_without_the_api_server_a_post_is_told_to_come_again(certificates: Path) -> None:
     async def scenario(bench: Bench) -> None:
         bench.api.fail("POST", "tokenreviews", 500)
@@ -332,9 +360,9 @@ def test_the_cache_of_tokens_is_bounded() -> None:
 # --- when a report is written -----------------------------------------------------------------------------------------
 
 
-def received(step: int, attempt: int = 1, steps: int = 1000) -> Received:
+def received(step: int, attempt: int = 1, steps: int = 1000, uid: str = "uid-demo") -> Received:
     report = ProgressReport.model_validate({"spillway": {"epoch": attempt, "step": step, "steps": steps}})
-    return Received(report, attempt, "2026-11-21T12:00:00Z")
+    return Received(report, uid, attempt, "2026-11-21T12:00:00Z")
 
 
 def write(outbox: ProgressOutbox, key: Key, now: float) -> Received | None:
@@ -422,6 +450,32 @@ def test_a_report_that_came_during_a_write_waits_for_the_next_turn() -> None:
     outbox.written(KEY, first, now=100.2)
     assert outbox.release(101.0) is None
     assert outbox.release(100.2 + JOB_SECONDS) == KEY
+
+
+def test_a_place_in_the_queue_that_was_given_up_releases_nothing() -> None:
+    outbox = ProgressOutbox()
+    outbox.put(KEY, received(1), now=100.0)
+    assert outbox.release(100.0) == KEY
+    write(outbox, KEY, 100.0)
+    second = received(2)
+    outbox.put(KEY, second, now=101.0)  # its turn would be at 115
+    outbox.written(KEY, second, now=114.0)
+    outbox.put(KEY, received(3), now=114.5)
+    assert outbox.release(115.0) is None
+    assert outbox.release(114.0 + JOB_SECONDS) == KEY
+
+
+def test_a_namesake_waits_for_nothing_that_its_predecessor_wrote() -> None:
+    outbox = ProgressOutbox()
+    outbox.put(KEY, received(1), now=100.0)
+    assert outbox.release(100.0) == KEY
+    write(outbox, KEY, 100.0)
+    outbox.put(KEY, received(2), now=101.0)
+    outbox.put(KEY, received(1, uid="uid-of-the-namesake"), now=102.0)
+    assert outbox.release(102.0) == KEY
+    found = outbox.released(KEY)
+    assert found is not None
+    assert found.job_uid == "uid-of-the-namesake"
 
 
 def test_a_forgotten_job_is_not_released() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from spillway.progress import ProgressReport
+from spillway.field_types import MAX_COUNT
+from spillway.progress import CommittedCheckpoint, ProgressReport
 from spillway.status import CheckpointStatus, MemoryStatus, Progress
 from spillway_operator.progress_status import (
     Reported,
@@ -116,6 +118,28 @@ def test_an_empty_report_changes_nothing() -> None:
 def test_a_complete_job_shows_all_its_steps() -> None:
     found = at_the_end(progress(after(NOTHING, report(98))), 100)
     assert (found.step, found.display, found.eta, found.loss) == (100, "100%", "0s", "")
+
+
+def test_no_report_is_larger_than_the_status_can_hold() -> None:
+    largest = report(step=MAX_COUNT, checkpoint={"step": MAX_COUNT, "epoch": 2})
+    found = with_report(Reported(None, None, None), largest, 2, MAX_COUNT, "2026-11-21T12:00:00Z")
+    assert found.checkpoint is not None
+    assert (progress(found).step, found.checkpoint.step) == (MAX_COUNT, MAX_COUNT)
+    with pytest.raises(ValidationError):
+        report(checkpoint={"step": MAX_COUNT + 1, "epoch": 2})
+
+
+def test_figures_that_do_not_fit_change_nothing() -> None:
+    before = after(Reported(None, None, None), report())
+    own = report().spillway
+    assert own is not None
+    odd = report().model_copy(update={"spillway": own.model_copy(update={"step_seconds": float("nan")})})
+    wide = report().model_copy(update={"spillway": own.model_copy(update={"last_step_time": float("inf")})})
+    large = {"checkpoint": CommittedCheckpoint.model_construct(step=2 * MAX_COUNT, epoch=2, path="", time=0.0)}
+    too_large = report().model_copy(update={"spillway": own.model_copy(update=large)})
+    assert after(before, too_large) == before
+    for said in (odd, wide):
+        after(before, said)
 
 
 def test_times_beyond_the_calendar_are_bounded() -> None:

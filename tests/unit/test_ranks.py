@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,21 @@ def test_other_errors_among_peers_keep_their_names() -> None:
         raise ZeroDivisionError
 
 
+def test_an_interface_that_is_not_there_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        distributed.check_device()
+
+
+@pytest.mark.parametrize(("address", "local"), [("127.0.0.1", True), ("localhost", True), ("job-1-0.job-1", False)])
+def test_ranks_of_one_machine_meet_where_nobody_else_can_come(address: str, local: bool) -> None:
+    listener = distributed.local_listener(World(size=2, master_address=address))
+    assert (listener is not None) == local
+    if listener is not None:
+        with socket.socket(fileno=listener) as opened:
+            assert opened.getsockname()[0] == "127.0.0.1"
+
+
 def families(rank: int) -> Iterator[tuple[str, dict[str, str]]]:
     exporter = Exporter("small", rank, 12, local_runs.spread_plan(), "threads")
     exporter.evaluation(2.0)
@@ -156,6 +172,17 @@ def test_the_launcher_gives_a_rank_its_metrics_port(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SPILLWAY_METRICS_PORT", "40001")
     run_job.serve_metrics(exporter, job)
     assert asked == [(9400,), (40001, "127.0.0.1")]
+
+
+def test_a_port_of_the_launchers_that_was_taken_since_costs_the_series_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporter = Exporter("small", 0, 12, local_runs.spread_plan(), "threads")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("SPILLWAY_METRICS_PORT", str(port))
+        run_job.serve_metrics(exporter, SimpleNamespace(metrics_port=9400))  # type: ignore[arg-type]
+    assert f"without the metrics of this rank: metrics port {port}" in capsys.readouterr().out
 
 
 def test_a_recorder_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

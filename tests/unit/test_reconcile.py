@@ -256,6 +256,14 @@ def test_suspend_stops_the_attempt_and_resume_begins_a_new_one() -> None:
     assert world.status["attempts"]["shortInARow"] == 0
 
 
+def test_a_suspension_is_three_requests() -> None:
+    world = running()
+    before = len(writes(world))
+    world.suspend(True)
+    rounds(world, 5)
+    assert writes(world)[before:] == ["delete jobs", "patch trainingjobs", "patch trainingjobs"]
+
+
 def test_what_was_decided_before_a_suspension_is_decided_anew() -> None:
     world = World()
     world.look(Fault(1, landed=False, dies=True))
@@ -372,7 +380,7 @@ def test_progress_reaches_the_status() -> None:
     own = {"epoch": 1, "step": 42, "steps": 100, "stepSeconds": 1.0, "loss": 5.5,
            "checkpoint": {"step": 40, "epoch": 1, "path": "/checkpoints/step-40.e1", "time": 1.0}}  # fmt: skip
     report = ProgressReport.model_validate({"spillway": own})
-    world.operator.outbox.put(KEY, Received(report, 1, timestamp(world.server.now)), world.server.now)
+    world.operator.outbox.put(KEY, Received(report, UID, 1, timestamp(world.server.now)), world.server.now)
     world.operator.outbox.release(world.server.now)
     rounds(world, 1)
     assert world.status["progress"]["display"] == "42%"
@@ -511,6 +519,39 @@ def test_an_invalid_spec_does_not_stop_an_attempt_that_lives() -> None:
     assert desired.status is not None and condition(desired, "Running")["status"] == "True"
 
 
+@pytest.mark.parametrize("cpu", ["0", 0, "0.0", "0m", "0e3"])
+def test_a_pod_without_cores_is_refused(cpu: Any) -> None:
+    assert condition(decide(observed({"spec.resources": {"cpu": cpu}})), "Accepted")["reason"] == "InvalidSpec"
+
+
+@pytest.mark.parametrize("mode", ["Advise", "Disabled"])
+def test_the_largest_job_that_can_be_written_down_has_a_status(mode: str) -> None:
+    config = {
+        "architecture": "llama", "hiddenSize": 1 << 17, "numLayers": 1024, "numHeads": 1024,
+        "intermediateSize": 1 << 20, "vocabSize": 1 << 22,
+    }  # fmt: skip
+    training = {
+        "steps": 10**12, "sequenceLength": 1 << 24, "globalBatchSize": 1 << 24, "microBatchSize": 1 << 20,
+    }  # fmt: skip
+    changes = {
+        "spec.model.config": config, "spec.training": training,
+        "spec.memory": {"mode": mode, "budget": {"host": "7E", "nvme": "7E"}},
+    }  # fmt: skip
+    desired = reconcile(observed(changes), NOW)
+    assert desired.status is not None
+    TrainingJobStatus.model_validate(desired.status)
+
+
+def test_planning_that_fails_is_said_and_tried_again() -> None:
+    def fails(*_: Any) -> Any:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    desired = reconcile(observed(), NOW, fails)
+    assert condition(desired, "Planned")["status"] == "False"
+    assert "OverflowError" in condition(desired, "Planned")["message"]
+    assert desired.look_again_seconds is not None
+
+
 def test_a_job_that_no_node_can_carry_waits_with_the_sentence() -> None:
     seen = observed()
     unplaceable = Unplaceable("DoesNotFit", "host lacks 3 GiB; nearest: microBatchSize 1")
@@ -551,6 +592,47 @@ def test_several_nodes_need_a_shared_checkpoint_claim(modes: tuple[str, ...], st
         assert "must be ReadWriteMany" in condition(desired, "Planned")["message"]
 
 
+@pytest.mark.parametrize(
+    ("modes", "num_nodes", "starts"),
+    [
+        (("ReadWriteOnce",), 1, True),
+        (("ReadWriteOnce",), 2, False),
+        (("ReadOnlyMany",), 2, True),
+        (("ReadWriteMany",), 2, True),
+        ((), 2, True),
+    ],
+)
+def test_several_nodes_need_a_claim_for_text_that_all_can_mount(
+    modes: tuple[str, ...], num_nodes: int, starts: bool
+) -> None:
+    changes = {"spec.data": {"text": {"claim": "c"}}, "spec.parallelism": {"nodes": num_nodes}}
+    desired = decide(observed(changes, claims=(Claim("c", True, modes),)))
+    assert bool(desired.creates) is starts
+    if not starts:
+        assert condition(desired, "Planned")["reason"] == "ClaimNotShared"
+        assert "spec.data.text.claim = c" in condition(desired, "Planned")["message"]
+
+
+def test_checkpoints_are_not_written_to_a_claim_that_can_only_be_read() -> None:
+    desired = decide(observed({"spec.checkpoint": {"claim": "c"}}, claims=(Claim("c", True, ("ReadOnlyMany",)),)))
+    assert not desired.creates
+    assert condition(desired, "Planned")["reason"] == "ClaimNotWritable"
+
+
+def test_every_claim_is_checked() -> None:
+    changes = {
+        "spec.checkpoint": {"claim": "good"}, "spec.data": {"text": {"claim": "bad"}}, "spec.parallelism": {"nodes": 2},
+    }  # fmt: skip
+    claims = (Claim("good", True, ("ReadWriteMany",)), Claim("bad", True, ("ReadWriteOnce",)))
+    assert condition(decide(observed(changes, claims=claims)), "Planned")["reason"] == "ClaimNotShared"
+
+
+@pytest.mark.parametrize("claim", ["../../victim/configmaps/plan", "a?watch=true", "A", "a/b", ".", "a..b"])
+def test_the_name_of_a_claim_cannot_be_a_path(claim: str) -> None:
+    for changes in ({"spec.checkpoint": {"claim": claim}}, {"spec.data": {"text": {"claim": claim}}}):
+        assert condition(decide(observed(changes)), "Accepted")["reason"] == "InvalidSpec"
+
+
 def test_without_a_claim_checkpoints_are_said_not_to_last() -> None:
     assert condition(decide(observed()), "CheckpointsDurable")["reason"] == "NoClaim"
 
@@ -582,6 +664,52 @@ def test_a_contract_that_cannot_be_read_is_never_used_again() -> None:
     assert desired.creates[0]["metadata"]["name"] == f"{NAME}-5"
 
 
+def forged(**job: Any) -> Contract:
+    """A contract for attempt 2 that the operator would have written, but for some fields of job.json."""
+    status = {"attempts": {"total": 1, "ended": 1}}
+    data = decide(observed(status=status)).creates[0]["data"]
+    told = json.dumps(json.loads(data["job.json"]) | job)
+    return Contract(2, f"{NAME}-2", UID, told, data["plan.json"], data["decision.json"], data["attempt.json"])
+
+
+def carried_on(contract: Contract, changes: dict[str, Any] | None = None) -> str:
+    """Name of the children that are created while `contract` lies there."""
+    desired = decide(observed(changes, contracts=(contract,), status={"attempts": {"total": 1, "ended": 1}}))
+    names = {child["metadata"]["name"] for child in desired.creates}
+    assert len(names) == 1
+    assert "evil" not in json.dumps([dict(child) for child in desired.creates])
+    return str(names.pop())
+
+
+def test_a_contract_that_the_operator_would_have_written_is_carried_on() -> None:
+    assert carried_on(forged()) == f"{NAME}-2"
+
+
+def test_a_contract_that_somebody_forged_is_never_used() -> None:
+    """Whoever may create ConfigMaps can copy the ownerReference; Jobs of the operator's are not theirs to make."""
+    spec = json.loads(forged().job_json)["spec"]
+    for changes in (
+        {"spec": spec | {"image": "evil"}},
+        {"spec": spec | {"podOverrides": {"serviceAccountName": "evil"}}},
+        {"namespace": "evil"},
+        {"name": "evil"},
+        {"uid": "evil"},
+        {"master_address": "evil"},
+        {"claims": {"evil": "/claims/evil"}},
+        {"num_nodes": 4000},
+    ):
+        assert carried_on(forged(**changes)) == f"{NAME}-3"
+
+
+def test_a_contract_of_a_spec_that_has_changed_since_is_not_carried_out() -> None:
+    assert carried_on(forged(), {"spec.lifecycle": {"maxRestarts": 7}}) == f"{NAME}-3"
+
+
+def test_a_number_that_somebody_made_up_is_no_epoch() -> None:
+    far = replace(forged(), attempt=10**12, name=f"{NAME}-{10**12}")
+    assert carried_on(far) == f"{NAME}-2"
+
+
 def test_a_contract_of_a_stranger_does_not_count() -> None:
     stranger = Contract(4, f"{NAME}-4", "another", "{}", "{}", "{}", "{}")
     desired = decide(observed(contracts=(stranger,), status={"attempts": {"total": 3, "ended": 3}}))
@@ -602,6 +730,46 @@ def test_only_the_newest_attempt_lives() -> None:
     desired = decide(observed(attempts=(attempt(1), attempt(2)), status={"attempts": {"total": 2, "ended": 1}}))
     assert [deletion.name for deletion in desired.deletes] == [f"{NAME}-1"]
     assert desired.status is None
+
+
+@pytest.mark.parametrize(("storage_class", "deleted"), [("fast", [f"{NAME}-1"]), ("", [])])
+def test_an_ended_attempt_whose_pods_hold_volumes_goes_when_the_next_one_has_begun(
+    storage_class: str, deleted: list[str]
+) -> None:
+    """Its spill claims go with its pods. The last one stays, for its logs."""
+    changes = {"spec.spill": {"storageClassName": storage_class}}
+    status = {"attempts": {"total": 2, "ended": 1}}
+    ended = attempt(1, outcome="Failed")
+    desired = decide(observed(changes, status, attempts=(ended, attempt(2, ready=1))))
+    assert [deletion.name for deletion in desired.deletes] == deleted
+    assert not decide(observed(changes, {"attempts": {"total": 1, "ended": 1}}, attempts=(ended,))).deletes
+
+
+def test_an_ended_attempt_is_kept_until_its_cause_is_in_the_status() -> None:
+    changes = {"spec.spill": {"storageClassName": "fast"}}
+    seen = observed(
+        changes, {"attempts": {"total": 1, "ended": 0}}, attempts=(attempt(1, outcome="Failed"), attempt(2))
+    )
+    assert not decide(seen).deletes
+
+
+def test_a_clock_that_was_set_back_does_not_lengthen_a_pause() -> None:
+    attempts = {"total": 1, "ended": 1, "shortInARow": 4}
+    for end_time, starts in (
+        ("2026-11-21T10:00:29Z", False),
+        ("2026-11-21T10:00:32Z", False),
+        ("2026-11-21T22:00:00Z", True),
+    ):
+        desired = decide(observed(status={"attempts": attempts | {"endTime": end_time}}))
+        assert bool(desired.creates) is starts
+        assert starts or (desired.look_again_seconds or 0.0) <= pause_seconds(4)
+
+
+def test_a_clock_that_was_set_back_does_not_keep_pods_from_being_looked_at() -> None:
+    seen = observed(
+        status={"attempts": {"total": 1}}, attempts=(attempt(creation_time="2026-11-21T22:00:00Z"),), pods=None
+    )
+    assert decide(seen).needs == {"pods"}
 
 
 def test_nothing_of_a_job_that_has_ended_lives_on() -> None:

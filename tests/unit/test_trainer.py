@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase
 from spillway_trainer.checkpoint_directory import CheckpointNotWritten
 from spillway_trainer.data import Batch
+from spillway_trainer.ranks import ONE_RANK, World
 from spillway_trainer.recorder import Recorder
 from spillway_trainer.schedule import LearningRate
 from spillway_trainer.segments import Position
@@ -189,6 +191,66 @@ def test_a_stop_request_in_the_last_step_is_completion(tmp_path: Path) -> None:
     loop.stop.requested = True
     loop.train()
     assert loop.checkpoints.steps == [1]
+
+
+class TwoRanks:
+    """The other rank always says the same as this one."""
+
+    world = World(rank=0, size=2)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values), list(values)]
+
+
+class StoppingBatches(NumberedBatches):
+    """SIGTERM comes in the middle of an evaluation."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+        self.stop.requested = True
+        return super().evaluation_batches(micro_batch_size, max_batches)
+
+
+class StoppingCheckpoints(ListedCheckpoints):
+    """SIGTERM comes while a checkpoint is written."""
+
+    def __init__(self, stop: StopRequest, refuse: bool = False) -> None:
+        super().__init__(refuse)
+        self.stop = stop
+
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        self.stop.requested = True
+        return super().commit(progress)
+
+
+@pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
+def test_a_stop_request_in_an_evaluation_costs_no_further_step(tmp_path: Path, ranks: Any) -> None:
+    loop = Loop(tmp_path, evaluate_every=2, checkpoint_every=100)
+    loop.run = replace(loop.run, batches=StoppingBatches(loop.stop), ranks=ranks)  # type: ignore[arg-type]
+    with pytest.raises(Preempted):
+        loop.train()
+    assert loop.checkpoints.steps == [2]
+
+
+@pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
+def test_a_stop_request_while_a_checkpoint_is_written_ends_with_that_checkpoint(tmp_path: Path, ranks: Any) -> None:
+    loop = Loop(tmp_path, checkpoint_every=2)
+    checkpoints = StoppingCheckpoints(loop.stop)
+    loop.run = replace(loop.run, checkpoints=checkpoints, ranks=ranks)
+    with pytest.raises(Preempted) as stopped:
+        loop.train()
+    assert (checkpoints.steps, stopped.value.details) == ([2], {"savedStep": 2})
+
+
+def test_a_stop_request_while_a_checkpoint_is_refused_takes_the_next_one(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, checkpoint_every=2)
+    loop.run = replace(loop.run, checkpoints=StoppingCheckpoints(loop.stop, refuse=True))
+    with pytest.raises(CheckpointNotWritten):  # that of step 3: a stop without a checkpoint is none
+        loop.train()
+    assert loop.progress.step == 3
 
 
 @pytest.fixture

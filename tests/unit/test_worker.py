@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from job_documents import document
 from operator_parts import KEY, Counts, pod, with_cluster
 
 from spillway.progress import ProgressReport
+from spillway.status import PlanStatus
+from spillway_operator import reservations as reservations_module
 from spillway_operator import worker as worker_module
 from spillway_operator.api_client import ApiClient
 from spillway_operator.apply import Applier
@@ -23,9 +27,12 @@ from spillway_operator.metrics_source import MetricsSource
 from spillway_operator.observe import Observer
 from spillway_operator.observed import Desired, Observed, OperatorFacts
 from spillway_operator.progress_outbox import ProgressOutbox, Received
+from spillway_operator.reconcile import reconcile
 from spillway_operator.reservations import Reservations
 from spillway_operator.store import Key, Store, project_attempt, project_job
 from spillway_operator.worker import MOST_ROUNDS, Worker
+
+PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})
 
 
 class Bench:
@@ -86,9 +93,9 @@ def on_a_bench(scenario: Callable[[Bench], Awaitable[None]]) -> None:
     with_cluster(run)
 
 
-def report(step: int, attempt: int = 1) -> Received:
+def report(step: int, attempt: int = 1, uid: str = "uid-demo") -> Received:
     found = {"spillway": {"epoch": attempt, "step": step, "steps": 1000, "loss": 2.5}}
-    return Received(ProgressReport.model_validate(found), attempt, "2026-11-21T12:00:00Z")
+    return Received(ProgressReport.model_validate(found), uid, attempt, "2026-11-21T12:00:00Z")
 
 
 def test_a_start_is_a_contract_a_job_and_one_status() -> None:
@@ -223,6 +230,136 @@ def test_a_job_that_is_gone_is_forgotten() -> None:
         await bench.look()
         assert bench.forgotten == [KEY]
         assert bench.take_writes() == []
+
+    on_a_bench(scenario)
+
+
+def test_a_namesake_of_a_job_inherits_nothing() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        (attempt,) = bench.store.attempts_of(KEY)
+        for plural, name in (("trainingjobs", "demo"), ("jobs", "demo-1"), ("configmaps", "demo-1")):
+            bench.api.remove(plural, "team", name)
+        bench.store.remove_attempt(attempt)
+        renewed = document()
+        renewed["metadata"] = {"name": "demo", "uid": "uid-of-the-namesake"}
+        bench.store.put_job(project_job(bench.api.put("trainingjobs", renewed)))
+        await bench.look()
+        assert bench.forgotten == [KEY]
+        bench.attempt(active=1, ready=1)
+        bench.outbox.put(KEY, report(900), now=100.0)  # it was on its way all the time
+        assert bench.outbox.release(100.0) == KEY
+        await bench.look()
+        assert bench.status["state"] == "Running"
+        assert bench.status["progress"]["step"] == 0
+        bench.outbox.put(KEY, report(3, uid="uid-of-the-namesake"), now=101.0)
+        assert bench.outbox.release(101.0) == KEY
+        await bench.look()
+        assert bench.status["progress"]["step"] == 3
+        assert bench.forgotten == [KEY]
+
+    on_a_bench(scenario)
+
+
+def test_an_attempt_whose_job_was_deleted_around_its_pods_is_not_followed_while_they_live() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        orphan = pod(1, phase="Running")
+        del orphan["metadata"]["ownerReferences"]
+        bench.api.put("pods", orphan)
+        (attempt,) = bench.store.attempts_of(KEY)
+        bench.api.remove("jobs", "team", "demo-1")
+        bench.store.remove_attempt(attempt)
+        bench.take_writes()
+        await bench.look()
+        assert "POST jobs" not in bench.take_writes()
+        bench.api.remove("pods", "team", "demo-1-0")
+        await bench.look()
+        assert "POST jobs" in bench.take_writes()
+
+    on_a_bench(scenario)
+
+
+def test_a_deletion_is_asked_for_once_in_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.look()
+        bench.attempt(active=1, ready=1)
+        await bench.look()
+        deletions: list[str] = []
+
+        async def delete(_resource: object, _namespace: str, name: str, _uid: str) -> dict[str, Any]:
+            deletions.append(name)
+            found = bench.api.get("jobs", name)
+            found["metadata"]["deletionTimestamp"] = "2026-11-21T12:00:00Z"
+            return bench.api.put("jobs", found)
+
+        monkeypatch.setattr(bench.worker._applier._client, "delete", delete)
+        found = bench.api.get("trainingjobs", "demo")
+        found["spec"]["suspend"] = True
+        bench.store.put_job(project_job(bench.api.put("trainingjobs", found)))
+        for _look in range(2):
+            await bench.look()
+        assert deletions == ["demo-1"]
+        assert bench.result("restless") == 0.0
+
+    on_a_bench(scenario)
+
+
+def test_a_long_plan_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.3
+
+    def slow(observed: Observed, now: str) -> Desired:
+        if observed.contracts is not None:
+            time.sleep(seconds)
+        return reconcile(observed, now)
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.005)
+
+    ticks: list[float] = []
+
+    async def scenario(bench: Bench) -> None:
+        await bench.look()  # what is loaded at the first plan is loaded
+        monkeypatch.setattr(worker_module, "reconcile", slow)
+        bench.attempt(failed=1, conditions=[{"type": "Failed", "status": "True"}])
+        ticking = asyncio.create_task(tick())
+        await bench.look()
+        ticking.cancel()
+        assert bench.status["attempts"]["total"] == 2
+        assert len(ticks) > 10
+        total = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
+        assert total is not None
+        assert total >= seconds
+
+    on_a_bench(scenario)
+
+
+def test_plans_are_made_one_after_the_other_and_each_sees_what_the_one_before_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, int] = {}
+
+    def watched(observed: Observed, now: str) -> Desired:
+        desired = reconcile(observed, now)
+        if desired.creates:
+            time.sleep(0.05)
+            seen[observed.job.name] = len(observed.cluster.reservations)
+        return desired
+
+    async def scenario(bench: Bench) -> None:
+        other = document()
+        other["metadata"] = {"name": "other"}
+        bench.store.put_job(project_job(bench.api.put("trainingjobs", other)))
+        monkeypatch.setattr(worker_module, "reconcile", watched)
+        monkeypatch.setattr(reservations_module, "_decided_plan", lambda _: PLAN)
+        await asyncio.gather(bench.worker.look(KEY), bench.worker.look(("team", "other")))
+        assert sorted(seen.values()) == [0, 1]
 
     on_a_bench(scenario)
 

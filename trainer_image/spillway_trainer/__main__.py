@@ -70,6 +70,7 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
         run_job(job, read_plan(), recorder, progress, stop, world)
         ending = completed(f"trained to step {progress.step}")
     except BaseException as error:  # also Ctrl-C and what a lane threw
+        stop.at_once = False  # no call: SIGTERM, which must not end what follows, would be heard on its way
         ending = ending_of(error)
         if not ending.expected:
             traceback.print_exc()

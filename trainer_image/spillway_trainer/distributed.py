@@ -40,6 +40,7 @@ COLLECTIVE_SECONDS = 300.0
 """for one exchange of the step: a rank that is that late is lost"""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
 CONNECT_SECONDS = 2.0
+LOOPBACK = "127.0.0.1"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
 """of what ranks compare"""
@@ -81,6 +82,7 @@ def joined(world: World) -> Iterator[Ranks]:
         return
     limits = Limits.of(os.environ)
     store = meet(world, limits)
+    check_device()
     with peers(f"{world.size} ranks to connect to each other"):
         dist.init_process_group(
             "gloo",
@@ -103,10 +105,19 @@ def meet(world: World, limits: Limits) -> TCPStore:
     if not world.is_first:
         await_listener(world, deadline)
     timeout = timedelta(seconds=limits.collective_seconds)
-    host = "localhost" if world.is_first else world.master_address  # its own name may not resolve yet
+    host = LOOPBACK if world.is_first else world.master_address  # its own name may not resolve yet
     try:
-        store = TCPStore(host, world.master_port, world.size, world.is_first, timeout, wait_for_workers=False)
-    except RuntimeError as error:
+        listener = local_listener(world)
+        store = TCPStore(
+            host,
+            world.master_port,
+            world.size,
+            world.is_first,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (RuntimeError, OSError) as error:
         if world.is_first:
             raise RuntimeError(f"port {world.master_port}: rank 0 cannot listen for the others: {error}") from error
         raise PeerLost(f"rank {world.rank} waited for rank 0 at {place}: {error}") from error
@@ -122,6 +133,25 @@ def meet(world: World, limits: Limits) -> TCPStore:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_POLL_SECONDS)
     return store
+
+
+def local_listener(world: World) -> int | None:
+    """Rank 0's socket where all ranks are on one machine: nobody outside it has to reach the store, which asks for no
+    password. None = the store's own, on every address. The store closes it."""
+    if not world.is_first or world.master_address not in (LOOPBACK, "localhost"):
+        return None
+    return socket.create_server((LOOPBACK, world.master_port)).detach()
+
+
+def check_device() -> None:
+    """Open what gloo will talk through, as it does itself later: there, an interface that is not there would look like
+    a lost peer. Raises RuntimeError."""
+    gloo = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    for interface in interfaces:
+        gloo.create_device(interface=interface)
+    if not interfaces:
+        gloo.create_default_device()
 
 
 def await_listener(world: World, deadline: float) -> None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -47,7 +48,7 @@ POD_TERMINATION_PATH = Path("/dev/termination-log")
 FOLLOW_SECONDS = 10.0
 """After a failure the other ranks may end by themselves for so long: they notice that a peer is gone."""
 COMMIT_SECONDS = 120.0
-"""After a rank that was preempted: the others are committing the same checkpoint."""
+"""After a rank that has completed or was preempted: the others are committing the same checkpoint."""
 STOP_SECONDS = 10.0
 """from SIGTERM to SIGKILL"""
 DRAIN_SECONDS = 2.0
@@ -57,6 +58,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 TRAINER = (sys.executable, "-P", "-m", "spillway_trainer")
 """-P: what lies in the current directory must not shadow a module of ours or of Python's"""
+
+
+LOWEST = {"epoch": 1, "metrics_port": 1, "num_nodes": 1, "ranks_per_node": 1, "master_port": 0}
+"""the numbers of a layout; the rest of it is text"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ class Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Raises UserError when there is no job.json, or one that says too little; the ranks check the rest."""
+    """Raises UserError when there is no job.json, or one that does not say what is needed here; the ranks check the
+    rest."""
     try:
         content = json.loads(path.read_bytes())
         layout = Layout(**{one.name: content[one.name] for one in fields(Layout) if one.name in content})
@@ -87,9 +93,24 @@ def read_layout(path: Path) -> Layout:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}; spillway run writes it") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: is no job file of this version of spillway: {error}") from error
+    for one in fields(Layout):
+        value, wanted = getattr(layout, one.name), wanted_of(one.name)
+        if not (is_wanted(one.name, value) or (value is None and one.default is None)):
+            raise UserError(f"{path}: {one.name} = {value!r}: {wanted} is needed; spillway run writes it")
     if layout.num_nodes > 1 and not layout.master_port:
         raise UserError(f"{path}: master_port = 0 with {layout.num_nodes} nodes; give the port where the ranks meet")
     return layout
+
+
+def is_wanted(name: str, value: object) -> bool:
+    """Whether `value` can be the field `name` of a Layout."""
+    if name in LOWEST:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= LOWEST[name]
+    return isinstance(value, str) and value != ""
+
+
+def wanted_of(name: str) -> str:
+    return f"a number of at least {LOWEST[name]}" if name in LOWEST else "a text"
 
 
 def node_rank(layout: Layout, environment: Mapping[str, str]) -> int:
@@ -288,11 +309,11 @@ def supervise(ranks: Ranks, wakeups: Wakeups) -> None:
 
 
 def patience(ends: Sequence[RankEnd]) -> float:
-    """Seconds that the ranks still running get after those ends; without a failure, all the time they want."""
+    """Seconds that the ranks still running get after those ends; as long as none has ended, all the time they want."""
     codes = {end.exit_code for end in ends if not end.stopped_early}
     if any(end.stopped_early for end in ends) or codes - {ExitCode.COMPLETED, ExitCode.PREEMPTED}:
         return FOLLOW_SECONDS
-    return COMMIT_SECONDS if ExitCode.PREEMPTED in codes else float("inf")
+    return COMMIT_SECONDS if codes else float("inf")
 
 
 def launch(layout: Layout, program: Sequence[str], node: int, wakeups: Wakeups) -> RankEnd:
@@ -328,18 +349,23 @@ def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
             path = Path(layout.termination_message_path)
             end = launch(layout, [*program, str(directory)], node_rank(layout, os.environ), wakeups)
             code, message = end.exit_code, end.termination()
-        except (UserError, OSError) as error:
+        except Exception as error:  # PID 1 says how the pod ended, whatever went wrong
             code, message = not_launched(error)
     if path is not None:
         write_message(path, message)
     return code
 
 
-def not_launched(error: UserError | OSError) -> tuple[int, bytes]:
-    """Exit code and termination message when no rank ran: the job is wrong, or the system refused a process."""
-    ending = Ending(RANK_CRASHED, CRASHED, f"the ranks could not be started: {error}")
+def not_launched(error: Exception) -> tuple[int, bytes]:
+    """Exit code and termination message when no rank's end is to be told: the job is wrong, the system refused a
+    process, or the launcher itself failed."""
+    ending = Ending(RANK_CRASHED, CRASHED, f"the launcher failed: {type(error).__name__}: {error}")
     if isinstance(error, UserError):
         ending = Ending(error.exit_code.reason, error.exit_code, str(error))
+    elif isinstance(error, OSError):
+        ending = Ending(RANK_CRASHED, CRASHED, f"the ranks could not be started: {error}")
+    else:
+        traceback.print_exception(error)
     print(f"{ending.reason}: {ending.message}", flush=True)
     return int(ending.exit_code), ending.to_json(rank=0, step=0).encode()
 
@@ -349,7 +375,7 @@ def write_message(path: Path, message: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(message)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         print(f"termination message not written to {path}: {error}", flush=True)
 
 

@@ -29,7 +29,7 @@ class RankEnd:
     message: bytes = b""
     """its termination message; empty when it left none"""
     stopped: bool = False
-    """by the launcher, because another rank had failed"""
+    """by the launcher, because another rank had ended and this one did not follow"""
     asked: bool = False
     """it had been told to stop, because the launcher was"""
     last_line: str = ""
@@ -42,7 +42,7 @@ class RankEnd:
 
     @property
     def stopped_early(self) -> bool:
-        """The request to stop came before the rank could listen to it: nothing happened since the last checkpoint."""
+        """It died of the request to stop: it could not listen to it (yet, or any more), and saved nothing for it."""
         return self.asked and self.signal_number == signal.SIGTERM
 
     @property
@@ -75,9 +75,9 @@ class RankEnd:
 
     def _sentence(self) -> str:
         if self.stopped_early:
-            return f"rank {self.rank} was stopped on request before training went on"
+            return f"rank {self.rank} was ended by SIGTERM before it could save"
         if self.stopped:
-            return f"rank {self.rank} was stopped because another rank had failed"
+            return f"rank {self.rank} was stopped because another rank had ended and it had not"
         if self.signal_number:
             return f"rank {self.rank} was killed by {signal_name(self.signal_number)}{self._last_words()}"
         return f"rank {self.rank} ended with exit code {self.exit_code} and left no message{self._last_words()}"

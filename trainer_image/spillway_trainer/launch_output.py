@@ -6,6 +6,7 @@ A thread reads and writes, so that a reader who is slow makes the ranks wait and
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import threading
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class Stream:
 
 @dataclass(slots=True)
 class PrefixedOutput:
-    """Pipes from the ranks to stdout and stderr. Nothing is lost while `finish` waits; a target that fails is given up,
-    and its ranks go on."""
+    """Pipes from the ranks to stdout and stderr. Nothing is lost while `finish` waits, but what a full disk refuses; a
+    target without a reader is given up, and its ranks go on."""
 
     streams: list[Stream] = field(default_factory=list)
     last_lines: dict[int, str] = field(default_factory=dict)
@@ -86,5 +87,9 @@ def write_all(stream: Stream, content: bytes) -> None:
     while content and stream.target >= 0:
         try:
             content = content[os.write(stream.target, content) :]
-        except OSError:  # nobody reads any more, or the disk is full: training matters more than its output
+        except BlockingIOError:  # whoever shares our stdout may have made it non-blocking
+            select.select([], [stream.target], [])
+        except BrokenPipeError:
             stream.target = -1
+        except OSError:  # a full disk, which may have room for the next lines: training matters more than its output
+            return

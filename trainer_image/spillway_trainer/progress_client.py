@@ -65,11 +65,19 @@ class Endpoint:
         return http.client.HTTPSConnection(host, port, timeout=POST_TIMEOUT_SECONDS, context=context)
 
     def headers(self) -> dict[str, str]:
-        """Raises OSError when the token cannot be read."""
+        """Raises OSError when the token cannot be read, ValueError when the file holds none."""
         headers = {"Content-Type": "application/json"}
         if self.token_path is not None:
-            headers["Authorization"] = f"Bearer {self.token_path.read_text(encoding='ascii').strip()}"
+            headers["Authorization"] = f"Bearer {bearer_token(self.token_path)}"
         return headers
+
+
+def bearer_token(path: Path) -> str:
+    """Checked here: http.client's own error would quote the token, and the error goes to the log."""
+    token = path.read_bytes().strip()
+    if not token or not all(0x21 <= byte <= 0x7E for byte in token):
+        raise ValueError(f"{path}: one word of printable ASCII is needed, the ServiceAccount's token")
+    return token.decode("ascii")
 
 
 def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
@@ -77,11 +85,21 @@ def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
     text = environment.get(URL_VARIABLE, "")
     if not text:
         return None
-    url = urlsplit(text)
+    url = url_of(text)
     token, ca = environment.get(TOKEN_VARIABLE), environment.get(CA_VARIABLE)
-    if url.scheme not in ("http", "https") or not url.hostname or (url.scheme == "http" and token):
+    if url is None or url.scheme not in ("http", "https") or not url.hostname or (url.scheme == "http" and token):
         raise UserError(f"{URL_VARIABLE} = {text}: an https URL is needed; the operator sets it")
     return Endpoint(url, Path(token) if token else None, Path(ca) if ca else None)
+
+
+def url_of(text: str) -> SplitResult | None:
+    """None for what is no URL, or one whose port is none."""
+    try:
+        url = urlsplit(text)
+        _ = url.port  # read only now by urllib
+    except ValueError:
+        return None
+    return url
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,10 +120,17 @@ def prepared_corpus(job: JobFile, ranks: Ranks) -> Corpus:
 
 
 def serve_metrics(exporter: Exporter, job: JobFile) -> None:
-    """On this rank's own port where a launcher gave it one."""
+    """On this rank's own port where a launcher gave it one.
+
+    That port was free when the launcher looked. Taken since, it costs this rank's series (spillway_rank_up says so),
+    not the run: nobody asked for that very port.
+    """
     port = os.environ.get(METRICS_PORT_VARIABLE)
     if port is not None:
-        exporter.serve(int(port), "127.0.0.1")
+        try:
+            exporter.serve(int(port), "127.0.0.1")
+        except UserError as error:
+            report(f"training goes on without the metrics of this rank: {error}")
     elif job.metrics_port is not None:
         exporter.serve(job.metrics_port)
 

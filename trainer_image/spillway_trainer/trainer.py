@@ -104,22 +104,24 @@ class StopRequest:
     """SIGTERM asks for a checkpoint at the next step boundary; before training there is nothing to save: it ends the
     attempt at once, be it in the middle of building a corpus.
 
-    With several ranks the request of one is that of all: it rides with the losses, so that all stop after one step."""
+    With several ranks the request of one is that of all: it rides with the losses, and is asked for again after what
+    may take longer than a step, so that all stop after the same one."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._at_once = True
+        self.at_once = True
+        """a request raises Preempted wherever the main thread is"""
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def wait_for_step(self) -> None:
         """From now on a request waits for the end of a step."""
-        self._at_once = False
+        self.at_once = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        if self._at_once:
+        if self.at_once:
             raise Preempted("stopped on request before training went on")
 
 
@@ -152,15 +154,19 @@ def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopReques
         last = progress.step == settings.num_steps
         if settings.evaluate_every and (last or progress.step % settings.evaluate_every == 0):
             evaluate(run, settings, progress)
-        if run.ranks.world.size == 1:
-            stopping = stop.requested  # nobody else to agree with: what came since counts, too
+            stopping = any_asked_to_stop(run, stop)
         if last or stopping:
             commit(run, progress)
-        elif progress.step % settings.checkpoint_every == 0:
-            commit_or_go_on(run, progress)
+        elif progress.step % settings.checkpoint_every == 0 and commit_or_go_on(run, progress):
+            stopping = any_asked_to_stop(run, stop)
         if stopping and not last:
             step = progress.step
             raise Preempted(f"stopped on request at step {step}; its checkpoint is committed", savedStep=step)
+
+
+def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
+    """The same on all ranks."""
+    return any(asked for (asked,) in run.ranks.gather([float(stop.requested)]))
 
 
 def commit(run: Run, progress: Progress) -> None:
@@ -168,12 +174,15 @@ def commit(run: Run, progress: Progress) -> None:
     run.recorder.checkpoint(progress.step, nbytes, seconds)
 
 
-def commit_or_go_on(run: Run, progress: Progress) -> None:
-    """A disk that refuses one checkpoint costs that checkpoint, not the run: those before it stand."""
+def commit_or_go_on(run: Run, progress: Progress) -> bool:
+    """Whether it is committed. A disk that refuses one checkpoint costs that checkpoint, not the run: those before it
+    stand."""
     try:
         commit(run, progress)
     except CheckpointNotWritten as error:
         run.recorder.checkpoint_missed(progress.step, str(error))
+        return False
+    return True
 
 
 def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
