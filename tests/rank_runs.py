@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -16,6 +15,7 @@ import local_runs
 from spillway.api import parse_job
 from spillway.job import JobFile
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan
+from spillway_trainer.launch import free_ports
 
 NUM_LAYERS = 2
 JOB = """
@@ -130,12 +130,6 @@ def termination_path(job: JobFile, rank: int) -> Path:
     return Path(job.output_directory) / f"rank-{rank}.{job.epoch}.json"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str, str]) -> None:
     """Entry point of a forked rank; never returns."""
     log = os.open(log_path(job, rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -166,7 +160,7 @@ def start(
     **environment: str,
 ) -> Started:
     """Start all ranks of `job`, or one `only`; `each` gives single ranks another job or plan."""
-    world, port = job.world_size, free_port()
+    world, port = job.world_size, free_ports(1)[0]
     processes = {}
     for rank in range(world) if only is None else [only]:
         variables = {

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from spillway.api import TrainingJobSpec
+from spillway.footprint import padded
 from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, MIB
@@ -108,10 +109,10 @@ def pod_resources(
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
     return PodResources(
-        memory_bytes=_whole_mib(runtime + held + shared_memory),
+        memory_bytes=padded(runtime + held + shared_memory, MIB),
         shared_memory_bytes=shared_memory,
         spill_volume_bytes=spill,
-        ephemeral_storage_bytes=_whole_mib(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir),
+        ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
         cpu_cores=_cores(spec, plan, num_local_ranks),
         devices=num_local_ranks if on_cuda else 0,
         resource_name=spec.resource_name if on_cuda else "",
@@ -144,7 +145,7 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
 def least_memory_bytes(num_local_ranks: int, device: str) -> int:
     """What a pod needs for the smallest model."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    return _whole_mib(runtime_bytes(num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared)
+    return padded(runtime_bytes(num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared, MIB)
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:
@@ -170,7 +171,7 @@ def plannable_memory_bytes(limit_bytes: int, num_local_ranks: int, device: str) 
 def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
     """The slabs of all ranks with the file system's own part; 0 when nothing goes to NVMe."""
     slab = plan.slab_bytes(Tier.NVME)
-    return _whole_mib(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE))) if slab else 0
+    return padded(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE)), MIB) if slab else 0
 
 
 def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) -> int:
@@ -214,7 +215,3 @@ def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
     writing = checkpoint_bytes(spec, plan.device) / CHECKPOINT_BYTES_PER_SECOND
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))
-
-
-def _whole_mib(num_bytes: int) -> int:
-    return -(-num_bytes // MIB) * MIB

@@ -155,7 +155,7 @@ def project_node(found: Mapping[str, Any]) -> NodeView:
         allocatable_devices={
             name: _quantity(count, parse_quantity) or 0
             for name, count in allocatable.items()
-            if _is_extended_resource(name)
+            if is_extended_resource(name)
         },
         ready=bool(ready) and ready[0].get("status") == "True",
         unschedulable=bool(spec.get("unschedulable")),
@@ -170,7 +170,7 @@ def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
         return None
 
 
-def _is_extended_resource(name: str) -> bool:
+def is_extended_resource(name: str) -> bool:
     """nvidia.com/gpu, not cpu, hugepages-2Mi or attachable-volumes-csi-..."""
     return "/" in name and not name.startswith("kubernetes.io/")
 

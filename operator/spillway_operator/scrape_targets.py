@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .api_client import PODS, ApiClient, ApiError
+from .cluster import is_extended_resource
 from .manifests import MANAGED_BY_LABEL
 from .metrics_source import ScrapeTarget
 
@@ -54,5 +55,4 @@ def target_of(pod: Mapping[str, Any]) -> ScrapeTarget | None:
 
 
 def _has_devices(container: Mapping[str, Any]) -> bool:
-    """Extended resources have a domain in their name: nvidia.com/gpu."""
-    return any("/" in name for name in (container.get("resources") or {}).get("limits") or {})
+    return any(is_extended_resource(name) for name in (container.get("resources") or {}).get("limits") or {})

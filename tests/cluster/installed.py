@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from testbed.client import Bed, Request
-from testbed.layout import ADDRESS, PROMETHEUS, REPOSITORY
+from testbed.layout import PROMETHEUS, REPOSITORY
 
 CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
@@ -170,10 +170,6 @@ def on_fake_nodes(job: Document) -> Document:
     scheduling["tolerations"] = [KWOK_TOLERATION]
     job["spec"]["resources"] = {"cpu": "100m"}  # else each asks for a quarter of the node's 96 cores
     return job
-
-
-def local_server_address(port: int) -> str:
-    return f"{ADDRESS}:{port}"
 
 
 def read_json(path: Path) -> Document:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +16,7 @@ from testbed.client import Bed, Request
 from testbed.layout import REPOSITORY
 
 NAME = "two-pod"
-LONGEST_SECONDS = 120.0
-"""from an empty machine with binaries and images present to Complete; the issue's bound"""
 LARGEST_OPERATOR_IMAGE_BYTES = 250_000_000
-WRITES_PER_START = 5
-"""ConfigMap, Service, Job, status Starting, status Running; the terminal status comes on top"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +134,7 @@ def test_the_plan_names_real_figures_of_the_real_node(trained: Trained) -> None:
     assert plan["headroom"]["host"]
 
 
-def test_nothing_is_written_about_a_job_that_has_ended(trained: Trained, eventually: Callable[..., None]) -> None:
+def test_nothing_is_written_about_a_job_that_has_ended(trained: Trained) -> None:
     since = trained.bed.audit_position()
     time.sleep(10)
     assert trained.installed.writes(since, trained.namespace) == []

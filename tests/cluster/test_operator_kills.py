@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from crash_proxy import Crash, CrashProxy
 from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, on_fake_nodes
 from operator_process import OperatorProcess, write_kubeconfig
 
+from spillway_trainer.launch import free_ports
 from testbed.layout import API_SERVER
 
 RANDOM_KILLS = 20
@@ -37,13 +37,6 @@ def alone(spillway: Installed) -> Iterator[Installed]:
         yield spillway
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Operators:
     """One operator process after the other, all before the same proxy."""
 
@@ -55,7 +48,7 @@ class Operators:
         environment = {
             "SPILLWAY_NAMESPACES": self._namespace, "SPILLWAY_TRAINER_IMAGE": "local/hostroot:1",
         }  # fmt: skip
-        self.current = OperatorProcess.start(self._kubeconfig, self._log, free_port(), environment)
+        self.current = OperatorProcess.start(self._kubeconfig, self._log, free_ports(1)[0], environment)
         return self.current
 
     def kill(self) -> None:

@@ -20,6 +20,7 @@ from job_documents import document
 
 from spillway_operator.health import LoopLag
 from spillway_operator.settings import Settings, variable
+from spillway_trainer.launch import free_ports
 
 MOST_RESIDENT_BYTES = 120 * 1024**2
 """of the operator with NUM_JOBS jobs under way"""
@@ -64,14 +65,6 @@ class Running:
             return await self.process.wait()
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @asynccontextmanager
 async def operator(api: FakeApi, folder: Path, **settings: str) -> AsyncIterator[Running]:
     kubeconfig = folder / "kubeconfig"
@@ -82,7 +75,7 @@ async def operator(api: FakeApi, folder: Path, **settings: str) -> AsyncIterator
         yaml.safe_dump({"clusters": named, "contexts": [context], "users": [user], "current-context": "test"})
     )
     known = {variable(name) for name in Settings.model_fields}
-    port = free_port()
+    port = free_ports(1)[0]
     environment = {name: value for name, value in os.environ.items() if name not in known}
     environment |= {"SPILLWAY_TRAINER_IMAGE": "trainer:1", "SPILLWAY_HEALTH_PORT": str(port)} | settings
     log = folder / "log"
