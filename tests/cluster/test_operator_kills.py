@@ -69,17 +69,19 @@ def operators(alone: Installed, namespace: str, folder: Path) -> Iterator[Operat
             found.kill()
 
 
-def fake_job(namespace: str, name: str) -> Document:
-    job = example("two-pod", namespace, checkpoint__claim=None)
-    return on_fake_nodes(named(job, name))
+def two_pods(namespace: str, name: str) -> Document:
+    return running_for_an_hour(named(example("two-pod", namespace, checkpoint__claim=None), name))
 
 
-def long_job(namespace: str, name: str) -> Document:
-    """One fake pod that runs for an hour."""
-    job = example("one-pod", namespace)
+def one_pod(namespace: str, name: str) -> Document:
+    return running_for_an_hour(named(example("one-pod", namespace), name))
+
+
+def running_for_an_hour(job: Document) -> Document:
+    """Its fake pods outlast the test: an end would be a reason to write."""
     delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
     job["spec"]["podOverrides"] = {"annotations": delays}
-    return on_fake_nodes(named(job, name))
+    return on_fake_nodes(job)
 
 
 def counts(alone: Installed, namespace: str, kind: str) -> Counter[str]:
@@ -94,7 +96,7 @@ def wait_for_running(alone: Installed, namespace: str, names: list[str], seconds
     while True:
         items = alone.bed.get("trainingjobs.spillway.dev", "-n", namespace)["items"]
         states = {item["metadata"]["name"]: item.get("status", {}).get("state", "") for item in items}
-        if all(states.get(name) in ("Running", "Complete") for name in names):  # fake pods end after some seconds
+        if all(states.get(name) == "Running" for name in names):
             return
         assert time.monotonic() < deadline, states
         time.sleep(0.3)
@@ -117,7 +119,7 @@ def test_a_crash_at_any_write_of_a_start_leaves_one_attempt(
             found.start().wait_ready()
             crash = Crash(at, landed, found.kill)
             found.proxy.arm(crash)
-            alone.create(fake_job(namespace, name))
+            alone.create(two_pods(namespace, name))
             deadline = time.monotonic() + 20
             while not crash.happened and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -134,7 +136,7 @@ def test_a_hundred_running_jobs_cost_no_write_and_little_memory(
 ) -> None:
     seconds = STEADY_SECONDS["full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"]
     names = [f"steady-{index:03}" for index in range(MANY_JOBS)]
-    documents = {"apiVersion": "v1", "kind": "List", "items": [long_job(namespace, name) for name in names]}
+    documents = {"apiVersion": "v1", "kind": "List", "items": [one_pod(namespace, name) for name in names]}
     with operators(alone, namespace, tmp_path) as found:
         operator = found.start()
         operator.wait_ready()
@@ -166,11 +168,11 @@ def test_kills_at_random_moments_leave_nothing_twice_and_nothing_out(
         for _ in range(RANDOM_KILLS):
             found.start()
             for _ in range(min(len(pending), 1 + len(names) // RANDOM_KILLS)):
-                alone.create(fake_job(namespace, pending.pop()))
+                alone.create(two_pods(namespace, pending.pop()))
             time.sleep(rng.uniform(0.5, 3.0))
             found.kill()
         for name in pending:
-            alone.create(fake_job(namespace, name))
+            alone.create(two_pods(namespace, name))
         found.start().wait_ready()
         wait_for_running(alone, namespace, names)
         assert_one_of_each(alone, namespace, names)
