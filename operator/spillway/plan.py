@@ -104,9 +104,20 @@ class ActivationPlan(Frozen):
 
 
 class ParameterPlan(Frozen):
-    """model_spill: only Resident so far."""
+    """model_spill: where each segment's parameters live, and how those not resident pass through the device."""
 
-    placement: Literal["Resident"] = "Resident"
+    homes: tuple[Tier, ...] = ()
+    """one per segment in forward order: device = resident; host, nvme = streamed from there. Empty = all resident"""
+    num_slots: int = Field(default=2, ge=1)
+    """device slots of the largest streamed segment each; two let one be filled while the other is used"""
+    order: Literal["InOrder", "WeightStationary"] = "InOrder"
+    """one micro-batch after the other through all segments, or one segment after the other for all micro-batches"""
+    boundaries: Answer = Answer.KEEP
+    """WeightStationary: where what segments hand on waits for backward (keep, host or nvme)"""
+
+    @property
+    def streams(self) -> bool:
+        return any(home is not Tier.DEVICE for home in self.homes)
 
 
 class Prediction(Frozen):

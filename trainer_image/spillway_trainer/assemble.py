@@ -21,7 +21,8 @@ from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
 
 from . import activation_spill, config, kernels
-from .models.transformer import Transformer
+from .models.build import build_model
+from .models.chain import Chain, allocate
 from .optimizer import Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
 from .ranks import GradientSum, Ranks
@@ -65,7 +66,7 @@ class Tiers:
 class Assembly:
     """What a plan came to: a model to call, an optimizer to step, and what the step loop tells both."""
 
-    model: Transformer
+    model: Chain
     optimizer: Optimizer
     position: Position
     tiers: Tiers
@@ -137,21 +138,17 @@ def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
     return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
 
 
-def make_model(spec: TrainingJobSpec, ledger: DeviceLedger) -> Transformer:
+def make_model(spec: TrainingJobSpec, ledger: DeviceLedger) -> Chain:
     """The model with its parameters allocated in the compute dtype, charged to the ledger; tied ones share storage."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(config.compute_dtype(spec))
-    try:
-        model = Transformer(config.transformer_config(spec))
-    finally:
-        torch.set_default_dtype(default)
+    model = build_model(spec)
+    allocate(model)
     model.tie()
     owned = [p for name, p in model.named_parameters() if name not in model.tied]
     ledger.charge("parameters", sum(p.numel() * p.element_size() for p in owned))
     return model
 
 
-def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Transformer, tiers: Tiers) -> Optimizer:
+def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Chain, tiers: Tiers) -> Optimizer:
     parameters, settings = list(model.named_parameters()), config.adamw_settings(spec)
     if plan.optimizer.offloads:
         return OptimizerOffload(parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger)
@@ -159,7 +156,7 @@ def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Transformer, 
     return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger, update)
 
 
-def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
+def send_gradients(model: Chain, optimizer: Optimizer) -> None:
     """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole."""
 
     def take(name: str, parameter: Tensor) -> None:
@@ -171,7 +168,7 @@ def send_gradients(model: Transformer, optimizer: Optimizer) -> None:
         parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
-def initial_states(model: Transformer, seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_states(model: Chain, seed: int) -> Iterator[tuple[str, Tensor]]:
     """For a run from the start: float32 masters from `seed`; moments are 0."""
     return ((f"master.{name}", value) for name, value in model.initial_values(seed))
 

@@ -6,12 +6,13 @@ V = vocabulary. Parameters have the shapes and counts of Hugging Face's `LlamaFo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .chain import Chain
 
 IGNORED_LABEL = -100
 """label of a position that does not count in the loss, as in torch's cross entropy"""
@@ -134,12 +135,13 @@ class Head(nn.Module):
         return total / num_tokens
 
 
-class Transformer(nn.Module):
+class Transformer(Chain):
     """tokens -> embedding -> blocks -> head -> loss."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        self.initializer_range = config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
@@ -147,52 +149,29 @@ class Transformer(nn.Module):
 
     @property
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """The chain in forward order: embedding, block0 ... , head."""
+        """Embedding, block0 ... , head."""
         blocks = [(f"block{index}", block) for index, block in enumerate(self.layers)]
         return [("embedding", self.embed_tokens), *blocks, ("head", self.head)]
 
     @property
     def tied(self) -> dict[str, str]:
-        """Parameter names that share storage: alias -> owner. Each keeps a leaf and an accumulator of its own, because
-        the sum of their gradients must not depend on the order in which segments run backward (docs/adr/0001)."""
         return {"head.lm_head.weight": "embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
-    def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """(name, float32 value) of every parameter but the aliases, from `seed`: the same bits for every plan.
+    def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
+        """Blocks get the rotary tables; the head the labels and what the loss is divided by."""
+        if segment == "embedding":
+            return ()
+        return (labels_BT, num_tokens) if segment == "head" else self._rope_tables(tokens_BT.shape[1])
 
-        One tensor at a time, so that a model larger than memory can be filled.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name in self.tied:
-                continue
-            value = torch.empty(parameter.shape, dtype=torch.float32)
-            if parameter.dim() == 1:
-                yield name, value.fill_(1.0)
-            else:
-                yield name, value.normal_(0.0, self.config.initializer_range, generator=generator)
-
-    def tie(self) -> None:
-        """Let every alias share its owner's storage; call again whenever parameters were replaced or cast."""
-        for alias, owner in self.tied.items():
-            self.get_parameter(alias).data = self.get_parameter(owner).data
-
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        x_BTD = self.embed_tokens(tokens_BT)
-        cos_TE, sin_TE = self._rope_tables(tokens_BT.shape[1], x_BTD)
-        for block in self.layers:
-            x_BTD = block(x_BTD, cos_TE, sin_TE)
-        return self.head(x_BTD, labels_BT, num_tokens)  # type: ignore[no-any-return]
-
-    def _rope_tables(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        key = (length, like.dtype)
-        if key not in self._rope:
+    def _rope_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        dtype = self.embed_tokens.weight.dtype
+        if (length, dtype) not in self._rope:
             head_size = self.config.hidden_size // self.config.num_heads
             exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
             angles = torch.outer(torch.arange(length, dtype=torch.float64), self.config.rope_theta**-exponents)
             angles_TE = torch.cat((angles, angles), dim=-1)
-            self._rope[key] = (angles_TE.cos().to(like), angles_TE.sin().to(like))
-        return self._rope[key]
+            self._rope[length, dtype] = (angles_TE.cos().to(dtype), angles_TE.sin().to(dtype))
+        return self._rope[length, dtype]
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""Chain: what every model is to the techniques: consecutive segments that hand tensors on.
+
+    tokens -> segment 0 -> carried -> segment 1 -> carried -> ... -> last segment -> loss
+
+A segment is called as `module(*carried, *arguments)`: `carried` is what the one before it returned, `arguments` what it
+gets beside it (position tables, masks, labels), to which no gradient flows. So a technique may run the whole chain for
+one micro-batch, or one segment for all micro-batches, and both do the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Chain(nn.Module):
+    """A model as segments. Knows no technique; every parameter belongs to exactly one segment."""
+
+    initializer_range = 0.02
+    """standard deviation of the normal initialisation of every matrix"""
+
+    @property
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) in forward order; the names are unique and never change."""
+        raise NotImplementedError
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Parameter names that share storage: alias -> owner. Each keeps a leaf and an accumulator of its own, because
+        the sum of their gradients must not depend on the order in which segments run backward (docs/adr/0001)."""
+        return {}
+
+    def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
+        """What `segment` gets beside the carried tensors, for one micro-batch."""
+        raise NotImplementedError
+
+    def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """(name, float32 value) of every parameter but the aliases, from `seed`: the same bits for every plan.
+
+        One tensor at a time, so that a model larger than memory can be filled.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name in self.tied:
+                continue
+            value = torch.empty(parameter.shape, dtype=torch.float32)
+            if parameter.dim() == 1:
+                yield name, value.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                yield name, value.normal_(0.0, self.initializer_range, generator=generator)
+
+    def tie(self) -> None:
+        """Let every alias share its owner's storage; call again whenever parameters were replaced or cast."""
+        for alias, owner in self.tied.items():
+            self.get_parameter(alias).data = self.get_parameter(owner).data
+
+    def parameters_of(self) -> dict[str, list[str]]:
+        """Names of the parameters of each segment, in declared order."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        return {segment: [names[id(p)] for p in module.parameters()] for segment, module in self.segments}
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        """Loss of one micro-batch: the sum over its unmasked labels, divided by `num_tokens`. A float32 scalar."""
+        carried: tuple[Tensor, ...] = (tokens_BT,)
+        for name, module in self.segments:
+            carried = as_carried(module(*carried, *self.arguments(name, tokens_BT, labels_BT, num_tokens)))
+        (loss,) = carried
+        return loss
+
+
+def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a segment returned, as the next one gets it."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def allocate(model: nn.Module) -> None:
+    """Give every parameter that has no memory yet (device `meta`) memory of its own, unfilled."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                memory = torch.empty_like(parameter, device="cpu")
+                module.register_parameter(name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
