@@ -299,6 +299,9 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"metadata.name": "n" * (MAX_NAME_LENGTH + 1)},
         ("metadata.name", "n" * (MAX_NAME_LENGTH + 1), f"has {MAX_NAME_LENGTH + 1} characters", f"{MAX_NAME_LENGTH}"),
     ),
+    (TRAINING_JOB.kind, "", 1): RuleCase(
+        {"metadata.name": "my-job"}, {"metadata.name": "my.job"}, ("metadata.name my.job", "no dot")
+    ),
     (TRAINING_JOB.kind, "spec", 0): RuleCase(
         {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},
         {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},

@@ -74,7 +74,13 @@ JOB_RULES: dict[str, list[Schema]] = {
             f"metadata.name: at most {MAX_NAME_LENGTH} characters",
             f"metadata.name %s has %d characters; at most {MAX_NAME_LENGTH}, because names of pods are made from it",
             "self.metadata.name, size(self.metadata.name)",
-        )
+        ),
+        _rule(
+            "!self.metadata.name.contains('.')",
+            "metadata.name: lower-case letters, digits and hyphens, no dot",
+            "metadata.name %s: lower-case letters, digits and hyphens, no dot: names of Services are made from it",
+            "self.metadata.name",
+        ),
     ],
     "spec": [
         _rule(
@@ -86,6 +92,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             f"[{_CHANGED}].filter(name, name != '')",
         ),
         _rule(
+            f"self.training.microBatchSize * {_WORLD} < 1 || "  # refused by their minima; nothing is divided by 0
             f"self.training.globalBatchSize % (self.training.microBatchSize * {_WORLD}) == 0",
             "must be a multiple of microBatchSize x nodes x devicesPerNode",
             "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
@@ -96,14 +103,14 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.model": [_immutable("model"), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [
         _rule(
-            "self.hiddenSize % self.numHeads == 0",
+            "self.numHeads < 1 || self.hiddenSize % self.numHeads == 0",
             "must divide hiddenSize",
             "%d must divide hiddenSize (%d)",
             "self.numHeads, self.hiddenSize",
             ".numHeads",
         ),
         _rule(
-            "!has(self.numKeyValueHeads) || self.numHeads % self.numKeyValueHeads == 0",
+            "!has(self.numKeyValueHeads) || self.numKeyValueHeads < 1 || self.numHeads % self.numKeyValueHeads == 0",
             "must divide numHeads",
             "%d must divide numHeads (%d)",
             "self.numKeyValueHeads, self.numHeads",

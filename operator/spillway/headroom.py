@@ -90,7 +90,9 @@ def rank(
         nvme=best.free.get(Tier.NVME),
         sources=best.sources,
     )
-    return Ranking(_preferences(ranked, demand), f"{_comparison(ranked, demand)}; {_metrics(cluster)}", headroom)
+    return Ranking(
+        _preferences(ranked, demand), f"{_comparison(ranked, demand)}; {_metrics(cluster, ranked)}", headroom
+    )
 
 
 def counts(cluster: ClusterView) -> bool:
@@ -196,11 +198,13 @@ def _range(rooms: Sequence[_Room], tier: Tier) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _metrics(cluster: ClusterView) -> str:
+def _metrics(cluster: ClusterView, rooms: Sequence[_Room]) -> str:
     age = cluster.metrics_age_seconds
     why = f" ({cluster.metrics_problem})" if cluster.metrics_problem else ""
     if age is None:
         return f"no metrics{why}" if why or cluster.metrics_source else "no metrics are configured"
+    if counts(cluster) and not any(room.free for room in rooms):
+        return f"no metrics of {'this node' if len(rooms) == 1 else 'these nodes'}{why}"
     shown = f"metrics {format_age(age)} old"
     if not counts(cluster):
         return f"{shown}, too old to count{why}"

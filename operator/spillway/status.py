@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, Strict
 
 from spillway.field_types import Count, Name, Quantity, Text, Written
 
@@ -14,6 +14,9 @@ LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubern
 
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]
+MAX_ATTEMPTS = 10**9 - 1
+"""an attempt's number is part of names and labels"""
+AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -95,8 +98,8 @@ class CheckpointStatus(Written):
 
 
 class Attempts(Written):
-    total: Count = Field(default=0, description="Attempts so far; the number of the present one.")
-    ended: Count = Field(default=0, description="Number of the last attempt whose end is accounted for.")
+    total: AttemptNumber = Field(default=0, description="Attempts so far; the number of the present one.")
+    ended: AttemptNumber = Field(default=0, description="Number of the last attempt whose end is accounted for.")
     restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
     last_reason: Short = Field(default="", description="Why the last attempt ended.")
     start_time: Time | None = Field(default=None, description="When the present attempt began.")

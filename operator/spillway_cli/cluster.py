@@ -44,6 +44,10 @@ class Refused(UserError):
         return [(cause.get("field", ""), cause.get("message", "")) for cause in found]
 
 
+class Gone(UserError):
+    """There is no such TrainingJob."""
+
+
 class Unreachable(UserError):
     """No answer, or none for now: worth another try for a command that watches."""
 
@@ -161,6 +165,7 @@ def connect(context: str | None = None) -> Cluster:
     try:
         from kubernetes.client.configuration import Configuration  # noqa: PLC0415
         from kubernetes.config import ConfigException  # noqa: PLC0415
+        from yaml import YAMLError  # noqa: PLC0415
     except ImportError as error:
         raise UserError(
             f"the Kubernetes client is not installed ({error}): pip install 'spillway[operator]'"
@@ -170,7 +175,14 @@ def connect(context: str | None = None) -> Cluster:
         namespace = load(configuration, context)
     except (ConfigException, OSError, ValueError) as error:
         raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
+    except (YAMLError, TypeError, KeyError, AttributeError) as error:  # as the library meets what is no kubeconfig
+        raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
     return Cluster(configuration, namespace)
+
+
+def kubeconfig_files() -> str:
+    """One path, or several with the system's separator between them."""
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
 def load(configuration: Any, context: str | None) -> str:
@@ -178,7 +190,7 @@ def load(configuration: Any, context: str | None) -> str:
     from kubernetes import config  # noqa: PLC0415
 
     library: Any = config  # its functions carry no types
-    files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    files = kubeconfig_files()
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if context is None and in_pod and not any(Path(file).exists() for file in files.split(os.pathsep)):
         library.load_incluster_config(configuration)
@@ -196,11 +208,11 @@ def jobs_path(namespace: str | None, name: str = "") -> str:
 
 
 def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
-    """Raises UserError when there is no such TrainingJob."""
+    """Raises Gone when there is no such TrainingJob."""
     try:
         return cluster.get(jobs_path(namespace, name))
     except Refused as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
             wanted = "see `spillway status -A`, or give its --namespace"
-            raise UserError(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
+            raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
         raise

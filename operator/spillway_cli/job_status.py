@@ -19,6 +19,8 @@ CODES = {code.reason: code for code in ExitCode}
 QUIET_WHEN_FALSE = ("Suspended", "Complete", "Failed", "Stalled", "Reconciling", "Ready")
 """conditions whose False says that all is well, or repeats the others"""
 BAD_WHEN_TRUE = ("Suspended", "Failed")
+BAD_WHEN_UNKNOWN = {"Progressing": ("NoReport",)}
+"""type -> reasons; other things that are unknown come with every start"""
 
 
 def value_at(job: Mapping[str, Any], path: str) -> Any:
@@ -54,12 +56,14 @@ def that_matter(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found = conditions(job)
     if has_ended(job):
         return [found[type_] for type_ in ("Failed", "Complete") if holds(job, type_)]
-    return [one for type_, one in found.items() if matters(type_, str(one.get("status")))]
+    return [one for type_, one in found.items() if matters(type_, str(one.get("status")), str(one.get("reason")))]
 
 
-def matters(type_: str, status: str) -> bool:
+def matters(type_: str, status: str, reason: str) -> bool:
     if type_ in BAD_WHEN_TRUE:
         return status == "True"
+    if type_ in BAD_WHEN_UNKNOWN and reason in BAD_WHEN_UNKNOWN[type_]:
+        return status == "Unknown"
     return status == "False" and type_ not in QUIET_WHEN_FALSE
 
 

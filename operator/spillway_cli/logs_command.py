@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from spillway.errors import UserError
 
-from .cluster import CORE, Cluster, Object, Refused, Unreachable, connect, get_job
+from .cluster import CORE, Cluster, Gone, Object, Refused, Unreachable, connect, get_job
 from .console import message_console
 from .job_status import has_ended, value_at
 
@@ -62,7 +62,7 @@ def logs(options: LogsOptions) -> int:
         for pod in pods:
             reader.print_log(pod, prefix_of(pod, len(pods)))
         return 0
-    return follow(reader, options)
+    return follow(reader, options, job)
 
 
 def nothing_to_show(job: Object, options: LogsOptions) -> str:
@@ -70,7 +70,15 @@ def nothing_to_show(job: Object, options: LogsOptions) -> str:
     node = f"of node {options.node} " if options.node is not None else ""
     state = value_at(job, "status.state") or "not looked at by the operator yet"
     advice = "-f waits for one, `spillway status` says why"
+    if options.attempt is not None:
+        advice = f"its newest attempt is {newest_attempt(job)}"
     return f"TrainingJob {options.job} ({state}): no pod {wanted}{node}is there; {advice}"
+
+
+def newest_attempt(job: Object) -> int:
+    """0 before the first."""
+    total = value_at(job, "status.attempts.total")
+    return total if isinstance(total, int) else 0
 
 
 @dataclass(slots=True)
@@ -180,11 +188,18 @@ class Interrupted(Exception):
         self.reason = reason
 
 
-def follow(reader: Reader, options: LogsOptions) -> int:
-    """Attempt after attempt, each pod from its first line, until the job has ended (or the one attempt asked for)."""
-    shown = -1
+def follow(reader: Reader, options: LogsOptions, job: Object) -> int:
+    """Attempt after attempt, each pod from its first line, until the job has ended (or the one attempt asked for).
+    Raises UserError when `job` was deleted meanwhile, and for one attempt that has no pods and will get none."""
+    shown, uid = -1, value_at(job, "metadata.uid")
     while not reader.nobody_reads:
-        over = has_ended(patiently(lambda: get_job(reader.cluster, reader.namespace, options.job)))
+        try:
+            job = patiently(lambda: get_job(reader.cluster, reader.namespace, options.job))
+        except Gone as error:
+            raise UserError(f"TrainingJob {options.job} was deleted") from error
+        if value_at(job, "metadata.uid") != uid:
+            raise UserError(f"TrainingJob {options.job} was deleted; another one has its name now")
+        over = has_ended(job)
         pods = patiently(lambda: reader.pods(options.attempt))
         attempt = attempt_of(pods[0]) if pods else -1
         if attempt > shown:
@@ -193,6 +208,8 @@ def follow(reader: Reader, options: LogsOptions) -> int:
                 message_console().print(f"attempt {attempt}")
             follow_pods(reader, pods)
             continue
+        if options.attempt is not None and shown < 0 and (over or options.attempt != max(1, newest_attempt(job))):
+            raise UserError(nothing_to_show(job, options))
         if over or (options.attempt is not None and shown >= 0):
             return 0
         time.sleep(POLL_SECONDS)

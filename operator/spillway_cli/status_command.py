@@ -115,6 +115,8 @@ def events_of(cluster: Cluster, job: Object) -> list[Object]:
     """The newest first; none when the user may not see events, or they do not come."""
     namespace = job["metadata"].get("namespace", cluster.namespace)
     selector = f"involvedObject.kind=TrainingJob,involvedObject.name={job['metadata']['name']}"
+    if uid := job["metadata"].get("uid"):  # an earlier job may have had this name
+        selector += f",involvedObject.uid={uid}"
     try:
         found = cluster.get(f"{CORE}/namespaces/{namespace}/events", fieldSelector=selector)
     except (Refused, Unreachable):
@@ -149,8 +151,10 @@ def progress(job: Object) -> list[RenderableType]:
         return []
     step, steps = found.get("step", 0), found["steps"]
     words = [f"step {step}/{steps}", found.get("display", "")]
-    words += [f"{label} {found[key]}" for label, key in (("loss", "loss"), ("eta", "eta")) if found.get(key)]
-    words += [f"{found['tokensPerSecond']} tok/s"] if found.get("tokensPerSecond") else []
+    speed = "" if found.get("tokensPerSecond") == "0" else found.get("tokensPerSecond")  # an older operator's
+    shown = {"loss": found.get("loss"), "eta": found.get("eta") if speed or step == steps else ""}
+    words += [f"{label} {value}" for label, value in shown.items() if value]
+    words += [f"{speed} tok/s"] if speed else []
     line = Table.grid(padding=(0, 2))
     line.add_row(bar(step, steps), printable("  ".join(word for word in words if word)))
     return [line]

@@ -1,7 +1,8 @@
 """Why an attempt ended, from what its pods left behind.
 
 A pod's own failure counts before one that was done to it, the earliest before later ones; ranks that only lost their
-peers ("follower" in the message) are passed over, and so are pods that were deleted because another one failed.
+peers ("follower" in the message) are passed over, and so are pods that were deleted because another one failed. A
+follower whose peer is gone is the hard case, see `cause_of_end`.
 
     reason OOMKilled                     -> OOMKilled; on cgroup v1 it comes with any exit code
     exit code with the message that fits -> the reason of that code (spillway.errors.ExitCode)
@@ -12,8 +13,10 @@ peers ("follower" in the message) are passed over, and so are pods that were del
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
@@ -30,6 +33,11 @@ _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
 """reasons of DisruptionTarget: the node stopped answering, or its object is gone"""
 _NODE_SHUT_DOWN = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated")
 """reasons in a pod's status that the kubelet or the node controller gives"""
+_WAITED_IN_VAIN = re.compile(r"rank \d+ waited ")
+"""how the trainer's sentence begins when a rank gave up waiting for one that never came; of a rank that was there and
+went away it says "waited for ..., and a rank was gone" """
+FREE_SHORT_ATTEMPTS = 3
+"""short attempts in a row after which a pod that is gone without a trace is no excuse any more"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +55,46 @@ class Termination:
     rank: int | None = None
     step: int | None = None
     follower: bool = False
+    saved_step: int | None = None
+    """of the checkpoint that it committed before it stopped on request"""
 
 
-def cause_of_end(pods: Iterable[PodObject], num_nodes: int) -> Cause:
-    """The cause of a failed attempt; `pods` are those that are still there, finished or not."""
+def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int = 0) -> Cause:
+    """The cause of a failed attempt; `pods` are those that are still there, finished or not. `short_in_a_row` counts
+    the short attempts just before it.
+
+    When nobody failed of its own accord, a follower may have lost a pod that somebody deleted (free of charge), or it
+    ended for want of a peer and the Job controller deleted that peer because of it (counted: nobody is at fault but the
+    network or the job). The Job controller leaves no trace of which came first, except:
+
+    - a peer that is still there: its deletion was asked for before the follower ended, or after it;
+    - a follower that waited in vain for the whole time limit: had its peer been deleted meanwhile, the Job would have
+      failed within seconds and the follower been asked to stop, long before its limit;
+    - repetition: pods that are deleted by hand or by a drain end in an orderly stop or with a condition, nearly always.
+      After FREE_SHORT_ATTEMPTS short attempts in a row the benefit of the doubt ends, so that no attempt is repeated
+      for ever free of charge.
+    """
     there = tuple(pods)
     own = sorted((pod for pod in there if _failed_by_itself(pod)), key=_precedence)
     if own:
         return _own_failure(own[0])
-    disrupted = sorted((pod for pod in there if _is_disrupted(pod)), key=lambda pod: pod.index)
+    followers = sorted((pod for pod in there if _exit_code(pod) and not _is_disrupted(pod)), key=_precedence)
+    disrupted = sorted((pod for pod in there if _was_taken_first(pod, followers)), key=lambda pod: pod.index)
     if disrupted:
         return _disruption(disrupted[0])
-    if len({pod.index for pod in there}) < num_nodes:
-        missing = min(set(range(num_nodes)) - {pod.index for pod in there})
-        return Cause(POD_DELETED, f"the pod of node {missing} was deleted")
-    followers = sorted((pod for pod in there if _exit_code(pod)), key=_precedence)
+    missing = set(range(num_nodes)) - {pod.index for pod in there}
+    excused = short_in_a_row < FREE_SHORT_ATTEMPTS and not any(_waited_in_vain(pod) for pod in followers)
+    if missing and (excused or not followers):
+        return Cause(POD_DELETED, f"the pod of node {min(missing)} was deleted")
     if followers:
         return _own_failure(followers[0])
     return Cause(RANK_CRASHED, "the attempt's Job failed, and no pod says why")
+
+
+def saved_step(pods: Iterable[PodObject]) -> int | None:
+    """The step of the checkpoint that the attempt committed before it stopped on request; None when no pod says so."""
+    said = (read_termination(pod.ending).saved_step for pod in pods if pod.ending is not None)
+    return max((step for step in said if step is not None), default=None)
 
 
 def read_termination(ending: ContainerEnding) -> Termination:
@@ -82,6 +112,7 @@ def read_termination(ending: ContainerEnding) -> Termination:
         rank=_count(said.get("rank")),
         step=_count(said.get("step")),
         follower=said.get("follower") is True,
+        saved_step=_count(said.get("savedStep")) if code == ExitCode.PREEMPTED else None,
     )
 
 
@@ -98,6 +129,23 @@ def _is_out_of_memory(pod: PodObject) -> bool:
 
 def _is_disrupted(pod: PodObject) -> bool:
     return bool(pod.deleting or pod.disruption or pod.status_reason)
+
+
+def _was_taken_first(pod: PodObject, followers: Sequence[PodObject]) -> bool:
+    """Taken away, and not because a follower had ended and the Job failed of it. Within the same second it counts as
+    the reason of the follower's end."""
+    if not _is_disrupted(pod):
+        return False
+    if not followers or pod.disruption or pod.status_reason:
+        return True
+    ended = followers[0].ending
+    assert ended is not None
+    asked, lost = _seconds(pod.deletion_time), _seconds(ended.finished_at)
+    return asked is None or lost is None or asked - pod.grace_seconds <= lost
+
+
+def _waited_in_vain(pod: PodObject) -> bool:
+    return pod.ending is not None and _WAITED_IN_VAIN.match(read_termination(pod.ending).message) is not None
 
 
 def _failed_by_itself(pod: PodObject) -> bool:
@@ -172,6 +220,14 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _seconds(time: str) -> float | None:
+    """Unix seconds of an RFC 3339 time; None for what is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
 
 
 def _count(value: object) -> int | None:

@@ -44,6 +44,9 @@ CLAIM_NOT_FOUND = "ClaimNotFound"
 CLAIM_NOT_SHARED = "ClaimNotShared"
 CLAIM_NOT_WRITABLE = "ClaimNotWritable"
 CONTRACT_TOO_LARGE = "ContractTooLarge"
+NO_NUMBER = "NoNumber"
+NO_REPORT = "NoReport"
+JOB_GONE = "JobGone"
 
 CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
@@ -80,6 +83,7 @@ REASONS: dict[str, dict[str, str]] = {
         CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
         CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, and it can only be read",
         CONTRACT_TOO_LARGE: "False: spec and plan do not fit a ConfigMap (1 MiB)",
+        NO_NUMBER: "False: somebody wrote a status.attempts that leaves no number for another attempt",
     },
     QUOTA_RESERVED: {
         "Waiting": "False: the queue has not admitted the attempt yet",
@@ -99,6 +103,7 @@ REASONS: dict[str, dict[str, str]] = {
         "Running": "every pod runs",
         "ContainerWaiting": "False: a container cannot start, for example because its image cannot be pulled",
         "PodsNotReady": "False: a pod has a node and does not run (yet, or any more)",
+        JOB_GONE: "False: the attempt's Job was deleted and a pod of it was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",
         "NotStarted": "False: no attempt was started yet",
@@ -108,6 +113,7 @@ REASONS: dict[str, dict[str, str]] = {
     PROGRESSING: {
         "Waiting": "Unknown: the attempt has not reported a step yet",
         "Stepping": "steps are reported",
+        NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take",
         "NoProgress": "False: no step for lifecycle.stallSeconds",
         "NotRunning": "False: no attempt lives",
     },
@@ -251,7 +257,7 @@ def state(conditions: tuple[Condition, ...]) -> str:
             return type_
     if accepted is None or accepted.status != "True":
         return "Refused" if accepted is not None and accepted.status == "False" else "Planning"
-    if running is not None and running.status == "True":
+    if running is not None and (running.status == "True" or running.reason == JOB_GONE):
         return "Running"
     if running is not None and running.reason in (RESTARTING, "Queued"):
         return running.reason

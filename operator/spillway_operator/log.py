@@ -13,6 +13,7 @@ from typing import TextIO
 
 QUIET_LOGGERS = ("kopf", "aiohttp.access")
 """They report every event or request at INFO."""
+NOT_FOUND = 404
 
 
 class JsonFormatter(logging.Formatter):
@@ -29,9 +30,16 @@ class JsonFormatter(logging.Formatter):
         for name in ("job", "attempt"):
             if (value := record.__dict__.get(name)) is not None:
                 line[name] = value
-        if record.exc_info:
+        if record.exc_info and not is_not_found(record.exc_info[1]):
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def is_not_found(error: BaseException | None) -> bool:
+    """Whether it came of kopf's 404: a watched kind is not served any more. No traceback says more than that."""
+    while error is not None and getattr(error, "status", None) != NOT_FOUND:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def about(key: tuple[str, str], attempt: int | None = None) -> dict[str, object]:

@@ -38,7 +38,16 @@ from .observed import (
     PodObject,
 )
 from .reservations import Reservations
-from .store import MANAGED_BY, Key, Store, attempt_number, controller, project_attempt, project_job
+from .store import (
+    MANAGED_BY,
+    Key,
+    Store,
+    attempt_number,
+    controller,
+    known_attempts,
+    project_attempt,
+    project_job,
+)
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim")
@@ -141,7 +150,7 @@ class Observer:
         """Of the newest attempt, by our labels: they are there also when their Job is gone, and without an owner when
         it was deleted with --cascade=orphan."""
         ours = [attempt.attempt for attempt in attempts if attempt.owner_uid == job.uid]
-        newest = max([*ours, (json.loads(job.status).get("attempts") or {}).get("total") or 0])
+        newest = max([*ours, known_attempts(job)])
         name = attempt_name(job.name, newest)
         selector = f"{JOB_UID_LABEL}={job.uid},{ATTEMPT_LABEL}={newest}"
         found = await self._client.list(PODS, job.namespace, lambda pod: _pod_of(name, pod), selector)
@@ -195,6 +204,7 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
     annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
     written = str(annotations.get(INDEX_LABEL) or labels.get(INDEX_LABEL) or "")
     conditions = {str(condition.get("type")): condition for condition in status.get("conditions") or ()}
+    grace = metadata.get("deletionGracePeriodSeconds")
     scheduled, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     return PodObject(
         name=metadata["name"],
@@ -205,6 +215,8 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
         ready=conditions.get("Ready", {}).get("status") == "True",
         deleting="deletionTimestamp" in metadata,
         deletion_time=str(metadata.get("deletionTimestamp") or ""),
+        grace_seconds=grace if isinstance(grace, int) else 0,
+        orphaned=not controller(metadata),
         status_reason=_text(status.get("reason")),
         status_message=_text(status.get("message")),
         disruption=_text(disrupted.get("reason")) if disrupted.get("status") == "True" else "",

@@ -89,6 +89,10 @@ class PodObject:
     deleting: bool = False
     deletion_time: str = ""
     """deletionTimestamp: when it should be gone, its grace period included"""
+    grace_seconds: int = 0
+    """of its deletion: that much earlier it was asked for"""
+    orphaned: bool = False
+    """nobody controls it: its Job was deleted and it was left behind"""
     status_reason: str = ""
     """Evicted, NodeLost, ... of the pod's status"""
     status_message: str = ""

@@ -30,6 +30,7 @@ from .exporter import Exporter, Gauges
 from .handlers import watch
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
 from .key_queue import KeyQueue
+from .log import is_not_found
 from .memory_profiles import MemoryProfiles
 from .metrics_source import MetricsSource
 from .observe import Observer
@@ -144,6 +145,13 @@ class Operator:
             return 0
         for task in ended:
             error = None if task.cancelled() else task.exception()
+            if is_not_found(error):
+                logger.critical(
+                    "the API server no longer serves what is watched: install the CRD %s.%s again (docs/install.md); "
+                    "the process ends: %s",
+                    TRAINING_JOBS.plural, GROUP, error,
+                )  # fmt: skip
+                continue
             logger.critical(
                 "%s ended, and the process with it: %s", task.get_name(), error or "cancelled", exc_info=error
             )

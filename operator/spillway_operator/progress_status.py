@@ -48,6 +48,19 @@ def _with_report(before: Reported, report: ProgressReport, attempt: int, steps: 
     )
 
 
+def with_saved_step(before: Reported, step: int, attempt: int, steps: int) -> Reported:
+    """After an attempt that says it committed a checkpoint of `step` before it stopped: never behind it."""
+    step = min(step, steps)
+    progress, known = before.progress or Progress(steps=steps), before.checkpoint
+    if step > progress.step:
+        progress = progress.model_copy(update={"step": step, "display": percent(step, steps)})
+    if known is not None and (known.epoch, known.step) >= (attempt, step):
+        return replace(before, progress=progress)
+    folder = known.path.rpartition("/")[0] if known is not None else ""
+    path = f"{folder}/step-{step}.e{attempt}" if folder else ""
+    return replace(before, progress=progress, checkpoint=CheckpointStatus(step=step, epoch=attempt, path=path))
+
+
 def at_the_start(before: Progress | None, steps: int) -> Progress:
     """Of an attempt that has not reported yet: how far the ones before it came, and no rate.
 
@@ -77,7 +90,7 @@ def _progress(
         display=percent(step, steps),
         loss="" if own.loss is None else f"{own.loss:.4g}",
         tokens_per_second=_rate(own.tokens_per_second),
-        eta=_eta(report.trainer_status.estimated_remaining_seconds, (steps - step) * own.step_seconds),
+        eta=_eta(report.trainer_status.estimated_remaining_seconds, own.step_seconds, steps - step),
         last_step_time=_timestamp(own.last_step_time) or time,
     )
 
@@ -142,12 +155,18 @@ def short_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def _eta(said: int | None, derived: float) -> str:
-    seconds = derived if said is None else float(said)
+def _eta(said: int | None, step_seconds: float, left: int) -> str:
+    """Empty while steps are left and none was measured."""
+    if left and not said and not step_seconds:
+        return ""
+    seconds = left * step_seconds if said is None else float(said)
     return duration(min(seconds, 1e9))
 
 
 def _rate(tokens_per_second: float) -> str:
+    """Empty before the first step was measured."""
+    if not tokens_per_second:
+        return ""
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
 
 

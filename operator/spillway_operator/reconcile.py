@@ -26,23 +26,30 @@ from spillway.api import TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
 from spillway.field_types import MAX_COUNT
 from spillway.retries import JOB_DELETED, NODE_LOST, Retry, retry_of
-from spillway.status import Attempts, TrainingJobStatus
+from spillway.status import MAX_ATTEMPTS, Attempts, TrainingJobStatus
+from spillway.units import format_seconds
 
 from . import conditions as c
 from . import manifests
 from .acceptance import Refusal, accept, claim_names, claim_problem, given
-from .attempt_end import Cause, cause_of_end
+from .attempt_end import Cause, cause_of_end, saved_step
 from .conditions import Finding, false, true, unknown
 from .manifests import AttemptFiles
 from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
 from .planning import Place, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
-from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report
+from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report, with_saved_step
 
 MANAGER = "spillway.dev/operator"
 """spec.managedBy of the jobs that are ours"""
 PATIENCE_SECONDS = 10.0
 """until an attempt that does not run is looked at pod by pod"""
 SLOWEST_LOOK_SECONDS = 300.0
+SLOWEST_POD_LOOK_SECONDS = 30.0
+"""while pods do not run: no watch reports them, and why they do not may change"""
+NO_REPORT_SECONDS = 300.0
+"""without a report of a step; every step is reported, at most every 15 s"""
+NO_REPORT_STEPS = 3.0
+"""predicted steps that are waited for in any case: one may take half an hour"""
 TERMINATION_SLACK_SECONDS = 30.0
 """a pod that long after its grace period will not end by itself: its node is lost"""
 SHORT_ATTEMPT_SECONDS = 600.0
@@ -96,6 +103,30 @@ class Case:
     @property
     def seconds_now(self) -> float:
         return _seconds(self.now)
+
+    @property
+    def last_step_time(self) -> str | None:
+        """As this attempt reported it; None before its first report."""
+        return self.status.progress.last_step_time if self.status.progress is not None else None
+
+    @property
+    def patience_seconds(self) -> float:
+        """From one report of a step to the next."""
+        try:
+            predicted = float(self.status.plan.step_seconds) if self.status.plan is not None else 0.0
+        except ValueError:
+            predicted = 0.0
+        return max(NO_REPORT_SECONDS, NO_REPORT_STEPS * predicted)
+
+    @property
+    def report_due_seconds(self) -> float:
+        """Until a report of a step is overdue; negative after that."""
+        return self.patience_seconds - (self.seconds_now - _seconds(self.last_step_time or self.now))
+
+    @property
+    def count_is_lost(self) -> bool:
+        """status.attempts is there and cannot be: somebody else wrote it, and an older CRD let it through."""
+        return self.before.attempts is None and b'"attempts"' in self.observed.job.status
 
     def reason(self, type_: str) -> str:
         """Of a condition as far as it is worked out; empty when nothing is known of it."""
@@ -186,7 +217,8 @@ def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - on
     if case.reason(c.QUOTA_RESERVED) == "Waiting":
         return _write(case.found(true(c.QUOTA_RESERVED, "Admitted"), *_STARTING), look_again=PATIENCE_SECONDS)
     if attempt.ready + attempt.succeeded >= case.num_nodes:
-        return _write(case.found(*_ALL_RUN))
+        due = case.report_due_seconds if case.last_step_time is not None else -1.0
+        return _write(case.found(*_ALL_RUN), look_again=due + 1.0 if due >= 0 else None)
     return _not_ready(case, attempt)
 
 
@@ -194,6 +226,12 @@ _STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unkn
 _ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
 _NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 _STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
+_NO_NUMBER = false(
+    c.PLANNED,
+    c.NO_NUMBER,
+    f"status.attempts leaves no number for another attempt (at most {MAX_ATTEMPTS}): somebody else wrote it; put it "
+    "right with `kubectl edit --subresource=status`",
+)
 
 
 def _adopted(case: Case, attempt: AttemptObject) -> Case:
@@ -211,9 +249,15 @@ def _with_report(case: Case) -> Case:
     if report is not None:
         after = with_report(reported(case.status), report, case.attempts.total, case.steps, time)
         case = case.changed(**as_fields(after))
-    if case.status.progress is not None and case.status.progress.last_step_time is not None:
-        case = case.found(true(c.PROGRESSING, "Stepping"))
+    if case.last_step_time is not None:
+        case = case.found(true(c.PROGRESSING, "Stepping") if case.report_due_seconds >= 0 else _no_report(case))
     return case.found(_durability(case))
+
+
+def _no_report(case: Case) -> Finding:
+    """Without a word that changes with time: it is written once."""
+    what = f"no step was reported since {case.last_step_time}, for more than {format_seconds(case.patience_seconds)}"
+    return unknown(c.PROGRESSING, c.NO_REPORT, f"{what}: the trainer hangs, or cannot reach the operator; see its log")
 
 
 def _durability(case: Case) -> Finding:
@@ -252,8 +296,8 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or _is_finished(pod) for pod in pods):
         return _write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
-    waited = min(waited, case.seconds_since(c.RUNNING, "False"))
-    return _write(case.found(*_pod_findings(pods, case.num_nodes)), look_again=_patience(waited))
+    waited = min(waited, case.seconds_since(c.RUNNING, "False"), SLOWEST_POD_LOOK_SECONDS)
+    return _write(case.found(*_pod_findings(pods, case.num_nodes, attempt)), look_again=_patience(waited))
 
 
 def _began_seconds(case: Case, attempt: AttemptObject) -> float:
@@ -265,19 +309,26 @@ def _began_seconds(case: Case, attempt: AttemptObject) -> float:
     return max(created, _seconds(admitted.last_transition_time))
 
 
-def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int) -> tuple[Finding, ...]:
+def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject) -> tuple[Finding, ...]:
     if not pods:
-        why = "the attempt's Job has no pods yet; `kubectl describe job` says why"
+        why = f"the attempt's Job has no pods yet; kubectl describe job {attempt.name} -n {attempt.namespace} says why"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")
-    unschedulable = next((pod for pod in pods if pod.unschedulable), None)
-    if unschedulable is not None:
-        sentence = f"{unschedulable.name}: {unschedulable.unschedulable}"
-        return false(c.SCHEDULED, "Unschedulable", sentence), false(c.RUNNING, "Starting")
     all_have_nodes = len(pods) >= num_nodes and all(pod.node for pod in pods)
     scheduled = true(c.SCHEDULED, "Scheduled") if all_have_nodes else unknown(c.SCHEDULED, "Waiting")
+    # One that has a node was schedulable, whatever the scheduler said of it before.
+    unschedulable = next((pod for pod in pods if pod.unschedulable and not pod.node), None)
+    if unschedulable is not None:
+        scheduled = false(c.SCHEDULED, "Unschedulable", f"{unschedulable.name}: {unschedulable.unschedulable}")
     waiting = next((pod for pod in pods if pod.waiting), None)
     if waiting is not None:
-        return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {waiting.waiting}")
+        corrected = "spec.image" if "image" in waiting.waiting.partition(":")[0].lower() else "spec"
+        mend = f"a corrected {corrected} is used by the next attempt: kubectl delete job {attempt.name} -n " + (
+            attempt.namespace
+        )
+        said = c.clean(waiting.waiting, c.LONGEST_MESSAGE - len(waiting.name) - len(mend) - 4)
+        return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {said}; {mend}")
+    if unschedulable is not None:
+        return scheduled, false(c.RUNNING, "Starting")
     behind = next((f"{pod.name} does not run" for pod in pods if not pod.ready), "not every pod runs")
     return scheduled, false(c.RUNNING, "PodsNotReady", behind)
 
@@ -331,7 +382,8 @@ def _failed(case: Case) -> Desired:
     needs = _missing(case, "pods", "contracts")
     if needs:
         return Desired(needs=needs)
-    return _ended(case, cause_of_end(case.observed.pods or (), case.num_nodes))
+    pods, short_in_a_row = case.observed.pods or (), case.attempts.short_in_a_row
+    return _ended(_with_saved_step(case), cause_of_end(pods, case.num_nodes, short_in_a_row))
 
 
 def _vanished(case: Case) -> Desired:
@@ -339,12 +391,31 @@ def _vanished(case: Case) -> Desired:
     needs = _missing(case, "pods", "contracts")
     if needs:
         return Desired(needs=needs)
-    pods = case.observed.pods or ()
+    case, pods = _with_saved_step(_with_report(case)), case.observed.pods or ()
     if not all(_is_finished(pod) or _is_lost(pod, case.seconds_now) for pod in pods):
-        return _write(case.found(_STOPPING) if case.wants_suspension else case, look_again=PATIENCE_SECONDS)
+        case = case.found(_STOPPING) if case.wants_suspension else case
+        left = next((pod for pod in pods if pod.orphaned and not pod.deleting and not _is_finished(pod)), None)
+        return _write(case.found(_job_gone(case, left)) if left else case, look_again=PATIENCE_SECONDS)
     if case.reason(c.QUOTA_RESERVED) == c.EVICTED_BY_QUEUE:
         return _ended(case, Cause(ExitCode.PREEMPTED.reason, "the queue took the quota back"))
     return _ended(case, Cause(JOB_DELETED, "the attempt's Job was deleted"))
+
+
+def _job_gone(case: Case, left: PodObject) -> Finding:
+    """Deleted with --cascade=orphan: nobody else will end this pod."""
+    job, namespace = case.observed.job.name, case.observed.job.namespace
+    gone = manifests.attempt_name(job, case.attempts.total)
+    mend = f"delete it (kubectl delete pod {left.name} -n {namespace})"
+    return false(c.RUNNING, c.JOB_GONE, f"Job {gone} is gone and pod {left.name} still runs: {mend}")
+
+
+def _with_saved_step(case: Case) -> Case:
+    """With the checkpoint that pods of the attempt say they committed last: a report of it may not have come."""
+    saved = saved_step(case.observed.pods or ())
+    if saved is None:
+        return case
+    after = with_saved_step(reported(case.status), saved, case.attempts.total, case.steps)
+    return case.changed(**as_fields(after))
 
 
 def _ended(case: Case, cause: Cause) -> Desired:
@@ -433,11 +504,14 @@ def _start(case: Case) -> Desired:
     if obstacle is not None:
         return _wait(case, obstacle)
     committed = _newest_contract(case)
-    files = _read(case, committed) if committed > case.attempts.total else None
+    # Without a count nobody knows whether the newest contract has run: its number counts as used.
+    files = _read(case, committed) if committed > case.attempts.total and not case.count_is_lost else None
     uid, facts, cluster = case.observed.job.uid, case.observed.facts, case.observed.cluster
     if files is not None and is_ours(files, outcome, uid, facts):
         return _create(case, files)
     number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
+    if number > MAX_ATTEMPTS:
+        return _wait(case, _NO_NUMBER)
     attempts = next_attempts(case.attempts, number, case.now)
     threads, because = _threads(case), c.clean(case.because or _why_restarting(case))
     decided = plan_attempt(outcome, uid, cluster, facts, attempts, threads, because, case.place)

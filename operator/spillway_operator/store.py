@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from spillway.api import GROUP
+from spillway.status import MAX_ATTEMPTS
 
 from .manifests import ATTEMPT_LABEL, JOB_LABEL, MANAGED_BY_LABEL
 from .observed import AttemptObject, JobObject
@@ -201,4 +202,11 @@ def project_attempt(found: Mapping[str, Any]) -> AttemptObject:
 def attempt_number(labels: Mapping[str, Any]) -> int:
     """0 when the label is missing or no number."""
     written = str(labels.get(ATTEMPT_LABEL, ""))
-    return int(written) if written.isascii() and written.isdigit() and len(written) < 10 else 0
+    return int(written) if written.isascii() and written.isdigit() and len(written) <= len(str(MAX_ATTEMPTS)) else 0
+
+
+def known_attempts(job: JobObject) -> int:
+    """status.attempts.total; 0 for what is none, whoever wrote it."""
+    attempts = json.loads(job.status).get("attempts")
+    total = attempts.get("total") if isinstance(attempts, dict) else 0
+    return total if isinstance(total, int) and 0 <= total <= MAX_ATTEMPTS else 0

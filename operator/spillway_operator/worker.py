@@ -27,7 +27,7 @@ from .observed import Desired, JobObject, Observed
 from .progress_outbox import ProgressOutbox, Received
 from .reconcile import reconcile
 from .reservations import Reservations
-from .store import Key
+from .store import Key, known_attempts
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,10 @@ class Worker:
     def _told(self, observed: Observed, applied: Applied) -> Observed:
         """With what the last round was answered, and the report that is due."""
         answered = replace(observed, conflict=applied.conflict, refusal=applied.refusal)
-        return _with_report(answered, self._outbox.released(observed.job.key))
+        key, uid = observed.job.key, observed.job.uid
+        # Of an attempt that has ended the newest report is the last: it waits for no turn.
+        lives = any(attempt.owner_uid == uid and not attempt.outcome for attempt in observed.attempts)
+        return _with_report(answered, self._outbox.released(key) if lives else self._outbox.newest(key))
 
     async def _decide(self, observed: Observed) -> Desired:
         """What it creates is reserved by the caller before it awaits anything: before the next plan begins."""
@@ -194,9 +197,11 @@ def _timed(observed: Observed) -> tuple[Desired, float]:
 
 
 def _with_report(observed: Observed, received: Received | None) -> Observed:
-    """A report of an attempt that is over says nothing of the present one."""
-    own = (attempt.attempt for attempt in observed.attempts if attempt.owner_uid == observed.job.uid)
-    if received is None or (received.job_uid, received.attempt) != (observed.job.uid, max(own, default=0)):
+    """A report of an attempt that is over says nothing of the present one. The present one's Job may be gone already:
+    its last report came just before."""
+    own = [attempt.attempt for attempt in observed.attempts if attempt.owner_uid == observed.job.uid]
+    present = max([*own, known_attempts(observed.job)])
+    if received is None or (received.job_uid, received.attempt) != (observed.job.uid, present):
         return observed
     return replace(observed, progress=received.report, progress_time=received.time)
 

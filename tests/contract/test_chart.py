@@ -255,6 +255,11 @@ def test_the_certificate_is_for_the_name_that_trainers_call(major: str, tmp_path
         handshake(tmp_path, "someone-else.svc")
 
 
+def test_the_certificate_outlives_the_release(major: str) -> None:
+    """Trainers that run trust its authority; the next installation looks it up."""
+    assert only(rendered(major), "Secret")["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
 def handshake(folder: Path, host: str) -> bool:
     """A TLS connection in memory between a server with the Secret's pair and a client with its authority."""
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

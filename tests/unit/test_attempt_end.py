@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.errors import ExitCode, reason_of
-from spillway_operator.attempt_end import LONGEST_TERMINATION, cause_of_end, read_termination
+from spillway_operator.attempt_end import (
+    FREE_SHORT_ATTEMPTS,
+    LONGEST_TERMINATION,
+    cause_of_end,
+    read_termination,
+    saved_step,
+)
 from spillway_operator.conditions import CAUSES, LONGEST_MESSAGE
 from spillway_operator.observed import ContainerEnding, PodObject
+from spillway_trainer import distributed
+from spillway_trainer.ending import PeerLost, ending_of
+from spillway_trainer.ranks import World
 
 
 def said(code: int, **more: object) -> str:
@@ -106,6 +115,57 @@ def test_a_drained_pod_that_wrote_its_checkpoint_was_preempted() -> None:
 def test_a_pod_that_is_gone_was_deleted() -> None:
     assert cause_of_end([], 1).reason == "PodDeleted"
     assert "node 1 was deleted" in cause_of_end([pod(0, ending(1, said(1, follower=True)))], 2).message
+
+
+VAIN = "rank 0 waited 300 s at demo-1-0.demo-1:29500 for rank 1; look why it was not started"
+LOST = "waited for the other ranks' gradients, and a rank was gone: Connection closed by peer"
+
+
+def follower(message: str, second: int = 5) -> PodObject:
+    return pod(0, ending(1, said(1, follower=True, message=message), second=second))
+
+
+def test_a_rank_that_waited_in_vain_is_a_crash_with_its_sentence_also_when_its_peer_is_gone() -> None:
+    """The Job controller deletes the peer because the Job failed."""
+    cause = cause_of_end([follower(VAIN)], 2)
+    assert (cause.reason, cause.message) == ("RankCrashed", f"demo-1-0 on node-0: {VAIN}")
+
+
+def test_the_trainers_own_sentence_says_that_it_waited_in_vain() -> None:
+    with pytest.raises(PeerLost) as lost:
+        distributed.await_listener(World(rank=1, size=2, master_address="127.0.0.1", master_port=1), 0.0)
+    told = ending_of(lost.value).to_json(rank=1, step=0)
+    assert cause_of_end([pod(1, ending(1, told))], 2).reason == "RankCrashed"
+
+
+def test_a_rank_whose_peer_is_gone_lost_a_deleted_pod() -> None:
+    assert cause_of_end([follower(LOST)], 2).reason == "PodDeleted"
+
+
+def test_a_peer_that_is_gone_again_and_again_is_no_excuse() -> None:
+    assert cause_of_end([follower(LOST)], 2, FREE_SHORT_ATTEMPTS - 1).reason == "PodDeleted"
+    cause = cause_of_end([follower(LOST)], 2, FREE_SHORT_ATTEMPTS)
+    assert (cause.reason, cause.message) == ("RankCrashed", f"demo-1-0 on node-0: {LOST}")
+    assert cause_of_end([], 2, FREE_SHORT_ATTEMPTS).reason == "PodDeleted", "no pod says anything else"
+
+
+@pytest.mark.parametrize(("asked", "reason"), [(4, "PodDeleted"), (5, "PodDeleted"), (6, "RankCrashed")])
+@pytest.mark.parametrize("message", [VAIN, LOST])
+def test_of_a_peer_that_is_still_there_the_deletion_has_a_time(asked: int, reason: str, message: str) -> None:
+    """deletionTimestamp is when the grace period ends. After the follower's end it was the Job controller's."""
+    taken = pod(1, deleting=True, deletion_time=f"2026-11-21T10:00:{30 + asked:02d}Z", grace_seconds=30)
+    assert cause_of_end([follower(message), taken], 2).reason == reason
+
+
+def test_a_drained_peer_is_a_disruption_whatever_its_follower_says() -> None:
+    drained = pod(1, deleting=True, disruption="EvictionByEvictionAPI", deletion_time="2026-11-21T10:09:00Z")
+    assert cause_of_end([follower(VAIN), drained], 2).reason == "PodDeleted"
+    assert cause_of_end([follower(VAIN), pod(1, ending(75, said(75)), deleting=True)], 2).reason == "Preempted"
+
+
+def test_the_step_that_was_saved_on_request_is_read() -> None:
+    assert saved_step([pod(0, ending(75, said(75, savedStep=120))), pod(1, ending(75))]) == 120
+    assert saved_step([pod(0, ending(75)), pod(1, ending(1, said(1, savedStep=9))), pod(2)]) is None
 
 
 def test_a_failure_goes_before_the_pods_that_were_deleted_because_of_it() -> None:

@@ -86,6 +86,17 @@ def test_no_cluster_is_one_sentence(
     assert line.startswith("spillway: no cluster: ") and "--context" in line
 
 
+@pytest.mark.parametrize("content", ["{a: [b", "a: b: c", "hello", "[1, 2]", "{clusters: 3}", "\x00"])
+def test_a_kubeconfig_that_is_none_is_one_sentence(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kubeconfig").write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    assert run_app(["status"]) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("spillway: no cluster: ") and str(tmp_path / "kubeconfig") in line
+
+
 def test_a_cluster_that_does_not_answer_is_one_sentence(
     server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,6 +347,34 @@ def test_watching_goes_on_through_a_server_in_trouble(
     assert "apiserver is shutting down; try again later; trying again" in capsys.readouterr().err
 
 
+def test_events_of_an_earlier_job_of_the_name_are_not_asked_for(server: FakeApiServer) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.jobs["team-a", "tiny"]["metadata"]["uid"] = "u-7"
+    assert run_app(["status", "tiny"]) == 0
+    asked = server.requests[-1][2]["fieldSelector"]
+    assert asked == "involvedObject.kind=TrainingJob,involvedObject.name=tiny,involvedObject.uid=u-7"
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_shown(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = [condition("Progressing", "Unknown", "NoReport", "no step was reported since noon")]
+    server.jobs["team-a", "tiny"] = job(state="Running", conditions=heard)
+    server.jobs["team-a", "other"] = job("other", conditions=[condition("Progressing", "Unknown", "Waiting")])
+    assert run_app(["status", "tiny"]) == 0
+    assert "Progressing=Unknown (NoReport): no step was reported since noon" in capsys.readouterr().out
+    run_app(["status", "other"])
+    assert "Progressing" not in capsys.readouterr().out
+
+
+def test_what_was_not_measured_yet_is_not_shown(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = {"step": 0, "steps": 100, "display": "0%", "tokensPerSecond": "0", "eta": "0s"}
+    server.jobs["team-a", "tiny"] = job(state="Running", progress=begun)
+    assert run_app(["status", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 0/100" in shown and "tok/s" not in shown and "eta" not in shown
+
+
 def test_a_status_without_its_events_is_still_shown(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.jobs["team-a", "tiny"] = job(**RUNNING)
     hiccup(server, {1}, 503)
@@ -521,6 +560,40 @@ def test_following_one_attempt_ends_with_it(server: FakeApiServer, capfdbinary: 
     server.add_pod("tiny-2-0", "tiny", 2, 0, "Running", ["two"])
     assert run_app(["logs", "tiny", "-f", "--attempt", "1"]) == 0
     assert capfdbinary.readouterr().out == b"one\n"
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+def test_an_attempt_that_does_not_exist_is_a_sentence(
+    server: FakeApiServer, follow: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-2-0", "tiny", 2, 0, "Running", ["two"])
+    assert run_app(["logs", "tiny", "--attempt", "7", *follow]) == 64
+    assert capsys.readouterr().err == (
+        "spillway: TrainingJob tiny (Running): no pod of attempt 7 is there; its newest attempt is 2\n"
+    )
+
+
+@pytest.mark.parametrize("successor", [None, {"uid": "u-2"}])
+def test_a_job_that_is_deleted_while_it_is_followed_is_said_to_be(
+    server: FakeApiServer, successor: dict[str, str] | None, capfdbinary: Any
+) -> None:
+    server.jobs["team-a", "tiny"] = job(**RUNNING)
+    server.add_pod("tiny-1-0", "tiny", 1, 0, "Running", ["one"])
+
+    def delete(path: str) -> None:
+        if path.endswith("/log"):
+            server.pods.clear()
+            del server.jobs["team-a", "tiny"]
+            if successor is not None:
+                server.jobs["team-a", "tiny"] = job(**RUNNING)
+                server.jobs["team-a", "tiny"]["metadata"] |= successor
+
+    server.before = delete
+    assert run_app(["logs", "tiny", "-f"]) == 64
+    captured = capfdbinary.readouterr()
+    assert captured.out == b"one\n"
+    assert b"spillway: TrainingJob tiny was deleted" in captured.err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

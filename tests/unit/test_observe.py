@@ -14,9 +14,9 @@ from spillway_operator.api_client import ApiClient, Unavailable
 from spillway_operator.cluster import OLDEST_PEAKS_SECONDS, Cluster, project_node
 from spillway_operator.metrics_source import MetricsSource
 from spillway_operator.observe import Observer, Sight, may_start, project_pod
-from spillway_operator.observed import Claim, OperatorFacts
+from spillway_operator.observed import Claim, JobObject, OperatorFacts
 from spillway_operator.reservations import Reservations
-from spillway_operator.store import Store, project_attempt, project_job
+from spillway_operator.store import Store, canonical, known_attempts, project_attempt, project_job
 
 FACTS = OperatorFacts(trainer_image="trainer:1")
 NODE = {
@@ -155,6 +155,25 @@ def test_pods_are_those_that_the_attempts_job_controls() -> None:
     with_cluster(scenario)
 
 
+def test_when_the_deletion_of_a_pod_was_asked_for_can_be_told() -> None:
+    """deletionTimestamp is the end of its grace period."""
+    times = {"deletionTimestamp": "2026-11-21T10:00:40Z", "deletionGracePeriodSeconds": 40}
+    found = project_pod({"metadata": pod(1)["metadata"] | {"uid": "u"} | times})
+    assert (found.deleting, found.deletion_time, found.grace_seconds) == (True, "2026-11-21T10:00:40Z", 40)
+    assert not found.orphaned
+
+
+@pytest.mark.parametrize("total", [10**9, 10**12, -1, "7", None])
+def test_a_count_of_attempts_that_cannot_be_is_none(total: object) -> None:
+    assert known_attempts(job_of({"attempts": {"total": total}})) == 0
+    assert known_attempts(job_of({"attempts": total})) == known_attempts(job_of({})) == 0
+    assert known_attempts(job_of({"attempts": {"total": 7}})) == 7
+
+
+def job_of(status: object) -> JobObject:
+    return JobObject("uid-demo", "demo", "team", 1, 1, "", b"{}", canonical(status))
+
+
 def test_pods_outlive_their_job() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
@@ -179,6 +198,7 @@ def test_a_pod_whose_job_was_deleted_around_it_lives_and_explains_no_end(phase: 
         pods = (await bench.look("pods", "contracts")).observed.pods
         assert pods is not None
         assert [(found.name, found.ending) for found in pods] == ([("demo-1-0", None)] if lives else [])
+        assert all(found.orphaned for found in pods)
 
     with_cluster(scenario)
 

@@ -184,6 +184,14 @@ def test_without_young_metrics_nothing_is_preferred_and_the_job_is_placed(
     assert found.headroom == LiveBytes()
 
 
+def test_metrics_that_say_nothing_of_the_nodes_are_not_called_young() -> None:
+    one = placed(cluster(node("node-a", host=None)))
+    assert one.reason == "node-a is the only node of its class; no metrics of this node"
+    two = placed(cluster(node("node-a", host=None), node("node-b", host=None)))
+    assert two.reason == "no preference among 2 nodes; no metrics of these nodes"
+    assert "metrics 4 s old" in placed(cluster(node("node-a", host=None), node("node-b", host=12.0))).reason
+
+
 def test_stale_metrics_widen_margins_and_say_so() -> None:
     fresh = placed(cluster(node("node-a", host=4.0), node("node-b", host=4.2)))
     stale = placed(cluster(node("node-a", host=4.0), node("node-b", host=4.2), age=90.0))

@@ -16,6 +16,7 @@ from spillway_operator.progress_status import (
     percent,
     short_bytes,
     with_report,
+    with_saved_step,
 )
 
 NOTHING = Reported(None, None, None)
@@ -56,6 +57,25 @@ def test_the_estimate_of_the_trainer_goes_before_ours() -> None:
         report().model_dump(by_alias=True) | {"trainerStatus": {"estimatedRemainingSeconds": 11520}}
     )
     assert progress(after(NOTHING, said)).eta == "3h12m"
+
+
+def test_before_a_step_was_measured_there_is_neither_a_rate_nor_an_estimate() -> None:
+    found = progress(after(NOTHING, report(step=0, stepSeconds=0.0, tokensPerSecond=0.0)))
+    assert (found.eta, found.tokens_per_second) == ("", "")
+    said = ProgressReport.model_validate(
+        report(step=0, stepSeconds=0.0).model_dump(by_alias=True) | {"trainerStatus": {"estimatedRemainingSeconds": 0}}
+    )
+    assert progress(after(NOTHING, said)).eta == ""
+    assert progress(after(NOTHING, report(step=100, stepSeconds=0.0))).eta == "0s"
+
+
+def test_a_step_that_was_saved_at_the_end_is_never_ahead_of_the_status() -> None:
+    before = after(NOTHING, report(42, checkpoint={"step": 40, "epoch": 2, "path": "/c/demo/step-40.e2"}))
+    found = with_saved_step(before, 57, 2, 100)
+    assert progress(found).step == 57 and progress(found).display == "57%"
+    assert found.checkpoint == CheckpointStatus(step=57, epoch=2, path="/c/demo/step-57.e2")
+    assert with_saved_step(found, 50, 2, 100) == found
+    assert progress(with_saved_step(NOTHING, 10**9, 1, 100)).step == 100
 
 
 @pytest.mark.parametrize("epoch", [1, 3])

@@ -8,7 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cluster_model import FACTS, GRACE, KEY, NAME, NAMESPACE, UID, Fault, World, place, termination, timestamp
+from cluster_model import (
+    EPOCH_START,
+    FACTS,
+    GRACE,
+    KEY,
+    NAME,
+    NAMESPACE,
+    UID,
+    Fault,
+    World,
+    place,
+    termination,
+    timestamp,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_documents import TINY, document
@@ -16,7 +29,7 @@ from job_documents import TINY, document
 from spillway.cluster_view import ClusterView
 from spillway.placement import Unplaceable
 from spillway.progress import ProgressReport
-from spillway.status import TrainingJobStatus
+from spillway.status import MAX_ATTEMPTS, TrainingJobStatus
 from spillway_operator.observed import AttemptObject, Claim, Contract, Desired, JobObject, Observed, PodObject
 from spillway_operator.progress_outbox import Received
 from spillway_operator.reconcile import pause_seconds, reconcile
@@ -387,6 +400,159 @@ def test_progress_reaches_the_status() -> None:
     assert world.condition("Progressing")["status"] == "True"
     assert world.condition("CheckpointsDurable")["reason"] == "NoClaim"
     assert world.status["checkpoint"]["step"] == 40
+
+
+def report(world: World, step: int, attempt: int = 1, release: bool = True) -> None:
+    """As it comes from the trainer, with the checkpoint of that step."""
+    own = {"epoch": attempt, "step": step, "steps": 100, "stepSeconds": 1.0,
+           "lastStepTime": EPOCH_START + world.server.now,
+           "checkpoint": {"step": step, "epoch": attempt, "path": f"/checkpoints/step-{step}.e{attempt}"}}  # fmt: skip
+    received = Received(ProgressReport.model_validate({"spillway": own}), UID, attempt, timestamp(world.server.now))
+    now = time.monotonic() + world.server.now  # the worker's clock for what it has written
+    world.operator.outbox.put(KEY, received, now)
+    if release:
+        world.operator.outbox.release(now)
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_said_once_and_looked_at_in_time() -> None:
+    world = running()
+    report(world, 42)
+    world.look()
+    assert world.condition("Progressing")["reason"] == "Stepping"
+    before, due = len(writes(world)), world.operator.due
+    assert due is not None and 290 < due - world.server.now <= 301
+    world.advance(due - world.server.now)
+    for _ in range(3):
+        world.look()
+        world.advance(600)
+    heard = world.condition("Progressing")
+    assert (heard["status"], heard["reason"]) == ("Unknown", "NoReport")
+    assert "for more than 5m00s" in heard["message"]
+    assert len(writes(world)) == before + 1
+    assert world.operator.due is None, "the next report is what there is to wait for"
+    report(world, 43)
+    world.look()
+    assert world.condition("Progressing")["reason"] == "Stepping"
+    assert len(writes(world)) == before + 2
+
+
+def test_a_step_may_take_as_long_as_was_planned() -> None:
+    progress = {"step": 1, "steps": 100, "lastStepTime": "2026-11-21T10:00:00Z"}
+    status = {"attempts": {"total": 1}, "progress": progress, "plan": {"stepSeconds": "1.5e+03"}}
+    seen = observed(status=status, attempts=(attempt(ready=1),))
+    assert condition(decide(seen, "2026-11-21T11:14:00Z"), "Progressing")["reason"] == "Stepping"
+    assert condition(decide(seen, "2026-11-21T11:16:00Z"), "Progressing")["reason"] == "NoReport"
+
+
+def test_the_last_report_is_kept_though_the_attempts_job_is_gone_already() -> None:
+    world = running()
+    report(world, 42)
+    rounds(world, 1)
+    world.suspend(True)
+    world.operator.deliver_all()
+    world.look()
+    report(world, 57, release=False)  # in its last seconds, before its turn
+    rounds(world)
+    assert world.status["state"] == "Suspended"
+    assert (world.status["progress"]["step"], world.status["checkpoint"]["step"]) == (57, 57)
+
+
+def test_a_saved_step_in_the_termination_message_reaches_the_status() -> None:
+    world = running()
+    report(world, 42)
+    rounds(world, 1)
+    world.end_pod(world.pods()[0], 75, termination(75, "stopped on request", savedStep=57))
+    rounds(world)
+    assert world.status["attempts"]["lastReason"] == "Preempted"
+    assert world.status["progress"]["step"] == 57
+    found = world.status["checkpoint"]
+    assert (found["step"], found["epoch"], found["path"]) == (57, 1, "/checkpoints/step-57.e1")
+
+
+def test_a_wrong_image_is_mended_by_the_job_that_the_message_says_to_delete() -> None:
+    world = World()
+    world.look()
+    world.control()
+    (pod,) = world.pods()
+    pod["status"] |= {"containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}}]}
+    world.server.put("pods", pod)
+    world.advance(11)
+    world.operator.deliver_all()
+    world.look()
+    message = world.condition("Running")["message"]
+    assert message.endswith("a corrected spec.image is used by the next attempt: kubectl delete job demo-1 -n team")
+    world.job["spec"]["image"] = "mended"
+    world.job["metadata"]["generation"] += 1
+    world.server.put("trainingjobs", world.job)
+    world.delete_attempt(world.attempts()[0], foreground=False)
+    world.control()
+    world.advance(GRACE)
+    rounds(world, 4)
+    assert world.status["attempts"]["lastReason"] == "JobDeleted"
+    (job,) = world.attempts()
+    assert job["metadata"]["name"] == "demo-2"
+    assert job["spec"]["template"]["spec"]["containers"][0]["image"] == "mended"
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_pod_that_a_deleted_job_left_behind_is_named(suspended: bool) -> None:
+    world = running()
+    (pod,) = world.pods()
+    del pod["metadata"]["ownerReferences"]  # kubectl delete job --cascade=orphan
+    world.server.take("jobs", "demo-1")
+    world.suspend(suspended)
+    for _ in range(3):
+        world.operator.deliver_all()
+        world.look()
+        world.advance(10)
+    said = world.condition("Running")
+    name = pod["metadata"]["name"]
+    assert said["reason"] == "JobGone"
+    assert said["message"] == (
+        f"Job demo-1 is gone and pod {name} still runs: delete it (kubectl delete pod {name} -n team)"
+    )
+    assert world.status["state"] == "Running"
+    before = len(writes(world))
+    world.look()
+    assert len(writes(world)) == before
+    world.server.take("pods", name)
+    rounds(world)
+    assert world.status["state"] == ("Suspended" if suspended else "Running")
+    assert world.condition("Running")["reason"] == ("Suspended" if suspended else "Running")
+
+
+def test_a_pod_that_ends_with_its_deleted_job_is_not_worth_a_word() -> None:
+    world = running()
+    world.delete_attempt(world.attempts()[0], foreground=False)
+    before = len(writes(world))
+    world.operator.deliver_all()
+    world.look()
+    assert len(writes(world)) == before
+
+
+@pytest.mark.parametrize("total", [10**9, 10**12 - 1])
+def test_a_count_of_attempts_that_cannot_be_is_put_right(total: int) -> None:
+    world = running()
+    for field in ("total", "ended"):
+        world.job["status"]["attempts"] |= {field: total}
+        world.server.put("trainingjobs", world.job)
+        rounds(world)
+        assert world.status["attempts"]["total"] == 1 and world.status["state"] == "Running"
+    world.delete_attempt(world.attempts()[0], foreground=False)
+    world.control()
+    world.job["status"]["attempts"] |= {"total": total}
+    world.server.put("trainingjobs", world.job)
+    world.server.take("pods", world.pods()[0]["metadata"]["name"])
+    rounds(world)
+    assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"], "epoch 1 has run"
+
+
+def test_a_count_of_attempts_that_leaves_no_number_is_said() -> None:
+    seen = observed(status={"attempts": {"total": MAX_ATTEMPTS, "ended": MAX_ATTEMPTS}})
+    desired = decide(seen)
+    assert condition(desired, "Planned")["reason"] == "NoNumber"
+    assert not desired.creates and desired.look_again_seconds == 10
+    assert decide(follow_up(seen, desired)).changes_nothing
 
 
 def test_a_new_generation_is_acknowledged_also_after_the_end() -> None:
@@ -804,11 +970,39 @@ def test_a_container_that_cannot_start_is_shown() -> None:
     desired = not_ready((pod,))
     assert condition(desired, "Scheduled")["status"] == "True"
     assert condition(desired, "Running")["reason"] == "ContainerWaiting"
-    assert condition(desired, "Running")["message"] == "demo-1-0-x: ImagePullBackOff: not found"
+    assert condition(desired, "Running")["message"] == (
+        "demo-1-0-x: ImagePullBackOff: not found; a corrected spec.image is used by the next attempt: "
+        "kubectl delete job demo-1 -n team"
+    )
+
+
+def test_the_advice_stays_whole_after_the_longest_sentence() -> None:
+    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting="CreateContainerConfigError: " + "x" * 4000)
+    message = condition(not_ready((pod,)), "Running")["message"]
+    assert message.endswith("a corrected spec is used by the next attempt: kubectl delete job demo-1 -n team")
 
 
 def test_an_attempt_without_pods_is_shown() -> None:
-    assert condition(not_ready(()), "Scheduled")["reason"] == "NoPods"
+    scheduled = condition(not_ready(()), "Scheduled")
+    assert scheduled["reason"] == "NoPods"
+    assert "kubectl describe job demo-1 -n team" in scheduled["message"]
+
+
+def test_a_pod_with_a_node_is_not_unschedulable_and_a_waiting_container_is_said_beside_one_that_is() -> None:
+    waiting = PodObject("a", "p", 0, "node-0", "Pending", waiting="ErrImagePull", unschedulable="of long ago")
+    assert condition(not_ready((waiting,)), "Scheduled")["reason"] == "Scheduled"
+    desired = not_ready((waiting, PodObject("b", "q", 1, "", "Pending", unschedulable="no room")))
+    assert condition(desired, "Scheduled")["message"] == "b: no room"
+    assert condition(desired, "Running")["reason"] == "ContainerWaiting"
+
+
+def test_pods_that_do_not_run_are_looked_at_twice_a_minute() -> None:
+    pod = PodObject("a", "p", 0, "", "Pending", unschedulable="no room")
+    begun = {"type": "Running", "status": "False", "reason": "Starting", "lastTransitionTime": "2026-11-20T10:00:00Z"}
+    status = {"attempts": {"total": 1}, "conditions": [begun]}
+    created = "2026-11-20T10:00:00Z"
+    seen = observed(status=status, attempts=(attempt(active=1, creation_time=created),), pods=(pod,))
+    assert decide(seen).look_again_seconds == 30
 
 
 def test_a_pod_long_past_its_grace_period_is_on_a_lost_node() -> None:

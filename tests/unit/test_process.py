@@ -1,0 +1,58 @@
+"""How the operator's process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from spillway_operator.log import JsonFormatter
+from spillway_operator.process import Operator
+
+
+class NotServed(Exception):
+    """As kopf's error of a watch."""
+
+    status = 404
+
+
+def ends_of(error: Exception) -> int:
+    """The exit code when a background task raised `error`."""
+
+    async def fail() -> None:
+        raise error
+
+    async def supervise() -> int:
+        operator = Operator.__new__(Operator)
+        operator._stop = asyncio.Event()
+        return await operator._supervise([asyncio.create_task(fail(), name="watches")])
+
+    return asyncio.run(supervise())
+
+
+def wrapped(error: Exception) -> Exception:
+    outer = RuntimeError("a task of kopf's has failed")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize("error", [NotServed("not found"), wrapped(NotServed("not found"))])
+def test_a_crd_that_was_deleted_is_named_in_a_line(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    assert ends_of(error) == 1
+    (record,) = caplog.records
+    assert "install the CRD trainingjobs.spillway.dev again" in record.getMessage()
+    assert record.exc_info is None
+
+
+def test_any_other_end_is_said_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    assert ends_of(ZeroDivisionError("oops")) == 1
+    (record,) = caplog.records
+    assert record.getMessage() == "watches ended, and the process with it: oops"
+    assert "exception" in JsonFormatter().format(record)
+
+
+def test_what_kopf_logs_of_a_kind_that_is_gone_has_no_traceback() -> None:
+    error = NotServed("not found")
+    record = logging.LogRecord("kopf", logging.ERROR, "", 0, "has failed", None, (NotServed, error, None))
+    assert "exception" not in JsonFormatter().format(record)
