@@ -174,7 +174,7 @@ def test_without_the_crds_it_says_so_and_waits(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_watch_that_dies_ends_the_process_with_a_line_that_names_it(tmp_path: Path) -> None:
+def test_a_kind_that_is_no_longer_served_ends_the_process_with_a_line_that_names_its_crd(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with FakeApi().running() as api:
             async with operator(api, tmp_path) as running:
@@ -185,7 +185,7 @@ def test_a_watch_that_dies_ends_the_process_with_a_line_that_names_it(tmp_path: 
                     assert await running.process.wait() == 1
             last = json.loads(running.log.read_text().splitlines()[-1])
             assert last["level"] == "CRITICAL"
-            assert "watches ended" in last["message"]
+            assert "install the CRD trainingjobs.spillway.dev again" in last["message"]
 
     asyncio.run(scenario())
 
