@@ -44,6 +44,8 @@ uint32_t crc32c_software(uint32_t crc, const void* bytes, size_t nbytes) {
 
 uint32_t crc32c(uint32_t crc, const void* bytes, size_t nbytes) {
 #if defined(SPILLWAY_HAVE_SSE42)
+  static const bool has_avx512 = crc32c_avx512_available();
+  if (has_avx512) return crc32c_avx512(crc, bytes, nbytes);
   if (__builtin_cpu_supports("sse4.2")) return crc32c_sse42(crc, bytes, nbytes);
 #endif
   return crc32c_software(crc, bytes, nbytes);

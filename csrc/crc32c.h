@@ -6,11 +6,13 @@
 
 namespace spillway {
 
-// Both continue the conditioned value `crc` (0 to begin) over `nbytes`.
+// All continue the conditioned value `crc` (0 to begin) over `nbytes`.
 uint32_t crc32c_software(uint32_t crc, const void* bytes, size_t nbytes);
-uint32_t crc32c_sse42(uint32_t crc, const void* bytes, size_t nbytes);  // only where SSE 4.2 is
+uint32_t crc32c_sse42(uint32_t crc, const void* bytes, size_t nbytes);   // only where SSE 4.2 is
+uint32_t crc32c_avx512(uint32_t crc, const void* bytes, size_t nbytes);  // only where crc32c_avx512_available()
+bool crc32c_avx512_available();
 
-// The faster of the two that this machine has.
+// The fastest of these that this machine has.
 uint32_t crc32c(uint32_t crc, const void* bytes, size_t nbytes);
 
 // x^(8 * nbytes) modulo the polynomial, and the product of two such residues: a crc times it is the crc followed by

@@ -11,11 +11,24 @@ struct bfloat16 {
   uint16_t bits;
 };
 
+// Values that one call of Elementwise::square_batch sums.
+constexpr int64_t kSquareBatch = 1024;
+
+// The exact sum of a batch's squares: high + low, integer multiples of 2^(2 * exponent - 294) and
+// 2^(2 * exponent - 338), each of at most 2^53 units.
+struct SquareBatch {
+  double high;
+  double low;
+  int32_t exponent;  // biased, of the largest magnitude in the batch
+};
+
 // One instruction set's functions over one range on one thread. Types are checked by the caller.
 struct Elementwise {
   void (*adamw)(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const void* gradient,
                 int32_t gradient_type, void* out, int32_t out_type, int64_t n);
   void (*accumulate)(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n);
+  // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite.
+  bool (*square_batch)(SquareBatch& sum, const void* values, int32_t type);
 };
 
 namespace scalar {
@@ -25,6 +38,9 @@ namespace avx2 {
 extern const Elementwise kElementwise;
 }
 namespace avx512 {
+extern const Elementwise kElementwise;
+}
+namespace neon {
 extern const Elementwise kElementwise;
 }
 

@@ -7,7 +7,6 @@ namespace spillway::avx2 {
 
 struct Vector {
   static constexpr int kLanes = 8;
-  static constexpr uint64_t kStreamBytes = kLanes * sizeof(bfloat16);
   __m256 value;
 
   static Vector broadcast(float x) { return {_mm256_set1_ps(x)}; }
@@ -16,10 +15,19 @@ struct Vector {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
   }
+  static void load_pairs(const bfloat16* at, Vector& a, Vector& b) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    a = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
+    b = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
+  }
   void store(float* at) const { _mm256_storeu_ps(at, value); }
   void store(bfloat16* at) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), rounded()); }
-  void stream(bfloat16* at) const { _mm_stream_si128(reinterpret_cast<__m128i*>(at), rounded()); }
+  static void stream(const Vector (&values)[4], bfloat16* line) {
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(line) + i, values[i].rounded());
+  }
   static void end_streaming() { _mm_sfence(); }
+  static void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+  static void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1); }
 
  private:
   __m128i rounded() const {
@@ -40,6 +48,19 @@ static inline Vector quiet(Vector x) {
   const __m256 unordered = _mm256_cmp_ps(x.value, x.value, _CMP_UNORD_Q);
   return {_mm256_blendv_ps(x.value, _mm256_set1_ps(__builtin_nanf("")), unordered)};
 }
+
+struct Doubles {
+  static constexpr int kLanes = 4;
+  __m256d value;
+
+  static Doubles broadcast(double x) { return {_mm256_set1_pd(x)}; }
+  static Doubles load(const float* at) { return {_mm256_cvtps_pd(_mm_loadu_ps(at))}; }
+  void store(double* at) const { _mm256_storeu_pd(at, value); }
+};
+
+static inline Doubles operator+(Doubles a, Doubles b) { return {_mm256_add_pd(a.value, b.value)}; }
+static inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.value, b.value)}; }
+static inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.value, b.value)}; }
 
 #include "elementwise-inl.h"
 

@@ -11,8 +11,8 @@
 #include "crc32c.h"
 #include "elementwise.h"
 #include "float_mode.h"
-#include "gradient_bins.h"
 #include "io_engine.h"
+#include "square_sum.h"
 #include "thread_pool.h"
 
 using namespace spillway;
@@ -25,13 +25,13 @@ namespace {
 
 // A range that one thread takes at a time; a multiple of every vector and cache line, so only an array's end has a tail.
 constexpr int64_t kElementwiseRange = int64_t{1} << 16;
-constexpr int64_t kBinsRange = int64_t{1} << 20;
+constexpr int64_t kSquaresRange = int64_t{1} << 20;
 constexpr uint64_t kCopyRange = uint64_t{4} << 20;
 
 const Elementwise* elementwise_of(int32_t isa) {
   switch (isa) {
     case SPILLWAY_ISA_AUTO:
-      for (int32_t wide : {SPILLWAY_ISA_AVX512, SPILLWAY_ISA_AVX2}) {
+      for (int32_t wide : {SPILLWAY_ISA_AVX512, SPILLWAY_ISA_AVX2, SPILLWAY_ISA_NEON}) {
         if (const Elementwise* functions = elementwise_of(wide)) return functions;
       }
       return &scalar::kElementwise;
@@ -43,7 +43,11 @@ const Elementwise* elementwise_of(int32_t isa) {
 #endif
 #if defined(SPILLWAY_HAVE_AVX512)
     case SPILLWAY_ISA_AVX512:
-      return __builtin_cpu_supports("avx512f") ? &avx512::kElementwise : nullptr;
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") ? &avx512::kElementwise : nullptr;
+#endif
+#if defined(SPILLWAY_HAVE_NEON)
+    case SPILLWAY_ISA_NEON:
+      return &neon::kElementwise;
 #endif
     default:
       return nullptr;
@@ -92,13 +96,15 @@ const char* spillway_strerror(int32_t error) {
     case SPILLWAY_NO_MEMORY:
       return "the system has no memory left for the library's own bookkeeping";
     case SPILLWAY_ENGINE_UNAVAILABLE:
-      return "the I/O engine is unknown or was not compiled into this library";
+      return "the I/O engine is unknown, was not compiled into this library, or is refused by this system";
     case SPILLWAY_IO_FAILED:
       return "the operating system refused to read or write";
     case SPILLWAY_END_OF_FILE:
       return "the file ended before all bytes were read";
     case SPILLWAY_CHECKSUM_MISMATCH:
       return "the bytes read are not the bytes that were written: their CRC-32C differs";
+    case SPILLWAY_NOT_REGISTERED:
+      return "the I/O engine cannot register memory, or the system does not let it pin this much";
     default:
       return "an error code that this library does not define";
   }
@@ -134,22 +140,19 @@ int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gr
   });
 }
 
-int32_t spillway_gradient_bins(spillway_bins* bins, const void* gradient, int32_t gradient_type, int64_t n,
-                               int32_t num_threads) {
-  if (bins == nullptr || n < 0 || !is_gradient_type(gradient_type) || (n > 0 && !gradient)) return SPILLWAY_BAD_ARGUMENT;
-  ExponentSums total;
+int32_t spillway_sum_squares(spillway_square_sum* sum, const void* values, int32_t type, int64_t n, int32_t isa,
+                             int32_t num_threads) {
+  if (sum == nullptr || n < 0 || !is_gradient_type(type) || (n > 0 && !values)) return SPILLWAY_BAD_ARGUMENT;
+  const Elementwise* functions = elementwise_of(isa);
+  if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
+  SquareSum total;
   std::mutex merging;
-  const int32_t error = for_ranges(n, kBinsRange, num_threads, [&](int64_t begin, int64_t count) {
-    ExponentSums part;
-    if (gradient_type == SPILLWAY_BFLOAT16) {
-      part.add(static_cast<const bfloat16*>(gradient) + begin, count);
-    } else {
-      part.add(static_cast<const float*>(gradient) + begin, count);
-    }
+  const int32_t error = for_ranges(n, kSquaresRange, num_threads, [&](int64_t begin, int64_t count) {
+    const SquareSum part(*functions, advance(values, begin * element_bytes(type)), type, count);
     std::lock_guard<std::mutex> lock(merging);
     total.merge(part);
   });
-  total.write(bins);
+  total.write(sum);
   return error;
 }
 
@@ -175,12 +178,26 @@ uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c_b, uint64_t 
   return crc32c_combine(crc32c_a, crc32c_b, nbytes_b);
 }
 
-int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call, void* context,
+int32_t spillway_engine_available(int32_t engine) {
+  return engine == SPILLWAY_ENGINE_THREADS || (engine == SPILLWAY_ENGINE_URING && uring_available());
+}
+
+int32_t spillway_io_open(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call, void* context,
                          spillway_io** io) try {
-  if (io == nullptr || file < 0 || num_threads < 1) return SPILLWAY_BAD_ARGUMENT;
-  if (engine != SPILLWAY_ENGINE_THREADS) return SPILLWAY_ENGINE_UNAVAILABLE;
-  *io = new spillway_io{open_thread_engine(file, num_threads, call, context)};
+  if (io == nullptr || file < 0 || queue_depth < 1) return SPILLWAY_BAD_ARGUMENT;
+  std::unique_ptr<IoEngine> opened;
+  if (engine == SPILLWAY_ENGINE_THREADS) opened = open_thread_engine(file, queue_depth, call, context);
+  if (engine == SPILLWAY_ENGINE_URING) opened = open_uring_engine(file, queue_depth, call, context);
+  if (opened == nullptr) return SPILLWAY_ENGINE_UNAVAILABLE;
+  *io = new spillway_io{std::move(opened)};
   return SPILLWAY_OK;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+int32_t spillway_io_register(spillway_io* io, void* memory, uint64_t nbytes) try {
+  if (io == nullptr || memory == nullptr || nbytes == 0) return SPILLWAY_BAD_ARGUMENT;
+  return io->engine->register_memory(memory, nbytes) ? SPILLWAY_OK : SPILLWAY_NOT_REGISTERED;
 } catch (const std::bad_alloc&) {
   return SPILLWAY_NO_MEMORY;
 }

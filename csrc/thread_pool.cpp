@@ -2,10 +2,12 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+
+#include "process_local.h"
 
 namespace spillway {
 
@@ -23,8 +25,6 @@ struct ThreadPool::Job {
   }
 };
 
-ThreadPool::ThreadPool() : process_(getpid()) {}
-
 ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -33,8 +33,6 @@ ThreadPool::~ThreadPool() {
   job_added_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
-
-bool ThreadPool::made_before_fork() const { return process_ != getpid(); }
 
 void ThreadPool::run_pieces(int64_t num_pieces, int num_threads, void (*call)(const void*, int64_t), const void* work) {
   const int workers_wanted = static_cast<int>(std::min<int64_t>(std::max(num_threads, 1), num_pieces)) - 1;
@@ -87,24 +85,9 @@ void ThreadPool::serve() {
   }
 }
 
-ThreadPoolSlot::~ThreadPoolSlot() {
-  ThreadPool* pool = pool_.load();
-  if (pool != nullptr && !pool->made_before_fork()) delete pool;
-}
-
-ThreadPool& ThreadPoolSlot::get() {
-  ThreadPool* pool = pool_.load(std::memory_order_acquire);
-  while (pool == nullptr || pool->made_before_fork()) {
-    ThreadPool* made = new ThreadPool;
-    if (pool_.compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
-    delete made;  // another thread was first; `pool` is its pool
-  }
-  return *pool;
-}
-
 ThreadPool& compute_pool() {
-  static ThreadPoolSlot* slot = new ThreadPoolSlot;  // never destroyed: workers may outlive static destructors
-  return slot->get();
+  static auto* pool = new ProcessLocal<ThreadPool>;  // never destroyed: workers may outlive static destructors
+  return pool->get();
 }
 
 }  // namespace spillway

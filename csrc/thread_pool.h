@@ -1,7 +1,6 @@
 // Persistent worker threads of this library. They belong to nobody else: OpenMP's and torch's pools are never touched.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -12,7 +11,7 @@ namespace spillway {
 
 class ThreadPool {
  public:
-  ThreadPool();
+  ThreadPool() = default;
   ~ThreadPool();  // joins the workers; the pool must be idle
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -25,31 +24,17 @@ class ThreadPool {
     run_pieces(num_pieces, num_threads, [](const void* w, int64_t piece) { (*static_cast<const Work*>(w))(piece); }, &work);
   }
 
-  bool made_before_fork() const;
-
  private:
   struct Job;
   void run_pieces(int64_t num_pieces, int num_threads, void (*call)(const void*, int64_t), const void* work);
   void start_workers(int num_workers);
   void serve();
 
-  const int64_t process_;
   std::mutex mutex_;
   std::condition_variable job_added_;
   std::vector<Job*> jobs_;  // those that still want workers; oldest first
   std::vector<std::thread> workers_;
   bool closing_ = false;
-};
-
-// Holds a pool, made on first use and made anew in a child process: threads do not survive a fork, and the parent's
-// mutexes may have been held by one of them, so the child drops the old pool without touching it.
-class ThreadPoolSlot {
- public:
-  ~ThreadPoolSlot();
-  ThreadPool& get();
-
- private:
-  std::atomic<ThreadPool*> pool_{nullptr};
 };
 
 // The pool of all compute functions; lives until the process ends.

@@ -48,6 +48,9 @@ class FakeSpillFile:
                     f"{self.directory}: {label} at offset {offset}: checksum", label=label, offset=offset
                 )
 
+    def register(self, memory: Tensor) -> None:
+        """Nothing to gain here."""
+
     def close(self) -> None:
         self.is_closed = True
 

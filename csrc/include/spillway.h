@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 1
+#define SPILLWAY_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -34,7 +34,8 @@ typedef enum spillway_error {
   SPILLWAY_ENGINE_UNAVAILABLE = 4,
   SPILLWAY_IO_FAILED = 5,
   SPILLWAY_END_OF_FILE = 6,
-  SPILLWAY_CHECKSUM_MISMATCH = 7
+  SPILLWAY_CHECKSUM_MISMATCH = 7,
+  SPILLWAY_NOT_REGISTERED = 8
 } spillway_error;
 
 /* Instruction sets; AUTO is the widest that both the library and the processor have. */
@@ -42,7 +43,8 @@ typedef enum spillway_isa {
   SPILLWAY_ISA_AUTO = 0,
   SPILLWAY_ISA_SCALAR = 1,
   SPILLWAY_ISA_AVX2 = 2,
-  SPILLWAY_ISA_AVX512 = 3
+  SPILLWAY_ISA_AVX512 = 3,
+  SPILLWAY_ISA_NEON = 4
 } spillway_isa;
 
 typedef enum spillway_type {
@@ -85,19 +87,18 @@ SPILLWAY_API int32_t spillway_adamw(const spillway_adamw_scalars* scalars, float
 SPILLWAY_API int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gradient_type, int32_t first,
                                          int64_t n, int32_t isa, int32_t num_threads);
 
-#define SPILLWAY_NUM_BINS 254
+#define SPILLWAY_NUM_LIMBS 10
 
-/* Exact sum of squares by exponent. A finite value with biased exponent i + 1 (denormals: i = 0) and 24-bit mantissa M is
- * M * 2^(i - 149); bin i holds the sum of M^2 as the 128-bit integer low[i] + 2^64 * high[i]. Bins are overwritten.
- * Infinities and NaNs are counted in *num_non_finite and never summed. */
-typedef struct spillway_bins {
-  uint64_t low[SPILLWAY_NUM_BINS];
-  uint64_t high[SPILLWAY_NUM_BINS];
+/* The exact sum of squares: sum of limbs[i] * 2^(64 * i - 298). (2^-298 is the square of the smallest denormal; ten limbs
+ * hold 2^63 times the square of the largest float32.) Infinities and NaNs are counted in num_non_finite, never summed. */
+typedef struct spillway_square_sum {
+  uint64_t limbs[SPILLWAY_NUM_LIMBS];
   uint64_t num_non_finite;
-} spillway_bins;
+} spillway_square_sum;
 
-SPILLWAY_API int32_t spillway_gradient_bins(spillway_bins* bins, const void* gradient, int32_t gradient_type, int64_t n,
-                                            int32_t num_threads);
+/* Overwrites *sum with that of `n` values. */
+SPILLWAY_API int32_t spillway_sum_squares(spillway_square_sum* sum, const void* values, int32_t type, int64_t n,
+                                          int32_t isa, int32_t num_threads);
 
 typedef struct spillway_copy {
   void* dst;
@@ -117,8 +118,12 @@ SPILLWAY_API uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c
 /* ---- I/O engines: batches of positional transfers between memory and an open file ---- */
 
 typedef enum spillway_engine {
-  SPILLWAY_ENGINE_THREADS = 1 /* a pool of threads with pread and pwrite */
+  SPILLWAY_ENGINE_THREADS = 1, /* a pool of threads with pread and pwrite */
+  SPILLWAY_ENGINE_URING = 2    /* io_uring, driven by the calling threads */
 } spillway_engine;
+
+/* 1 when `engine` was compiled in and really moves bytes here: kernel, seccomp profile and sysctls may refuse io_uring. */
+SPILLWAY_API int32_t spillway_engine_available(int32_t engine);
 
 typedef enum spillway_direction { SPILLWAY_READ = 0, SPILLWAY_WRITE = 1 } spillway_direction;
 
@@ -137,14 +142,22 @@ typedef struct spillway_io_request {
   uint64_t error_offset; /* file offset at which the transfer stopped, when error is not SPILLWAY_OK */
 } spillway_io_request;
 
-/* Test hook: takes the place of pread(2) and pwrite(2). Returns bytes moved, or -errno. Called from several threads. */
+/* Test hook: takes the place of pread(2) and pwrite(2). Returns bytes moved, or -errno. THREADS calls it from several
+ * threads; URING submits an empty operation through its ring and calls it for the result when that completes. */
 typedef int64_t (*spillway_io_call)(void* context, int32_t direction, int32_t file, void* buffer, uint64_t nbytes,
                                     uint64_t offset);
 
-/* An engine over the open file descriptor `file`, which stays the caller's and must outlive the handle. At most
- * `num_threads` transfers are in flight. `call` is NULL but in fault tests; `context` is handed to it. */
-SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_threads, spillway_io_call call,
+/* An engine over the open file descriptor `file`, which stays the caller's and must outlive the handle. THREADS: at most
+ * `queue_depth` threads; URING: at most `queue_depth` pieces of 4 MiB or less in flight for each calling thread.
+ * `call` is NULL but in fault tests; `context` is handed to it. A child process may go on using the handle: it gets
+ * threads and rings of its own, and transfers without registered memory. */
+SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call,
                                       void* context, spillway_io** io);
+
+/* Pins `memory`, so that transfers to and from it need not look its pages up each time; it takes the place of what was
+ * registered before, counts against RLIMIT_MEMLOCK, and must stay mapped as long as the handle is used. The handle must
+ * be idle. SPILLWAY_NOT_REGISTERED is no failure: transfers work without. (A fork copies pinned pages at once.) */
+SPILLWAY_API int32_t spillway_io_register(spillway_io* io, void* memory, uint64_t nbytes);
 
 /* Performs every request, in any order, and returns when all have ended: SPILLWAY_OK, or the error of the first (in
  * `requests` order) that failed. A short transfer is resumed; EINTR and EAGAIN are retried. A read is SPILLWAY_OK only
@@ -153,7 +166,7 @@ SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t num_
 SPILLWAY_API int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_request* requests,
                                           int64_t num_requests);
 
-/* Ends the threads. The handle must be idle; NULL is allowed. */
+/* Ends threads and rings. The handle must be idle; NULL is allowed. */
 SPILLWAY_API void spillway_io_close(spillway_io* io);
 
 #ifdef __cplusplus

@@ -89,7 +89,7 @@ void test_arguments_are_checked() {
 
 int main() {
   test_arguments_are_checked();
-  for (int32_t isa : {SPILLWAY_ISA_AUTO, SPILLWAY_ISA_SCALAR, SPILLWAY_ISA_AVX2, SPILLWAY_ISA_AVX512}) {
+  for (int32_t isa : {SPILLWAY_ISA_AUTO, SPILLWAY_ISA_SCALAR, SPILLWAY_ISA_AVX2, SPILLWAY_ISA_AVX512, SPILLWAY_ISA_NEON}) {
     if (!spillway_isa_available(isa)) {
       std::printf("instruction set %d: not on this machine, skipped\n", isa);
       continue;

@@ -1,9 +1,19 @@
-// Random faults in every call: a transfer moves the right bytes or says that it failed. Argument: operations, 10000.
+// Every engine: real files, fork, threads, and random faults: a transfer moves the right bytes or says that it failed.
+// Arguments: operations with random faults, 10000, and the seed, 1.
 #include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -14,13 +24,22 @@ namespace {
 
 constexpr uint64_t kExtent = 16384, kExtents = 32;
 
+spillway_io* opened(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call = nullptr,
+                    void* context = nullptr) {
+  spillway_io* io = nullptr;
+  CHECK(spillway_io_open(engine, file, queue_depth, call, context, &io) == SPILLWAY_OK);
+  return io;
+}
+
 // A file in memory that fails one call in a hundred, in one of five ways.
 struct FaultyFile {
   std::vector<char> bytes = std::vector<char>(kExtent * kExtents);
-  std::mt19937 random{1};
+  std::mt19937 random;
   std::mutex mutex;
   int64_t num_calls = 0, num_faults = 0;
   bool is_sound = false;
+
+  explicit FaultyFile(uint32_t seed) : random(seed) {}
 
   int64_t call(int32_t direction, char* buffer, uint64_t nbytes, uint64_t offset) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -45,17 +64,16 @@ int64_t faulty_call(void* context, int32_t direction, int32_t, void* buffer, uin
   return static_cast<FaultyFile*>(context)->call(direction, static_cast<char*>(buffer), nbytes, offset);
 }
 
-void test_random_faults(int64_t num_operations) {
-  FaultyFile file;
-  spillway_io* io = nullptr;
-  CHECK(spillway_io_open(SPILLWAY_ENGINE_THREADS, 0, 3, faulty_call, &file, &io) == SPILLWAY_OK);
-  std::mt19937 random(2);
+void test_random_faults(int32_t engine, int64_t num_operations, uint32_t seed) {
+  FaultyFile file(seed);
+  spillway_io* io = opened(engine, 0, 3, faulty_call, &file);
+  std::mt19937 random(seed + 1);
   std::vector<std::vector<char>> held(kExtents);  // what each extent must hold; empty when unknown
   std::vector<uint32_t> checksums(kExtents);
-  int64_t num_failed = 0;
+  std::vector<std::vector<char>> buffers(4, std::vector<char>(kExtent));
+  int64_t num_failed = 0, num_silent = 0;
   while (file.num_calls < num_operations) {
     const uint64_t begin = random() % (kExtents - 3);
-    std::vector<std::vector<char>> buffers(4, std::vector<char>(kExtent));
     std::vector<spillway_io_request> requests(4);
     bool all_held = true;
     for (uint64_t i = 0; i < 4; ++i) {
@@ -73,22 +91,22 @@ void test_random_faults(int64_t num_operations) {
       } else if (direction == SPILLWAY_WRITE) {
         held[begin + i] = buffers[i], checksums[begin + i] = requests[i].crc32c;
       } else {
-        CHECK(buffers[i] == held[begin + i]);
+        num_silent += buffers[i] != held[begin + i];
       }
     }
   }
   spillway_io_close(io);
-  std::printf("%ld calls, %ld faults, %ld failed requests, 0 silent errors\n", static_cast<long>(file.num_calls),
-              static_cast<long>(file.num_faults), static_cast<long>(num_failed));
-  CHECK(file.num_faults > num_operations / 200 && num_failed > 0);
+  std::printf("engine %d, seed %u: %ld calls, %ld faults, %ld failed requests, %ld silent errors\n", engine, seed,
+              static_cast<long>(file.num_calls), static_cast<long>(file.num_faults), static_cast<long>(num_failed),
+              static_cast<long>(num_silent));
+  CHECK(file.num_faults > num_operations / 200 && num_failed > 0 && num_silent == 0);
 }
 
-void test_pieces_and_the_end_of_the_file() {
-  FaultyFile file;
+void test_pieces_and_the_end_of_the_file(int32_t engine) {
+  FaultyFile file(1);
   file.is_sound = true;
   file.bytes.resize(10 << 20);
-  spillway_io* io = nullptr;
-  CHECK(spillway_io_open(SPILLWAY_ENGINE_THREADS, 0, 4, faulty_call, &file, &io) == SPILLWAY_OK);
+  spillway_io* io = opened(engine, 0, 4, faulty_call, &file);
   std::vector<char> text(9 << 20), found(9 << 20);
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31 + i / 4096);
   spillway_io_request request = {text.data(), text.size(), 512, 0, 0, -1, -1, 0};
@@ -103,14 +121,144 @@ void test_pieces_and_the_end_of_the_file() {
   CHECK(request.error_offset == 10 << 20);
   CHECK(spillway_io_transfer(io, SPILLWAY_READ, nullptr, 0) == SPILLWAY_OK);
   CHECK(spillway_io_transfer(io, 7, &request, 1) == SPILLWAY_BAD_ARGUMENT);
-  CHECK(spillway_io_open(99, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
+  CHECK(spillway_io_register(io, nullptr, 1) == SPILLWAY_BAD_ARGUMENT);
   spillway_io_close(io);
   spillway_io_close(nullptr);
+}
+
+// EAGAIN and EINTR without end are an error in the end, and no call of the engine waits for ever.
+void test_a_call_that_never_moves_is_given_up(int32_t engine) {
+  for (const int64_t result : {-EAGAIN, -EINTR}) {
+    int64_t answer = result;
+    spillway_io* io = opened(engine, 0, 2, [](void* context, int32_t, int32_t, void*, uint64_t, uint64_t) {
+      return *static_cast<int64_t*>(context);
+    }, &answer);
+    char block[512];
+    spillway_io_request request = {block, sizeof block, 0, 0, 0, -1, -1, 0};
+    CHECK(spillway_io_transfer(io, SPILLWAY_WRITE, &request, 1) == SPILLWAY_IO_FAILED && request.os_error == -result);
+    spillway_io_close(io);
+  }
+}
+
+struct RealFile {
+  FILE* const stream = std::tmpfile();  // without a name
+  int file = -1;
+
+  RealFile() {
+    CHECK(stream != nullptr);
+    file = fileno(stream);
+    CHECK(ftruncate(file, 64 << 20) == 0);
+  }
+  ~RealFile() { std::fclose(stream); }
+};
+
+// Writes and reads back `nbytes` at `offset` from `memory` (twice as long).
+void check_round_trip(spillway_io* io, char* memory, uint64_t nbytes, uint64_t offset, uint32_t seed) {
+  for (uint64_t at = 0; at < nbytes; ++at) memory[at] = static_cast<char>((at + seed) * 2654435761u >> 13);
+  std::memset(memory + nbytes, 0, nbytes);
+  spillway_io_request request = {memory, nbytes, offset, 0, 0, -1, -1, 0};
+  CHECK(spillway_io_transfer(io, SPILLWAY_WRITE, &request, 1) == SPILLWAY_OK);
+  CHECK(request.crc32c == spillway_crc32c(0, memory, nbytes));
+  request.buffer = memory + nbytes;
+  CHECK(spillway_io_transfer(io, SPILLWAY_READ, &request, 1) == SPILLWAY_OK);
+  CHECK(request.crc32c_found == request.crc32c && std::memcmp(memory, memory + nbytes, nbytes) == 0);
+}
+
+void test_threads_share_a_handle_and_registered_memory(int32_t engine) {
+  const RealFile file;
+  constexpr uint64_t kBytes = (5 << 20) + 512, kThreads = 4;
+  constexpr uint64_t kMemory = kThreads * 2 * kBytes;
+  char* memory = static_cast<char*>(mmap(nullptr, kMemory, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  CHECK(memory != MAP_FAILED);
+  spillway_io* io = opened(engine, file.file, 3);
+  const int32_t registered = spillway_io_register(io, memory, kMemory);
+  CHECK(registered == SPILLWAY_OK || registered == SPILLWAY_NOT_REGISTERED);
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([=] {
+      for (uint32_t round = 0; round < 3; ++round) {
+        check_round_trip(io, memory + thread * 2 * kBytes, kBytes, thread * kBytes, round);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<char> elsewhere(2 * kBytes);
+  check_round_trip(io, elsewhere.data(), kBytes, 0, 9);
+
+#if !defined(__SANITIZE_THREAD__)  // which does not follow threads started after a multi-threaded fork
+  const pid_t child = fork();
+  if (child == 0) {
+    check_round_trip(io, memory, kBytes, 0, 10);
+    spillway_io_close(io);
+    _exit(0);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+#endif
+  check_round_trip(io, memory, kBytes, 0, 11);
+  spillway_io_close(io);
+  munmap(memory, kMemory);
+}
+
+void test_a_file_that_cannot_be_written_is_an_error_with_its_errno(int32_t engine) {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  char block[4096] = {};
+  for (const bool is_write : {true, false}) {
+    spillway_io* io = opened(engine, ends[is_write ? 0 : 1], 2);  // the end that does the other thing
+    spillway_io_request request = {block, sizeof block, 0, 0, 0, -1, -1, 0};
+    CHECK(spillway_io_transfer(io, is_write ? SPILLWAY_WRITE : SPILLWAY_READ, &request, 1) == SPILLWAY_IO_FAILED);
+    CHECK(request.os_error != 0 && request.error_offset == 0);
+    spillway_io_close(io);
+  }
+  close(ends[0]), close(ends[1]);
+}
+
+// As in a container: io_uring_setup(2) is denied. Comes before the first question, whose answer is kept.
+void test_a_refused_ring_is_reported_and_threads_go_on() {
+#if defined(__NR_io_uring_setup)
+  const pid_t child = fork();
+  if (child == 0) {
+    sock_filter instructions[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_setup, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter = {4, instructions};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0);
+    spillway_io* io = nullptr;
+    CHECK(spillway_engine_available(SPILLWAY_ENGINE_URING) == 0);
+    CHECK(spillway_io_open(SPILLWAY_ENGINE_URING, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
+    const RealFile file;
+    std::vector<char> memory(8192);
+    check_round_trip(opened(SPILLWAY_ENGINE_THREADS, file.file, 1), memory.data(), 4096, 0, 1);
+    _exit(0);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+#endif
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  test_pieces_and_the_end_of_the_file();
-  test_random_faults(argc > 1 ? std::atol(argv[1]) : 10000);
+  spillway_io* io = nullptr;
+  test_a_refused_ring_is_reported_and_threads_go_on();
+  CHECK(spillway_engine_available(99) == 0);
+  CHECK(spillway_io_open(99, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
+  CHECK(spillway_io_open(SPILLWAY_ENGINE_THREADS, 0, 0, nullptr, nullptr, &io) == SPILLWAY_BAD_ARGUMENT);
+  for (const int32_t engine : {SPILLWAY_ENGINE_THREADS, SPILLWAY_ENGINE_URING}) {
+    if (!spillway_engine_available(engine)) {
+      std::printf("engine %d: not available here, not tested\n", engine);
+      CHECK(spillway_io_open(engine, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
+      continue;
+    }
+    test_pieces_and_the_end_of_the_file(engine);
+    test_a_call_that_never_moves_is_given_up(engine);
+    test_threads_share_a_handle_and_registered_memory(engine);
+    test_a_file_that_cannot_be_written_is_an_error_with_its_errno(engine);
+    test_random_faults(engine, argc > 1 ? std::atol(argv[1]) : 10000,
+                       argc > 2 ? static_cast<uint32_t>(std::atol(argv[2])) : 1);
+  }
 }

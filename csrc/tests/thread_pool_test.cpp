@@ -2,12 +2,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <climits>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "process_local.h"
 #include "thread_pool.h"
 
 using namespace spillway;
@@ -23,7 +25,7 @@ void run_and_check(ThreadPool& pool, int64_t num_pieces, int num_threads) {
 }  // namespace
 
 int main() {
-  ThreadPoolSlot slot;
+  ProcessLocal<ThreadPool> slot;
   for (int64_t num_pieces : {0, 1, 2, 1000}) {
     for (int num_threads : {INT_MIN, 0, 1, 2, 8}) run_and_check(slot.get(), num_pieces, num_threads);
   }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway_trainer import io_engine, native, reference
+from spillway_trainer import io_engine, native
 
 HEADER_PATH = Path(__file__).parents[2] / "csrc" / "include" / "spillway.h"
 HEADER = re.sub(r"/\*.*?\*/", " ", HEADER_PATH.read_text(), flags=re.DOTALL)
@@ -26,7 +26,7 @@ SCALARS = {
 }
 STRUCTS = {
     "spillway_adamw_scalars": native.AdamWScalarsStruct,
-    "spillway_bins": native.BinsStruct,
+    "spillway_square_sum": native.SquareSumStruct,
     "spillway_copy": native.CopyStruct,
     "spillway_io_request": native.IoRequestStruct,
 }
@@ -75,8 +75,8 @@ def test_every_struct_has_the_same_fields_in_the_same_order(name: str) -> None:
     assert body is not None
     wanted = []
     for declaration in filter(None, (line.strip() for line in body[1].split(";"))):
-        array = re.match(r"(\w+) (\w+)\[SPILLWAY_NUM_BINS\]", declaration)
-        kind = SCALARS[array[1]] * reference.NUM_BINS if array else ctype_of(declaration)
+        array = re.match(r"(\w+) (\w+)\[SPILLWAY_NUM_LIMBS\]", declaration)
+        kind = SCALARS[array[1]] * native.NUM_LIMBS if array else ctype_of(declaration)
         wanted.append((array[2] if array else re.split(r"[\s*]+", declaration)[-1], kind))
     assert [(field[0], field[1]) for field in STRUCTS[name]._fields_] == wanted
 
@@ -89,16 +89,23 @@ def test_the_test_hook_has_the_same_signature() -> None:
 
 def test_every_number_is_the_same() -> None:
     assert f"#define SPILLWAY_ABI_VERSION {native.ABI_VERSION}\n" in HEADER
-    assert f"#define SPILLWAY_NUM_BINS {reference.NUM_BINS}\n" in HEADER
+    assert f"#define SPILLWAY_NUM_LIMBS {native.NUM_LIMBS}\n" in HEADER
     isa = {f"SPILLWAY_ISA_{name.upper()}": code for name, code in native.ISA_CODES.items()}
     assert enum_of_header("spillway_isa") == {"SPILLWAY_ISA_AUTO": 0, **isa}
     types = {f"SPILLWAY_{str(dtype).removeprefix('torch.').upper()}": code for dtype, code in native.TYPE_CODES.items()}
     assert enum_of_header("spillway_type") == {"SPILLWAY_NONE": 0, **types}
-    assert enum_of_header("spillway_engine") == {"SPILLWAY_ENGINE_THREADS": native.ENGINE_THREADS}
+    engines = {
+        f"SPILLWAY_ENGINE_{name.removeprefix('io_').upper()}": code for name, code in native.ENGINE_CODES.items()
+    }
+    assert enum_of_header("spillway_engine") == engines
     directions = {f"SPILLWAY_{direction.name}": direction.value for direction in io_engine.Direction}
     assert enum_of_header("spillway_direction") == directions
     errors = enum_of_header("spillway_error")
     assert all(errors[f"SPILLWAY_{failure.name}"] == failure for failure in io_engine.Failure if failure)
+    assert (errors["SPILLWAY_NO_MEMORY"], errors["SPILLWAY_NOT_REGISTERED"]) == (
+        native.NO_MEMORY,
+        native.NOT_REGISTERED,
+    )
 
 
 @needs_library

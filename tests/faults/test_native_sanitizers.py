@@ -13,11 +13,17 @@ REPOSITORY = Path(__file__).parents[2]
 COMPILER = os.environ.get("CXX", "c++")
 
 
+IO_OPERATIONS = "1000000" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "10000"
+"""with random faults, in io_test"""
+
+
 def run(*command: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unexpected memory mapping" in ended.stderr:
         pytest.skip("this kernel's address layout is not one that the thread sanitizer knows")
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    if "silent errors" in ended.stdout:
+        print(f"\n{ended.stdout}", end="")
 
 
 def check_that_it_links(directory: Path, sanitizers: str) -> None:
@@ -44,7 +50,7 @@ def test_native_tests_pass_without_a_warning(tmp_path: Path, sanitizers: str) ->
     tests = sorted(Path(build, "csrc", "tests").glob("*_test"))
     assert [test.name for test in tests] == sorted(path.stem for path in (REPOSITORY / "csrc/tests").glob("*_test.cpp"))
     for test in tests:
-        run(str(test))
+        run(str(test), *([IO_OPERATIONS] if test.name == "io_test" else []))
 
 
 def test_without_a_compiler_nothing_is_built_and_nothing_fails(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SpillFile under faults, on both engines: an operation succeeds with the right bytes or raises; never wrong bytes."""
+"""SpillFile under faults, on every engine: an operation succeeds with the right bytes or raises; never wrong bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import mmap
 import os
 import random
+import resource
 import stat
 import threading
 import zlib
@@ -19,17 +20,20 @@ from torch import Tensor
 
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway_trainer import native, spill_file
-from spillway_trainer.io_engine import Direction, SystemCall, system_call
+from spillway_trainer.io_engine import Direction, Failure, SystemCall, Transfer, system_call
 from spillway_trainer.spill_file import BLOCK_BYTES, Read, SpillFile, Write
 
 MIB = 1 << 20
+NUM_OPERATIONS, SEED = (1_000_000 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 10_000), 1
 
 
-@pytest.fixture(params=["threads", "python"], autouse=True)
+@pytest.fixture(params=["io_uring", "threads", "python"], autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "threads" and not native.instruction_sets():
-        pytest.skip("no native library: its I/O engine cannot be tested")
-    monkeypatch.setattr(native, "available", lambda: request.param == "threads")
+    if request.param == "python":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif request.param not in native.io_engines():
+        pytest.skip(f"the engine {request.param} does not work here (no native library, or the system refuses it)")
+    monkeypatch.setenv(native.IO_ENGINE, request.param)
     return str(request.param)
 
 
@@ -78,7 +82,7 @@ def test_bytes_written_come_back(tmp_path: Path) -> None:
 def test_checksum_of_many_pieces_is_that_of_the_whole(tmp_path: Path, engine: str) -> None:
     written = memory(13 * MIB, seed=1)
     [checksum] = opened(tmp_path).write_batch([(0, written)])
-    known = native.crc32c(written) if engine == "threads" else zlib.crc32(written.numpy())
+    known = zlib.crc32(written.numpy()) if engine == "python" else native.crc32c(written)
     assert checksum == known
 
 
@@ -210,16 +214,16 @@ class RandomFaults:
         return moved
 
 
-def test_ten_thousand_operations_with_one_percent_of_faults_have_no_silent_error(tmp_path: Path) -> None:
-    """Random batches over 64 extents; a model in memory says what each extent must hold."""
-    faults = RandomFaults(0.01, seed=1)
+def test_operations_with_one_percent_of_faults_have_no_silent_error(tmp_path: Path, engine: str) -> None:
+    """Random batches over 64 extents; a model in memory says what each extent must hold. In full: a million."""
+    faults = RandomFaults(0.01, SEED)
     file = opened(tmp_path, 64 * 8192, call=faults)
-    choose = random.Random(2)
+    choose = random.Random(SEED + 1)
     contents = [memory(8192, seed=seed) for seed in range(32)]
     targets = [memory(8192) for _ in range(8)]
     held: dict[int, tuple[int, int]] = {}  # extent -> (content, checksum)
     silent = raised = 0
-    while faults.counts["calls"] < 10_000:
+    while faults.counts["calls"] < NUM_OPERATIONS:
         extents = choose.sample(range(64), 8)
         if choose.random() < 0.5 or not all(extent in held for extent in extents):
             picked = [choose.randrange(32) for _ in extents]
@@ -237,7 +241,7 @@ def test_ten_thousand_operations_with_one_percent_of_faults_have_no_silent_error
             except (SpillIOError, SpillVolumeFull):
                 raised += 1
                 held = {extent: content for extent, content in held.items() if extent not in extents}
-    print(f"faults injected: {dict(faults.counts)}; operations that raised: {raised}; silent errors: {silent}")
+    print(f"\n{engine}, seed {SEED}: {dict(faults.counts)}; operations that raised: {raised}; silent errors: {silent}")
     assert min(faults.counts[kind] for kind in ("short", "eintr", "eio", "enospc", "flip")) > 0
     assert raised > 0
     assert silent == 0
@@ -286,6 +290,67 @@ def test_closing_frees_the_descriptor_and_may_be_repeated(tmp_path: Path) -> Non
 
 def test_the_backend_says_engine_and_mode(tmp_path: Path, engine: str) -> None:
     assert opened(tmp_path).backend in (f"{engine}+O_DIRECT", f"{engine}+buffered")
+
+
+def test_registered_memory_moves_the_same_bytes_and_the_backend_says_so(tmp_path: Path, engine: str) -> None:
+    file = opened(tmp_path)
+    staging = memory(12 * MIB)
+    file.register(staging)
+    mode = "O_DIRECT" if file.is_direct else "buffered"
+    registered = f"{engine}+registered+{mode}"
+    assert file.backend in ({registered, f"{engine}+{mode}"} if engine == "io_uring" else {f"{engine}+{mode}"})
+    staging[: 6 * MIB] = memory(6 * MIB, seed=1)
+    elsewhere = memory(MIB, seed=2)
+    checksums = file.write_batch([(0, staging[: 6 * MIB]), (6 * MIB, elsewhere)])
+    file.read_batch([(0, staging[6 * MIB :], checksums[0], "x"), (6 * MIB, staging[:MIB], checksums[1], "y")])
+    assert torch.equal(staging[6 * MIB :], memory(6 * MIB, seed=1))
+    assert torch.equal(staging[:MIB], elsewhere)
+    file.close()
+
+
+def test_where_memory_may_not_be_locked_transfers_work_without(tmp_path: Path, engine: str) -> None:
+    """As root (whom no limit binds) this is tried with the effective user `nobody`."""
+    if engine == "python":
+        pytest.skip("this engine never locks memory")
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    user, file = os.geteuid(), os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        moving = native.NativeEngine(file, 2)
+        assert not moving.register(memory(16 * MIB))
+    finally:
+        os.seteuid(user)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    written = Transfer(0, memory(8 * MIB, seed=1))
+    moving.transfer(Direction.WRITE, [written])
+    found = Transfer(0, memory(8 * MIB), written.checksum)
+    moving.transfer(Direction.READ, [found])
+    assert (written.failure, found.failure) == (Failure.NONE, Failure.NONE)
+    assert torch.equal(found.tensor, written.tensor)
+    moving.close()
+    os.close(file)
+
+
+def test_an_engine_that_does_not_work_here_is_refused_with_what_does(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.IO_ENGINE, "rdma")
+    choices = "python" if engine == "python" else ", ".join(native.io_engines())
+    with pytest.raises(UserError, match=f"SPILLWAY_IO_ENGINE=rdma: not available here; choose one of auto, {choices}"):
+        opened(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", ["", "auto"])
+def test_by_default_the_first_engine_that_works_is_taken(
+    engine: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.IO_ENGINE, asked)
+    assert native.io_engine() == ("python" if engine == "python" else native.io_engines()[0])
+    monkeypatch.setattr(native, "io_engines", lambda: ("threads",))
+    assert native.io_engine() == "threads"
 
 
 @pytest.fixture

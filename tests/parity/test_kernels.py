@@ -80,7 +80,7 @@ import torch
 from spillway_trainer import kernels, native
 acc = torch.zeros(3)
 kernels.accumulate(acc, torch.ones(3), False)
-print(native.isa(), native.available(), acc.sum().item(), kernels.gradient_bins(acc).norm() == 3**0.5)
+print(native.isa(), native.available(), acc.sum().item(), kernels.square_sum(acc).norm() == 3**0.5)
 """
 
 
@@ -107,10 +107,10 @@ def test_forcing_an_unknown_instruction_set_names_those_there_are() -> None:
 @needs_library
 def test_functions_work_in_a_forked_child_after_the_parent_used_its_threads() -> None:
     values = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
-    wanted = native.gradient_bins(values, num_threads=4)
+    wanted = native.square_sum(values, num_threads=4)
     child = os.fork()
     if child == 0:
-        os._exit(0 if native.gradient_bins(values, num_threads=4) == wanted else 1)
+        os._exit(0 if native.square_sum(values, num_threads=4) == wanted else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -1,8 +1,8 @@
 """The only ctypes in the house: mirrors csrc/include/spillway.h; tests/contract/test_native_header.py compares the two.
 
 A call releases the GIL until it returns. Tensors live on the CPU and are contiguous; a wrong dtype, size or layout is a
-ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|reference` pins the instruction set of a
-process; `reference` leaves the library unused.
+ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|neon|reference` pins the instruction set
+of a process; `reference` leaves the library unused. `SPILLWAY_IO_ENGINE=threads|io_uring|auto` pins the I/O engine.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from torch import Tensor
 from spillway.errors import UserError
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
-from .reference import NUM_BINS, AdamWScalars, Bins, float32
+from .reference import AdamWScalars, SquareSum, float32
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
-ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3}
+ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16; 0 is SPILLWAY_NONE"""
-ENGINE_THREADS = 1
-"""SPILLWAY_ENGINE_THREADS"""
+IO_ENGINE = "SPILLWAY_IO_ENGINE"
+ENGINE_CODES = {"threads": 1, "io_uring": 2}
+"""SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
 M_MMAP_THRESHOLD = -3
 """of malloc.h"""
 MMAP_THRESHOLD_BYTES = 2 * 2**20
 """a huge page: from this size on torch asks for huge pages (THP_MEM_ALLOC_ENABLE), so getting a block anew is cheap"""
+NUM_LIMBS = 10
+"""SPILLWAY_NUM_LIMBS"""
 NO_MEMORY = 3
 """SPILLWAY_NO_MEMORY"""
+NOT_REGISTERED = 8
+"""SPILLWAY_NOT_REGISTERED"""
 LIBRARY_NAME = "libspillway_native.so"
 
 
@@ -56,10 +61,10 @@ class AdamWScalarsStruct(Structure):
     ]
 
 
-class BinsStruct(Structure):
-    """spillway_bins"""
+class SquareSumStruct(Structure):
+    """spillway_square_sum"""
 
-    _fields_ = [("low", c_uint64 * NUM_BINS), ("high", c_uint64 * NUM_BINS), ("num_non_finite", c_uint64)]
+    _fields_ = [("limbs", c_uint64 * NUM_LIMBS), ("num_non_finite", c_uint64)]
 
 
 class CopyStruct(Structure):
@@ -98,11 +103,13 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "spillway_accumulate": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_int64, c_int32, c_int32)),
-    "spillway_gradient_bins": (c_int32, (POINTER(BinsStruct), c_void_p, c_int32, c_int64, c_int32)),
+    "spillway_sum_squares": (c_int32, (POINTER(SquareSumStruct), c_void_p, c_int32, c_int64, c_int32, c_int32)),
     "spillway_copy_batch": (c_int32, (POINTER(CopyStruct), c_int64, c_int32)),
     "spillway_crc32c": (c_uint32, (c_uint32, c_void_p, c_uint64)),
     "spillway_crc32c_combine": (c_uint32, (c_uint32, c_uint32, c_uint64)),
+    "spillway_engine_available": (c_int32, (c_int32,)),
     "spillway_io_open": (c_int32, (c_int32, c_int32, c_int32, IO_CALL, c_void_p, POINTER(c_void_p))),
+    "spillway_io_register": (c_int32, (c_void_p, c_void_p, c_uint64)),
     "spillway_io_transfer": (c_int32, (c_void_p, c_int32, POINTER(IoRequestStruct), c_int64)),
     "spillway_io_close": (None, (c_void_p,)),
 }
@@ -212,16 +219,21 @@ def accumulate(
     _raise_for("spillway_accumulate", error)
 
 
-def gradient_bins(gradient: Tensor, *, num_threads: int = 1) -> Bins:
-    """reference.gradient_bins, on `num_threads` threads."""
-    _check("gradient", gradient, gradient.numel(), *TYPE_CODES)
-    bins = BinsStruct()
-    error = _library().spillway_gradient_bins(
-        bins, gradient.data_ptr(), TYPE_CODES[gradient.dtype], gradient.numel(), num_threads
+def square_sum(values: Tensor, *, num_threads: int = 1, instruction_set: str = "") -> SquareSum:
+    """reference.square_sum, on `num_threads` threads."""
+    _check("values", values, values.numel(), *TYPE_CODES)
+    found = SquareSumStruct()
+    error = _library().spillway_sum_squares(
+        found,
+        values.data_ptr(),
+        TYPE_CODES[values.dtype],
+        values.numel(),
+        ISA_CODES[instruction_set or isa()],
+        num_threads,
     )
-    _raise_for("spillway_gradient_bins", error)
-    sums = tuple(low + (high << 64) for low, high in zip(bins.low, bins.high, strict=True))
-    return Bins(sums, bins.num_non_finite)
+    _raise_for("spillway_sum_squares", error)
+    total = sum(limb << (64 * i) for i, limb in enumerate(found.limbs))
+    return SquareSum(total, found.num_non_finite)
 
 
 def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
@@ -245,16 +257,39 @@ def crc32c(tensor: Tensor) -> int:
     return value
 
 
+def io_engines() -> tuple[str, ...]:
+    """The I/O engines that work here, best first; empty where the library is absent or unused."""
+    library = _library() if available() else None
+    return tuple(name for name, code in ENGINE_CODES.items() if library and library.spillway_engine_available(code))
+
+
+def io_engine() -> str:
+    """The I/O engine of new spill files: "io_uring", "threads", or "python" where the library is absent or unused."""
+    found = io_engines() or ("python",)
+    asked = os.environ.get(IO_ENGINE, "auto") or "auto"
+    if asked not in ("auto", *found):
+        raise UserError(
+            f"{IO_ENGINE}={asked}: not available here; choose one of auto, {', '.join(found)}, or unset it "
+            "(containers often forbid io_uring: their seccomp profile must allow the three io_uring system calls)"
+        )
+    return found[0] if asked == "auto" else asked
+
+
 class NativeEngine:
-    """io_engine.IoEngine on the library's own threads; the GIL is free while bytes move."""
+    """io_engine.IoEngine of the library; the GIL is free while bytes move. `name`: io_uring or threads."""
 
-    name = "threads"
-
-    def __init__(self, file: int, num_threads: int, call: SystemCall | None = None) -> None:
+    def __init__(self, file: int, queue_depth: int, call: SystemCall | None = None, *, name: str = "") -> None:
+        self.name = name or io_engine()
         self._call = IO_CALL(0) if call is None else IO_CALL(functools.partial(_system_call, call))
         self._handle = c_void_p()
-        error = _library().spillway_io_open(ENGINE_THREADS, file, num_threads, self._call, None, self._handle)
+        error = _library().spillway_io_open(ENGINE_CODES[self.name], file, queue_depth, self._call, None, self._handle)
         _raise_for("spillway_io_open", error)
+
+    def register(self, memory: Tensor) -> bool:
+        error = _library().spillway_io_register(self._handle, memory.data_ptr(), memory.numel())
+        if error != NOT_REGISTERED:
+            _raise_for("spillway_io_register", error)
+        return not error
 
     def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
         requests = (IoRequestStruct * len(transfers))()

@@ -1,0 +1,131 @@
+"""The frame of every benchmark: ours and rivals run alternately in one process run, and pairs of runs are compared.
+
+A shared machine drifts by tens of percent within minutes, so two medians taken one after the other would compare the
+machine's moods. Here each round runs every contestant once, in an order that rotates; each round gives one ratio; the
+figure is the median of these ratios, with the interval that holds the true median with 95 % confidence whatever the
+distribution (order statistics). Fewer than six rounds give less confidence, and the figure says how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+__all__ = ["Ratio", "alternate", "main", "median", "paired_ratio", "timed"]
+
+CONFIDENCE = 0.95
+MIN_ROUNDS = 6
+"""with which the extremes hold the median with 97 %"""
+Result = TypeVar("Result")
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """`run` as a contestant: its result is the seconds that it took."""
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    return seconds
+
+
+def alternate(contestants: Mapping[str, Callable[[], Result]], *, seconds: float) -> dict[str, list[Result]]:
+    """Results of each by round, for about `seconds` and at least MIN_ROUNDS rounds. One round more comes first, to warm
+    up, and is not counted."""
+    names = list(contestants)
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for name in names:
+        contestants[name]()
+    begin, num_rounds = time.monotonic(), 0
+    # Another round only if it will end in time.
+    while num_rounds < MIN_ROUNDS or (time.monotonic() - begin) * (num_rounds + 1) / num_rounds < seconds:
+        for position in range(len(names)):
+            name = names[(position + num_rounds) % len(names)]
+            results[name].append(contestants[name]())
+        num_rounds += 1
+    return results
+
+
+class Ratio(NamedTuple):
+    """Median of paired ratios and its interval."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    num_pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}; {self.confidence:.0%} of {self.num_pairs} pairs]"
+
+
+def paired_ratio(ours: Sequence[float], rivals: Sequence[float]) -> Ratio:
+    """How many times as fast ours is, from the seconds (or CPU seconds) of each round: rival's over ours."""
+    ratios = sorted(theirs / mine for mine, theirs in zip(ours, rivals, strict=True))
+    n = len(ratios)
+    # From the k-th smallest to the k-th largest: misses the median only when fewer than k pairs fall on one side of it.
+    k = max((k for k in range(1, n // 2 + 1) if _confidence(n, k) >= CONFIDENCE), default=1)
+    return Ratio(median(ratios), ratios[k - 1], ratios[n - k], _confidence(n, k), n)
+
+
+def _confidence(n: int, k: int) -> float:
+    return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
+
+
+def main(benchmark: str, description: str, measure: Callable[[bool], Mapping[str, float]]) -> None:
+    """Runs `measure(quick)`, which prints its table and returns its figures; prints them, writes them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="end in 50 s, one-time builds of rivals excepted")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, commit and figures to FILE")
+    given = parser.parse_args()
+    print(
+        f"{benchmark}: {description.strip()}\n\nmachine: {machine()}\ncommit:  {commit()}\nload:    {_load()}\n",
+        flush=True,
+    )
+    begin = time.perf_counter()
+    figures = dict(measure(given.quick))
+    width = max(map(len, figures))
+    print(f"\nload: {_load()}; {time.perf_counter() - begin:.0f} s\n")
+    for name, value in figures.items():
+        print(f"{name.ljust(width)}  {value:.3f}")
+    if given.json is not None:
+        document = {"benchmark": benchmark, "machine": machine(), "commit": commit(), "figures": figures}
+        given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _load() -> str:
+    """Processes that wanted to run, over 1, 5 and 15 minutes."""
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
+
+
+def machine() -> str:
+    """Processor, cores, memory and kernel: what a figure depends on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """Of this checkout, with `-dirty` when files differ from it."""
+    ended = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    return ended.stdout.strip() or "unknown"

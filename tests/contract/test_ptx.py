@@ -1,0 +1,99 @@
+"""What Triton's compiler makes for a GPU keeps the declared arithmetic: every operation rounded once. No GPU is needed.
+
+The kernels are compiled for sm_80 and sm_90 to PTX and machine code, with the options of every launch; the PTX is
+searched for what would change a bit: fused multiply-add, flushed denormals, approximate division and root.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from spillway_trainer import triton_adamw
+
+FORBIDDEN = re.compile(r"fma|\.ftz|approx|div\.full|\b(?:add|sub|mul)\.f32")
+"""the last: without .rn the assembler may contract a product and a sum on its own"""
+SCALARS = (
+    *("gradient_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"),
+    *("sqrt_bias_correction2", "eps", "step_size"),
+)
+STATES = ("master", "exp_avg", "exp_avg_sq")
+TYPES = {"float32": "*fp32", "bfloat16": "*u16"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(kernel: object, signature: dict[str, str], constants: dict[str, object], **how: object) -> dict[str, str]:
+    """`how`: architecture, aligned (pointers and length are multiples of 16, as in nearly every launch), options."""
+    options = {**triton_adamw.OPTIONS, **how.get("options", {})}
+    attributes = {}
+    if how["aligned"]:
+        names = list(signature)
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name][0] in "*i"}
+    signature = signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return dict(triton.compile(source, target=GPUTarget("cuda", how["architecture"], 32), options=options).asm)
+
+
+def operations(ptx: str) -> Counter[str]:
+    return Counter(re.findall(r"^\s*(?:@\S+\s+)?([a-z][\w.:]*)", ptx, flags=re.MULTILINE))
+
+
+def forbidden_in(ptx: str) -> list[str]:
+    return sorted(name for name in operations(ptx) if FORBIDDEN.search(name))
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "none"])
+@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_adamw_rounds_every_operation_once(architecture: int, gradient: str, out: str, aligned: bool) -> None:
+    arrays = dict.fromkeys(STATES, "*fp32") | {"gradient": TYPES[gradient], "out": TYPES.get(out, "*fp32")}
+    signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
+    constants = {"HAS_OUT": out != "none", "BLOCK": triton_adamw.BLOCK}
+    made = compiled(triton_adamw.adamw_kernel, signature, constants, architecture=architecture, aligned=aligned)
+    assert forbidden_in(made["ptx"]) == []
+    found = operations(made["ptx"])
+    per_thread = triton_adamw.BLOCK // (32 * triton_adamw.OPTIONS["num_warps"])
+    arithmetic = {name: found[f"{name}.rn.f32"] for name in ("mul", "add", "sub", "sqrt", "div")}
+    assert arithmetic == {
+        name: n * per_thread for name, n in [("mul", 8), ("add", 3), ("sub", 1), ("sqrt", 1), ("div", 2)]
+    }
+    assert len(made["cubin"]) > 0, "the assembler took it"
+    if aligned:
+        assert found["ld.global.v4.b32"] > 0, "sixteen bytes an access"
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_accumulate_rounds_every_operation_once(architecture: int, gradient: str, first: bool) -> None:
+    signature = {"accumulator": "*fp32", "gradient": TYPES[gradient], "n": "i64"}
+    constants = {"FIRST": first, "BLOCK": triton_adamw.BLOCK}
+    made = compiled(triton_adamw.accumulate_kernel, signature, constants, architecture=architecture, aligned=True)
+    assert forbidden_in(made["ptx"]) == []
+    assert ("add.rn.f32" in operations(made["ptx"])) is not first
+
+
+@triton.jit
+def carelessly(x, y, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    tl.store(y + at, tl.sqrt(value) / (value * value + 3.0))
+
+
+def test_a_careless_kernel_would_be_found() -> None:
+    how = {"architecture": 80, "aligned": True, "options": {"enable_fp_fusion": True}}
+    made = compiled(carelessly, {"x": "*fp32", "y": "*fp32"}, {"BLOCK": 128}, **how)
+    found = " ".join(forbidden_in(made["ptx"]))
+    assert all(name in found for name in ("fma", "sqrt.approx", "div.full"))

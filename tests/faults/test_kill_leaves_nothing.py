@@ -1,0 +1,120 @@
+"""kill -9 at any time leaves no byte of a spill file behind, whatever moves its bytes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from spillway_trainer import native
+from spillway_trainer.spill_file import SpillFile
+
+MIB = 1 << 20
+NUM_KILLS, SEED = (100 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 15), 1
+
+
+@pytest.fixture(params=["io_uring", "threads", "python"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif request.param not in native.io_engines():
+        pytest.skip(f"the engine {request.param} does not work here (no native library, or the system refuses it)")
+    monkeypatch.setenv(native.IO_ENGINE, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, so that nobody else's bytes are counted."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs root and mkfs.ext4 for a file system of its own")
+    image, mounted = tmp_path / "image", tmp_path / "volume"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    ended = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(mounted)], capture_output=True, text=True, check=False
+    )
+    if ended.returncode != 0:
+        pytest.skip(f"no loop device can be mounted here: {ended.stderr.strip()}")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)  # refused while anything, also in the kernel, holds a file
+
+
+def write_and_read_for_ever(directory: Path, progress: int) -> None:
+    """A byte to `progress` at each step: opened, and after every batch."""
+    file = SpillFile(directory, 32 * MIB, num_threads=4)
+    memory = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)
+    file.register(memory)
+    while True:
+        os.write(progress, b".")
+        [checksum] = file.write_batch([(0, memory[: 8 * MIB])])
+        os.write(progress, b".")
+        file.read_batch([(0, memory[8 * MIB :], checksum, "x")])
+
+
+def used_bytes(directory: Path) -> int:
+    volume = os.statvfs(directory)
+    return (volume.f_blocks - volume.f_bfree) * volume.f_frsize
+
+
+def test_a_killed_process_leaves_no_byte_in_the_spill_directory(volume: Path, engine: str) -> None:
+    choose = random.Random(SEED)
+    before = used_bytes(volume)
+    for _ in range(NUM_KILLS):
+        progress, child_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                write_and_read_for_ever(volume, child_end)
+            finally:
+                os._exit(1)
+        os.close(child_end)
+        for _ in range(choose.randrange(12)):  # none: while the file is being opened
+            assert os.read(progress, 1) == b".", "the child ended by itself"
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        os.close(progress)
+        assert [path for path in volume.iterdir() if path.name != "lost+found"] == []
+        deadline = time.monotonic() + 30  # the kernel takes rings down after the process has ended
+        while used_bytes(volume) > before:
+            assert time.monotonic() < deadline, f"{used_bytes(volume) - before} bytes are still in use"
+    print(f"\n{engine}, seed {SEED}: {NUM_KILLS} kills, 0 bytes left")
+
+
+def test_a_killed_process_leaves_no_name_and_no_open_file(tmp_path: Path, engine: str) -> None:
+    """What can be seen without a file system of one's own."""
+    progress, child_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            write_and_read_for_ever(tmp_path, child_end)
+        finally:
+            os._exit(1)
+    os.close(child_end)
+    assert os.read(progress, 3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(progress)
+    assert list(tmp_path.iterdir()) == []
+    assert not [link for link in open_files() if link.startswith(str(tmp_path))]
+
+
+def open_files() -> Iterator[str]:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            yield os.readlink(link)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EACCES, errno.ESRCH):
+                raise

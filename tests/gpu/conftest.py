@@ -1,0 +1,21 @@
+"""Tests that need a CUDA device. Without one they are skipped, and the last lines of the run say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NO_DEVICE = "no CUDA device"
+
+
+@pytest.fixture(autouse=True)
+def device() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip(NO_DEVICE)
+    return "cuda"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_DEVICE in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"tests/gpu: {len(skipped)} tests did not run: {NO_DEVICE}")

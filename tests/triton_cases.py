@@ -1,0 +1,107 @@
+"""What the Triton kernels are held to: the bits of reference.py, whatever the values, sizes and alignments.
+
+On a GPU the tests of tests/gpu call these checks. Run as a program under TRITON_INTERPRET=1, all of them run in the
+interpreter of Triton, on the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from spillway_trainer import reference, triton_adamw
+from spillway_trainer.reference import AdamWScalars
+
+SIZES = [1, 3, triton_adamw.BLOCK - 1, triton_adamw.BLOCK, triton_adamw.BLOCK + 1, 20_003]
+GRADIENT_TYPES = [torch.float32, torch.bfloat16]
+OUT_TYPES = [torch.float32, torch.bfloat16, None]
+
+
+def scalars(step: int, weight_decay: float = 0.1, gradient_scale: float = 0.37) -> AdamWScalars:
+    return AdamWScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale)
+
+
+def any_values(n: int, seed: int) -> Tensor:
+    """Every bit pattern is as likely as any other: all exponents, denormals, infinities, NaNs with every payload."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def trained_values(n: int, seed: int) -> Tensor:
+    """As training leaves them, with denormals, exact ties of bfloat16, zeros of both signs and a NaN among them."""
+    values = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02
+    values[1::7] *= 1e-38
+    ties = values[2::7].view(torch.int32)
+    values[2::7] = (ties & -0x10000 | 0x8000).view(torch.float32)
+    values[3::7] = 0.0
+    values[4::70] = -0.0
+    values[-1] = torch.nan
+    return values
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
+    """A copy on `device` that begins `offset` elements into its memory: with 1, aligned to nothing but an element."""
+    memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=device)
+    memory[offset:] = tensor.to(device)
+    return memory[offset:]
+
+
+def check_adamw(
+    device: str, n: int, gradient_type: torch.dtype, out_type: torch.dtype | None, offset: int, num_steps: int
+) -> None:
+    """`num_steps` steps from values of both kinds, every bit of every state and of the last `out`."""
+    for values in (any_values, trained_values):
+        found = [at_offset(values(n, seed), offset, device) for seed in (1, 2, 3)]
+        wanted = [values(n, seed) for seed in (1, 2, 3)]
+        out = None if out_type is None else torch.zeros(n, dtype=out_type)
+        found_out = None if out is None else at_offset(out, offset, device)
+        for step in range(1, num_steps + 1):
+            gradient = values(n, 10 + step).to(gradient_type)
+            triton_adamw.adamw(scalars(step), *found, at_offset(gradient, offset, device), found_out)
+            reference.adamw(scalars(step), *wanted, gradient, out)
+        for name, ours, reference_one in zip(("master", "exp_avg", "exp_avg_sq"), found, wanted, strict=True):
+            assert torch.equal(bits(ours), bits(reference_one)), (name, n, gradient_type, out_type, values.__name__)
+        if out is not None and found_out is not None:
+            assert torch.equal(bits(found_out), bits(out)), ("out", n, gradient_type, out_type, values.__name__)
+
+
+def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: int) -> None:
+    """A first and two more gradients."""
+    for values in (any_values, trained_values):
+        found, wanted = at_offset(torch.full((n,), torch.nan), offset, device), torch.empty(n)
+        for step in range(3):
+            gradient = values(n, 20 + step).to(gradient_type)
+            triton_adamw.accumulate(found, at_offset(gradient, offset, device), step == 0)
+            reference.accumulate(wanted, gradient, step == 0)
+        assert torch.equal(bits(found), bits(wanted)), (n, gradient_type, values.__name__)
+
+
+def check_rounding(device: str) -> None:
+    """Without decay and with a zero gradient the step leaves the master as it is: `out` shows every rounding."""
+    upper = torch.arange(-32768, 32768, dtype=torch.int32) << 16
+    values = torch.cat([upper | lower for lower in (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
+    zeros = torch.zeros_like(values)
+    out = torch.empty_like(values, dtype=torch.bfloat16, device=device)
+    states = [tensor.clone().to(device) for tensor in (values, zeros, zeros)]
+    triton_adamw.adamw(scalars(1, weight_decay=0.0), *states, zeros.to(device), out)
+    assert torch.equal(bits(out), bits(reference.bfloat16(values)))
+
+
+def check_everything(device: str) -> None:
+    for n, gradient_type in itertools.product(SIZES, GRADIENT_TYPES):
+        for out_type in OUT_TYPES:
+            check_adamw(device, n, gradient_type, out_type, offset=n % 2, num_steps=2)
+        check_accumulate(device, n, gradient_type, offset=n % 2)
+    check_rounding(device)
+
+
+if __name__ == "__main__":
+    check_everything("cpu")
+    print("the bits of the reference")

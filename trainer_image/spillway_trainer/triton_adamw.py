@@ -1,0 +1,150 @@
+"""reference.py's AdamW and accumulate on a GPU: the same order of operations, each rounded once, so the same bits.
+
+What a GPU's compiler would do otherwise is switched off, and tests/contract/test_ptx.py holds that in the code made:
+no fused multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16
+is converted by integers in both directions: the architectures' own conversions differ for NaNs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import AdamWScalars, float32
+
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+"""of every launch"""
+BLOCK = 1024
+"""values per program: eight a thread, two 16-byte accesses of each float32 array"""
+
+
+@triton.jit
+def _load(pointer, at, mask):
+    """float32 values; bfloat16 arrays are passed as uint16 and are the upper halves of float32."""
+    value = tl.load(pointer + at, mask=mask, other=0)
+    if pointer.dtype.element_ty == tl.uint16:
+        value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _quiet(value):
+    """Every NaN as 0x7FC00000."""
+    bits = value.to(tl.uint32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(pointer, at, value, mask):
+    """A quiet value; to bfloat16 by round-to-nearest-even."""
+    if pointer.dtype.element_ty == tl.uint16:
+        bits = value.to(tl.uint32, bitcast=True)
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+    tl.store(pointer + at, value, mask=mask)
+
+
+@triton.jit
+def adamw_kernel(  # noqa: PLR0913, PLR0917
+    master,
+    exp_avg,
+    exp_avg_sq,
+    gradient,
+    out,
+    n,
+    gradient_scale,
+    decay,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    sqrt_bias_correction2,
+    eps,
+    step_size,
+    HAS_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One AdamW step in place: csrc/include/spillway.h, spillway_adamw, line by line."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    g = gradient_scale * _load(gradient, at, mask)
+    decayed = decay * _load(master, at, mask)
+    m = _quiet(beta1 * _load(exp_avg, at, mask) + one_minus_beta1 * g)
+    v = _quiet(beta2 * _load(exp_avg_sq, at, mask) + one_minus_beta2 * (g * g))
+    denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
+    p = _quiet(decayed - step_size * tl.div_rn(m, denominator))
+    _store(exp_avg, at, m, mask)
+    _store(exp_avg_sq, at, v, mask)
+    _store(master, at, p, mask)
+    if HAS_OUT:
+        _store(out, at, p, mask)
+
+
+@triton.jit
+def accumulate_kernel(accumulator, gradient, n, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """accumulator = gradient if FIRST, else accumulator + gradient."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    g = _load(gradient, at, mask)
+    if not FIRST:
+        g = _quiet(_load(accumulator, at, mask) + g)
+    _store(accumulator, at, g, mask)
+
+
+def adamw(
+    scalars: AdamWScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
+) -> None:
+    """reference.adamw on the device of `master`, on its current stream; returns before it is done."""
+    n = master.numel()
+    for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
+        _check(name, tensor, n, master.device, torch.float32)
+    _check("gradient", gradient, n, master.device, torch.float32, torch.bfloat16)
+    if out is not None:
+        _check("out", out, n, master.device, torch.float32, torch.bfloat16)
+    if n == 0:
+        return
+    adamw_kernel[(triton.cdiv(n, BLOCK),)](
+        master,
+        exp_avg,
+        exp_avg_sq,
+        _words(gradient),
+        master if out is None else _words(out),
+        n,
+        float32(scalars.gradient_scale),
+        scalars.decay,
+        float32(scalars.beta1),
+        scalars.one_minus_beta1,
+        float32(scalars.beta2),
+        scalars.one_minus_beta2,
+        scalars.sqrt_bias_correction2,
+        float32(scalars.eps),
+        scalars.step_size,
+        HAS_OUT=out is not None,
+        BLOCK=BLOCK,
+        **OPTIONS,
+    )
+
+
+def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
+    """reference.accumulate on the device of `accumulator`, on its current stream; returns before it is done."""
+    n = accumulator.numel()
+    _check("accumulator", accumulator, n, accumulator.device, torch.float32)
+    _check("gradient", gradient, n, accumulator.device, torch.float32, torch.bfloat16)
+    if n == 0:
+        return
+    accumulate_kernel[(triton.cdiv(n, BLOCK),)](accumulator, _words(gradient), n, FIRST=first, BLOCK=BLOCK, **OPTIONS)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _check(name: str, tensor: Tensor, num_elements: int, device: torch.device, *dtypes: torch.dtype) -> None:
+    same_place = tensor.device == device and tensor.is_contiguous()
+    if tensor.dtype not in dtypes or tensor.numel() != num_elements or not same_place:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {tensor.dtype}, {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}: "
+            f"give a contiguous {wanted} tensor of {num_elements} elements on {device}"
+        )
