@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from spillway.api import TrainingJobSpec
+from spillway.api import Location, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.footprint import RUN_STRATEGY
 from spillway.job import JobFile
-from spillway.model_shape import model_shape
 from spillway.plan import Answer, MemoryPlan, Tier
 
 from .models.transformer import TransformerConfig
@@ -39,6 +40,16 @@ def transformer_config(spec: TrainingJobSpec) -> TransformerConfig:
         rope_theta=sizes.rope_theta,
         norm_eps=sizes.norm_eps,
     )
+
+
+def directory_of(location: Location, claims: Mapping[str, str], field: str) -> Path:
+    """The directory (or file) of a location as this process sees it. Raises UserError for a claim that is not there."""
+    if location.path is not None:
+        return Path(location.path)
+    assert location.claim is not None
+    if location.claim not in claims:
+        raise UserError(f"{field}.claim = {location.claim}: not mounted; known claims: {sorted(claims)}")
+    return Path(claims[location.claim]) / location.sub_path
 
 
 def compute_dtype(spec: TrainingJobSpec) -> torch.dtype:
@@ -76,26 +87,27 @@ def check_world(job: JobFile, world: World) -> None:
         )
 
 
-def check_plan(job: JobFile, plan: MemoryPlan) -> None:
-    """Raises UserError when `plan` was made for another job, or by another planner, or cannot be executed yet."""
+def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
+    """Raises UserError when `plan` was made for another job or model (of `num_segments`), by another planner, or cannot
+    be executed yet."""
     spec = job.spec
     if plan.device == "Cuda":
         raise UserError(
             f"the plan of {plan.job} is for Cuda devices, and this trainer executes plans on CPUs only so far: set "
             "spec.parallelism.device: Cpu in a new job"
         )
-    num_segments = model_shape(spec.model.transformer, spec.model.precision.compute).num_segments
     micro_batches = (plan.micro_batch_size, plan.num_micro_batches, plan.world_size)
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]
-    nvme = Answer.NVME in activations.uses
+    nvme = Answer.NVME in {*activations.uses, plan.parameters.boundaries} or Tier.NVME in plan.parameters.homes
     wrong = {
         f"answers for {len(activations.answers)} segments": len(activations.answers) not in (0, num_segments),
+        f"homes of {len(plan.parameters.homes)} segments": len(plan.parameters.homes) not in (0, num_segments),
         f"{micro_batches} micro-batches (size, number, ranks)": math.prod(micro_batches)
         != spec.training.global_batch_size,
         f"a world of {plan.world_size}": plan.world_size != job.world_size,
         f"no bytes or budget of {', '.join(tiers)}": bool(tiers),
-        "activations on NVMe and no bytes there": nvme and not tiers and not plan.bytes[Tier.NVME].total,
+        "activations or parameters on NVMe and no bytes there": nvme and not tiers and not plan.bytes[Tier.NVME].total,
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(

@@ -1,36 +1,70 @@
-"""A checkpoint's weights as a Hugging Face llama directory: what other programs load."""
+"""A checkpoint's weights as a Hugging Face directory: what other programs load.
+
+A model gives config.json and model.safetensors, adapters give adapter_config.json and adapter_model.safetensors for
+`PeftModel.from_pretrained`. One tensor is in memory at a time.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer
+from torch import Tensor
 
 from spillway.errors import CheckpointCorrupt, UserError
 
 from .checkpoint import bytes_of, safetensors_header
-from .checkpoint_manifest import Checkpoint, Manifest, open_checkpoint, verify_checkpoint
+from .checkpoint_manifest import Checkpoint, TrainingState, open_checkpoint, verify_checkpoint
 from .durable_files import DurableFiles, describe_file
-from .tokens import END_OF_TEXT, end_of_text_id
+from .tokens import END_OF_TEXT_ID
 
 ExportDtype = Literal["bfloat16", "float32"]
 
 _MASTER = "master."
-_RENAMED = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
+_LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
+_PREFIX = "model."
+"""of the parameters of a model of transformers (models/huggingface.py)"""
+_STORED_AS = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+"""bert's bias of the output projection has two names; save_pretrained() writes this one"""
+_BASE = "base"
 
 
-def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: ExportDtype = "bfloat16") -> None:
-    """Write model.safetensors, config.json, tokenizer.json and tokenizer_config.json into the new directory `output`.
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file in the making."""
 
-    Raises CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists or `tokenizer` is not
-    the one that the model was trained with. One tensor is in memory at a time.
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    values: Callable[[], Iterable[Tensor]]
+    """in the order of `shapes`"""
+
+    def content(self, dtype: torch.dtype) -> Iterator[memoryview]:
+        yield memoryview(safetensors_header({name: (dtype, shape) for name, shape in self.shapes.items()}))
+        for value in self.values():
+            yield bytes_of(value.to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What goes into the directory, beside the tokenizer."""
+
+    weights: tuple[WeightFile, ...]
+    documents: Mapping[str, dict[str, Any]]
+
+
+def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: ExportDtype = "bfloat16") -> list[str]:
+    """Write weights, their description, tokenizer.json and tokenizer_config.json into the new directory `output`;
+    returns the names of the files of weights.
+
+    Raises CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, `tokenizer` is not
+    the one that the model was trained with, or the model is none that other programs know.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; name a directory that does not")
@@ -38,22 +72,80 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
-    end_of_text = end_of_text_id(Tokenizer.from_file(str(tokenizer)))
+    exported = _exported(checkpoint, output, dtype)
     documents = {
-        "config.json": llama_config(checkpoint.manifest, dtype, end_of_text),
+        **exported.documents,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": END_OF_TEXT,
+            **state.special_tokens,
             "model_max_length": state.sequence_length,
         },
     }
     texts = {name: json.dumps(document, indent=2).encode() for name, document in documents.items()}
-    _write_directory(output, checkpoint, getattr(torch, dtype), {**texts, "tokenizer.json": tokenizer.read_bytes()})
+    texts["tokenizer.json"] = tokenizer.read_bytes()
+    _write_directory(output, exported.weights, getattr(torch, dtype), texts)
+    return [file.name for file in exported.weights]
 
 
-def llama_config(manifest: Manifest, dtype: ExportDtype, end_of_text: int) -> dict[str, Any]:
+def _exported(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Exported:
+    state = checkpoint.manifest.state
+    model = state.model
+    if "lora" in model:
+        return _adapters(checkpoint, output, dtype)
+    if "config" in model and not model["frozen"]:
+        weights = _masters("model.safetensors", checkpoint, huggingface_name)
+        return Exported((weights,), {"config.json": _config(model, dtype)})
+    if "hidden_size" in model:
+        weights = _masters("model.safetensors", checkpoint, llama_name)
+        return Exported((weights,), {"config.json": llama_config(state, dtype)})
+    why = "some of its parameters are frozen, and in no checkpoint" if "config" in model else "no other program has it"
+    raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
+
+
+def _adapters(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Exported:
+    """The adapters; and the model below them, where that came from the seed and is nowhere else."""
+    state = checkpoint.manifest.state
+    adapters = _masters("adapter_model.safetensors", checkpoint, adapter_name)
+    base = state.model.get("source") or str(output.resolve() / _BASE)
+    documents = {"adapter_config.json": state.model["lora"] | {"base_model_name_or_path": base}}
+    if "source" in state.model:
+        return Exported((adapters,), documents)
+    documents[f"{_BASE}/config.json"] = _config(state.model, dtype)
+    return Exported((adapters, _base_model(state)), documents)
+
+
+def _base_model(state: TrainingState) -> WeightFile:
+    from .models import families  # noqa: PLC0415 - imports transformers
+
+    chain = families.chain_of(families.empty_model(families.config_from(state.model["config"])), torch.float32)
+    parameters = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
+    shapes = {huggingface_name(name): shape for name, shape in parameters.items()}
+    values = lambda: (value for _, value in chain.initial_values(state.seed))  # noqa: E731
+    return WeightFile(f"{_BASE}/model.safetensors", shapes, values)
+
+
+def _masters(file: str, checkpoint: Checkpoint, rename: Callable[[str], str]) -> WeightFile:
+    """The checkpoint's masters, file by file."""
+    tensors = checkpoint.manifest.tensors
+    masters = [name for name in tensors if name.startswith(_MASTER)]
+
+    def values() -> Iterator[Tensor]:
+        for file_name, names in groupby(masters, key=lambda name: tensors[name].file):
+            with safe_open(checkpoint.path / file_name, framework="pt") as opened:
+                for name in names:
+                    yield opened.get_tensor(name)
+
+    return WeightFile(file, {rename(name.removeprefix(_MASTER)): tensors[name].shape for name in masters}, values)
+
+
+def _config(model: Mapping[str, Any], dtype: ExportDtype) -> dict[str, Any]:
+    """config.json of a model of transformers; the type is spelled for versions 4 and 5 both."""
+    return {**model["config"], "architectures": [model["class"]], "dtype": dtype, "torch_dtype": dtype}
+
+
+def llama_config(state: TrainingState, dtype: ExportDtype) -> dict[str, Any]:
     """config.json of LlamaForCausalLM; rope and dtype are spelled for transformers 4 and 5 both."""
-    model = manifest.state.model
+    model = state.model
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -65,7 +157,7 @@ def llama_config(manifest: Manifest, dtype: ExportDtype, end_of_text: int) -> di
         "intermediate_size": model["intermediate_size"],
         "vocab_size": model["vocab_size"],
         "tie_word_embeddings": model["tie_word_embeddings"],
-        "max_position_embeddings": manifest.state.sequence_length,
+        "max_position_embeddings": state.sequence_length,
         "rms_norm_eps": model["norm_eps"],
         "rope_theta": model["rope_theta"],
         "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_theta"]},
@@ -74,16 +166,26 @@ def llama_config(manifest: Manifest, dtype: ExportDtype, end_of_text: int) -> di
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
 
 
 def llama_name(name: str) -> str:
-    """Our parameter names are those of LlamaForCausalLM without its prefix, and a head of their own."""
-    return _RENAMED.get(name, f"model.{name}")
+    """Our llama's parameter names are those of LlamaForCausalLM without its prefix, and a head of their own."""
+    return _LLAMA_NAMES.get(name, f"model.{name}")
+
+
+def huggingface_name(name: str) -> str:
+    stored = name.removeprefix(_PREFIX)
+    return _STORED_AS.get(stored, stored)
+
+
+def adapter_name(name: str) -> str:
+    """As peft's save_pretrained(): the name of the adapter is left out."""
+    return "base_model.model." + name.removeprefix(_PREFIX).replace(".default.", ".")
 
 
 def _verified(path: Path) -> Checkpoint:
@@ -93,13 +195,17 @@ def _verified(path: Path) -> Checkpoint:
     return open_checkpoint(path)
 
 
-def _write_directory(output: Path, checkpoint: Checkpoint, dtype: torch.dtype, texts: dict[str, bytes]) -> None:
+def _write_directory(
+    output: Path, weights: Iterable[WeightFile], dtype: torch.dtype, texts: Mapping[str, bytes]
+) -> None:
     files = DurableFiles()
     temporary = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):
-            files.write(temporary / "model.safetensors", _weights(checkpoint, dtype))
+            for file in weights:
+                (temporary / file.name).parent.mkdir(exist_ok=True)
+                files.write(temporary / file.name, file.content(dtype))
             for name, text in texts.items():
                 files.write(temporary / name, [memoryview(text)])
             files.sync_directory(temporary)
@@ -107,14 +213,3 @@ def _write_directory(output: Path, checkpoint: Checkpoint, dtype: torch.dtype, t
         files.sync_directory(output.parent)
     except OSError as error:
         raise UserError(f"{output}: not exported: {error.strerror or error}") from error
-
-
-def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[memoryview]:
-    """One safetensors file in chunks: its header, then each master weight rounded to `dtype`."""
-    masters = {name: entry for name, entry in checkpoint.manifest.tensors.items() if name.startswith(_MASTER)}
-    header = {llama_name(name.removeprefix(_MASTER)): (dtype, entry.shape) for name, entry in masters.items()}
-    yield memoryview(safetensors_header(header))
-    for file_name, names in groupby(masters, key=lambda name: masters[name].file):
-        with safe_open(checkpoint.path / file_name, framework="pt") as file:
-            for name in names:
-                yield bytes_of(file.get_tensor(name).to(dtype))

@@ -10,9 +10,13 @@ one micro-batch, or one segment for all micro-batches, and both do the same oper
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .objective import IGNORED_LABEL, Objective
 
 
 class Chain(nn.Module):
@@ -20,6 +24,21 @@ class Chain(nn.Module):
 
     initializer_range = 0.02
     """standard deviation of the normal initialisation of every matrix"""
+    objective = Objective.CAUSAL
+    max_positions: int | None = None
+    """longest sequence; None = any"""
+    autocast: torch.dtype | None = None
+    """type in which every segment runs under torch.autocast, entered per segment; None = in its parameters' type"""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows: those of the data must be smaller."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the model is, as JSON values: kept in checkpoints, read by export."""
+        return {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     @property
     def segments(self) -> list[tuple[str, nn.Module]]:
@@ -43,13 +62,21 @@ class Chain(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name in self.tied:
-                continue
-            value = torch.empty(parameter.shape, dtype=torch.float32)
-            if parameter.dim() == 1:
-                yield name, value.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                yield name, value.normal_(0.0, self.initializer_range, generator=generator)
+            if name not in self.tied:
+                value = torch.empty(parameter.shape, dtype=torch.float32)
+                self.fill_initial(name, value, generator)
+                yield name, value
+
+    def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Vectors: 0 for a bias, else 1 (a norm's scale). All others: normal, by `deviation`."""
+        if value.dim() == 1:
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            value.normal_(0.0, self.deviation(name), generator=generator)
+
+    def deviation(self, name: str) -> float:
+        """Standard deviation of the initial values of matrix `name`."""
+        return self.initializer_range
 
     def tie(self) -> None:
         """Let every alias share its owner's storage; call again whenever parameters were replaced or cast."""
@@ -73,6 +100,15 @@ class Chain(nn.Module):
 def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a segment returned, as the next one gets it."""
     return output if isinstance(output, tuple) else (output,)
+
+
+def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+    """Sum of the cross entropy over unmasked labels, divided by `num_tokens`. Returns a float32 scalar.
+
+    `logits_BTV` in float32: cast here, those in the compute type would stay alive beside them.
+    """
+    total = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / num_tokens
 
 
 def allocate(model: nn.Module) -> None:

@@ -6,16 +6,14 @@ V = vocabulary. Parameters have the shapes and counts of Hugging Face's `LlamaFo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .chain import Chain
-
-IGNORED_LABEL = -100
-"""label of a position that does not count in the loss, as in torch's cross entropy"""
+from .chain import Chain, token_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,7 @@ class Head(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        """Sum of the cross entropy over unmasked labels, divided by `num_tokens`. Returns a float32 scalar."""
-        logits_BTV = self.lm_head(self.norm(x_BTD)).float()
-        total = F.cross_entropy(
-            logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        return total / num_tokens
+        return token_loss(self.lm_head(self.norm(x_BTD)).float(), labels_BT, num_tokens)
 
 
 class Transformer(Chain):
@@ -146,6 +139,14 @@ class Transformer(Chain):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
         self._rope: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return asdict(self.config)
 
     @property
     def segments(self) -> list[tuple[str, nn.Module]]:

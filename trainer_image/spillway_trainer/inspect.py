@@ -1,0 +1,322 @@
+"""`python -m spillway_trainer.inspect JOB.yaml`: the ModelShape of a model that only building it can tell, as JSON.
+
+    spec.model -> Chain without memory -> one micro-batch of fake tensors through it -> figures per segment
+
+Fake tensors have shapes, types and a device's kernels, but no memory: so the figures are those of a CPU, whatever the
+model's size. What is measured is what autograd does: the storages that it saves, and the bytes alive at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spillway.api import TrainingJobSpec, load_job
+from spillway.errors import UserError
+from spillway.model_shape import ModelShape, Segment
+
+from .models.build import build_model
+from .models.chain import Chain, as_carried
+
+_BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+
+
+def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
+    """The shape of the job's model at its micro-batch and sequence length. Raises UserError as `build_model` does."""
+    chain = build_model(spec, claims)
+    return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
+
+
+def shape_of_chain(chain: Chain, batch: int, length: int) -> ModelShape:
+    """`chain` as `build_model` makes it; it is of no other use afterwards, its parameters have become fake."""
+    tokens_BT = torch.zeros(batch, length, dtype=torch.int64)
+    labels_BT = torch.zeros_like(tokens_BT)
+    arguments = {name: chain.arguments(name, tokens_BT, labels_BT, 1) for name, _ in chain.segments}
+    inside, tied = chain.parameters_of(), chain.tied
+    places = {parameter: index for index, names in enumerate(inside.values()) for parameter in names}
+    # A type that is not the adapters', of which there may be one only.
+    compute = [p.dtype for p in chain.parameters() if chain.autocast is None or not p.requires_grad]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        _make_fake(chain)
+        fake = {name: tuple(_as_fake(mode, value) for value in values) for name, values in arguments.items()}
+        measured = _measured(chain, _as_fake(mode, tokens_BT), fake)
+    segments = [
+        _segment(
+            name, [(p, chain.get_parameter(p)) for p in inside[name]], tied, measured[name], batch * length, length
+        )
+        for name, _ in chain.segments
+    ]
+    return ModelShape(
+        architecture=str(chain.description.get("config", {}).get("model_type", type(chain).__name__)),
+        embedding=segments[0],
+        blocks=tuple(segments[1:-1]),
+        head=segments[-1],
+        hidden_size=measured[chain.segments[0][0]].width,
+        vocab_size=chain.vocab_size,
+        compute_bytes=compute[0].itemsize,
+        trained_bytes=max((p.element_size() for p in chain.parameters() if p.requires_grad), default=0),
+        table_bytes_per_position=-(-_table_bytes(arguments, (tokens_BT, labels_BT)) // length),
+        tied=tuple((places[alias], places[owner]) for alias, owner in tied.items()),
+    )
+
+
+@dataclass(slots=True)
+class Measured:
+    """One segment at one micro-batch, in bytes."""
+
+    saved: list[int] = field(default_factory=list)
+    """of each storage that this segment saves first"""
+    output: int = 0
+    width: int = 0
+    """last dimension of the first output"""
+    forward_peak: int = 0
+    backward_peak: int = 0
+    lean_peak: int = 0
+    own_saved: int = 0
+    """of storages that this segment made itself"""
+    attention_flops: float = 0.0
+    matrix_parameters: int = 0
+    trained_matrix_parameters: int = 0
+
+
+def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Measured]:
+    """Segment after segment; one that equals another in its modules, parameters and inputs is measured once."""
+    carried: tuple[Tensor, ...] = (tokens_BT,)
+    found: dict[str, Measured] = {}
+    equal: dict[Any, tuple[Measured, tuple[Tensor, ...]]] = {}
+    known = {_key(p) for p in chain.parameters()} | {_key(v) for v in tree_leaves(arguments) if isinstance(v, Tensor)}
+    alive: list[Tensor] = []  # or the address of a storage would come to mean another one
+    for name, module in chain.segments:
+        inputs = (*carried, *arguments[name])
+        signature = (str(module), *(_kind(value) for value in (*module.parameters(), *inputs)))
+        if signature not in equal:
+            one = _peaks(module, inputs, _region(chain))
+            with _region(chain)(), saved_tensors_hooks(_collector(one.saved, known, alive), _same):
+                outputs = as_carried(module(*inputs))
+            one.output = sum({_key(out): out.untyped_storage().nbytes() for out in outputs}.values())
+            one.width = outputs[0].shape[-1] if outputs[0].dim() else 1
+            equal[signature] = one, tuple(out.detach().requires_grad_(out.requires_grad) for out in outputs)
+        found[name], carried = equal[signature]
+    return found
+
+
+def _peaks(module: nn.Module, inputs: tuple[Any, ...], region: Callable[[], AbstractContextManager[Any]]) -> Measured:
+    """The most bytes alive in a forward that saves nothing, in one that does, and in its backward, where gradients of
+    parameters are taken away as soon as they are whole."""
+    one, saved = Measured(), list[int]()
+    with torch.no_grad(), region(), LiveBytes() as live:
+        module(*inputs)
+    one.lean_peak, one.attention_flops = live.peak, live.attention_flops
+    matrices = [p for p in module.parameters() if p.dim() >= 2 and _key(p) not in live.looked_up]
+    one.matrix_parameters = sum(p.numel() for p in matrices)
+    one.trained_matrix_parameters = sum(p.numel() for p in matrices if p.requires_grad)
+
+    given = {_key(value) for value in (*inputs, *module.parameters()) if isinstance(value, Tensor)}
+    held: list[Tensor] = []
+    with region(), LiveBytes() as live, saved_tensors_hooks(_collector(saved, given, held), _same):
+        outputs = as_carried(module(*inputs))
+    held.clear()
+    one.forward_peak, one.own_saved = live.peak, sum(saved)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    hooks = [p.register_hook(live.forget) for p in trained]  # type: ignore[no-untyped-call]
+    hooks += [
+        p.register_post_accumulate_grad_hook(live.forget_whole)  # type: ignore[no-untyped-call]
+        for p in trained
+    ]
+    if roots := [out for out in outputs if out.grad_fn is not None]:
+        with live:
+            torch.autograd.backward(roots, [torch.ones_like(out) for out in roots])
+    for hook in hooks:
+        hook.remove()
+    for value in inputs:
+        if isinstance(value, Tensor):
+            value.grad = None
+    one.backward_peak = live.peak
+    return one
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that operations made and that are alive, at their highest; and what the operations were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self.attention_flops = 0.0
+        self.looked_up: set[int] = set()
+        """storages of tables: matrices that no product uses"""
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._pending = 0
+        """alive after the last operation that made something: if that is a parameter's gradient, it is taken off yet"""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        self.attention_flops += _attention_flops(function, arguments, keywords or {})
+        if function is torch.ops.aten.embedding.default:
+            self.looked_up.add(_key(arguments[0]))
+        known = {_key(value) for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)}
+        made = {_key(v): v for v in tree_leaves(result) if isinstance(v, Tensor) and _key(v) not in known}
+        if made:  # not a view
+            self._settle()
+            self._storages = {key: entry for key, entry in self._storages.items() if not _expired(entry[0])}
+            for key, value in made.items():
+                storage = value.untyped_storage()
+                self._storages[key] = _weak(storage), storage.nbytes()
+            self._pending = sum(size for _, size in self._storages.values())
+        return result
+
+    def forget(self, gradient: Tensor) -> None:
+        """A parameter's gradient is counted by itself: the largest one, once."""
+        _, size = self._storages.pop(_key(gradient), (None, 0))
+        self._pending -= size
+
+    def forget_whole(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.forget(parameter.grad)
+        parameter.grad = None
+
+    def __exit__(self, *error: Any) -> None:
+        self._settle()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _settle(self) -> None:
+        self.peak, self._pending = max(self.peak, self._pending), 0
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def _attention_flops(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> float:
+    """Of scores and their product with values, in forward; fused kernels skip what a causal mask hides."""
+    if function in _BATCHED_PRODUCTS:
+        *_, left, right = [value for value in arguments if isinstance(value, Tensor)]
+        return 2.0 * left.numel() * right.shape[-1]
+    if "scaled_dot_product" in str(function) and "backward" not in str(function):
+        query, key = arguments[:2]
+        causal = keywords.get("is_causal", any(value is True for value in arguments[3:]))
+        return float(4.0 * query.numel() * key.shape[-2] * (0.5 if causal else 1.0))
+    return 0.0
+
+
+def _segment(
+    name: str,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    tied: Mapping[str, str],
+    one: Measured,
+    num_tokens: int,
+    length: int,
+) -> Segment:
+    own = [p for parameter, p in parameters if parameter not in tied]
+    trained = [p for _, p in parameters if p.requires_grad]
+
+    def per_token(num_bytes: float) -> int:
+        return -int(-num_bytes // num_tokens)
+
+    return Segment(
+        name=name,
+        num_parameters=sum(p.numel() for p in own),
+        num_frozen=sum(p.numel() for p in own if not p.requires_grad),
+        num_aliased=sum(p.numel() for parameter, p in parameters if parameter in tied),
+        num_accumulated=sum(p.numel() for p in trained),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in own),
+        num_tensors=len(parameters),
+        largest_parameter=max((p.numel() for p in trained), default=0),
+        matrix_parameters=one.matrix_parameters,
+        trained_matrix_parameters=one.trained_matrix_parameters,
+        attention_width=round(one.attention_flops / (2.0 * length * num_tokens)),
+        saved_bytes=tuple(per_token(nbytes) for nbytes in one.saved),
+        output_bytes=per_token(one.output),
+        forward_workspace_bytes=per_token(max(0, one.forward_peak - one.own_saved)),
+        backward_workspace_bytes=per_token(max(0, one.backward_peak - one.own_saved)),
+        lean_forward_bytes=per_token(one.lean_peak),
+    )
+
+
+def _make_fake(chain: Chain) -> None:
+    """Parameters that have a CPU's kernels and no memory. Within FakeTensorMode."""
+    for module in chain.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+
+
+def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _region(chain: Chain) -> Callable[[], AbstractContextManager[Any]]:
+    """What every segment's forward runs in."""
+    if chain.autocast is None:
+        return nullcontext
+    return lambda: torch.autocast("cpu", dtype=chain.autocast)
+
+
+def _collector(saved: list[int], known: set[int], alive: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A pack hook that notes each storage when it comes the first time; `known` ones never."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _key(tensor) not in known:
+            known.add(_key(tensor))
+            alive.append(tensor.detach())
+            saved.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    return pack
+
+
+def _kind(value: Any) -> Any:
+    """What operations depend on."""
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _table_bytes(arguments: Mapping[str, tuple[Any, ...]], batch: Sequence[Tensor]) -> int:
+    """Position tables and masks: made once, kept for the whole run."""
+    of_batch = {_key(value) for value in batch}
+    tables = {_key(v): v for v in tree_leaves(arguments) if isinstance(v, Tensor) and v.dtype != torch.int64}
+    return sum(v.untyped_storage().nbytes() for key, v in tables.items() if key not in of_batch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="spillway_trainer.inspect", description="Print a model's shape as JSON.")
+    parser.add_argument("job", type=Path, help="a TrainingJob")
+    parser.add_argument("--claim", action="append", default=[], metavar="NAME=DIR", help="stands for a claim")
+    given = parser.parse_args(arguments)
+    try:
+        claims = dict(claim.split("=", 1) for claim in given.claim)
+        sys.stdout.write(inspect(load_job(given.job).spec, claims).to_json() + "\n")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""What a model learns from a window of tokens: which of them it sees, and which it has to say. Torch-free."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+IGNORED_LABEL = -100
+"""label of a position that does not count in the loss, as in torch's cross entropy"""
+
+
+class Objective(StrEnum):
+    CAUSAL = "Causal"
+    """each token from those before it"""
+    MASKED = "Masked"
+    """hidden tokens from all others (Devlin et al. 2019)"""
+    PREFIX = "Prefix"
+    """the second part of the window, each token from the whole first part and those before it (Raffel et al. 2020)"""
+
+
+def prefix_length(sequence_length: int) -> int:
+    """Tokens of a window that the encoder of an encoder-decoder model reads; the rest is decoded."""
+    return sequence_length // 2

@@ -1,0 +1,204 @@
+"""A Hugging Face model directory: config.json, weights in safetensors files, tokenizer.json. One tensor is read at a
+time; nothing is unpickled.
+
+Only headers are read when the directory is opened, so that a wrong one is refused before anything is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from torch import Tensor
+
+from spillway.errors import UserError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIX = "model."
+"""our names of parameters are those in the files behind this prefix; adapters put the base of a module below it"""
+FLOATS = ("F32", "F16", "BF16")
+SAMPLED_BYTES = 4096
+"""of each tensor, from its start, go into the directory's digest"""
+MAX_HEADER_BYTES = 100 * 2**20
+"""the format's own bound"""
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """byte in the file"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    path: Path
+    config: Mapping[str, Any]
+    """config.json"""
+    tensors: Mapping[str, StoredTensor]
+
+    def digest(self) -> str:
+        """xxh3-128 over names, types, shapes and the first SAMPLED_BYTES of every tensor. Training changes all of them,
+        so other weights have another digest, without reading the whole of them at every start."""
+        digest = xxhash.xxh3_128()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.start)
+                digest.update(file.read(min(SAMPLED_BYTES, _nbytes(tensor))))
+        return digest.hexdigest()
+
+    def value(self, name: str) -> Tensor:
+        """One tensor, in its own type."""
+        try:
+            with safe_open(self.tensors[name].file, framework="pt") as file:
+                value: Tensor = file.get_tensor(name)
+                return value
+        except OSError as error:
+            raise UserError(f"{self.tensors[name].file}: cannot read {name}: {error.strerror or error}") from error
+
+
+def open_model_directory(path: Path) -> ModelDirectory:
+    """Raises UserError when `path` is no directory of a model with weights in safetensors."""
+    if not path.is_dir():
+        raise UserError(f"spec.model.source: {path} is no directory; give one with config.json and model.safetensors")
+    config = _read_json(path / "config.json")
+    files = _weight_files(path)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _header(file).items():
+            if name in tensors:
+                raise UserError(f"{path}: tensor {name} is in {tensors[name].file.name} and in {file.name}; keep one")
+            tensors[name] = tensor
+    return ModelDirectory(path, config, tensors)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / ONE_FILE).is_file():
+        return [path / ONE_FILE]
+    if (path / INDEX).is_file():
+        shards = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise UserError(f"{path / INDEX}: has no weight_map; copy the whole directory again")
+        files = sorted(path / str(name) for name in set(shards.values()))
+        missing = [file.name for file in files if file.parent != path or not file.is_file()]
+        if missing:
+            raise UserError(f"{path / INDEX}: names {len(missing)} files that are not there, first {missing[0]}")
+        return files
+    pickled = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise UserError(
+            f"{path}: holds {pickled[0]} and no {ONE_FILE}; pickled files can run code when they are read and are not "
+            "opened: load the model in transformers and save_pretrained() it, which writes safetensors"
+        )
+    raise UserError(f"{path}: neither {ONE_FILE} nor {INDEX} is there; give a directory that save_pretrained() wrote")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
+        raise UserError(f"{path}: {reason}; spec.model.source needs a Hugging Face model directory") from error
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: expected a JSON object; spec.model.source needs a Hugging Face model directory")
+    return document
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """https://github.com/huggingface/safetensors, Format: length as little-endian uint64, JSON, data."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            fields: dict[str, Any] = json.loads(file.read(length) if length <= MAX_HEADER_BYTES else b"")
+        found = {
+            str(name): StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in fields.items()
+            if name != "__metadata__"
+        }
+        size = max((entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__"), default=0)
+        whole = path.stat().st_size == 8 + length + size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; make the file readable") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is no safetensors file; copy it again") from error
+    if not whole:
+        raise UserError(f"{path}: {path.stat().st_size} bytes, its header says {8 + length + size}; copy it again")
+    return found
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return (4 if tensor.dtype == "F32" else 2) * torch.Size(tensor.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The stored tensors that are a model's parameters."""
+
+    directory: ModelDirectory
+    stored: Mapping[str, tuple[str, ...]]
+    """parameter -> its names in the files; several when a tied one was stored under each of its names"""
+    xxh3: str
+    """ModelDirectory.digest"""
+
+    def value(self, parameter: str) -> Tensor:
+        """Raises UserError when tied names hold different values."""
+        first, *others = self.stored[parameter]
+        value = self.directory.value(first)
+        for other in others:
+            if not torch.equal(value, self.directory.value(other)):
+                raise UserError(
+                    f"{self.directory.path}: {first} and {other} are one parameter by config.json, and hold different "
+                    "values; set tie_word_embeddings to false there, or remove the one that is not meant"
+                )
+        return value
+
+
+def match(
+    directory: ModelDirectory, shapes: Mapping[str, tuple[int, ...]], stored_as: Mapping[str, str | None]
+) -> Weights:
+    """Which stored tensor is which parameter; `stored_as`: stored name -> parameter, None = of no use to the model.
+
+    Raises UserError with names for parameters without a tensor, tensors without a parameter, other shapes or types.
+    """
+    found: dict[str, list[str]] = {}
+    for stored, parameter in stored_as.items():
+        if parameter is not None:
+            found.setdefault(parameter, []).append(stored)
+    problems = [
+        *_listed("missing", (stored_name(name) for name in shapes if name not in found)),
+        *_listed("unexpected", (stored for name in found if name not in shapes for stored in found[name])),
+    ]
+    tensors = directory.tensors
+    wrong = {
+        stored: f"{stored} is {tensors[stored].dtype} {list(tensors[stored].shape)}, needed are "
+        f"{' or '.join(FLOATS)} and {list(shapes[name])}"
+        for name, names in found.items()
+        if name in shapes
+        for stored in names
+        if tensors[stored].shape != shapes[name] or tensors[stored].dtype not in FLOATS
+    }
+    problems += _listed("of another shape or type", wrong.values())
+    if problems:
+        raise UserError(f"{directory.path}: its tensors are not those that config.json asks for: {'; '.join(problems)}")
+    return Weights(directory, {name: tuple(stored) for name, stored in found.items()}, directory.digest())
+
+
+def stored_name(parameter: str) -> str:
+    """The name in the files of one of our parameters."""
+    return parameter.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    listed = sorted(names)
+    more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+    return [f"{len(listed)} {what}: {', '.join(listed[:MOST_NAMED])}{more}"] if listed else []

@@ -1,0 +1,165 @@
+"""t5 of `transformers`: encoder and decoder in one chain.
+
+    embedding -> encoder0 .. -> decoder0 .. -> head
+
+The encoder's last norm belongs to its last layer, the embedding of what is decoded to the decoder's first.
+
+Shapes: B = micro-batch, P = tokens that the encoder reads, T - P = tokens that are decoded, D = hidden size, H = heads.
+The first layer of a stack computes its position bias, a function of a parameter, so it is carried beside the hidden
+states; the encoder's output is carried through the decoder, whose every layer attends to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+
+from .chain import token_loss
+from .huggingface import HuggingFaceChain, numbered
+from .objective import Objective, prefix_length
+
+
+class EncoderEmbedding(nn.Module):
+    def __init__(self, embedding: nn.Module, dropout: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.dropout = embedding, dropout
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """(B, P, D)"""
+        prefix_BP = tokens_BT[:, : prefix_length(tokens_BT.shape[1])]
+        return self.dropout(self.embedding(prefix_BP))  # type: ignore[no-any-return]
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_BPD: Tensor, *carried: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """`carried`: the position bias (1, H, P, P) but for the first layer; then the mask."""
+        *bias, mask = carried
+        x_BPD, bias_HPP, _ = self.layer(x_BPD, mask, *bias)
+        return x_BPD, bias_HPP
+
+
+class LastEncoderLayer(EncoderLayer):
+    def __init__(self, layer: nn.Module, norm: nn.Module, dropout: nn.Module) -> None:
+        super().__init__(layer)
+        self.norm, self.dropout = norm, dropout
+
+    def forward(self, x_BPD: Tensor, *carried: Tensor | None) -> Tensor:
+        """The encoder's output (B, P, D)."""
+        x_BPD, _ = super().forward(x_BPD, *carried)
+        return self.dropout(self.norm(x_BPD))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self,
+        encoded_BPD: Tensor,
+        y_BSD: Tensor,
+        bias_HSS: Tensor | None,
+        mask: Tensor | None,
+        encoder_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The position bias between decoder and encoder is zero, and made by each layer."""
+        y_BSD, bias_HSS, _ = self.layer(y_BSD, mask, bias_HSS, encoded_BPD, encoder_mask)
+        return encoded_BPD, y_BSD, bias_HSS
+
+
+class FirstDecoderLayer(DecoderLayer):
+    def __init__(self, embedding: nn.Module, dropout: nn.Module, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.embedding, self.dropout = embedding, dropout
+
+    def forward(  # type: ignore[override]
+        self, encoded_BPD: Tensor, read_BS: Tensor, mask: Tensor | None, encoder_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`read_BS`: the tokens that the decoder reads, one place behind those that it has to say."""
+        y_BSD = self.dropout(self.embedding(read_BS))
+        return super().forward(encoded_BPD, y_BSD, None, mask, encoder_mask)
+
+
+class Head(nn.Module):
+    def __init__(self, norm: nn.Module, dropout: nn.Module, projection: nn.Module, scale: float | None) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.projection, self.scale = norm, dropout, projection, scale
+
+    def forward(
+        self, encoded_BPD: Tensor, y_BSD: Tensor, bias_HSS: Tensor, labels_BS: Tensor, num_tokens: int
+    ) -> Tensor:
+        y_BSD = self.dropout(self.norm(y_BSD))
+        if self.scale is not None:
+            y_BSD = y_BSD * self.scale
+        return token_loss(self.projection(y_BSD).float(), labels_BS, num_tokens)
+
+
+class T5(HuggingFaceChain):
+    """The first prefix_length(T) tokens of a window are encoded, the others decoded."""
+
+    objective = Objective.PREFIX
+
+    def make_segments(self) -> list[tuple[str, nn.Module]]:
+        encoder, decoder, config = self.model.encoder, self.model.decoder, self.config
+        scale = config.d_model**-0.5 if config.scale_decoder_outputs else None
+        *encoders, last = encoder.block
+        first, *decoders = decoder.block
+        encoders = [EncoderLayer(layer) for layer in encoders]
+        encoders.append(LastEncoderLayer(last, encoder.final_layer_norm, encoder.dropout))
+        decoders = [DecoderLayer(layer) for layer in decoders]
+        decoders.insert(0, FirstDecoderLayer(decoder.embed_tokens, decoder.dropout, first))
+        return [
+            ("embedding", EncoderEmbedding(encoder.embed_tokens, encoder.dropout)),
+            *numbered("encoder", encoders),
+            *numbered("decoder", decoders),
+            ("head", Head(decoder.final_layer_norm, decoder.dropout, self.model.lm_head, scale)),
+        ]
+
+    def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
+        if segment == "embedding":
+            return ()
+        decoded_BS = labels_BT[:, prefix_length(tokens_BT.shape[1]) :]
+        if segment == "head":
+            return decoded_BS, num_tokens
+        encoder_mask, decoder_mask, cross_mask = self.tables(tokens_BT)
+        if segment.startswith("encoder"):
+            return (encoder_mask,)
+        read_BS = (self.model._shift_right(decoded_BS),) if segment == "decoder0" else ()
+        return (*read_BS, decoder_mask, cross_mask)
+
+    def make_tables(self, tokens_BT: Tensor) -> tuple[Any, ...]:
+        P = prefix_length(tokens_BT.shape[1])
+        prefix, rest = self.like_hidden(tokens_BT[:, :P]), self.like_hidden(tokens_BT[:, P:])
+        encoder, decoder = self.model.encoder.config, self.model.decoder.config
+        return (
+            create_bidirectional_mask(config=encoder, inputs_embeds=prefix, attention_mask=None),
+            create_causal_mask(config=decoder, inputs_embeds=rest, attention_mask=None, past_key_values=None),
+            create_bidirectional_mask(
+                config=decoder, inputs_embeds=rest, attention_mask=None, encoder_hidden_states=prefix
+            ),
+        )
+
+    def deviation(self, name: str) -> float:
+        """Each matrix by its number of inputs (t5 does not scale queries by the size of a head)."""
+        config = self.config
+        widths = {
+            "q": config.d_model * config.d_kv,
+            "o": config.num_heads * config.d_kv,
+            "wo": config.d_ff,
+            "shared": 1,
+            "embed_tokens": 1,
+            "lm_head": 1,
+        }
+        return float(config.initializer_factor * widths.get(name.split(".")[-2], config.d_model) ** -0.5)
+
+
+def share_embedding(model: PreTrainedModel) -> None:
+    """`shared` is the encoder's embedding under a second name: one module, whose use is the encoder's."""
+    model.shared = model.get_encoder().embed_tokens
