@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spillway.plan import ActivationPlan, Answer
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import ActivationSpill
+from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.segments import Position, wrap_segments
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
@@ -84,7 +85,7 @@ class Spilling:
         self.technique: ActivationSpill = activation_spill.build(
             plan,
             [name for name, _ in model.segments],
-            model.named_parameters(),
+            ResidentParameters(model.named_parameters()),
             self.lanes,
             self.ledger,
             self.nvme,

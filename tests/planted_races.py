@@ -69,6 +69,9 @@ class LanesWithDefect:
     def stalled_seconds(self) -> float:
         return self._lanes.stalled_seconds()
 
+    def busy_seconds(self) -> dict[str, float]:
+        return self._lanes.busy_seconds()
+
     def close(self) -> None:
         self._lanes.close()
 

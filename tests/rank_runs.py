@@ -14,7 +14,7 @@ import local_runs
 
 from spillway.api import parse_job
 from spillway.job import JobFile
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
 from spillway_trainer.launch import free_ports
 
 NUM_LAYERS = 2
@@ -45,8 +45,17 @@ PLACEMENTS: dict[str, tuple[tuple[float, float, float], int, list[Answer]]] = {
     "half and half, NVMe": ((0.5, 0.5, 0.0), 777, [NVME, NVME]),
     "a third each, recomputed": ((0.34, 0.33, 0.33), 4096, [RECOMPUTE, RECOMPUTE]),
     "interleaved, mixed": ((0.61, 0.17, 0.22), 513, [NVME, HOST]),
+    "all on the CPU, parameters in slots": ((1.0, 0.0, 0.0), 777, [RECOMPUTE, HOST]),
+    "parameters in slots, segment by segment": ((0.9, 0.05, 0.05), 513, [RECOMPUTE, NVME]),
 }
 """CPU, streamed and resident shares; parameters per chunk; answers of the blocks"""
+STREAMED = {
+    "all on the CPU, parameters in slots": ParameterPlan(homes=(Tier.HOST, Tier.HOST, Tier.NVME, Tier.HOST)),
+    "parameters in slots, segment by segment": ParameterPlan(
+        homes=(Tier.NVME, Tier.DEVICE, Tier.HOST, Tier.NVME), num_slots=1, order="WeightStationary", boundaries=HOST
+    ),
+}
+"""placements whose parameters leave the device: embedding, two blocks, head"""
 
 
 def job_file(output: Path, text: Path, corpus: Path, epoch: int, world: int, changes: Mapping[str, str]) -> JobFile:
@@ -75,6 +84,7 @@ def plan_for(job: JobFile, placement: str | None = None) -> MemoryPlan:
     update["activations"] = ActivationPlan(
         answers=(KEEP, *answers, KEEP), minimum_bytes=512, window_bytes=1 << 16, num_io_threads=1
     )
+    update["parameters"] = STREAMED.get(placement, ParameterPlan())
     return local_runs.spread_plan(NUM_LAYERS).model_copy(update=update)
 
 

@@ -20,6 +20,7 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillIOError, Sp
 from spillway.plan import ActivationPlan, Answer, Tier
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import ActivationSpill, records
+from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import DEVICE_BUFFERS, CpuLanes, Event, Lane, LazyLanes
@@ -52,7 +53,7 @@ class Pipeline:
         self.segments = [f"block{index}" for index in range(len(answers))]
         plan = ActivationPlan(answers=answers, minimum_bytes=1024, window_bytes=window_bytes)
         self.technique: ActivationSpill = activation_spill.build(
-            plan, self.segments, [], self.lanes, self.ledger, self.nvme
+            plan, self.segments, ResidentParameters([]), self.lanes, self.ledger, self.nvme
         )
         self.x = torch.linspace(-1, 1, SIZE, requires_grad=True)
 
@@ -376,5 +377,6 @@ def test_a_plan_for_another_number_of_segments_is_refused() -> None:
 def test_a_plan_that_spills_without_a_spill_file_is_refused() -> None:
     host, ledger = HostSlab(0), DeviceLedger(None)
     plan = ActivationPlan(answers=(Answer.NVME,))
+    parameters = ResidentParameters(nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match="no spill file"):
-        activation_spill.build(plan, ["s"], nn.Linear(2, 2).named_parameters(), LazyLanes(host, ledger), ledger, None)
+        activation_spill.build(plan, ["s"], parameters, LazyLanes(host, ledger), ledger, None)

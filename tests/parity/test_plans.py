@@ -81,7 +81,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
         optimizer=assembly.optimizer,
         techniques=assembly,
         position=assembly.position,
-        batches=run_job.make_batches(job, corpus),
+        batches=run_job.make_batches(job, corpus, assembly.model.objective),
         learning_rate=config.learning_rate(job.spec),
         checkpoints=NoCheckpoints(),
         recorder=Listener(Path(job.output_directory) / "run.jsonl"),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.distributed import buckets
+from spillway_trainer.models.objective import Objective
 from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.run_job import make_batches, text_source
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -166,7 +167,7 @@ def test_the_runs_are_different_ones(laboratory: Laboratory) -> None:
 def test_unmasked_labels_are_counted_without_reading_a_token(laboratory: Laboratory, tmp_path: Path) -> None:
     """Also those of the corpus's last window, which is short."""
     job = rank_runs.job_file(tmp_path, laboratory.text, laboratory.corpus, 1, 1, {"evaluation: {": "# {"})
-    batches = make_batches(job, open_corpus(laboratory.corpus, text_source(laboratory.text), 300))
+    batches = make_batches(job, open_corpus(laboratory.corpus, text_source(laboratory.text), 300), Objective.CAUSAL)
     samples = range(batches.num_sequences - 40, batches.num_sequences + 40)
     assert batches.num_unmasked(samples) == batches.batch(samples).num_unmasked
     everything = range(batches.num_sequences)

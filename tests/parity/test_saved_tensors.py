@@ -48,7 +48,7 @@ class Run:
         self.technique = activation_spill.build(
             ActivationPlan(answers=(answer,), minimum_bytes=1),
             ["s"],
-            [("w", self.w)],
+            ResidentParameters([("w", self.w)]),
             self.lanes,
             self.ledger,
             self.nvme,
@@ -235,14 +235,12 @@ def test_an_activation_is_no_parameter() -> None:
     assert ResidentParameters([("w", w)]).find(w * 2) is None
 
 
-class MovingParameters:
+class MovingParameters(ResidentParameters):
     """A source whose parameters go elsewhere between forward and backward, and whose old memory is overwritten."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter, self._resident = parameter, ResidentParameters([("w", parameter)])
-
-    def find(self, tensor: Tensor) -> ParameterRef | None:
-        return self._resident.find(tensor)
+        super().__init__([("w", parameter)])
+        self._parameter = parameter
 
     def resolve(self, ref: ParameterRef) -> Tensor:
         return self._parameter.data.as_strided(ref.size, ref.stride, ref.offset)

@@ -23,16 +23,7 @@ from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
-# Before torch is imported. An OpenMP worker spins for some 10 µs before it sleeps: for ever, it would fight the I/O and
-# update threads for the cores; not at all, every small operation would pay for waking it (small models: steps x 1.6).
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-# Tensors in huge pages: large blocks go back to the system when they are freed (native.return_freed_memory), and this
-# makes getting new ones cheap again.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# A lost connection is told in a sentence (PeerLost); torch would put the C++ stack before it.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-from . import native
+from . import environment, native  # noqa: F401 - environment first: native imports torch
 from .ending import completed, ending_of, write_termination
 from .ranks import World
 from .recorder import Recorder, refusals

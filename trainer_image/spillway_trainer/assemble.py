@@ -1,14 +1,16 @@
 """MemoryPlan -> model, optimizer, hooks: the one place that branches on the plan.
 
 ledger, slabs, lanes   what the plan allows in each tier
-model                  plain; its segments are wrapped for the random fork and, unless Disabled, the saved tensors
-optimizer              resident, or offloaded with the plan's shares
+model                  plain; the parameters of its streamed segments never get memory on the device; its segments are
+                       wrapped for the random fork and, unless Disabled, the saved tensors
+optimizer              resident, or offloaded with the plan's shares and the homes of streamed parameters
 hooks                  every parameter's gradient goes to the optimizer the moment it is complete
+order                  one micro-batch after the other, or one segment after the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,21 +19,28 @@ import torch
 from torch import Tensor
 
 from spillway.api import TrainingJobSpec
+from spillway.errors import UserError
 from spillway.job import JobFile
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
-from . import activation_spill, config, kernels
+from . import activation_spill, config, kernels, model_spill
 from .models.build import build_model
 from .models.chain import Chain, allocate
 from .optimizer import Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
 from .ranks import GradientSum, Ranks
-from .segments import Position, wrap_segments
+from .resident_parameters import ResidentParameters
+from .saved_tensors import ParameterSource
+from .segments import Position, Residence, wrap_segments
 from .spill_file import SpillFile
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
 from .tiers.nvme_slab import NvmeSlab
+from .trainer import MicroBatchOrder, in_order
+
+FROZEN = "frozen."
+"""states of parameters that are not trained: their values alone, in no checkpoint"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,10 @@ class Assembly:
     tiers: Tiers
     spill: activation_spill.ActivationSpill | None
     """None in mode Disabled: no saved-tensor hooks at all"""
+    streaming: model_spill.ModelSpill | None
+    """None when every segment's parameters stay on the device"""
+    residence: Residence
+    order: MicroBatchOrder
 
     def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
         """The sum over `ranks`, with its buffers, for gradients that travel as `wire`."""
@@ -98,62 +111,148 @@ class Assembly:
     def waited_seconds(self) -> float:
         return self.tiers.lanes.stalled_seconds()
 
+    def busy_seconds(self) -> dict[str, float]:
+        return self.tiers.lanes.busy_seconds()
+
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The parameters that have states of their own: tied aliases are left out."""
-        return {name: p.shape for name, p in self.model.named_parameters() if name not in self.model.tied}
+        """The parameters that have states of their own: frozen ones and tied aliases are left out."""
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        return {name: p.shape for name, p in trained if name not in self.model.tied}
+
+    def load(self, name: str, value: Tensor) -> None:
+        """One state: "frozen.<parameter>" goes to the parameter's place, all else to the optimizer."""
+        if not name.startswith(FROZEN):
+            self.optimizer.load(name, value)
+            return
+        name = name.removeprefix(FROZEN)
+        parameter = self.model.get_parameter(name)
+        if self.streaming is not None and name in self.streaming.streamed:
+            self.streaming.set(name, value.reshape(-1).to(parameter.dtype))
+        else:
+            parameter.data.copy_(value)
 
 
-def assemble(job: JobFile, plan: MemoryPlan) -> Assembly:
+def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None) -> Assembly:
     """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
+    `model`: the job's, without memory; none = build it.
 
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
     """
     tiers = make_tiers(job, plan)
-    model = make_model(job.spec, tiers.ledger)
+    model = model or build_model(job.spec, job.claims)
+    streaming = model_spill.build(plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme)
+    streamed = streaming.streamed if streaming else frozenset[str]()
+    allocate_resident(model, streamed, tiers.ledger)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     position = Position(job.spec.training.seed)
-    names = [name for name, _ in model.segments]
-    spill = None
-    if plan.mode != "Disabled":
-        spill = activation_spill.build(
-            plan.activations, names, model.named_parameters(), tiers.lanes, tiers.ledger, tiers.nvme
-        )
-    wrap_segments(model.segments, position, spill.hook if spill else None)
-    optimizer = make_optimizer(job.spec, plan, model, tiers)
+    optimizer = make_optimizer(job.spec, plan, model, streaming, tiers)
     send_gradients(model, optimizer)
-    return Assembly(model, optimizer, position, tiers, spill)
+    parameters = parameter_source(model, streaming)
+    spill, order = None, in_order
+    if plan.mode == "Disabled":
+        refuse_streaming(plan)
+        wrap_segments(model.segments, position, None, autocast=model.autocast)
+    else:
+        spill, order = attach(plan, model, parameters, tiers)
+        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters)
+    return Assembly(model, optimizer, position, tiers, spill, streaming, parameters, order)
+
+
+def parameter_source(
+    model: Chain, streaming: model_spill.ModelSpill | None
+) -> ResidentParameters | model_spill.StreamedParameters:
+    """Who finds parameters among saved tensors. Buffers are resident always."""
+    streamed = streaming.streamed if streaming else frozenset[str]()
+    own = [(name, p) for name, p in model.named_parameters() if name not in streamed]
+    resident = ResidentParameters([*own, *model.named_buffers()])
+    return streaming.source(resident) if streaming else resident
+
+
+def attach(
+    plan: MemoryPlan, model: Chain, parameters: ParameterSource, tiers: Tiers
+) -> tuple[activation_spill.ActivationSpill, MicroBatchOrder]:
+    """The saved-tensor hooks, and the order of micro-batches that goes with them."""
+    names = [name for name, _ in model.segments]
+    stationary, boundaries = plan.parameters.order == "WeightStationary", plan.parameters.boundaries
+    spill = activation_spill.build(
+        plan.activations,
+        names,
+        parameters,
+        tiers.lanes,
+        tiers.ledger,
+        tiers.nvme,
+        inputs=boundaries if stationary else Answer.KEEP,
+    )
+    if not stationary:
+        return spill, in_order
+    held = model_spill.Boundaries(boundaries, spill.store, tiers.ledger)
+    return spill, model_spill.WeightStationary(spill.hook, held)
+
+
+def refuse_streaming(plan: MemoryPlan) -> None:
+    """Raises UserError: mode Disabled has no saved-tensor hooks, and without them no weight may leave the device."""
+    if plan.parameters.streams or plan.parameters.order != "InOrder":
+        raise UserError(
+            f"the plan of {plan.job} streams parameters or runs segment by segment, and its mode is Disabled: set "
+            "spec.memory.mode: Auto and plan it again (spillway plan)"
+        )
 
 
 def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
     ledger = DeviceLedger(plan.budget[Tier.DEVICE])
     host = HostSlab(plan.slab_bytes(Tier.HOST))
     nvme = None
-    if Answer.NVME in plan.activations.uses:
+    if uses_nvme(plan):
         open_file = partial(SpillFile, listed=job.spill_is_listed)
         num_threads, directory = plan.activations.num_io_threads, Path(job.spill_directory)
         nvme = NvmeSlab(directory, plan.slab_bytes(Tier.NVME), num_threads, open_file=open_file)
+        nvme.register(host.memory)  # staging buffers lie there
     return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
 
 
-def make_model(spec: TrainingJobSpec, ledger: DeviceLedger) -> Chain:
-    """The model with its parameters allocated in the compute dtype, charged to the ledger; tied ones share storage."""
-    model = build_model(spec)
+def uses_nvme(plan: MemoryPlan) -> bool:
+    return (
+        Answer.NVME in plan.activations.uses
+        or Tier.NVME in plan.parameters.homes
+        or plan.parameters.boundaries is Answer.NVME
+    )
+
+
+def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLedger) -> None:
+    """Memory for every parameter that stays on the device, charged to the ledger; tied ones share storage."""
+    own = [p for name, p in model.named_parameters() if name not in model.tied and name not in streamed]
+    ledger.charge("parameters", sum(p.numel() * p.element_size() for p in own))
     allocate(model)
     model.tie()
-    owned = [p for name, p in model.named_parameters() if name not in model.tied]
-    ledger.charge("parameters", sum(p.numel() * p.element_size() for p in owned))
-    return model
 
 
-def make_optimizer(spec: TrainingJobSpec, plan: MemoryPlan, model: Chain, tiers: Tiers) -> Optimizer:
+def make_optimizer(
+    spec: TrainingJobSpec, plan: MemoryPlan, model: Chain, streaming: model_spill.ModelSpill | None, tiers: Tiers
+) -> Optimizer:
     parameters, settings = list(model.named_parameters()), config.adamw_settings(spec)
+    if streaming is not None:
+        check_cpu_share(plan, model, streaming.streamed)
     if plan.optimizer.offloads:
-        return OptimizerOffload(parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger)
+        return OptimizerOffload(
+            parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger, homes=streaming
+        )
     update = partial(kernels.adamw, num_threads=plan.optimizer.num_threads)
     return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger, update)
+
+
+def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -> None:
+    """Raises UserError when the CPU does not update all that is streamed: its new values go home, not to the device."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in model.tied}
+    fraction = sum(size for name, size in sizes.items() if name in streamed) / max(1, sum(sizes.values()))
+    if plan.optimizer.cpu_share < fraction - SHARE_TOLERANCE:
+        raise UserError(
+            f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update "
+            f"{plan.optimizer.cpu_share:.4f} of them; those that are streamed are updated there: plan it again "
+            "(spillway plan)"
+        )
 
 
 def send_gradients(model: Chain, optimizer: Optimizer) -> None:
@@ -165,15 +264,17 @@ def send_gradients(model: Chain, optimizer: Optimizer) -> None:
         optimizer.take(name, gradient)
 
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
 def initial_states(model: Chain, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """For a run from the start: float32 masters from `seed`; moments are 0."""
-    return ((f"master.{name}", value) for name, value in model.initial_values(seed))
+    """For a run from the start: masters, and the values of frozen parameters, from `seed`; moments are 0."""
+    for name, value in model.initial_values(seed):
+        yield f"master.{name}" if model.get_parameter(name).requires_grad else FROZEN + name, value
 
 
 def fill(assembly: Assembly, seed: int) -> None:
     """Start from `seed`, parameters rounded from the masters."""
     for name, value in initial_states(assembly.model, seed):
-        assembly.optimizer.load(name, value)
+        assembly.load(name, value)

@@ -112,21 +112,26 @@ def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterato
                 yield name, tensor
 
 
-def check_same_run(state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int) -> None:
-    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order or seed than this run."""
+def check_same_run(
+    state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int, source_xxh3: str = ""
+) -> None:
+    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed or model to start
+    from than this run."""
     differences = [
         f"{what} {now!r} now, {then!r} in the checkpoint"
         for what, now, then in (
             ("tokenizer", tokenizer_xxh3, state.tokenizer_xxh3),
             ("tokens and their order", data_xxh3, state.data_xxh3),
             ("seed", seed, state.seed),
+            ("weights of spec.model.source", source_xxh3, state.model.get("source_xxh3", "")),
         )
         if now != then
     ]
     if differences:
         raise UserError(
             f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
-            "put back the corpus directory and the job's data fields, or train in a new output directory"
+            "put back the corpus directory, the model's source and the job's data fields, or train in a new output "
+            "directory"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,9 @@ class TrainingState:
     """fingerprint of what decides which tokens sample i holds (TokenBatches.fingerprint)"""
     tokenizer_xxh3: str
     model: Mapping[str, Any]
-    """the model's configuration; JSON values"""
+    """what the model is (Chain.description); JSON values"""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """the tokenizer's, as tokenizer_config.json has them: eos_token, mask_token"""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import native, reference
-from .reference import AdamWScalars, Bins
+from .reference import AdamWScalars, SquareSum
 from .spill_file import SpillFile
 
-__all__ = ["AdamWScalars", "Bins", "SpillFile", "accumulate", "adamw", "copy", "copy_batch", "gradient_bins"]
+__all__ = ["AdamWScalars", "SpillFile", "SquareSum", "accumulate", "adamw", "copy", "copy_batch", "square_sum"]
 
 
 def adamw(
@@ -38,11 +38,11 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_thread
         reference.accumulate(accumulator, gradient, first)
 
 
-def gradient_bins(gradient: Tensor, *, num_threads: int = 1) -> Bins:
-    """Exact sums of squares by exponent: see reference.Bins."""
+def square_sum(values: Tensor, *, num_threads: int = 1) -> SquareSum:
+    """The exact sum of squares: see reference.SquareSum."""
     if native.available():
-        return native.gradient_bins(gradient, num_threads=num_threads)
-    return reference.gradient_bins(gradient)
+        return native.square_sum(values, num_threads=num_threads)
+    return reference.square_sum(values)
 
 
 def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from spillway.plan import Tier
 
 from . import kernels
-from .reference import AdamWScalars, Bins
+from .reference import AdamWScalars, SquareSum
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
@@ -159,7 +159,7 @@ class ResidentOptimizer:
     def norm(self) -> float:
         self._sum_tied_uses()
         names = [name for name in self._trainable.parameters if name in self._arrived]
-        return sum((kernels.gradient_bins(self._accumulators[name]) for name in names), Bins()).norm()
+        return sum((kernels.square_sum(self._accumulators[name]) for name in names), SquareSum()).norm()
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self._sum_tied_uses()

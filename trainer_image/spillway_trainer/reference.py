@@ -21,8 +21,8 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 18
 """Values per pass of `adamw`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
 
-NUM_BINS = 254
-"""Exponents of finite float32 values: biased 1 to 254; zero and denormals share the first."""
+_NUM_EXPONENTS = 254
+"""of finite float32 values: biased 1 to 254; zero and denormals share the first"""
 
 
 def float32(value: float) -> float:
@@ -125,27 +125,20 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bins:
-    """Exact sum of the squares of float32 values, by exponent; the same for every order, chunking and thread count.
+class SquareSum:
+    """The exact sum of the squares of float32 values: the same for every order, cut and number of threads."""
 
-    A finite value with biased exponent i + 1 is mantissa * 2^(i - 149), so its square is mantissa^2 * 4^i * 2^-298.
-    """
-
-    sums: tuple[int, ...] = (0,) * NUM_BINS
-    """sums[i]: sum of mantissa^2 (24-bit mantissas) over the values with biased exponent i + 1"""
+    total: int = 0
+    """in units of 2^-298, the square of the smallest denormal float32"""
     num_non_finite: int = 0
     """infinities and NaNs, counted and never summed"""
 
-    def __add__(self, other: Bins) -> Bins:
-        sums = tuple(a + b for a, b in zip(self.sums, other.sums, strict=True))
-        return Bins(sums, self.num_non_finite + other.num_non_finite)
+    def __add__(self, other: SquareSum) -> SquareSum:
+        return SquareSum(self.total + other.total, self.num_non_finite + other.num_non_finite)
 
     def norm(self) -> float:
         """Square root of the exact sum, correctly rounded to fp64; nan when any value was not finite."""
-        if self.num_non_finite:
-            return math.nan
-        total = sum(mantissas << (2 * i) for i, mantissas in enumerate(self.sums))
-        return math.ldexp(_rounded_sqrt(total), -149)
+        return math.nan if self.num_non_finite else math.ldexp(_rounded_sqrt(self.total), -149)
 
 
 def _rounded_sqrt(value: int) -> float:
@@ -158,20 +151,19 @@ def _rounded_sqrt(value: int) -> float:
     return math.ldexp(float(root << 1 | sticky), -1 - shift // 2)
 
 
-def gradient_bins(gradient: Tensor) -> Bins:
-    """Bins of a float32 or bfloat16 tensor (bfloat16 is float32 with a short mantissa: the same bins)."""
-    sums = [0] * NUM_BINS
-    num_non_finite = 0
-    for part in torch.split(gradient.reshape(-1), _CHUNK_ELEMENTS):
+def square_sum(values: Tensor) -> SquareSum:
+    """SquareSum of a float32 or bfloat16 tensor: a value's square is the integer mantissa^2 times a power of four."""
+    total = num_non_finite = 0
+    for part in torch.split(values.reshape(-1), _CHUNK_ELEMENTS):
         bits = part.float().view(torch.int32)
         biased = (bits >> 23) & 0xFF
         finite = biased < 255
         num_non_finite += part.numel() - int(finite.sum())
         mantissa = torch.where(biased > 0, (bits & 0x7FFFFF) | 0x800000, bits & 0x7FFFFF).long()
         squares = torch.where(finite, mantissa * mantissa, 0)
-        index = torch.where(finite, biased.clamp(min=1) - 1, 0).long()
-        # 48-bit squares: int64 stays exact for 2^15 of them, so a chunk is summed as high and low halves.
-        low = torch.zeros(NUM_BINS, dtype=torch.int64).index_add_(0, index, squares & 0xFFFFFF).tolist()
-        high = torch.zeros(NUM_BINS, dtype=torch.int64).index_add_(0, index, squares >> 24).tolist()
-        sums = [total + low[i] + (high[i] << 24) for i, total in enumerate(sums)]
-    return Bins(tuple(sums), num_non_finite)
+        exponent = torch.where(finite, biased.clamp(min=1) - 1, 0).long()
+        # 48-bit squares: int64 stays exact for 2^15 of them, so a part is summed as high and low halves.
+        for half, shift in ((squares & 0xFFFFFF, 0), (squares >> 24, 24)):
+            sums = torch.zeros(_NUM_EXPONENTS, dtype=torch.int64).index_add_(0, exponent, half).tolist()
+            total += sum(of_exponent << (2 * i + shift) for i, of_exponent in enumerate(sums))
+    return SquareSum(total, num_non_finite)

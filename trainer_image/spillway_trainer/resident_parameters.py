@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ class ParameterRef(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """elements from the start of the parameter's storage"""
+    """elements from the start of the storage (resident) or of the parameter (streamed)"""
     version: int
     """in-place changes of the values when the view was saved"""
 
@@ -48,12 +49,29 @@ class ResidentParameters:
     def resolve(self, ref: ParameterRef) -> Tensor:
         """The view that `ref` names, with present values. Raises, as autograd does, when they changed since."""
         value = self._values[ref.name]
-        if _version(self._sharing[value.untyped_storage().data_ptr()]) != ref.version:
-            raise RuntimeError(
-                f"{ref.name}: one of the variables needed for gradient computation has been modified by an inplace "
-                "operation: the parameter was changed (an optimizer step?) between forward and backward"
-            )
+        check_version(ref, _version(self._sharing[value.untyped_storage().data_ptr()]))
         return value.as_strided(ref.size, ref.stride, ref.offset)
+
+    def enter_forward(self, segment: str) -> None:
+        """Every parameter is here already."""
+
+    def enter_backward(self, segment: str) -> None:
+        """Every parameter is here already."""
+
+    def prefetch(self, segment: str) -> None:
+        """Every parameter is here already."""
+
+    def pinned(self, segment: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def check_version(ref: ParameterRef, version: int) -> None:
+    """Raises, as autograd does without hooks, when `version` is not the one that `ref` was saved at."""
+    if version != ref.version:
+        raise RuntimeError(
+            f"{ref.name}: one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the parameter was changed (an optimizer step?) between forward and backward"
+        )
 
 
 def _version(sharing: list[tuple[str, Tensor]]) -> int:

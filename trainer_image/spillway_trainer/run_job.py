@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,18 +21,21 @@ from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
 from . import checkpoint, config, native
-from .assemble import Assembly, assemble, initial_states
+from .assemble import FROZEN, Assembly, assemble, initial_states
 from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
 from .distributed import joined
 from .exporter import Exporter
+from .models.build import build_model
+from .models.chain import Chain
+from .models.objective import Objective
 from .progress_client import reporting
 from .ranks import Ranks, World
 from .recorder import Recorder
 from .schedule import LearningRate
 from .text_source import TextSource, python_stdlib, text_source
-from .tokens import Corpus, prepare_corpus
+from .tokens import Corpus, TokenizerRecipe, prepare_corpus
 from .trainer import Progress, Run, StopRequest, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
@@ -45,22 +49,30 @@ def run_job(
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
     config.check_world(job, world)
-    config.check_plan(job, plan)
+    model = build_model(job.spec, job.claims)
+    config.check_plan(job, plan, len(model.segments))
     with joined(world) as ranks:
         ranks.agree("job.json", digest(job.model_dump_json()))
         ranks.agree("plan.json", digest(plan.model_dump_json()))
-        run_ranks(job, plan, recorder, progress, stop, ranks)
+        ranks.agree("model", digest(json.dumps(model.description)))
+        run_ranks(job, plan, model, recorder, progress, stop, ranks)
 
 
 def run_ranks(
-    job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest, ranks: Ranks
+    job: JobFile,
+    plan: MemoryPlan,
+    model: Chain,
+    recorder: Recorder,
+    progress: Progress,
+    stop: StopRequest,
+    ranks: Ranks,
 ) -> None:
-    """What `run_job` does once all ranks are there."""
+    """What `run_job` does once all ranks are there. `model` has no memory yet."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
-    corpus = prepared_corpus(job, ranks)
-    batches = make_batches(job, corpus)
+    corpus = prepared_corpus(job, model, ranks)
+    batches = make_batches(job, corpus, model.objective)
     ranks.agree("tokens and their order", batches.fingerprint)
-    with assembled(job, plan) as assembly, ExitStack() as opened:
+    with assembled(job, plan, model) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
         checkpoints.resume(progress)
@@ -88,6 +100,7 @@ def run_ranks(
             recorder=recorder,
             ranks=ranks,
             sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(job.spec), plan.optimizer.num_threads),
+            order=assembly.order,
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
 
@@ -104,11 +117,12 @@ def start_epoch(job: JobFile) -> Epoch:
     return epoch
 
 
-def prepared_corpus(job: JobFile, ranks: Ranks) -> Corpus:
+def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks) -> Corpus:
     """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
 
     def prepare() -> Corpus:
-        return prepare_corpus(source_of(job), Path(job.corpus_directory), vocab_size(job), report)
+        directory, recipe = Path(job.corpus_directory), tokenizer_recipe(job, model.objective)
+        return prepare_corpus(source_of(job), directory, model.vocab_size, report, recipe)
 
     corpus = ranks.first("corpus", prepare)
     for turn in (1, 2):
@@ -136,8 +150,8 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
 
 
 @contextmanager
-def assembled(job: JobFile, plan: MemoryPlan) -> Iterator[Assembly]:
-    assembly = assemble(job, plan)
+def assembled(job: JobFile, plan: MemoryPlan, model: Chain) -> Iterator[Assembly]:
+    assembly = assemble(job, plan, model)
     try:
         yield assembly
     finally:
@@ -162,11 +176,12 @@ class RunCheckpoints:
         return self.ranks.first("checkpoint", lambda: self._commit(progress)) or (0, 0.0)
 
     def resume(self, progress: Progress) -> None:
-        """Fill model and optimizer: from the epoch's checkpoint, or from the seed. Rank 0's bits, on every rank: the
-        nodes may have no disk in common, and their processors may draw other random numbers."""
+        """Fill model and optimizer: from the epoch's checkpoint, or from the model's source or seed; frozen parameters,
+        which no checkpoint holds, always from these. Rank 0's bits, on every rank: the nodes may have no disk in
+        common, and their processors may draw other random numbers."""
         found = self.ranks.tell("checkpoint to resume from", self._found_state)
         for name, tensor in self.ranks.share(self._found_tensors()):
-            self.assembly.optimizer.load(name, tensor)
+            self.assembly.load(name, tensor)
         if found:
             state = TrainingState.from_json(json.loads(found))
             self.assembly.optimizer.load_scalars(state.scalars)
@@ -194,15 +209,18 @@ class RunCheckpoints:
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
             data_xxh3=self.batches.fingerprint,
             seed=self.job.spec.training.seed,
+            source_xxh3=self.assembly.model.description.get("source_xxh3", ""),
         )
         return json.dumps(state.to_json())
 
     def _found_tensors(self) -> Iterator[tuple[str, Tensor]]:
         if self.epoch is None:
             return iter(())
+        initial = initial_states(self.assembly.model, self.job.spec.training.seed)
         if self.epoch.resume.checkpoint is None:
-            return initial_states(self.assembly.model, self.job.spec.training.seed)
-        return checkpoint.load(self.epoch.resume.checkpoint, self.assembly.parameter_shapes())
+            return initial
+        frozen = ((name, value) for name, value in initial if name.startswith(FROZEN))
+        return chain(checkpoint.load(self.epoch.resume.checkpoint, self.assembly.parameter_shapes()), frozen)
 
     def _state(self, progress: Progress) -> TrainingState:
         training = self.job.spec.training
@@ -216,7 +234,8 @@ class RunCheckpoints:
             random_state=checkpoint.random_state(),
             data_xxh3=self.batches.fingerprint,
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
-            model=dataclasses.asdict(config.transformer_config(self.job.spec)),
+            model=self.assembly.model.description,
+            special_tokens=self.corpus.special_tokens,
         )
 
 
@@ -224,14 +243,23 @@ def digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def make_batches(job: JobFile, corpus: Corpus) -> TokenBatches:
+def make_batches(job: JobFile, corpus: Corpus, objective: Objective) -> TokenBatches:
     training, evaluation = job.spec.training, job.spec.data.evaluation
     return TokenBatches(
         corpus,
         sequence_length=training.sequence_length,
         evaluation_fraction=evaluation.fraction if evaluation else 0.0,
         seed=training.seed,
+        objective=objective,
     )
+
+
+def tokenizer_recipe(job: JobFile, objective: Objective) -> TokenizerRecipe:
+    """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
+    source = job.spec.model.source
+    if source is not None:
+        return TokenizerRecipe(model_directory=config.directory_of(source, job.claims, "spec.model.source"))
+    return TokenizerRecipe(has_mask=objective is Objective.MASKED)
 
 
 def source_of(job: JobFile) -> TextSource:
@@ -241,16 +269,7 @@ def source_of(job: JobFile) -> TextSource:
         return python_stdlib()
     if data.text is None:
         raise UserError("spec.data: only text and builtin can be trained on so far")
-    if data.text.path is not None:
-        return text_source(Path(data.text.path))
-    assert data.text.claim is not None
-    if data.text.claim not in job.claims:
-        raise UserError(f"spec.data.text.claim = {data.text.claim}: not mounted; known claims: {sorted(job.claims)}")
-    return text_source(Path(job.claims[data.text.claim]) / data.text.sub_path)
-
-
-def vocab_size(job: JobFile) -> int:
-    return job.spec.model.transformer.vocab_size
+    return text_source(config.directory_of(data.text, job.claims, "spec.data.text"))
 
 
 def report(line: str) -> None:

@@ -15,7 +15,7 @@ repeats it: a tensor changed in place after it was saved raises at backward, as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -43,11 +43,30 @@ class ParameterSource(Protocol):
 
     def resolve(self, ref: ParameterRef) -> Tensor: ...
 
+    def enter_forward(self, segment: str) -> None:
+        """The forward of `segment` runs next."""
+
+    def enter_backward(self, segment: str) -> None:
+        """Backward has come to `segment`."""
+
+    def prefetch(self, segment: str) -> None:
+        """`segment` is needed soon."""
+
+
+class SpilledHandle(Handle, Protocol):
+    """A tensor that an ActivationStore has taken over."""
+
+    def prefetch(self) -> None:
+        """It is needed soon: submit its reload."""
+
+    def unload(self) -> Callable[[], None]:
+        """The compute lane is done with it for now. Returns what submits its reload, if it is still held by then."""
+
 
 class ActivationBatch(Protocol):
     """What one forward through one segment gives to an ActivationStore."""
 
-    def put(self, tensor: Tensor) -> Handle | None:
+    def put(self, tensor: Tensor) -> SpilledHandle | None:
         """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept."""
 
     def flush(self) -> None:
@@ -109,27 +128,45 @@ class SavedParameter:
 
 
 class Visit:
-    """One forward through one segment, and its place in the chain of the forward pass.
+    """One forward through one segment, and which visit backward comes to after it.
 
-    Backward comes to the visits in reverse. Its first unpack of one is the signal to reload what the one before it
-    saved; so no module hooks are needed, and several graphs alive at once do not disturb one another.
+    That is the one before it in the forward pass, unless whoever runs the step in another order says so. The first
+    unpack of a visit is the signal to bring back what the next one needs; so no module hooks are needed, and several
+    graphs alive at once do not disturb one another.
     """
 
-    __slots__ = ("__weakref__", "_previous", "batch", "saved", "segment", "unpacked")
+    __slots__ = ("__weakref__", "_parameters", "batch", "following", "needs_parameters", "saved", "segment", "unpacked")
 
-    def __init__(self, segment: str, previous: weakref.ref[Visit] | None, batch: ActivationBatch | None) -> None:
+    def __init__(
+        self,
+        segment: str,
+        following: weakref.ref[Visit] | None,
+        batch: ActivationBatch | None,
+        parameters: ParameterSource,
+    ) -> None:
         self.segment = segment
+        self.following = following
         self.batch = batch
         self.saved = False
+        self.needs_parameters = False
+        """false for an embedding, whose backward asks for its indices alone"""
         self.unpacked = False
-        self._previous = previous
+        self._parameters = parameters
 
     def enter_backward(self) -> None:
         self.unpacked = True
-        previous = self._previous() if self._previous is not None else None
-        for visit in (self, previous):
-            if visit is not None and visit.batch is not None:
-                visit.batch.prefetch()
+        self.prefetch()
+        if self.needs_parameters:
+            self._parameters.enter_backward(self.segment)
+        following = self.following() if self.following is not None else None
+        if following is not None:
+            following.prefetch()
+
+    def prefetch(self) -> None:
+        if self.needs_parameters:
+            self._parameters.prefetch(self.segment)
+        if self.batch is not None:
+            self.batch.prefetch()
 
 
 Packed = tuple[Visit, Handle]
@@ -178,10 +215,10 @@ class Frame:
 
     __slots__ = ("_autocast", "_block", "_inputs", "_keeper", "_saved", "_values")
 
-    def __init__(self, keeper: Keeper, block: Block, inputs: Sequence[object]) -> None:
+    def __init__(self, keeper: Keeper, block: Block, inputs: Sequence[object], batch: ActivationBatch | None) -> None:
         self._keeper = keeper
         self._block = block
-        self._inputs = [_Input(value, keeper) if isinstance(value, Tensor) else value for value in inputs]
+        self._inputs = [_Input(value, keeper, batch) if isinstance(value, Tensor) else value for value in inputs]
         self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._values: list[Handle] | None = None
@@ -232,8 +269,10 @@ class _Input:
 
     __slots__ = ("_handle", "_requires_grad")
 
-    def __init__(self, tensor: Tensor, keeper: Keeper) -> None:
-        self._handle = keeper.keep(tensor)
+    def __init__(self, tensor: Tensor, keeper: Keeper, batch: ActivationBatch | None) -> None:
+        """It waits in `batch` if there is one; what comes without gradient belongs to the caller, and stays."""
+        moves = batch is not None and tensor.requires_grad and has_storage(tensor)
+        self._handle: Handle = (batch.put(tensor) if batch is not None and moves else None) or keeper.keep(tensor)
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
@@ -279,6 +318,7 @@ class Packer:
     def pack(self, tensor: Tensor) -> Packed:
         visit, keeper = self._visit, self._keeper
         visit.saved = True
+        visit.needs_parameters |= tensor.is_floating_point() or tensor.is_complex()
         if self._frame is not None:
             return visit, self._frame.reserve(tensor)
         return visit, keeper.parameter(tensor) or self._put(tensor) or keeper.keep(tensor)
@@ -299,28 +339,36 @@ class SavedTensors:
         parameters: ParameterSource,
         store: ActivationStore,
         ledger: DeviceLedger,
+        inputs: Answer = Answer.KEEP,
     ) -> None:
+        """`inputs`: where those of a recomputed segment wait for its second run (keep, host or nvme)."""
         self._answers = answers
+        self._inputs = inputs
         self._parameters = parameters
         self._store = store
         self._ledger = ledger
         self._last: weakref.ref[Visit] | None = None
+        self.last_visit: weakref.ref[Visit] | None = None
+        """of the last `run`; None when it saved nothing, so that backward never comes to it"""
 
     def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
         """One forward of `block`, and what it saves under the segment's answer."""
         answer = self._answers[segment]
-        spills = answer in (Answer.HOST, Answer.NVME)
-        batch = self._store.open(segment, answer) if spills else None
-        visit = Visit(segment, self._last, batch)
+        recomputes = answer is Answer.RECOMPUTE
+        moves_to = self._inputs if recomputes else answer
+        batch = self._store.open(segment, moves_to) if moves_to in (Answer.HOST, Answer.NVME) else None
+        self._parameters.enter_forward(segment)
+        visit = Visit(segment, self._last, batch, self._parameters)
         keeper = Keeper(segment, self._parameters, self._ledger)
-        frame = Frame(keeper, block, inputs) if answer is Answer.RECOMPUTE else None
+        frame = Frame(keeper, block, inputs, batch) if recomputes else None
         packer = Packer(visit, keeper, inputs, frame)
         with saved_tensors_hooks(packer.pack, unpack):
             output = block(*inputs)
         if batch is not None:
             batch.flush()
-        if visit.saved:  # else backward never comes here: the chain leads past it
-            self._last = weakref.ref(visit)
+        self.last_visit = weakref.ref(visit) if visit.saved else None
+        if self.last_visit is not None:  # else backward never comes here: the chain leads past it
+            self._last = self.last_visit
         return output
 
     def start_backward(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 _MASK = 2**64 - 1
 
 
@@ -19,3 +22,11 @@ def fork_seed(seed: int, step: int, micro_batch: int, segment: int) -> int:
     for value in (seed, step, micro_batch, segment):
         state = splitmix64(state ^ (value & _MASK))
     return state >> 1
+
+
+def splitmix64_array(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 of each element."""
+    states = states + np.uint64(0x9E3779B97F4A7C15)
+    states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return states ^ (states >> np.uint64(31))

@@ -7,6 +7,7 @@ dropout then draws the same bits whether a block runs once, runs again for recom
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,13 @@ class SegmentHook(Protocol):
         """Call `block(*inputs)`, now and possibly again during backward, and return the result of the first call."""
 
 
+class Residence(Protocol):
+    """Where parameters are; a ParameterSource is one."""
+
+    def pinned(self, segment: str) -> AbstractContextManager[None]:
+        """Inside, the parameters of `segment` are on the device."""
+
+
 @dataclass(slots=True)
 class Position:
     """Where the run is; part of every random seed."""
@@ -34,13 +42,36 @@ class Position:
     micro_batch: int = 0
 
 
-def wrap_segments(segments: list[tuple[str, nn.Module]], position: Position, hook: SegmentHook | None) -> None:
+def wrap_segments(
+    segments: list[tuple[str, nn.Module]],
+    position: Position,
+    hook: SegmentHook | None,
+    *,
+    autocast: torch.dtype | None = None,
+    residence: Residence | None = None,
+) -> None:
     """Route every segment's forward through the random fork and, when there is one, the technique's hook.
 
-    `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all.
+    `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all. `autocast` is entered for each
+    segment, never around the step: its cache of casts lasts until the outermost one ends, and knows no eviction.
     """
     for index, (name, module) in enumerate(segments):
-        module.forward = _wrapped(name, index, module.forward, position, hook)
+        forward = _inside(module.forward, name, autocast, residence)
+        module.forward = _wrapped(name, index, forward, position, hook)
+
+
+def _inside(forward: Block, name: str, autocast: torch.dtype | None, residence: Residence | None) -> Block:
+    """`forward` with its parameters on the device and under its own autocast, each time it runs."""
+    if autocast is None and residence is None:
+        return forward
+
+    def block(*inputs: object) -> Tensor:
+        pinned = residence.pinned(name) if residence is not None else nullcontext()
+        casting = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
+        with pinned, casting:
+            return forward(*inputs)
+
+    return block
 
 
 def _wrapped(name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None) -> Block:

@@ -1,4 +1,6 @@
-"""Text into tokens: source files -> byte-level BPE tokenizer -> packed memory-mapped shards, built once per run.
+"""Text into tokens: source files -> tokenizer -> packed memory-mapped shards, built once per run.
+
+The tokenizer is byte-level BPE trained on the text, or the one that a model to start from brings with it.
 
 docs/data.md describes the files. Torch-free. The build runs in a child process (`prepare_corpus`), because training a
 tokenizer takes hundreds of megabytes and starts threads, and the trainer has a memory budget and may fork.
@@ -7,11 +9,12 @@ tokenizer takes hundreds of megabytes and starts threads, and the trainer has a 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,9 @@ from .durable_files import DurableFiles, FileEntry, describe_file
 from .sealed_json import Unsealed, seal, unseal
 from .text_source import PYTHON_STDLIB, Piece, Tally, TextSource, python_stdlib, text_source
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
+END_OF_TEXT_ID = 0
+"""in a tokenizer of ours: special tokens come first"""
 MINIMUM_VOCAB_SIZE = 257
 """every byte and the end of text"""
 SAMPLE_BYTES = 32 * MIB
@@ -39,6 +44,25 @@ INDEX_VERSION = 1
 
 _BATCH_CHARACTERS = 4 * 2**20
 """text encoded at once; bounds the memory of the build"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecipe:
+    """Where the tokenizer comes from: trained on the text, or given."""
+
+    has_mask: bool = False
+    """a trained one gets a mask token, for a model that learns from hidden tokens"""
+    model_directory: Path | None = None
+    """a Hugging Face directory whose tokenizer.json is used as it is; none = train one"""
+
+    @property
+    def options(self) -> list[str]:
+        """For `python -m spillway_trainer.tokens`."""
+        given = [] if self.model_directory is None else ["--tokenizer", str(self.model_directory)]
+        return given or ["--mask"] * self.has_mask
+
+
+TRAINED = TokenizerRecipe()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,8 @@ class CorpusIndex:
     source: str
     stat_xxh3: str
     content_xxh3: str
+    mask: int | None = None
+    """token that hides another one; none = the tokenizer has none"""
 
     def to_bytes(self) -> bytes:
         return seal({"version": INDEX_VERSION, **asdict(self)})
@@ -91,6 +117,13 @@ class Corpus:
     def tokenizer_path(self) -> Path:
         return self.directory / "tokenizer.json"
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """As tokenizer_config.json spells them: eos_token and, where there is one, mask_token."""
+        tokenizer = Tokenizer.from_file(str(self.tokenizer_path))
+        numbers = {"eos_token": self.index.end_of_text, "mask_token": self.index.mask}
+        return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
+
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus."""
         parts = []
@@ -108,13 +141,19 @@ class Corpus:
         return tokens
 
 
-def prepare_corpus(source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None]) -> Corpus:
+def prepare_corpus(
+    source: TextSource,
+    directory: Path,
+    vocab_size: int,
+    report: Callable[[str], None],
+    recipe: TokenizerRecipe = TRAINED,
+) -> Corpus:
     """Open the corpus in `directory`, building it in a child process when there is none yet.
 
     `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
     """
     if not directory.exists() or not any(directory.iterdir()):
-        _build_in_child(source, directory, vocab_size, report)
+        _build_in_child(source, directory, vocab_size, report, recipe)
     return open_corpus(directory, source, vocab_size)
 
 
@@ -146,26 +185,30 @@ def build_corpus(
     directory: Path,
     vocab_size: int,
     report: Callable[[str], None],
+    recipe: TokenizerRecipe = TRAINED,
     *,
     files: DurableFiles | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Train a tokenizer and encode the source, in a temporary sibling that is renamed to `directory` when complete.
+    """Train a tokenizer, or take the given one, and encode the source, in a temporary sibling that is renamed to
+    `directory` when complete.
 
     When another process was faster (that of a killed attempt may still be at it), its corpus stays and this one is
     dropped.
     """
     files = files or DurableFiles()
-    if vocab_size < MINIMUM_VOCAB_SIZE:
+    minimum = MINIMUM_VOCAB_SIZE + recipe.has_mask
+    if recipe.model_directory is None and vocab_size < minimum:
         raise UserError(
-            f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {MINIMUM_VOCAB_SIZE} tokens "
-            "(every byte and the end of text)"
+            f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {minimum} tokens "
+            f"(every byte and the end of text{', and the mask' if recipe.has_mask else ''})"
         )
     temporary = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):
-            _fill(source, temporary, vocab_size, report, files, shard_tokens)
+            tokenizer = chosen_tokenizer(source, vocab_size, report, recipe)
+            _fill(source, temporary, tokenizer, report, files, shard_tokens)
             _move_into_place(temporary, directory, files)
     except OSError as error:
         if (directory / "index.json").exists():
@@ -176,22 +219,34 @@ def build_corpus(
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenTokenizer:
+    tokenizer: Tokenizer
+    file: bytes
+    """tokenizer.json"""
+    end_of_text: int
+    mask: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token; numbers may be left out."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
 def _fill(
     source: TextSource,
     directory: Path,
-    vocab_size: int,
+    chosen: ChosenTokenizer,
     report: Callable[[str], None],
     files: DurableFiles,
     shard_tokens: int,
 ) -> None:
-    tokenizer = train_tokenizer(source, vocab_size, report)
-    text = tokenizer.to_str(pretty=True).encode()
-    tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(text)])
-    dtype = "<u2" if tokenizer.get_vocab_size() <= UINT16_VOCAB_SIZE else "<u4"
+    tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(chosen.file)])
+    dtype = "<u2" if chosen.vocab_size <= UINT16_VOCAB_SIZE else "<u4"
     tally = Tally()
     shards: list[FileEntry] = []
     num_tokens = 0
-    for shard in _packed(_encoded(source, tokenizer, dtype, tally), shard_tokens):
+    for shard in _packed(_encoded(source, chosen, dtype, tally), shard_tokens):
         num_tokens += len(shard)
         shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
@@ -199,8 +254,8 @@ def _fill(
     index = CorpusIndex(
         num_tokens=num_tokens,
         num_documents=tally.documents,
-        vocab_size=tokenizer.get_vocab_size(),
-        end_of_text=end_of_text_id(tokenizer),
+        vocab_size=chosen.vocab_size,
+        end_of_text=chosen.end_of_text,
         dtype=dtype,
         shard_tokens=shard_tokens,
         shards=tuple(shards),
@@ -208,6 +263,7 @@ def _fill(
         source=str(source),
         stat_xxh3=source.stat_fingerprint(),
         content_xxh3=source.content_fingerprint(),
+        mask=chosen.mask,
     )
     files.write(directory / "index.json", [memoryview(index.to_bytes())])
     files.sync_directory(directory)
@@ -228,7 +284,61 @@ def _move_into_place(temporary: Path, directory: Path, files: DurableFiles) -> N
         files.remove_tree(leftover)
 
 
-def train_tokenizer(source: TextSource, vocab_size: int, report: Callable[[str], None]) -> Tokenizer:
+def chosen_tokenizer(
+    source: TextSource, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
+) -> ChosenTokenizer:
+    if recipe.model_directory is not None:
+        return given_tokenizer(recipe.model_directory)
+    tokenizer = train_tokenizer(source, vocab_size, report, recipe.has_mask)
+    text = tokenizer.to_str(pretty=True).encode()
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+    return ChosenTokenizer(tokenizer, text, END_OF_TEXT_ID, tokenizer.token_to_id(MASK) if recipe.has_mask else None)
+
+
+def given_tokenizer(directory: Path) -> ChosenTokenizer:
+    """The tokenizer of a Hugging Face directory. Raises UserError when it has none, or none that ends a document."""
+    path = directory / "tokenizer.json"
+    try:
+        text = path.read_bytes()
+        tokenizer = Tokenizer.from_str(text.decode())
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; spec.model.source needs the tokenizer that its weights were trained with"
+        ) from error
+    except Exception as error:  # `tokenizers` raises no narrower type
+        raise UserError(f"{path}: is no tokenizer of Hugging Face `tokenizers`: {error}") from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = _named_tokens(directory / "tokenizer_config.json")
+    ends = [named.get("eos_token"), named.get("sep_token"), END_OF_TEXT, "</s>", "[SEP]"]
+    end_of_text = _first_known(tokenizer, ends)
+    if end_of_text is None:
+        raise UserError(f"{path}: no token ends a text; name one as eos_token in tokenizer_config.json")
+    mask = _first_known(tokenizer, [named.get("mask_token"), MASK, "<mask>"])
+    return ChosenTokenizer(tokenizer, text, end_of_text, mask)
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """name -> token of tokenizer_config.json, where a token is a string or an object with its "content"."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in fields.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _first_known(tokenizer: Tokenizer, tokens: Sequence[str | None]) -> int | None:
+    numbers = (tokenizer.token_to_id(token) for token in tokens if token is not None)
+    return next((int(number) for number in numbers if number is not None), None)
+
+
+def train_tokenizer(
+    source: TextSource, vocab_size: int, report: Callable[[str], None], has_mask: bool = False
+) -> Tokenizer:
     """Byte-level BPE with at most `vocab_size` tokens, the same for the same text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -236,7 +346,7 @@ def train_tokenizer(source: TextSource, vocab_size: int, report: Callable[[str],
     tokenizer.encode_special_tokens = True  # a text that spells out the end of text must not end a document
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, MASK] if has_mask else [END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -244,12 +354,6 @@ def train_tokenizer(source: TextSource, vocab_size: int, report: Callable[[str],
         report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} taken evenly from {source}")
     tokenizer.train_from_iterator(sample(source), trainer)
     return tokenizer
-
-
-def end_of_text_id(tokenizer: Tokenizer) -> int:
-    number = tokenizer.token_to_id(END_OF_TEXT)
-    assert number is not None, f"a tokenizer of ours has {END_OF_TEXT}"
-    return int(number)
 
 
 def sample(source: TextSource) -> Iterator[str]:
@@ -262,13 +366,12 @@ def sample(source: TextSource) -> Iterator[str]:
         seen += len(piece.text)
 
 
-def _encoded(source: TextSource, tokenizer: Tokenizer, dtype: str, tally: Tally) -> Iterator[npt.NDArray[Any]]:
+def _encoded(source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally) -> Iterator[npt.NDArray[Any]]:
     """Tokens piece by piece, in order, an end of text after each document."""
-    end_of_text = end_of_text_id(tokenizer)
     for batch in _batches(source, tally):
-        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        encodings = chosen.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield np.array(encoding.ids + [end_of_text] * piece.ends_document, dtype=dtype)
+            yield np.array(encoding.ids + [chosen.end_of_text] * piece.ends_document, dtype=dtype)
 
 
 def _batches(source: TextSource, tally: Tally) -> Iterator[list[Piece]]:
@@ -318,8 +421,11 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
         )
 
 
-def _build_in_child(source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None]) -> None:
-    command = [sys.executable, "-m", "spillway_trainer.tokens", *source.option, str(directory), str(vocab_size)]
+def _build_in_child(
+    source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
+) -> None:
+    options = [*source.option, *recipe.options]
+    command = [sys.executable, "-m", "spillway_trainer.tokens", *options, str(directory), str(vocab_size)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     for line in child.stdout.splitlines():
@@ -334,17 +440,22 @@ def _build_in_child(source: TextSource, directory: Path, vocab_size: int, report
 
 
 def main() -> int:
-    """`python -m spillway_trainer.tokens (--text PATH | --builtin PythonStdlib) DIRECTORY VOCAB_SIZE`."""
+    """`python -m spillway_trainer.tokens (--text PATH | --builtin PythonStdlib) [--tokenizer DIRECTORY | --mask]
+    DIRECTORY VOCAB_SIZE`."""
     parser = argparse.ArgumentParser(prog="spillway_trainer.tokens", description="Build a corpus of packed tokens.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--text", type=Path, help="a text file or a directory of text files")
     which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
+    kind.add_argument("--mask", action="store_true", help="train a tokenizer that has a mask token")
     parser.add_argument("directory", type=Path)
     parser.add_argument("vocab_size", type=int)
     arguments = parser.parse_args()
     try:
         source = text_source(arguments.text) if arguments.text else python_stdlib()
-        build_corpus(source, arguments.directory, arguments.vocab_size, print)
+        recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
+        build_corpus(source, arguments.directory, arguments.vocab_size, print, recipe)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,13 +24,16 @@ class Trainable:
     """alias -> owner: one storage, but a leaf and an accumulator each, summed once at the end of the step"""
 
     @classmethod
-    def of(cls, parameters: Sequence[tuple[str, Parameter]], tied: Mapping[str, str]) -> Trainable:
+    def of(
+        cls, parameters: Sequence[tuple[str, Parameter]], tied: Mapping[str, str], streamed: Container[str] = ()
+    ) -> Trainable:
+        """`streamed` parameters have no memory of their own: shape and dtype count, layout and sharing do not."""
         trainable = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         for name, parameter in trainable.items():
-            _check(name, parameter)
+            _check(name, parameter, is_streamed=name in streamed)
         aliases = {alias: owner for alias, owner in tied.items() if alias in trainable}
         for alias, owner in aliases.items():
-            if owner not in trainable or trainable[owner].data_ptr() != trainable[alias].data_ptr():
+            if owner not in trainable or not _share(trainable[owner], trainable[alias], is_streamed=alias in streamed):
                 raise UserError(
                     f"parameter {alias} is declared as tied to {owner}, which is frozen or has a storage of its own: "
                     "tie the two (alias.data = owner.data) after the last cast, and train both or none"
@@ -41,14 +44,26 @@ class Trainable:
         return self.tied.get(name, name)
 
 
-def _check(name: str, parameter: Parameter) -> None:
-    if not parameter.is_contiguous():
+def _share(owner: Parameter, alias: Parameter, *, is_streamed: bool) -> bool:
+    return is_streamed or owner.data_ptr() == alias.data_ptr()
+
+
+def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
+    if not (is_streamed or parameter.is_contiguous()):
         raise UserError(
             f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
             "so its gradient would change layout with its placement; replace it by parameter.contiguous()"
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32 and bfloat16")
+
+
+def cut(num_parameters: int, chunk_parameters: int) -> list[tuple[int, int]]:
+    """(offset, size) of one parameter's chunks: all of `chunk_parameters`, the last one of what is left."""
+    return [
+        (offset, min(chunk_parameters, num_parameters - offset))
+        for offset in range(0, num_parameters, chunk_parameters)
+    ]
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from .recorder import Recorder
 from .schedule import LearningRate
 from .segments import Position
 
+Counter = TypeVar("Counter", int, float)
 STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXCHANGE, Phase.OPTIMIZER, Phase.WAIT)
 
 
@@ -46,6 +47,9 @@ class Techniques(Protocol):
 
     def waited_seconds(self) -> float:
         """Seconds that compute waited for copies and I/O since the process started."""
+
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds that each lane worked since the process started."""
 
 
 class Checkpoints(Protocol):
@@ -84,6 +88,30 @@ class LoopSettings:
     """at most that many micro-batches an evaluation"""
 
 
+TimedPhase = Callable[[Phase], AbstractContextManager[None]]
+
+
+class MicroBatchOrder(Protocol):
+    """How the micro-batches of a step are run. No result depends on it."""
+
+    def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+        """Forward and backward of each, by number; gradients go to the optimizer by hooks. Returns their losses."""
+
+
+def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+    """One micro-batch after the other through the whole model."""
+    losses = []
+    for run.position.micro_batch, batch in micro_batches.items():
+        with phase(Phase.FORWARD):
+            loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
+        with phase(Phase.BACKWARD):
+            run.techniques.start_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        del loss
+    return losses
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Everything that the loop drives, wired by assemble.py."""
@@ -98,6 +126,7 @@ class Run:
     recorder: Recorder
     ranks: Ranks = ONE_RANK
     sum_gradients: GradientSum = unsummed
+    order: MicroBatchOrder = in_order
 
 
 class StopRequest:
@@ -188,7 +217,7 @@ def commit_or_go_on(run: Run, progress: Progress) -> bool:
 def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
     """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
     started, watch = time.perf_counter(), Stopwatch(run.techniques.waited_seconds)
-    moved_before = run.techniques.moved_bytes()
+    moved_before, busy_before = run.techniques.moved_bytes(), run.techniques.busy_seconds()
     step, world = progress.step, run.ranks.world
     samples = samples_of_step(settings, world, progress)
     run.position.step = step
@@ -197,7 +226,7 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
     with watch.phase(Phase.DATA):
         micro_batches = next_micro_batches(run.batches, settings, world, samples)
         num_tokens = run.batches.num_unmasked(samples)
-    losses = [forward_backward(run, watch, number, batch, num_tokens) for number, batch in micro_batches.items()]
+    losses = run.order(run, watch.phase, micro_batches, num_tokens)
     with watch.phase(Phase.EXCHANGE):
         stops, *all_losses = zip(*run.ranks.gather([float(stop.requested), *losses]), strict=True)
         loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
@@ -233,20 +262,10 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         tier_bytes=run.techniques.held_bytes(),
         tier_peak_bytes=run.techniques.peak_bytes(),
         moved_bytes=difference(run.techniques.moved_bytes(), moved_before),
+        lane_seconds=difference(run.techniques.busy_seconds(), busy_before),
         skipped=not finite,
     )
     return metrics, any(stops)
-
-
-def forward_backward(run: Run, watch: Stopwatch, number: int, batch: Batch, num_tokens: int) -> float:
-    """Forward and backward of one micro-batch; its gradients go to the optimizer by hooks. Returns its loss."""
-    run.position.micro_batch = number
-    with watch.phase(Phase.FORWARD):
-        loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
-    with watch.phase(Phase.BACKWARD):
-        run.techniques.start_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item()
 
 
 def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
@@ -291,5 +310,6 @@ def clip_factor_of(norm: float, limit: float | None) -> float:
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
-def difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {link: moved - before.get(link, 0) for link, moved in now.items()}
+def difference(now: Mapping[str, Counter], before: Mapping[str, Counter]) -> dict[str, Counter]:
+    """Of counters that only rise; one that was not there before began at 0."""
+    return {name: count - before[name] if name in before else count for name, count in now.items()}

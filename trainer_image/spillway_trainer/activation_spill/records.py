@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +31,7 @@ class Record:
         "__weakref__",
         "_awaited",
         "_charge",
+        "_key",
         "_lanes",
         "_ledger",
         "_loaded",
@@ -39,6 +42,7 @@ class Record:
         "index",
         "nbytes",
         "offset",
+        "reload_version",
         "transfer",
         "version",
     )
@@ -52,9 +56,12 @@ class Record:
         self._source = tensor.detach()
         # A weak reference: while it lives, the address of the storage object is not used for another one.
         self._storage_address = storage._weak_ref()
+        self._key: int = storage._cdata
         self._reload: Buffer | None = None
         self._loaded: Event | None = None
         self._awaited = False
+        self.reload_version = 0
+        """of a view of the reload when it was handed out"""
         self.batch = batch
         self.index = index
         self.nbytes = storage.nbytes()
@@ -72,6 +79,15 @@ class Record:
         """True when the reload is complete or on its way."""
         return self._reload is not None
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since."""
+        key: int = tensor.untyped_storage()._cdata
+        if key == self._key:
+            return tensor._version == self.version
+        reload = self._reload
+        is_reload = reload is not None and reload.tensor.untyped_storage()._cdata == key
+        return is_reload and tensor._version == self.reload_version
+
     def lend_source(self) -> tuple[Tensor, int]:
         """The source and its charge, from now on the business of a Sources."""
         assert self._charge is not None
@@ -80,6 +96,14 @@ class Record:
 
     def load_into(self, buffer: Buffer, loaded: Event) -> None:
         self._reload, self._loaded = buffer, loaded
+        # By its reload, too: what is saved again while it is here is not copied again.
+        self.batch.know(buffer.tensor, self)
+
+    def unload(self) -> None:
+        """Give the reload up; the next need loads it again."""
+        if self._reload is not None and self._loaded is not None:
+            self._lanes.release(self._reload, after=(self._loaded, self._lanes.computed()))
+        self._reload, self._loaded, self._awaited = None, None, False
 
     def storage(self, size: torch.Size, *, with_batch: bool) -> UntypedStorage:
         """The bytes on the device again, waited for. `with_batch`: a cold load takes the whole transfer along.
@@ -110,8 +134,7 @@ class Record:
         UntypedStorage._free_weak_ref(self._storage_address)  # type: ignore[no-untyped-call]
         if self._charge is not None:
             self._ledger.release_saved(self._charge)
-        if self._reload is not None and self._loaded is not None:
-            self._lanes.release(self._reload, after=(self._loaded, self._lanes.computed()))
+        self.unload()
 
 
 class Sources(Region):
@@ -163,4 +186,23 @@ class SpilledTensor:
 
     def tensor(self) -> Tensor:
         storage = self._record.storage(self._size, with_batch=self._with_batch)
-        return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)
+        tensor = torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)
+        self._record.reload_version = tensor._version
+        return tensor
+
+    def prefetch(self) -> None:
+        _load(self._record)
+
+    def unload(self) -> Callable[[], None]:
+        self._record.unload()
+        return partial(_load_if_held, weakref.ref(self._record))
+
+
+def _load(record: Record) -> None:
+    if record.transfer is not None:
+        record.transfer.load([record])
+
+
+def _load_if_held(ref: weakref.ref[Record]) -> None:
+    if (record := ref()) is not None:
+        _load(record)

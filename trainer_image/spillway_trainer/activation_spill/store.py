@@ -56,7 +56,7 @@ class SpillStore:
         self.ledger = ledger
         self.minimum_bytes = minimum_bytes
         self.records: dict[int, weakref.ref[Record]] = {}
-        """records by the address of their storage object, which is not used again while the record lives"""
+        """records by the address of a storage object: their source's, or their reload's"""
         self._nvme = nvme
         self._copies = Window(lanes, window_bytes)
         self._writes = Window(lanes, window_bytes)
@@ -116,12 +116,15 @@ class Batch:
             return None
         known = store.records.get(storage._cdata)
         record = known() if known is not None else None
-        if record is None or record.version != tensor._version:
+        if record is None or not record.holds(tensor):
             record = Record(store.lanes, store.ledger, self, len(self._pending), tensor)
-            ref = weakref.ref(record)
-            store.records[storage._cdata] = ref
-            self._pending.append(ref)
+            self.know(tensor, record)
+            self._pending.append(weakref.ref(record))
         return SpilledTensor(record, tensor, with_batch=record.batch is self)
+
+    def know(self, tensor: Tensor, record: Record) -> None:
+        """`record` has the storage of `tensor`; whoever looks it up asks the record if it still does."""
+        self._store.records[tensor.untyped_storage()._cdata] = weakref.ref(record)
 
     def flush(self) -> None:
         records = [record for ref in self._pending if (record := ref()) is not None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from ..trainable import cut
 
 
 class Path(StrEnum):
@@ -55,14 +57,6 @@ class Chunk:
         return f"{self.parameter}[{self.offset}:{self.end}]"
 
 
-def cut(num_parameters: int, chunk_parameters: int) -> list[tuple[int, int]]:
-    """(offset, size) of one parameter's chunks: all of `chunk_parameters`, the last one of what is left."""
-    return [
-        (offset, min(chunk_parameters, num_parameters - offset))
-        for offset in range(0, num_parameters, chunk_parameters)
-    ]
-
-
 def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
     """The path of each chunk, in update order.
 
@@ -81,10 +75,30 @@ def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
     return paths
 
 
-def assign_chunks(num_parameters: Mapping[str, int], chunk_parameters: int, shares: Shares) -> list[Chunk]:
-    """Chunks of all parameters in update order: the declared order of the parameters, which is forward order."""
+def assign_chunks(
+    num_parameters: Mapping[str, int], chunk_parameters: int, shares: Shares, streamed: Container[str] = ()
+) -> list[Chunk]:
+    """Chunks of all parameters in update order: the declared order of the parameters, which is forward order.
+
+    `streamed` parameters are updated by the CPU, beside which they live; the others share what is left of each path.
+    """
     slices = [
         (name, offset, size) for name, count in num_parameters.items() for offset, size in cut(count, chunk_parameters)
     ]
-    paths = assign([size for _, _, size in slices], shares)
-    return [Chunk(name, offset, size, path) for (name, offset, size), path in zip(slices, paths, strict=True)]
+    free = [size for name, _, size in slices if name not in streamed]
+    paths = iter(assign(free, rest_of(shares, sum(num_parameters.values()), sum(free))))
+    return [Chunk(name, offset, size, Path.CPU if name in streamed else next(paths)) for name, offset, size in slices]
+
+
+def rest_of(shares: Shares, num_parameters: int, num_free: int) -> Shares:
+    """Shares of the `num_free` parameters that may take any path, when all others take the CPU's."""
+    num_forced = num_parameters - num_free
+    if num_forced == 0 or num_free == 0:
+        return shares
+    parts = (
+        max(0.0, shares.cpu * num_parameters - num_forced),
+        shares.streamed * num_parameters,
+        shares.resident * num_parameters,
+    )
+    total = sum(parts)
+    return Shares(*(part / total for part in parts)) if total else Shares(1.0, 0.0, 0.0)

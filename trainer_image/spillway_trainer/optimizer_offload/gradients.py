@@ -15,11 +15,12 @@ from functools import partial
 from torch import Tensor
 
 from .. import kernels
-from ..reference import Bins
+from ..reference import SquareSum
+from ..tiers.arena import Part, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
-from .memory import FLOAT32_BYTES, Part, Ring, as_bytes
+from .memory import FLOAT32_BYTES
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class Gradients:
         self._staging = staging
         self._window = window
         self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
-        self._bins = partial(kernels.gradient_bins, num_threads=num_threads)
+        self._square_sum = partial(kernels.square_sum, num_threads=num_threads)
         self._arrived: set[str] = set()
         self._exchanged = False
         """the compute lane has added other ranks' sums to the accumulators of this step"""
@@ -145,14 +146,14 @@ class Gradients:
             self._arrived.add(owner)
             self._arrived.remove(alias)
 
-    def bins(self) -> Bins:
+    def square_sum(self) -> SquareSum:
         """Exact sum of squares of all gradients that arrived; waits for them. Each chunk is read where it lives."""
-        parts: list[Bins] = []
+        parts: list[SquareSum] = []
         events = []
         for accumulator in self._all_arrived():
             event = self._lanes.submit(
                 accumulator.lane,
-                self._appending_bins(parts, accumulator.values),
+                self._appending_square_sum(parts, accumulator.values),
                 reads=[accumulator.memory],
                 after=[*accumulator.settled, *self._exchange()],
                 nbytes=FLOAT32_BYTES * accumulator.chunk.size,
@@ -163,7 +164,7 @@ class Gradients:
         for event in events:
             event.wait()
         self._window.drain()
-        return sum(parts, Bins())
+        return sum(parts, SquareSum())
 
     def drop(self) -> None:
         """Forget what arrived: the next gradient of each use overwrites its accumulator."""
@@ -224,8 +225,8 @@ class Gradients:
         accumulator.settled = (added,)
         return added
 
-    def _appending_bins(self, parts: list[Bins], values: Tensor) -> Callable[[], None]:
+    def _appending_square_sum(self, parts: list[SquareSum], values: Tensor) -> Callable[[], None]:
         def work() -> None:
-            parts.append(self._bins(values))
+            parts.append(self._square_sum(values))
 
         return work

@@ -1,30 +1,19 @@
-"""Where the bytes of the chunks live: state blocks, accumulators, bounded rings. All taken before the first step.
+"""State blocks: one chunk's float32 states back to back, [master |] exp_avg | exp_avg_sq, each padded to 64 bytes.
 
-A state block holds one chunk's float32 states back to back, [master |] exp_avg | exp_avg_sq, each padded to 64 bytes,
-so that one copy moves them all. With float32 compute a chunk that the device updates has no master in its block: the
+So one copy moves them all. With float32 compute a chunk that the device updates has no master in its block: the
 parameter itself is the master and never leaves the device.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spillway.plan import Tier
+from ..tiers.arena import padded
 
-from ..tiers.device_ledger import DeviceLedger
-from ..tiers.lanes import Buffer, Event, Lanes, Region
-
-ALIGNMENT_BYTES = 64
 FLOAT32_BYTES = 4
-
-
-def padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def states_bytes(size: int, has_master: bool) -> int:
@@ -53,78 +42,3 @@ def view_states(block: Tensor, size: int, parameter: Tensor | None) -> States:
         for start in range(0, states_bytes(size, parameter is None), stride)
     ]
     return States(*rows) if parameter is None else States(parameter, *rows)
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """A flat contiguous tensor as uint8, sharing its memory."""
-    return flat.view(torch.uint8)
-
-
-@dataclass(slots=True)
-class Slot:
-    """One buffer of a ring. Whoever writes it next runs after `free`."""
-
-    buffer: Buffer
-    free: tuple[Event, ...] = ()
-
-
-class Ring:
-    """Equal buffers taken in turn. Bounded: the writer of a slot waits, by events, for its last reader."""
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._slots = [Slot(buffer) for buffer in buffers]
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def take(self) -> Slot:
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        return slot
-
-
-class Part(Region):
-    """A part of memory that the arena holds: `tensor` is uint8, at least 64-byte aligned."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor, label: str) -> None:
-        super().__init__(tensor.numel(), label)
-        self.tensor = tensor
-
-
-class Arena:
-    """Memory of the optimizer, taken before the first step and held until the lanes close.
-
-    What copies touch (host memory, slots) is acquired from the lanes. What only the compute lane touches (resident
-    states, device accumulators) is plain device memory, charged to the ledger by its purpose.
-    """
-
-    def __init__(self, lanes: Lanes, ledger: DeviceLedger, device: torch.device) -> None:
-        self._lanes, self._ledger, self._device = lanes, ledger, device
-        self._held: Counter[Tier] = Counter()
-
-    def parts(self, tier: Tier, sizes_bytes: Sequence[int], purpose: str) -> list[Part]:
-        """Consecutive parts of one piece of memory, each a region of its own; sizes are multiples of 64."""
-        nbytes = sum(sizes_bytes)
-        if not nbytes:
-            return []
-        self._held[tier] += nbytes
-        whole = self._on_device(nbytes, purpose) if tier is Tier.DEVICE else self._on_host(nbytes, purpose)
-        return [Part(part, f"{purpose} {index}") for index, part in enumerate(torch.split(whole, list(sizes_bytes)))]
-
-    def ring(self, tier: Tier, num_slots: int, nbytes: int, label: str) -> Ring:
-        """`num_slots` buffers of `nbytes` each."""
-        self._held[tier] += num_slots * nbytes
-        return Ring([self._lanes.acquire(tier, nbytes, f"{label} {index}") for index in range(num_slots)])
-
-    def held_bytes(self) -> dict[str, int]:
-        return {tier.value: self._held[tier] for tier in (Tier.DEVICE, Tier.HOST)}
-
-    def _on_host(self, nbytes: int, purpose: str) -> Tensor:
-        return self._lanes.acquire(Tier.HOST, nbytes, purpose).tensor
-
-    def _on_device(self, nbytes: int, purpose: str) -> Tensor:
-        self._ledger.charge(purpose, nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

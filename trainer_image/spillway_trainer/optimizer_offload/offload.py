@@ -22,13 +22,14 @@ from spillway.plan import OptimizerPlan, Tier
 
 from .. import kernels
 from ..optimizer import MASTER, STATE_KINDS, AdamWSettings, Update, UpdateCount
+from ..tiers.arena import Arena, Ring
 from ..tiers.device_ledger import DeviceLedger
+from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes
 from ..trainable import Trainable, check_gradient, master_values
 from .assign import Path, Shares, assign_chunks
 from .gradients import Gradients, GradientWindow
-from .memory import Arena, Ring, padded
-from .place import Placed, place_accumulators, place_chunks
+from .place import Homes, NoHomes, Placed, place_accumulators, place_chunks
 from .update import UpdatePipeline
 
 
@@ -38,7 +39,7 @@ class OptimizerOffload:
     `cpu_update` and `device_update` are the kernels of the two sides; tests give them different code.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two of them are for tests alone
         self,
         parameters: Sequence[tuple[str, Parameter]],
         tied: Mapping[str, str],
@@ -47,22 +48,25 @@ class OptimizerOffload:
         lanes: Lanes,
         ledger: DeviceLedger,
         *,
+        homes: Homes | None = None,
         cpu_update: Update | None = None,
         device_update: Update | None = None,
     ) -> None:
-        self._trainable = Trainable.of(parameters, tied)
+        self._homes = homes or NoHomes()
+        streamed = {name for name, _ in parameters if self._homes.of(name)}
+        self._trainable = Trainable.of(parameters, tied, streamed | {a for a, o in tied.items() if o in streamed})
         self._count = UpdateCount(settings)
         self._lanes = lanes
         owners = self._trainable.parameters
         shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share)
-        chunks = assign_chunks({name: p.numel() for name, p in owners.items()}, plan.chunk_parameters, shares)
+        chunks = assign_chunks({name: p.numel() for name, p in owners.items()}, plan.chunk_parameters, shares, streamed)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
-        self._placed = place_chunks(chunks, owners, self._arena)
+        self._placed = place_chunks(chunks, owners, self._homes, self._arena)
         self._of = {name: list(parts) for name, parts in groupby(self._placed, lambda p: p.chunk.parameter)}
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.adamw, num_threads=plan.num_threads)
         self._pipeline = UpdatePipeline(
-            lanes, self._staging_ring("uploads"), self._slot_ring(), cpu_update or native, device_update or native
+            lanes, self._upload_ring(), self._slot_ring(), cpu_update or native, device_update or native
         )
         self._in_flight: list[Event] = []
         self._initialise_states()
@@ -71,7 +75,8 @@ class OptimizerOffload:
         assert not self._in_flight, "flush() comes between step() and the next forward"
         placed = self._of[self._trainable.owner(name)]
         parameter = self._trainable.parameters[self._trainable.owner(name)]
-        self._lanes.compute(reads=[part.weights for part in placed], label=f"backward of {name}")
+        weights = [part.weights for part in placed if part.home is None]  # whoever has the homes declares the others
+        self._lanes.compute(reads=weights, label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient))
 
     def gradients(self) -> Iterator[Tensor]:
@@ -79,10 +84,11 @@ class OptimizerOffload:
 
     def norm(self) -> float:
         self._gradients.sum_tied_uses()
-        return self._gradients.bins().norm()
+        return self._gradients.square_sum().norm()
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self._gradients.sum_tied_uses()
+        self._homes.invalidate()
         self._count.advance()
         updates = []
         for name, parameter in self._trainable.parameters.items():
@@ -114,8 +120,11 @@ class OptimizerOffload:
         for placed in self._of[parameter_name]:
             states = placed.states(placed.block.tensor)
             getattr(states, kind).copy_(values[placed.chunk.offset : placed.chunk.end])
-            if kind == MASTER and not placed.parameter_is_master:
-                placed.parameter.copy_(master_values(states.master, placed.parameter.dtype))
+            if kind == MASTER and placed.parameter is not None and not placed.parameter_is_master:
+                placed.parameter.copy_(master_values(states.master, placed.dtype))
+        if kind == MASTER and self._homes.of(parameter_name):
+            dtype = self._trainable.parameters[parameter_name].dtype
+            self._homes.set(parameter_name, master_values(values.float(), dtype))
 
     def scalars(self) -> dict[str, float]:
         return self._count.as_dict()
@@ -139,28 +148,33 @@ class OptimizerOffload:
             self._lanes,
             accumulators,
             self._trainable.tied,
-            self._staging_ring("gradient staging"),
+            self._staging_ring([p for p in self._placed if p.chunk.path is Path.CPU], "gradient staging"),
             GradientWindow(ledger, largest),
             num_threads,
         )
 
-    def _staging_ring(self, label: str) -> Ring:
-        """Host buffers that hold one chunk in the compute dtype."""
-        sizes = [placed.weights.nbytes for placed in self._placed if placed.chunk.path is Path.CPU]
-        num_buffers = min(NUM_STAGING_BUFFERS, len(sizes))
-        return self._arena.ring(Tier.HOST, num_buffers, padded(max(sizes, default=0)), label)
+    def _upload_ring(self) -> Ring:
+        """For updated values that the CPU cannot write where they live: on the device, on NVMe."""
+        on_cpu = [placed for placed in self._placed if placed.chunk.path is Path.CPU]
+        return self._staging_ring([p for p in on_cpu if p.home is None or p.home.memory is None], "uploads")
+
+    def _staging_ring(self, chunks: Sequence[Placed], label: str) -> Ring:
+        """Host buffers that hold any one of `chunks` in the compute dtype, in whole blocks."""
+        largest = max((placed.nbytes for placed in chunks), default=0)
+        return self._arena.ring(Tier.HOST, min(NUM_STAGING_BUFFERS, len(chunks)), round_up(largest), label)
 
     def _slot_ring(self) -> Ring:
         sizes = [placed.block.nbytes for placed in self._placed if placed.chunk.path is Path.STREAMED]
         return self._arena.ring(Tier.DEVICE, min(NUM_SLOTS, len(sizes)), max(sizes, default=0), "streamed states")
 
     def _initialise_states(self) -> None:
-        """Masters from the parameters, moments 0. Submitted, so that virtual lanes can leave it out."""
+        """Masters from the parameters, those of streamed ones 0 until they are loaded; moments 0. Submitted, so that
+        virtual lanes can leave it out."""
         events = [
             self._lanes.submit(
                 Lane.COMPUTE,
                 partial(_initialise, placed),
-                reads=[placed.weights],
+                reads=[] if placed.parameter is None else [placed.weights],
                 writes=[placed.block],
                 label=f"initialise {placed.chunk.label}",
             )
@@ -172,7 +186,9 @@ class OptimizerOffload:
 
 def _initialise(placed: Placed) -> None:
     states = placed.states(placed.block.tensor)
-    if not placed.parameter_is_master:
+    if placed.parameter is None:
+        states.master.zero_()
+    elif not placed.parameter_is_master:
         states.master.copy_(placed.parameter)
     states.exp_avg.zero_()
     states.exp_avg_sq.zero_()

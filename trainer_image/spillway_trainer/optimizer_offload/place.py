@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +12,52 @@ from torch.nn import Parameter
 
 from spillway.plan import Tier
 
+from ..tiers.arena import Arena, Part
 from ..tiers.lanes import Region
 from ..trainable import flat
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, Arena, Part, States, accumulator_bytes, states_bytes, view_states
+from .memory import FLOAT32_BYTES, States, accumulator_bytes, states_bytes, view_states
+
+
+class Home(Protocol):
+    """Where one chunk's values live, in the parameter's type, when they do not stay on the device."""
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The values as uint8 in host memory, which the update writes itself; None: `store` takes them from staging."""
+
+    def store(self, staged: Tensor) -> None:
+        """Take over `staged` (uint8, whole blocks, the values first). Runs on lane nvme_write. Raises SpillIOError."""
+
+
+class Homes(Protocol):
+    """The parameters that pass through the device instead of staying there; model_spill has them."""
+
+    def of(self, parameter: str) -> Sequence[Home]:
+        """One a chunk, in order; none for a parameter that stays on the device."""
+
+    def set(self, parameter: str, values: Tensor) -> None:
+        """Put `values`, flat and in the parameter's type, into its homes, at once."""
+
+    def invalidate(self) -> None:
+        """The homes change from now on: nothing reads them any more, and no copy of them is used again."""
+
+
+class NoHomes:
+    """Every parameter stays on the device."""
+
+    def of(self, parameter: str) -> Sequence[Home]:
+        return ()
+
+    def set(self, parameter: str, values: Tensor) -> None:
+        raise KeyError(parameter)
+
+    def invalidate(self) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +65,26 @@ class Placed:
     """One chunk with its memory, for the whole run."""
 
     chunk: Chunk
-    parameter: Tensor
-    """flat slice of the device parameter, in the compute dtype"""
+    dtype: torch.dtype
+    """the compute dtype"""
+    parameter: Tensor | None
+    """flat slice of the device parameter; None: the chunk's values live at `home`"""
+    home: Home | None
     weights: Region
-    """the memory of `parameter`"""
+    """the memory of `parameter`, or of the home"""
     block: Part
     """the chunk's states where they live between updates: host memory, or the device for a resident chunk"""
     accumulator: Accumulator
 
     @property
+    def nbytes(self) -> int:
+        """of the values in the compute dtype"""
+        return self.chunk.size * self.dtype.itemsize
+
+    @property
     def parameter_is_master(self) -> bool:
         """With float32 compute the master of a chunk that the device updates never exists twice."""
-        return self.parameter.dtype == torch.float32 and self.chunk.path is not Path.CPU
+        return self.dtype == torch.float32 and self.chunk.path is not Path.CPU
 
     def states(self, block: Tensor) -> States:
         """`block` (uint8: this chunk's, or a slot that holds its states) as states."""
@@ -46,19 +96,23 @@ class Placed:
         return None if self.parameter_is_master else self.parameter
 
 
-def place_chunks(chunks: Sequence[Chunk], parameters: Mapping[str, Parameter], arena: Arena) -> list[Placed]:
+def place_chunks(
+    chunks: Sequence[Chunk], parameters: Mapping[str, Parameter], homes: Homes, arena: Arena
+) -> list[Placed]:
     """State blocks and accumulators of `chunks`, in their order."""
-    slices = [flat(parameters[chunk.parameter])[chunk.offset : chunk.end] for chunk in chunks]
-    has_master = [
-        chunk.path is Path.CPU or piece.dtype != torch.float32 for chunk, piece in zip(chunks, slices, strict=True)
-    ]
+    to_come = {name: iter(homes.of(name)) for name in parameters}
+    dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
+    has_master = [chunk.path is Path.CPU or dtype != torch.float32 for chunk, dtype in zip(chunks, dtypes, strict=True)]
     sizes = [states_bytes(chunk.size, has) for chunk, has in zip(chunks, has_master, strict=True)]
     blocks = _parts(arena, chunks, sizes, lambda path: path is Path.RESIDENT, "optimizer_states")
     accumulators = place_accumulators(chunks, arena)
-    return [
-        Placed(chunk, piece, Region(piece.numel() * piece.element_size(), chunk.label), block, accumulator)
-        for chunk, piece, block, accumulator in zip(chunks, slices, blocks, accumulators, strict=True)
-    ]
+    placed = []
+    for chunk, dtype, block, accumulator in zip(chunks, dtypes, blocks, accumulators, strict=True):
+        home = next(to_come[chunk.parameter], None)
+        piece = None if home else flat(parameters[chunk.parameter])[chunk.offset : chunk.end]
+        weights = home.region if home else Region(chunk.size * dtype.itemsize, chunk.label)
+        placed.append(Placed(chunk, dtype, piece, home, weights, block, accumulator))
+    return placed
 
 
 def place_accumulators(chunks: Sequence[Chunk], arena: Arena) -> list[Accumulator]:

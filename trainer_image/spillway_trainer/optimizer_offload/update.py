@@ -1,6 +1,6 @@
 """One update of all chunks as a pipeline over the lanes; ordered by events only.
 
-    cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload
+    cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload, unless it went home
     h2d       states S0 | upload C0 | states S1 | upload C1   two slots: S1 comes in while S0 is updated and goes back
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
@@ -21,10 +21,12 @@ from torch import Tensor
 from .. import kernels
 from ..optimizer import Update
 from ..reference import AdamWScalars
-from ..tiers.lanes import Event, Lane, Lanes
+from ..tiers.arena import Ring, RingSlot, as_bytes
+from ..tiers.extents import round_up
+from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Path
-from .memory import Ring, Slot, States, as_bytes
-from .place import Placed
+from .memory import States
+from .place import Home, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class UpdatePipeline:
         """
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
-        loaded: deque[tuple[Slot, Event]] = deque()
+        loaded: deque[tuple[RingSlot, Event]] = deque()
         ends = []
         for placed, scalars in updates:
             while to_load and len(loaded) < len(self.slots):
@@ -61,31 +63,60 @@ class UpdatePipeline:
         return ends
 
     def _update_on_cpu(self, placed: Placed, scalars: AdamWScalars, computed: Event) -> Event:
-        chunk, slot, states = placed.chunk, self.uploads.take(), placed.states(placed.block.tensor)
-        parameter_bytes = as_bytes(placed.parameter)
-        staged = slot.buffer.tensor[: parameter_bytes.numel()]
-        updated = self.lanes.submit(
-            Lane.CPU,
-            self._work(self.cpu_update, scalars, states, placed, staged.view(placed.parameter.dtype)),
-            reads=[placed.block, placed.accumulator.memory],
-            writes=[placed.block, slot.buffer],
-            after=[*placed.accumulator.settled, *slot.free],
-            nbytes=28 * chunk.size + staged.numel(),
-            label=f"update {chunk.label}",
+        home = placed.home
+        if home is not None and home.memory is not None:
+            return self._submit_cpu(placed, scalars, home.memory, home.region, ())
+        slot = self.uploads.take()
+        staged = slot.buffer.tensor[: placed.nbytes]
+        updated = self._submit_cpu(placed, scalars, staged, slot.buffer, slot.free)
+        moved = (
+            self._upload(placed, staged, slot, (updated, computed))
+            if home is None
+            else self._store(placed, home, slot, updated)
         )
-        uploaded = self.lanes.submit(
+        slot.free = (moved,)
+        return moved
+
+    def _submit_cpu(
+        self, placed: Placed, scalars: AdamWScalars, out: Tensor, memory: Region, free: Sequence[Event]
+    ) -> Event:
+        """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
+        states = placed.states(placed.block.tensor)
+        return self.lanes.submit(
+            Lane.CPU,
+            self._work(self.cpu_update, scalars, states, placed, out.view(placed.dtype)),
+            reads=[placed.block, placed.accumulator.memory],
+            writes=[placed.block, memory],
+            after=[*placed.accumulator.settled, *free],
+            nbytes=28 * placed.chunk.size + out.numel(),
+            label=f"update {placed.chunk.label}",
+        )
+
+    def _upload(self, placed: Placed, staged: Tensor, slot: RingSlot, after: Sequence[Event]) -> Event:
+        assert placed.parameter is not None
+        return self.lanes.submit(
             Lane.H2D,
-            partial(kernels.copy, parameter_bytes, staged),
+            partial(kernels.copy, as_bytes(placed.parameter), staged),
             reads=[slot.buffer],
             writes=[placed.weights],
-            after=[updated, computed],
+            after=after,
             nbytes=staged.numel(),
-            label=f"upload {chunk.label}",
+            label=f"upload {placed.chunk.label}",
         )
-        slot.free = (uploaded,)
-        return uploaded
 
-    def _load_states(self, placed: Placed) -> tuple[Slot, Event]:
+    def _store(self, placed: Placed, home: Home, slot: RingSlot, updated: Event) -> Event:
+        blocks = slot.buffer.tensor[: round_up(placed.nbytes)]
+        return self.lanes.submit(
+            Lane.NVME_WRITE,
+            partial(home.store, blocks),
+            reads=[slot.buffer],
+            writes=[home.region],
+            after=[updated],
+            nbytes=blocks.numel(),
+            label=f"store {placed.chunk.label}",
+        )
+
+    def _load_states(self, placed: Placed) -> tuple[RingSlot, Event]:
         slot = self.slots.take()
         nbytes = placed.block.nbytes
         loaded = self.lanes.submit(
@@ -100,7 +131,7 @@ class UpdatePipeline:
         return slot, loaded
 
     def _update_in_slot(
-        self, placed: Placed, scalars: AdamWScalars, computed: Event, slot: Slot, loaded: Event
+        self, placed: Placed, scalars: AdamWScalars, computed: Event, slot: RingSlot, loaded: Event
     ) -> Event:
         chunk, nbytes = placed.chunk, placed.block.nbytes
         block = slot.buffer.tensor[:nbytes]

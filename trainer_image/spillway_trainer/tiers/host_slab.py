@@ -47,6 +47,11 @@ class HostSlab:
         self._extents.free(int(tensor.storage_offset() - self._memory.storage_offset()))
 
     @property
+    def memory(self) -> Tensor:
+        """All of it, for who registers memory with a device or a file; its views are the allocations."""
+        return self._memory
+
+    @property
     def capacity_bytes(self) -> int:
         return self._extents.capacity_bytes
 

@@ -148,6 +148,10 @@ class Lanes(Protocol):
     def stalled_seconds(self) -> float:
         """Seconds the compute lane has stood still in `wait` and for memory, since the lanes were made."""
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds that operations worked, waiting left out, per lane since the lanes were made; empty where nobody
+        timed them."""
+
     def close(self) -> None:
         """Finish what is queued, stop the threads, free the memory. Idempotent."""
 
@@ -183,13 +187,15 @@ DONE = Done()
 class Operation:
     """One submitted operation of the CPU and the lazy lanes, and its event."""
 
-    __slots__ = ("_after", "_error", "_work", "done", "label")
+    __slots__ = ("_after", "_error", "_work", "done", "label", "seconds")
 
     def __init__(self, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
         self._work: Callable[[], None] | None = work
         self._after = after
         self._error: BaseException | None = None
         self.label = label
+        self.seconds = 0.0
+        """of work, once it is done"""
         self.done = False
 
     def run(self) -> None:
@@ -198,7 +204,9 @@ class Operation:
         try:
             for event in self._after:
                 event.wait()
+            started = time.perf_counter()
             self._work()
+            self.seconds = time.perf_counter() - started
         except BaseException as error:
             self.fail(error)
         self._work, self._after = None, ()  # they hold memory that may go now
@@ -253,6 +261,7 @@ class CpuLanes:
         self._releases = Releases()
         self._moved: Counter[str] = Counter()
         self._stalled_seconds = 0.0
+        self._busy_seconds = dict.fromkeys(Lane, 0.0)
         self._queues: dict[Lane, SimpleQueue[QueuedOperation | None]] = {}
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -307,6 +316,9 @@ class CpuLanes:
     def stalled_seconds(self) -> float:
         return self._stalled_seconds
 
+    def busy_seconds(self) -> dict[str, float]:
+        return {lane.value: seconds for lane, seconds in self._busy_seconds.items() if seconds}
+
     def close(self) -> None:
         for queue in self._queues.values():
             queue.put(None)
@@ -320,15 +332,16 @@ class CpuLanes:
         with self._starting:
             if lane not in self._queues:
                 queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
-                thread = threading.Thread(target=self._work, args=(queue,), name=f"lane-{lane}", daemon=True)
+                thread = threading.Thread(target=self._work, args=(lane, queue), name=f"lane-{lane}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
                 self._queues[lane] = queue
             return self._queues[lane]
 
-    def _work(self, queue: SimpleQueue[QueuedOperation | None]) -> None:
+    def _work(self, lane: Lane, queue: SimpleQueue[QueuedOperation | None]) -> None:
         while (operation := queue.get()) is not None:
             operation.run()
+            self._busy_seconds[lane] += operation.seconds
             # Before anybody wakes up: who waited for memory finds it free.
             try:
                 self._releases.sweep()
@@ -407,6 +420,9 @@ class LazyLanes:
 
     def stalled_seconds(self) -> float:
         return 0.0
+
+    def busy_seconds(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         while self._releases.wait_for_one():

@@ -29,6 +29,9 @@ class ScratchFile(Protocol):
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
         """Fill each tensor from its offset and check its CRC32C. Raises SpillIOError with the label, never zeros."""
 
+    def register(self, memory: Tensor) -> None:
+        """Told where most tensors will lie, so that it may pin this memory."""
+
     def close(self) -> None: ...
 
 
@@ -61,6 +64,7 @@ class NvmeSlab:
         self._file = open_file(directory, self._extents.capacity_bytes, num_threads=num_io_threads)
         self.write_batch = self._file.write_batch
         self.read_batch = self._file.read_batch
+        self.register = self._file.register
         self.close = self._file.close
 
     def allocate(self, nbytes: int, label: str) -> NvmeExtent:

@@ -207,6 +207,10 @@ class TracingLanes:
         """Virtual seconds in which the compute lane was idle, until its last operation."""
         return self._free_at[Lane.COMPUTE] - self._busy[Lane.COMPUTE]
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Virtual seconds."""
+        return {lane.value: seconds for lane, seconds in self._busy.items()}
+
     def close(self) -> None:
         while self._releases.wait_for_one():
             pass

@@ -1,0 +1,17 @@
+"""What torch reads from the environment when it is imported: import this module first, in every process that trains.
+
+A value that is set already stays.
+"""
+
+from __future__ import annotations
+
+import os
+
+# An OpenMP worker spins for some 10 µs before it sleeps: for ever, it would fight the I/O and update threads for the
+# cores; not at all, every small operation would pay for waking it (small models: steps x 1.6).
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# Tensors in huge pages: large blocks go back to the system when they are freed (native.return_freed_memory), and this
+# makes getting new ones cheap again.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# A lost connection is told in a sentence (PeerLost); torch would put the C++ stack before it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,0 +1,69 @@
+"""Boundaries: what segments hand on, for all micro-batches at once, between the pass that made it and the next.
+
+On the device, or through the activation store: out after the pass that made it, in before the next segment's forward,
+out again. What that segment saves of it for backward is the same record: it is copied once, and loaded once for each
+direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from spillway.plan import Answer
+
+from ..saved_tensors import ActivationStore, KeptTensor, SpilledHandle, has_storage
+from ..tiers.device_ledger import DeviceLedger
+
+
+class Boundary:
+    """One tensor on its way from one segment to the next, for one micro-batch."""
+
+    def __init__(self, handle: KeptTensor | SpilledHandle, requires_grad: bool) -> None:
+        self._handle: KeptTensor | SpilledHandle | None = handle
+        self.requires_grad = requires_grad
+
+    def tensor(self) -> Tensor:
+        """The values, without history."""
+        assert self._handle is not None, "the pass that needs it is over"
+        return self._handle.tensor()
+
+    def prefetch(self) -> None:
+        """The next segment's forward comes to it soon."""
+        if self._handle is not None and not isinstance(self._handle, KeptTensor):
+            self._handle.prefetch()
+
+    def leave(self) -> Callable[[], None]:
+        """The next segment's forward is done with it. Returns what brings it back for backward, where that needs it."""
+        handle, self._handle = self._handle, None
+        return handle.unload() if handle is not None and not isinstance(handle, KeptTensor) else nothing
+
+
+def nothing() -> None:
+    return
+
+
+class Boundaries:
+    """Where boundaries wait: `answer` is keep, host or nvme."""
+
+    def __init__(self, answer: Answer, store: ActivationStore, ledger: DeviceLedger) -> None:
+        self._answer = answer
+        self._store = store
+        self._ledger = ledger
+
+    def hold(self, segment: str, outputs: tuple[Tensor, ...]) -> list[Boundary]:
+        """Take over what `segment` returned. The caller drops its tensors."""
+        if self._answer is Answer.KEEP:
+            return [Boundary(self._keep(segment, output), output.requires_grad) for output in outputs]
+        batch = self._store.open(f"{segment}'s output", self._answer)
+        handles = [(has_storage(output) and batch.put(output)) or self._keep(segment, output) for output in outputs]
+        batch.flush()
+        return [Boundary(handle, output.requires_grad) for handle, output in zip(handles, outputs, strict=True)]
+
+    def given(self, tokens_BT: Tensor) -> list[Boundary]:
+        """What the first segment gets: it stays where it is."""
+        return [Boundary(self._keep("the data", tokens_BT), requires_grad=False)]
+
+    def _keep(self, segment: str, output: Tensor) -> KeptTensor:
+        return KeptTensor(output, segment, self._ledger)

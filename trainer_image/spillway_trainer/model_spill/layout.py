@@ -1,0 +1,110 @@
+"""Where the parameters of a streamed segment lie: the same places in a slot and in a host home.
+
+    own parameters, in declared order, each on a cache line | up to whole pages | tied aliases of other segments' values
+
+A tied alias has no home: its place in the slot is filled from its owner's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spillway.errors import UserError
+from spillway.plan import Tier
+
+from ..models.chain import Chain
+from ..tiers.arena import padded
+from ..tiers.extents import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter in a slot."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    """bytes from the start of the slot"""
+    owner: str
+    """whose values these are: `name`, or what it is tied to"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+    def view(self, slot: Tensor) -> Tensor:
+        """The parameter's values in `slot` (uint8)."""
+        return slot[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    segment: str
+    home: Tier
+    rows: tuple[Row, ...]
+    """by offset"""
+    home_bytes: int
+    nbytes: int
+    """in a slot"""
+
+    @property
+    def own(self) -> list[Row]:
+        return [row for row in self.rows if row.owner == row.name]
+
+
+def lay_out(model: Chain, segment: str, home: Tier, names: Sequence[str]) -> SegmentLayout:
+    """The layout of a streamed segment with the parameters `names`."""
+    rows, end, home_bytes = list[Row](), 0, 0
+    for are_aliases in (False, True):
+        for name in names:
+            if (name in model.tied) is are_aliases:
+                row = Row(name, model.get_parameter(name), end, model.tied.get(name, name))
+                rows.append(row)
+                end += padded(row.nbytes)
+        end = round_up(end)
+        if not are_aliases:
+            home_bytes = end
+    return SegmentLayout(segment, home, tuple(rows), home_bytes, end)
+
+
+def check_homes(model: Chain, homes: Sequence[Tier]) -> Mapping[str, Tier]:
+    """The home of each segment, by name. Raises UserError when the model cannot be held so."""
+    segments = [name for name, _ in model.segments]
+    if len(homes) != len(segments):
+        raise UserError(
+            f"the plan has homes for {len(homes)} segments and the model has {len(segments)} ({', '.join(segments)}): "
+            "plan it again (spillway plan)"
+        )
+    home_of = dict(zip(segments, homes, strict=True))
+    names_of = model.parameters_of()
+    uses = Counter(name for names in names_of.values() for name in names)
+    if shared := [name for name, count in uses.items() if count > 1]:
+        raise UserError(
+            f"parameter {shared[0]} belongs to several segments: give each a parameter of its own and name the two in "
+            "the chain's `tied`"
+        )
+    segment_of = {name: segment for segment, names in names_of.items() for name in names}
+    for name, segment in segment_of.items():
+        parameter = model.get_parameter(name)
+        if home_of[segment] is not Tier.DEVICE and not parameter.is_contiguous():
+            raise UserError(
+                f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
+                "and a slot holds it contiguously: replace it by parameter.contiguous()"
+            )
+    for alias, owner in model.tied.items():
+        of_alias, of_owner = home_of[segment_of[alias]], home_of[segment_of[owner]]
+        if of_alias is not of_owner:
+            raise UserError(
+                f"the plan has {segment_of[alias]} in {of_alias} and {segment_of[owner]} in {of_owner}, but "
+                f"{alias} is tied to {owner}: both segments need the same home; plan it again (spillway plan)"
+            )
+    return home_of

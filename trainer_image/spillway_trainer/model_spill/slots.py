@@ -1,0 +1,186 @@
+"""Slots: device memory that streamed segments take in turn. While a segment is in one, its parameters are views of it.
+
+    load     h2d into a slot, after everything that used the slot before
+    bind     the compute lane waits for the load; `parameter.data` becomes a view of the slot
+    evict    `parameter.data` becomes a NaN of the same shape; no view may be left; the values are dropped, being clean
+
+A parameter that is not bound is NaN, never stale: a stub of one element, expanded, which cannot be written either. Its
+version rises at each eviction, so what autograd saved without our hooks raises instead of reading another segment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from spillway.plan import Tier
+
+from ..tiers.lanes import Buffer, Event, Lanes, Region
+from .layout import SegmentLayout
+
+
+class Load(Protocol):
+    def __call__(self, segment: str, slot: Buffer, after: Sequence[Event]) -> Event:
+        """Submit the copy of `segment` into `slot`, not before `after`."""
+
+
+class Contents(Region):
+    """What an evicted slot holds. Nobody reads it, so lanes that poison overwrite it."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        super().__init__(tensor.numel(), label)
+        self._tensor = tensor
+
+    def poison(self) -> None:
+        self._tensor.fill_(0xFF)
+
+
+class Slot:
+    """Device memory of the largest streamed segment."""
+
+    __slots__ = ("_num_uses", "buffer", "free", "is_bound", "loaded", "num_pins", "segment")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.segment: str | None = None
+        self.loaded: Event | None = None
+        self.is_bound = False
+        self.num_pins = 0
+        self.free: tuple[Event, ...] = ()
+        """whoever refills the slot runs after these"""
+        self._num_uses = self._count_uses()
+
+    @property
+    def address(self) -> int:
+        """Of the storage, which lives as long as the run: it never comes to mean another one."""
+        return self.buffer.tensor.untyped_storage().data_ptr()
+
+    @property
+    def num_views(self) -> int:
+        """Tensors that share the slot's memory."""
+        return self._count_uses() - self._num_uses
+
+    def _count_uses(self) -> int:
+        uses: int = torch._C._storage_Use_Count(self.buffer.tensor.untyped_storage()._cdata)
+        return uses
+
+
+class Slots:
+    """Which segment is in which slot. Least recently used goes first; pinned ones stay."""
+
+    def __init__(self, layouts: Mapping[str, SegmentLayout], num_slots: int, load: Load, lanes: Lanes) -> None:
+        self._layouts = layouts
+        self._load = load
+        self._lanes = lanes
+        nbytes = max(layout.nbytes for layout in layouts.values())
+        self._recent = [Slot(lanes.acquire(Tier.DEVICE, nbytes, f"slot {index}")) for index in range(num_slots)]
+        """least recently used first"""
+        self._by_address = {slot.address: slot for slot in self._recent}
+        self._holding: dict[str, Slot] = {}
+        self._num_evictions: Counter[str] = Counter()
+        """by parameter: how much of its version is our own doing"""
+
+    def at(self, tensor: Tensor) -> Slot | None:
+        """The slot whose memory `tensor` shares."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def num_evictions(self, name: str) -> int:
+        return self._num_evictions[name]
+
+    def ensure(self, segment: str) -> Slot:
+        """`segment` in a slot, its parameters bound, and the compute lane after its load. The most recently used."""
+        slot = self._holding.get(segment)
+        if slot is None:
+            slot = self._victim(self._recent)
+            if slot is None:
+                raise RuntimeError(f"segment {segment} is needed while every slot is pinned: plan more slots")
+            self._fill(slot, segment)
+        self._recent.remove(slot)
+        self._recent.append(slot)
+        if not slot.is_bound:
+            assert slot.loaded is not None
+            self._lanes.wait(slot.loaded)
+            for row in self._layouts[segment].rows:
+                row.parameter.data = row.view(slot.buffer.tensor)
+            slot.is_bound = True
+        return slot
+
+    def prefetch(self, segment: str) -> None:
+        """Start to load `segment`, unless it is here or only the most recently used slot could make room."""
+        slot = None if segment in self._holding else self._victim(self._recent[:-1])
+        if slot is not None:
+            self._fill(slot, segment)
+            self._recent.remove(slot)
+            self._recent.insert(len(self._recent) - 1, slot)  # next in need, after the one in use
+
+    @contextmanager
+    def pinned(self, segment: str) -> Iterator[Slot]:
+        """`segment` stays in its slot."""
+        slot = self.ensure(segment)
+        slot.num_pins += 1
+        try:
+            yield slot
+        finally:
+            slot.num_pins -= 1
+
+    def clear(self) -> None:
+        """Wait for every load, then evict every segment: the homes may change."""
+        for slot in list(self._holding.values()):
+            assert slot.loaded is not None
+            slot.loaded.wait()
+            self._evict(slot)
+
+    def _victim(self, slots: Sequence[Slot]) -> Slot | None:
+        """An empty slot of `slots`, or the one used longest ago."""
+        unpinned = [slot for slot in slots if not slot.num_pins]
+        return min(unpinned, key=lambda slot: slot.segment is not None, default=None)
+
+    def _fill(self, slot: Slot, segment: str) -> None:
+        self._evict(slot)
+        slot.segment = segment
+        self._holding[segment] = slot
+        slot.loaded = self._load(segment, slot.buffer, slot.free)
+
+    def _evict(self, slot: Slot) -> None:
+        segment = slot.segment
+        if segment is None:
+            return
+        assert slot.loaded is not None
+        del self._holding[segment]
+        slot.segment = None
+        # The load as well: a prefetch that nobody came for is not known to the compute lane.
+        slot.free = (slot.loaded, self._lanes.computed())
+        if slot.is_bound:
+            slot.is_bound = False
+            self._unbind(segment, slot)
+        self._lanes.release(Contents(slot.buffer.tensor, f"{segment} in {slot.buffer.label}"), after=slot.free)
+
+    def _unbind(self, segment: str, slot: Slot) -> None:
+        for row in self._layouts[segment].rows:
+            row.parameter.data = stub(row.parameter.shape, row.dtype)
+            increment_version(row.parameter)
+            self._num_evictions[row.name] += 1
+        if slot.num_views:
+            raise RuntimeError(
+                f"segment {segment}: {slot.num_views} view(s) of its parameters outlive its forward or backward, and "
+                "its slot is needed for another segment. Something in it keeps a parameter, or a view of one, that "
+                "the trainer's saved-tensor hooks do not see: hooks of its own (save_on_cpu), an attribute of an "
+                "autograd.Function's ctx, a cache. Let it keep a copy (clone), or make the segment resident "
+                "(its home in the plan: device)."
+            )
+
+
+@cache
+def stub(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """What an evicted parameter is: NaN of the right shape and type (autograd needs both), in one element."""
+    nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nan, dtype=dtype).expand(shape)

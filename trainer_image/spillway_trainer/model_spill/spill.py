@@ -1,0 +1,81 @@
+"""ParameterPlan -> homes, slots, and parameters that pass through them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spillway.plan import ParameterPlan, Tier
+
+from ..models.chain import Chain
+from ..resident_parameters import ResidentParameters
+from ..tiers.lanes import Lanes
+from ..tiers.nvme_slab import NvmeSlab
+from .homes import Chunk, Homes
+from .layout import SegmentLayout, check_homes, lay_out
+from .slots import Slots, stub
+from .streamed_parameters import StreamedParameters
+
+RESIDENT = Tier.DEVICE
+
+
+class ModelSpill:
+    """The technique, attached. To the optimizer it is the homes of its chunks."""
+
+    def __init__(
+        self, model: Chain, layouts: Mapping[str, SegmentLayout], homes: Homes, slots: Slots, lanes: Lanes
+    ) -> None:
+        self.streamed = frozenset(row.name for layout in layouts.values() for row in layout.rows)
+        """parameters that never have memory of their own on the device, aliases included"""
+        self._segments = [name for name, _ in model.segments]
+        self._layouts = layouts
+        self._homes = homes
+        self._slots = slots
+        self._lanes = lanes
+
+    def source(self, resident: ResidentParameters) -> StreamedParameters:
+        """The ParameterSource of the saved-tensor hooks; `resident`: all other parameters."""
+        return StreamedParameters(resident, self._slots, self._layouts, self._segments, self._lanes)
+
+    def of(self, parameter: str) -> Sequence[Chunk]:
+        return self._homes.of(parameter)
+
+    def set(self, parameter: str, values: Tensor) -> None:
+        self.invalidate()
+        self._homes.set(parameter, values)
+
+    def invalidate(self) -> None:
+        self._slots.clear()
+
+
+def build(
+    plan: ParameterPlan, model: Chain, chunk_parameters: int, lanes: Lanes, nvme: NvmeSlab | None
+) -> ModelSpill | None:
+    """Attach `plan` to a model whose parameters have no memory yet (device meta); those of streamed segments never get
+    any. None when all segments are resident.
+
+    Homes are cut into chunks of `chunk_parameters`, as the optimizer's update is. Raises UserError for a plan that does
+    not fit the model, DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull where a tier is too small.
+    """
+    home_of = check_homes(model, plan.homes) if plan.streams else {}
+    names_of = {name: names for name, names in model.parameters_of().items() if home_of.get(name, RESIDENT) != RESIDENT}
+    evict(model, {name for names in names_of.values() for name in names})
+    layouts = {name: lay_out(model, name, home_of[name], names) for name, names in names_of.items() if names}
+    if not layouts:
+        return None
+    homes = Homes(layouts, chunk_parameters, lanes, nvme)
+    return ModelSpill(model, layouts, homes, Slots(layouts, plan.num_slots, homes.load, lanes), lanes)
+
+
+def evict(model: nn.Module, names: Collection[str]) -> None:
+    """Put stubs in the place of these parameters, which are on device meta: they have shape and type, and no memory."""
+    parameters = {id(model.get_parameter(name)) for name in names}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in parameters:
+                # Made empty: a Parameter made of the stub would share its version counter with every other one.
+                evicted = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+                evicted.data = stub(parameter.shape, parameter.dtype)
+                module.register_parameter(name, evicted)

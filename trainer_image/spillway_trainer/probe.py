@@ -1,0 +1,343 @@
+"""Probe: what this machine achieves, measured with the trainer's own parts. `spillway calibrate` starts it.
+
+    python -m spillway_trainer.probe --directory SPILL --threads N [--quick]
+
+disk      batches of 16 MiB through our I/O engine into a nameless file, which ends with the process, however that ends
+matrices  products of the sizes that transformers have
+memory    a copy by one thread, as a lane makes it; a copy by all of them
+update    our AdamW kernel on more bytes than caches hold
+training  whole steps of small models, in turn, so that a busy moment hits them all
+
+Prints one JSON object a line: {"doing": ...} before each part, and {"result": ...} or {"error": ...} at last.
+"""
+
+from __future__ import annotations
+
+# isort: off
+from . import environment  # noqa: F401 - before torch is imported
+# isort: on
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from spillway.api import TrainingJob, parse_job
+from spillway.calibration import LEAST_STEPS, WARM_UP_STEPS
+from spillway.errors import SpillVolumeFull, SpillwayError
+from spillway.hardware import local_node
+from spillway.job import JobFile
+from spillway.metrics import StepMetrics
+from spillway.plan import MemoryPlan
+from spillway.planner import make_plan
+from spillway.units import GIB, MIB, format_bytes
+
+from . import config, kernels, native
+from .assemble import Assembly, assemble, fill
+from .data import Batch, TokenBatches
+from .recorder import Recorder
+from .reference import AdamWScalars
+from .spill_file import SpillFile
+from .tiers.host_slab import HostSlab
+from .trainer import Progress, Run, StopRequest, train_step
+
+DISK_BYTES, QUICK_DISK_BYTES = 256 * MIB, 64 * MIB
+BATCH_BYTES, REQUEST_BYTES = 16 * MIB, 4 * MIB
+IO_THREADS = 2
+"""of the plan's default"""
+COPY_BYTES = 64 * MIB
+UPDATE_PARAMETERS = 4 * 2**20
+"""112 MiB of states and gradients"""
+MATRIX_SIZES = (256, 512, 1024, 2048)
+REPEATS = 7
+ROUNDS = WARM_UP_STEPS + LEAST_STEPS + 2
+
+Figures = dict[str, list[float]]
+"""name -> samples"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model to train, and how."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    sequence_length: int
+    micro_batch_size: int
+    compute: str = "bfloat16"
+    optimizer: str = "Device"
+    activations: str = "Keep"
+    """spec.memory: placement and policy; what is in host memory moves in many small operations"""
+    num_micro_batches: int = 2
+
+    def job(self) -> TrainingJob:
+        sizes = f"hiddenSize: {self.hidden_size}, numLayers: {self.num_layers}, vocabSize: {self.vocab_size}"
+        heads = f"numHeads: {max(2, self.hidden_size // 64)}, intermediateSize: {self.hidden_size * 8 // 3 // 8 * 8}"
+        batches = self.num_micro_batches * self.micro_batch_size
+        batch = f"globalBatchSize: {batches}, microBatchSize: {self.micro_batch_size}"
+        tiers = f"optimizer: {{placement: {self.optimizer}}}, activations: {{policy: {self.activations}}}"
+        return parse_job(
+            f"""
+apiVersion: spillway.dev/v1alpha1
+kind: TrainingJob
+metadata: {{name: probe}}
+spec:
+  model:
+    config: {{architecture: llama, {sizes}, {heads}}}
+    precision: {{compute: {self.compute}}}
+  data: {{builtin: PythonStdlib}}
+  training: {{steps: {ROUNDS}, sequenceLength: {self.sequence_length}, {batch}}}
+  memory: {{{tiers}, parameters: {{placement: Resident}}}}
+""",
+            "the probe's job",
+        )
+
+
+QUICK_CELLS = (
+    Cell(64, 4, 512, 64, 2),
+    Cell(256, 4, 2048, 256, 2),
+    Cell(128, 8, 1024, 128, 2, optimizer="Host", activations="Host"),
+    Cell(128, 4, 512, 128, 2, "float32"),
+    Cell(256, 2, 1024, 128, 2, "float32"),
+)
+CELLS = (
+    *QUICK_CELLS,
+    Cell(512, 2, 2048, 256, 4),
+    Cell(128, 8, 4096, 128, 8),
+    Cell(256, 4, 2048, 256, 2, optimizer="Host", activations="Host"),
+    Cell(256, 4, 2048, 256, 2, "float32"),
+)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(prog="spillway_trainer.probe")
+    arguments.add_argument("--directory", type=Path, required=True)
+    arguments.add_argument("--threads", type=int, required=True)
+    arguments.add_argument("--quick", action="store_true")
+    given = arguments.parse_args()
+    as_the_trainer(given.threads)
+    try:
+        say({"result": measure(given.directory, given.threads, given.quick)})
+    except SpillwayError as error:
+        say({"error": {"exitCode": int(error.exit_code), "message": str(error)}})
+        sys.exit(error.exit_code)
+
+
+def as_the_trainer(threads: int) -> None:
+    """Threads and allocator as in a run; `environment` did the rest when this module was imported."""
+    torch.set_num_threads(threads)
+    native.return_freed_memory()
+
+
+def say(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document, allow_nan=False), flush=True)
+
+
+def measure(directory: Path, threads: int, quick: bool) -> dict[str, Any]:
+    """Everything. Raises SpillVolumeFull or UserError before anything else when `directory` cannot be probed."""
+    load = os.getloadavg()[0]
+    say({"doing": f"disk: writing and reading {format_bytes(disk_bytes(quick))} in {directory}"})
+    figures, backend = disk(directory, disk_bytes(quick))
+    say({"doing": "matrix products"})
+    figures |= matrices(MATRIX_SIZES[:3] if quick else MATRIX_SIZES)
+    say({"doing": "memory and the optimizer's update"})
+    figures |= memory(threads) | update(threads)
+    cells = list(training(QUICK_CELLS if quick else CELLS, directory, threads))
+    return {
+        "figures": figures,
+        "cells": cells,
+        "backend": backend,
+        "isa": native.isa(),
+        "threads": threads,
+        "loadBefore": load,
+    }
+
+
+def disk_bytes(quick: bool) -> int:
+    return QUICK_DISK_BYTES if quick else DISK_BYTES
+
+
+# --- single figures ---------------------------------------------------------------------------------------------------
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def repeated(work: Callable[[], object]) -> list[float]:
+    """Seconds of REPEATS calls after one that warms up."""
+    work()
+    return [seconds_of(work) for _ in range(REPEATS)]
+
+
+def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
+    """Bytes per second of each batch, and the backend. The volume must have twice the bytes free, so that the probe
+    fills it for nobody."""
+    room = os.statvfs(directory) if directory.is_dir() else None
+    if room is not None and room.f_bavail * room.f_frsize < 2 * nbytes:
+        free = room.f_bavail * room.f_frsize
+        raise SpillVolumeFull(
+            f"--directory {directory}: {format_bytes(free)} free, and the probe writes {format_bytes(nbytes)} where "
+            f"twice that is free: free some, or name another directory"
+        )
+    slab = HostSlab(BATCH_BYTES)
+    buffer = slab.allocate(BATCH_BYTES, "probe")
+    buffer.copy_(torch.randint(0, 256, (BATCH_BYTES,), dtype=torch.uint8))  # compressing drives must not profit
+    file = SpillFile(directory, nbytes, num_threads=IO_THREADS)
+    try:
+        file.register(slab.memory)  # as the trainer does
+        writes, reads, checksums = [], [], dict[int, int]()
+        parts = [(start, buffer[start : start + REQUEST_BYTES]) for start in range(0, BATCH_BYTES, REQUEST_BYTES)]
+        for offset in range(0, nbytes, BATCH_BYTES):
+            requests = [(offset + start, part) for start, part in parts]
+            started = time.perf_counter()
+            found = file.write_batch(requests)
+            writes.append(BATCH_BYTES / (time.perf_counter() - started))
+            checksums.update(zip((at for at, _ in requests), found, strict=True))
+        for offset in range(0, nbytes, BATCH_BYTES):
+            wanted = [(offset + start, part, checksums[offset + start], "") for start, part in parts]
+            reads.append(BATCH_BYTES / seconds_of(lambda wanted=wanted: file.read_batch(wanted)))  # type: ignore[misc]
+        return {"disk write": writes, "disk read": reads}, file.backend
+    finally:
+        file.close()
+
+
+def matrices(sizes: Sequence[int]) -> Figures:
+    """FLOPs per second of square products."""
+    figures: Figures = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in sizes:
+            left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+            seconds = repeated(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+            figures[f"matrix product {str(dtype).removeprefix('torch.')} {size}"] = [2 * size**3 / s for s in seconds]
+    return figures
+
+
+def memory(threads: int) -> Figures:
+    """Bytes per second: copied by a lane's thread; read and written by all threads."""
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    one = repeated(lambda: kernels.copy(target, source))
+    every = repeated(lambda: kernels.copy(target, source, num_threads=threads))
+    return {
+        "copy": [COPY_BYTES / seconds for seconds in one],
+        "host memory": [2 * COPY_BYTES / seconds for seconds in every],
+    }
+
+
+def update(threads: int) -> Figures:
+    """Bytes per second that AdamW moves: 28 a parameter and the bfloat16 copy."""
+    master, exp_avg, exp_avg_sq, gradient = (torch.full((UPDATE_PARAMETERS,), 0.01) for _ in range(4))
+    out = torch.empty(UPDATE_PARAMETERS, dtype=torch.bfloat16)
+    scalars = AdamWScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
+    seconds = repeated(lambda: kernels.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out, num_threads=threads))
+    return {"optimizer update": [30 * UPDATE_PARAMETERS / second for second in seconds]}
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
+
+
+class RandomTokens:
+    """The part of TokenBatches that a step uses, without a corpus."""
+
+    def __init__(self, cell: Cell) -> None:
+        shape = (cell.micro_batch_size, cell.sequence_length)
+        tokens, labels = (torch.randint(0, cell.vocab_size, shape) for _ in range(2))
+        self._batch = Batch(tokens, labels, tokens.numel())
+
+    def batch(self, samples: range) -> Batch:
+        return self._batch
+
+    def num_unmasked(self, samples: range) -> int:
+        return len(samples) * self._batch.num_unmasked // len(self._batch.tokens_BT)
+
+
+def training(
+    cells: Sequence[Cell], directory: Path, threads: int, num_rounds: int = ROUNDS
+) -> Iterator[dict[str, Any]]:
+    """Steps of every cell, as run.jsonl has them, and what its plan says they ask for. Of `directory` only
+    nameless spill files are made."""
+    node = local_node(threads, 4 * GIB, 4 * GIB, GIB)
+    with ExitStack() as opened:
+        runs = []
+        for cell in cells:
+            job = cell.job()
+            plan = make_plan(job, node)
+            assert isinstance(plan, MemoryPlan), "4 GiB are enough for every cell"
+            assembly = opened.enter_context(assembled(job, plan, directory, threads))
+            runs.append((cell, plan, run_of(job, cell, assembly), config.loop_settings(job.spec, plan), Progress()))
+        steps: list[list[StepMetrics]] = [[] for _ in runs]
+        for number in range(num_rounds):
+            say({"doing": f"training steps, round {number + 1} of {num_rounds}"})
+            for measured, (_, _, run, settings, progress) in zip(steps, runs, strict=True):
+                measured.append(train_step(run, settings, progress, StopRequest())[0])
+        for (cell, plan, *_), measured in zip(runs, steps, strict=True):
+            spread = [step.step_seconds for step in measured[WARM_UP_STEPS:]]
+            yield {
+                **dataclasses.asdict(cell),
+                "work": plan.prediction.work,
+                "steps": [finite(step) for step in measured],
+                "medianSeconds": statistics.median(spread),
+            }
+
+
+def finite(step: StepMetrics) -> dict[str, Any]:
+    """Only what calibration reads: a loss on random tokens may be anything."""
+    return dataclasses.asdict(dataclasses.replace(step, loss=0.0, gradient_norm=0.0, clip_factor=1.0))
+
+
+@contextmanager
+def assembled(job: TrainingJob, plan: MemoryPlan, directory: Path, threads: int) -> Iterator[Assembly]:
+    file = JobFile(
+        name="probe",
+        uid="probe",
+        epoch=1,
+        spec=job.spec,
+        output_directory=str(directory),
+        corpus_directory=str(directory),
+        checkpoint_directory=str(directory),
+        spill_directory=str(directory),
+        termination_message_path=str(directory / "termination.json"),
+        compute_threads=threads,
+    )
+    assembly = assemble(file, plan)
+    try:
+        fill(assembly, seed=0)
+        yield assembly
+    finally:
+        assembly.tiers.close()
+
+
+class NoCheckpoints:
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        raise AssertionError("the probe makes single steps, which commit nothing")
+
+
+def run_of(job: TrainingJob, cell: Cell, assembly: Assembly) -> Run:
+    return Run(
+        model=assembly.model,
+        optimizer=assembly.optimizer,
+        techniques=assembly,
+        position=assembly.position,
+        batches=cast(TokenBatches, RandomTokens(cell)),
+        learning_rate=config.learning_rate(job.spec),
+        checkpoints=NoCheckpoints(),
+        recorder=Recorder(None),
+        order=assembly.order,
+    )
+
+
+if __name__ == "__main__":
+    main()
