@@ -6,7 +6,7 @@ RUN    := .venv/bin/
 OUTPUT ?= demo
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help env demo test check format crds faults cluster-up cluster-down cluster-status images clean
+.PHONY: help env demo test check format crds faults bench cluster-up cluster-down cluster-status images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -45,8 +45,12 @@ crds: env ## crds/*.yaml from api.py
 	$(RUN)python -m spillway.crd
 	$(RUN)python charts/chart_files.py
 
-faults: env ## the long sweeps in full: 100 kills, every fault
-	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/cluster/test_operator_kills.py
+faults: env ## the long sweeps in full: 100 kills, every fault, 4,800 cells of streamed models
+	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/parity/test_model_spill.py tests/cluster/test_operator_kills.py
+
+bench: env ## against fio, DeepSpeed and torch, in turns; figures in build/bench (BENCH=--quick for a minute each; needs fio, libaio)
+	@mkdir -p build/bench
+	for each in spill_io cpu_adam step_time; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 

@@ -45,11 +45,16 @@ MAX_NAME_LENGTH = 52
 
 
 class ModelConfig(Fields):
-    """A decoder-only transformer, initialised at random."""
+    """A transformer by its sizes, initialised at random."""
 
-    architecture: Literal["llama", "gpt2"] = Field(description="Family of the architecture.")
+    architecture: Literal["llama", "gpt2", "bert", "t5"] = Field(
+        description="Family. llama, gpt2: each token from those before it. bert: hidden tokens from all others. "
+        "t5: the second half of the sequence from the first."
+    )
     hidden_size: Annotated[Positive, Field(le=1 << 17)] = Field(description="Width of the residual stream.")
-    num_layers: Annotated[Positive, Field(le=1024)] = Field(description="Number of blocks.")
+    num_layers: Annotated[Positive, Field(le=1024)] = Field(
+        description="Number of blocks; t5 has so many in the encoder, and as many in the decoder."
+    )
     num_heads: Annotated[Positive, Field(le=1024)] = Field(description="Attention heads; divides hiddenSize.")
     num_key_value_heads: Annotated[Positive, Field(le=1024)] = Field(
         default_factory=lambda given: given.get("num_heads", 1),
@@ -63,11 +68,11 @@ class ModelConfig(Fields):
         description="Tokens in the vocabulary; for text the tokenizer is trained to this size."
     )
     max_positions: Annotated[Positive, Field(le=1 << 24)] = Field(
-        default=1024, description="Learned positions; gpt2 only, at least training.sequenceLength."
+        default=1024, description="Learned positions; gpt2 and bert only, at least training.sequenceLength."
     )
     tie_word_embeddings: Flag = Field(
-        default_factory=lambda given: given.get("architecture") == "gpt2",
-        description="One matrix for the embedding and the output projection. Default: true for gpt2, false for llama.",
+        default_factory=lambda given: given.get("architecture") != "llama",
+        description="One matrix for embedding and output projection. Default: false for llama, true for the others.",
     )
     dropout: Annotated[Number, Field(lt=1.0)] = Field(
         default=0.0, description="Probability of dropping a value of each attention and feed-forward output."
@@ -89,8 +94,11 @@ class ModelConfig(Fields):
             )
         if self.num_heads % self.num_key_value_heads:
             problems.append(("numKeyValueHeads", f"must divide numHeads ({self.num_heads})"))
-        if self.architecture == "gpt2" and self.num_key_value_heads != self.num_heads:
-            problems.append(("numKeyValueHeads", f"gpt2 has one per head: leave it out, or write {self.num_heads}"))
+        if self.architecture != "llama" and self.num_key_value_heads != self.num_heads:
+            one = f"{self.architecture} has one per head: leave it out, or write {self.num_heads}"
+            problems.append(("numKeyValueHeads", one))
+        if self.architecture == "t5" and not self.tie_word_embeddings:
+            problems.append(("tieWordEmbeddings", "t5 has one matrix for all its embeddings; leave it out"))
         refuse(problems)
         return self
 
@@ -114,7 +122,7 @@ class Location(Fields):
 
 
 class Lora(Fields):
-    """Low-rank adapters on a frozen model."""
+    """Low-rank adapters, trained in float32, on a frozen model in the compute type."""
 
     rank: Annotated[Positive, Field(le=4096)] = Field(default=16, description="Rank of every adapter.")
     alpha: Number = Field(default=32.0, description="Scale of the adapters, divided by rank.")
@@ -142,8 +150,14 @@ class Model(Fields):
     """What is trained: exactly one of config, source, entrypoint."""
 
     config: ModelConfig | None = Field(default=None, description="A transformer by its sizes, initialised at random.")
-    source: Location | None = Field(default=None, description="A Hugging Face directory with safetensors.")
-    entrypoint: Name | None = Field(default=None, description="package.module:function that builds the model.")
+    source: Location | None = Field(
+        default=None,
+        description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
+        "qwen3, gpt2, bert or t5. Training starts from its weights.",
+    )
+    entrypoint: Name | None = Field(
+        default=None, description="package.module:function that returns the model: a Chain, or one of transformers."
+    )
     lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
     precision: Precision = Field(default=Precision(), description="Types of numbers.")
 
@@ -154,9 +168,9 @@ class Model(Fields):
 
     @property
     def transformer(self) -> ModelConfig:
-        """The sizes of the model; for jobs that `load_job` accepted, where `config` is always given."""
+        """The sizes of a model that is given by them."""
         if self.config is None:
-            raise UserError("spec.model: only model.config works so far; give the model's sizes there")
+            raise UserError("spec.model: a source or an entrypoint does not say its sizes; give them in model.config")
         return self.config
 
 
@@ -185,7 +199,8 @@ class Data(Fields):
     """What it is trained on: exactly one of text, tokens, huggingFace, entrypoint, builtin."""
 
     text: Location | None = Field(
-        default=None, description="Text files; a tokenizer of model.config.vocabSize tokens is trained on them."
+        default=None,
+        description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
     )
     tokens: Location | None = Field(default=None, description="Packed token shards.")
     hugging_face: HuggingFaceData | None = Field(default=None, description="A data set of the datasets library.")
@@ -547,7 +562,8 @@ class TrainingJobSpec(Fields):
             product = f"microBatchSize x nodes x devicesPerNode ({training.micro_batch_size} x {world_size})"
             problems.append(("training.globalBatchSize", f"must be a multiple of {product}"))
         config = self.model.config
-        if config and config.architecture == "gpt2" and training.sequence_length > config.max_positions:
+        learned = config is not None and config.architecture in ("gpt2", "bert")
+        if config is not None and learned and training.sequence_length > config.max_positions:
             problems.append(("training.sequenceLength", f"at most model.config.maxPositions ({config.max_positions})"))
         refuse(problems)
         return self
@@ -589,6 +605,8 @@ class TrainingJob(Fields):
 
 Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
 """per second; no hardware is outside of the bounds, and predictions stay finite within"""
+Overhead = Annotated[Number, Field(le=10.0)]
+"""seconds"""
 Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 
 
@@ -648,6 +666,15 @@ class NodeProfileSpec(Fields):
     nvme_read_bytes_per_second: Rate | None = Field(default=None, description="Sequential reads, bytes per second.")
     nvme_write_bytes_per_second: Rate | None = Field(
         default=None, description="Sustained sequential writes, bytes per second."
+    )
+    bfloat16_values_per_second: Rate | None = Field(
+        default=None,
+        description="Values of bfloat16 training that operations other than matrix products read and write on the "
+        "device, per second. Default: part of the FLOP rates.",
+    )
+    float32_values_per_second: Rate | None = Field(default=None, description="The same of float32 training.")
+    operation_overhead_seconds: Overhead | None = Field(
+        default=None, description="Fixed cost of handing one piece of work to a kernel or a lane. Default: none."
     )
     source: Literal["Probe", "Training", "User"] = Field(
         default="User", description="Who measured: the probe, a training run on the node, or whoever wrote the object."
@@ -737,16 +764,13 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
     """Fields that neither `plan` nor `run` can honour yet, each with what works instead."""
     spec = job.spec
     found = [
-        (spec.model.source, "spec.model.source", "does not work yet; give the model's sizes in model.config"),
-        (spec.model.entrypoint, "spec.model.entrypoint", "does not work yet; give the model's sizes in model.config"),
-        (spec.model.lora, "spec.model.lora", "does not work yet; leave it out for full training"),
+        (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
+         "llama with lora is that of transformers, which has none; leave it out"),
         (spec.members, "spec.members", "does not work yet; write one TrainingJob per model"),
         (spec.objective, "spec.objective", "belongs to members, which do not work yet; leave it out"),
         (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
         (spec.memory.optimizer.placement == "Nvme", "spec.memory.optimizer.placement",
          "Nvme does not work yet; use Host, Interleaved or Auto"),
-        (spec.memory.parameters.placement == "Stream", "spec.memory.parameters.placement",
-         "Stream does not work yet; use Resident or Auto"),
         (spec.spill.encryption != "None", "spec.spill.encryption",
          "does not work yet; use None, or an encrypted storage class"),
     ]  # fmt: skip
@@ -764,8 +788,11 @@ def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
 
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
-    strategy = job.spec.parallelism.strategy
+    strategy, model = job.spec.parallelism.strategy, job.spec.model
+    inspected = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
     found = [
+        (model.source, "spec.model.source", inspected),
+        (model.entrypoint, "spec.model.entrypoint", inspected),
         (strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
          "does not work in a run yet; use Ddp or Auto (`spillway plan` knows the others)"),
     ]  # fmt: skip
@@ -775,11 +802,12 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
 def _refusals_for_any_run(job: TrainingJob) -> list[FieldProblem]:
     spec = job.spec
     text_instead = "does not work in a run yet; use data.text or data.builtin"
+    sizes = spec.model.config
+    masked = sizes is not None and sizes.architecture == "bert"
+    smallest = MIN_TEXT_VOCABULARY + masked
     found = [
-        (spec.model.transformer.architecture != "llama", "spec.model.config.architecture",
-         "cannot be trained yet, only planned; use llama"),
-        (spec.model.transformer.vocab_size < MIN_TEXT_VOCABULARY, "spec.model.config.vocabSize",
-         f"at least {MIN_TEXT_VOCABULARY} for text: a token for every byte, and the end of text"),
+        (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
+         f"at least {smallest} for text: a token for every byte, and the end of text{', and the mask' * masked}"),
         (spec.data.tokens, "spec.data.tokens", text_instead),
         (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
         (spec.data.entrypoint, "spec.data.entrypoint", text_instead),
@@ -788,6 +816,10 @@ def _refusals_for_any_run(job: TrainingJob) -> list[FieldProblem]:
          "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start"),
     ]  # fmt: skip
     return _refused(found, job)
+
+
+def _drops_in_llama_with_lora(model: Model) -> bool:
+    return bool(model.lora and model.config and model.config.architecture == "llama" and model.config.dropout)
 
 
 def _refused(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:

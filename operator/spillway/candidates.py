@@ -1,42 +1,81 @@
-"""Candidates: every way to run the step that is worth comparing, each with its bytes, what is missing, and its seconds.
+"""Candidates: every way to run the step that is worth comparing, and the search for the fastest that fits.
 
-A candidate answers three questions:
+A candidate answers four questions:
     strategy      what ranks share (one answer when there is one rank, or the spec names it)
+    parameters    how many units of segments are streamed (footprint.eviction_order), in which order of micro-batches,
+                  and where boundaries wait; homes are in host memory as far as it reaches, the others on NVMe
     activations   how many blocks are recomputed and how many are moved; of the moved ones, as many as fit go to host
                   memory and the others to NVMe (order in the model: footprint.Blocks)
     optimizer     as much resident as the device has left; the rest split between CPU and device so that both end
                   together (step_time.balanced_streamed_share)
+
+    Question -> Space (groups of layouts; independent of budgets) -> Search (with budgets): best, fits, nearest miss
+
+The first two answers make a group; in it, layouts of activations. Groups and layouts are looked at in the order of a
+lower bound of their seconds, and the search ends where that bound exceeds what was found: the result is that of trying
+them all (`Search.all_candidates`; a test compares the two).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor
+from functools import cached_property
+from math import floor, isqrt
+from operator import itemgetter
 
 from spillway.api import TrainingJob
 from spillway.footprint import (
+    NUM_SLOTS,
+    RESIDENT,
+    STREAMING_STRATEGIES,
     Blocks,
     DevicePeak,
+    Order,
     Strategy,
+    Streaming,
     Workload,
-    accumulator_bytes,
+    chunk_parameters,
     device_bytes,
     device_peak,
+    forced_share,
+    home_staging_bytes,
     host_bytes,
+    host_home_bytes,
     nvme_bytes,
+    nvme_home_bytes,
     nvme_staging_bytes,
+    padded,
     states_bytes_per_parameter,
 )
 from spillway.hardware import NodeSpec
-from spillway.model_shape import DTYPE_BYTES, model_shape
-from spillway.plan import OptimizerPlan, Prediction, Tier, TierBytes
-from spillway.step_time import Rates, balanced_streamed_share, predict, rank_rates
+from spillway.model_shape import DTYPE_BYTES, FLOAT32_BYTES, ModelShape
+from spillway.plan import Answer, OptimizerPlan, Prediction, Tier, TierBytes
+from spillway.step_time import (
+    Drives,
+    Rates,
+    Resource,
+    backward_loads,
+    balanced_streamed_share,
+    forward_loads,
+    least_update_seconds,
+    pass_seconds,
+    predict,
+    rank_rates,
+    update_loads,
+)
 
 TIE = 1.01
 """plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
 MAX_GROUPS = 32
 """blocks change their answer in groups, so that deep models have no more candidates than this, squared and halved"""
+MAX_GROUPS_STREAMED = 8
+"""the same where parameters are streamed, which multiplies the candidates"""
+LEAST_GROUPS, MOST_RUNS_LOOKED_AT = 4, 2**15
+"""groups of answers at least, and how many runs of equal blocks all layouts together may have"""
+MAX_LEVELS = 16
+"""how many different amounts of streamed parameters are compared"""
 FORCED_SHARE = 0.1
 """least CPU and streamed share of placement Interleaved, which asks for both whatever is faster"""
 LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
@@ -46,6 +85,8 @@ AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero1", "Zero2", "Fsdp")
 """Zero3 shares what Fsdp shares: the same arithmetic"""
 _ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
 _NO_ACTIVATIONS = DevicePeak(0, 0, 0)
+_WEIGHTS = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}
+"""of missing bytes: a byte of host memory is easier to add than one of the device, one of NVMe easiest"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +94,7 @@ class Question:
     """Everything a plan depends on, once resolved; parts that are forced are not searched."""
 
     job: TrainingJob
+    shape: ModelShape
     node: NodeSpec
     budget: dict[Tier, int]
     """of one rank"""
@@ -64,15 +106,16 @@ class Question:
     strategy: str
     placement: str
     policy: str
+    parameters: str
 
     @property
     def num_layers(self) -> int:
-        return self.job.spec.model.transformer.num_layers
+        return self.shape.num_layers
 
     @property
-    def drive_bytes(self) -> float:
-        """This rank's part of the node's drives: what endurance is measured against."""
-        return self.node.nvme_bytes / self.local_ranks
+    def drives(self) -> Drives:
+        """What endurance is measured against."""
+        return Drives(self.node.nvme_bytes / self.local_ranks, self.node.nvme_rated_bytes / self.local_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +125,7 @@ class Candidate:
     work: Workload
     optimizer: OptimizerPlan
     blocks: Blocks
+    streaming: Streaming
     window_bytes: int
     bytes: dict[Tier, TierBytes]
     missing: dict[Tier, int] = field(default_factory=dict)
@@ -93,6 +137,10 @@ class Candidate:
         strategy = self.work.strategy
         order = AUTO_STRATEGIES.index(strategy) if strategy in AUTO_STRATEGIES else 0
         return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, order)
+
+    @property
+    def weighted_missing(self) -> int:
+        return sum(_WEIGHTS[tier] * amount for tier, amount in self.missing.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +163,14 @@ def timed(question: Question, candidate: Candidate) -> Timed:
         rates_of(question),
         candidate.optimizer,
         candidate.blocks,
+        candidate.streaming,
         overlapped=candidate.window_bytes > 0,
         steps=question.job.spec.training.steps,
-        drive_bytes=question.drive_bytes,
+        drives=question.drives,
     )
     limit = question.job.spec.memory.endurance.drive_writes_per_day
-    return Timed(candidate, prediction, question.policy == "Auto" and prediction.drive_writes_per_day > limit)
+    chosen_freely = question.policy == "Auto"
+    return Timed(candidate, prediction, chosen_freely and prediction.drive_writes_per_day > limit)
 
 
 def best(choices: Sequence[Timed]) -> Timed:
@@ -130,32 +180,15 @@ def best(choices: Sequence[Timed]) -> Timed:
     return min(near, key=lambda choice: (choice.candidate.effort, choice.seconds))
 
 
-def fitting(question: Question, found: Sequence[Candidate]) -> list[Timed]:
-    """Those that fit every budget and spare the drives."""
-    times = (timed(question, candidate) for candidate in found if not candidate.missing)
-    return [choice for choice in times if not choice.wears_out]
-
-
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
-def candidates(question: Question) -> Iterator[Candidate]:
-    """The same set for every budget but for the optimizer's resident share, which grows with it: more memory never
-    gives a slower plan."""
-    rates = rates_of(question)
-    layouts = list(_layouts(question))
-    for strategy in _strategies(question):
-        work = workload(question, strategy)
-        ratio = _streamed_ratio(question, work, rates)
-        for blocks, window_bytes, peak in layouts:
-            for optimizer in _optimizers(question, work, question.budget[Tier.DEVICE] - peak.total, ratio):
-                yield _candidate(question, work, optimizer, blocks, window_bytes, peak)
+def rates_of(question: Question) -> Rates:
+    compute = question.job.spec.model.precision.compute
+    return rank_rates(question.node, question.local_ranks, question.num_nodes, compute)
 
 
 def workload(question: Question, strategy: Strategy) -> Workload:
     spec = question.job.spec
     return Workload(
-        shape=model_shape(spec.model.transformer, spec.model.precision.compute, question.node.device_kind),
+        shape=question.shape,
         micro_batch_size=question.micro_batch_size,
         sequence_length=spec.training.sequence_length,
         num_micro_batches=spec.training.global_batch_size // (question.micro_batch_size * question.world_size),
@@ -166,9 +199,224 @@ def workload(question: Question, strategy: Strategy) -> Workload:
     )
 
 
-def rates_of(question: Question) -> Rates:
-    compute = question.job.spec.model.precision.compute
-    return rank_rates(question.node, question.local_ranks, question.num_nodes, compute)
+# --- the space: what is compared, whatever the budgets are ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Answers of the blocks, and what activations need on the device; moved blocks are counted as host ones."""
+
+    blocks: Blocks
+    window_bytes: int
+    peak: DevicePeak
+
+
+@dataclass(frozen=True)
+class Group:
+    """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers)."""
+
+    question: Question
+    work: Workload
+    streaming: Streaming
+    layouts: Sequence[Layout]
+    rates: Rates
+
+    @cached_property
+    def forced(self) -> float:
+        """Share of the parameters that the CPU updates whatever is faster."""
+        return forced_share(self.work, self.streaming)
+
+    @cached_property
+    def ratio(self) -> float:
+        """g / (c + g) of whatever is neither resident nor forced."""
+        if self.question.placement == "Host":
+            return 0.0
+        balanced = balanced_streamed_share(self.work, self.rates)
+        if self.question.placement == "Interleaved":
+            return min(max(balanced, FORCED_SHARE), 1.0 - FORCED_SHARE)
+        return balanced
+
+    @cached_property
+    def least_device_bytes(self) -> int:
+        """On the device beside activations, with the optimizer that takes least there."""
+        share = {"Device": (0.0, 1.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 0.0))
+        return self.optimizer_device_bytes(self.split(*share))
+
+    @cached_property
+    def least_host_bytes(self) -> int:
+        """In host memory, with all states on the device that may be there, and homes and activations on NVMe."""
+        share = {"Host": (0.0, 0.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 1.0))
+        return self.host_bytes_beside_homes(self.split(*share))
+
+    def host_bytes_beside_homes(self, optimizer: OptimizerPlan) -> int:
+        shares = (optimizer.streamed_share, optimizer.resident_share)
+        if shares not in self._host_bytes:
+            nothing = Blocks(self.question.num_layers)
+            held = host_bytes(self.work, optimizer, nothing, 0, self.streaming).total
+            self._host_bytes[shares] = held - host_home_bytes(self.work, self.streaming)
+        return self._host_bytes[shares]
+
+    # --- what no candidate can beat
+
+    def bound(self, layout: Layout, free_bytes: int) -> float:
+        """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
+        work, streaming = self.work, self.streaming
+        ends = (
+            OptimizerPlan(cpu_share=self.forced, resident_share=1.0 - self.forced),
+            OptimizerPlan(cpu_share=1.0, resident_share=0.0),
+        )
+        forward = forward_loads(work, self.rates, layout.blocks, streaming)
+        lines = [backward_loads(work, self.rates, layout.blocks, end, streaming) for end in ends]
+        backward = {resource: min(line[resource] for line in lines) for resource in lines[0]}
+        overlapped = layout.window_bytes > 0 or not layout.blocks.moved
+        num_passes = work.num_micro_batches // work.alive(streaming)
+        passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
+        return passes + self.least_update_seconds(free_bytes)
+
+    def least_update_seconds(self, free_bytes: int) -> float:
+        """No split of the optimizer that fits in `free_bytes` of the device is faster: what is not resident takes its
+        part of the fastest update with nothing resident, and what is forced on the CPU its part there."""
+        on_cpu, not_resident = self._update_seconds
+        if self.question.placement == "Device":
+            return self.forced * on_cpu
+        resident = 0.0
+        if self.question.placement == "Auto":
+            left = free_bytes - self.least_device_bytes
+            states = states_bytes_per_parameter(self.work, on_cpu=False) * self.work.rank_parameters
+            resident = min(1.0 - self.forced, left / max(1, states))
+        # Shares of updates without streaming are proportional to their seconds; with it, less goes up.
+        spared = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes / self.rates.h2d
+        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared / self.rates.duplex)
+
+    @cached_property
+    def _update_seconds(self) -> tuple[float, float]:
+        """Of all parameters: by the CPU alone, which must have its own part; and by CPU and device at their best."""
+        on_cpu = update_loads(self.work, self.rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0), self.streaming)
+        return on_cpu[Resource.CPU], least_update_seconds(self.work, self.rates)
+
+    # --- the optimizer's shares
+
+    def optimizers(self, free_bytes: int) -> Iterator[OptimizerPlan]:
+        """Splits for a device with `free_bytes` beside the activations, from the least offloaded that fits."""
+        placement = self.question.placement
+        resident = self.split(0.0, 1.0)
+        if placement == "Device":
+            yield resident
+            return
+        if placement == "Auto" and self._fits(resident, free_bytes):
+            yield resident
+            return
+        if placement == "Auto":
+            yield from self._partly_resident(free_bytes)
+        interleaved = self.split(self.ratio, 0.0)
+        if self.ratio and (placement == "Interleaved" or self._fits(interleaved, free_bytes)):
+            yield interleaved
+        if placement != "Interleaved":
+            yield self.split(0.0, 0.0)
+
+    def _partly_resident(self, free_bytes: int) -> Iterator[OptimizerPlan]:
+        """The largest resident share that fits: device bytes grow linearly with it."""
+        for ratio in dict.fromkeys((self.ratio, 0.0)):
+            none, some = self.split(ratio, 0.0), self.split(ratio, 0.5)
+            left = free_bytes - self.optimizer_device_bytes(some)
+            share = min(0.5 + left / self._device_bytes_per_share(ratio), LARGEST_PARTLY_RESIDENT_SHARE)
+            if share > LEAST_RESIDENT_SHARE and self._fits(none, free_bytes):
+                found = self.split(ratio, share)
+                if self._fits(found, free_bytes):
+                    yield found
+
+    def _device_bytes_per_share(self, ratio: float) -> float:
+        """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
+        work, free = self.work, 1.0 - self.forced
+        states = states_bytes_per_parameter(work, on_cpu=False) * work.rank_parameters
+        accumulators = FLOAT32_BYTES * work.shape.num_accumulated / work.shards("gradients")
+        return max(1.0, free * (states + (1.0 - ratio) * accumulators))
+
+    def optimizer_device_bytes(self, optimizer: OptimizerPlan) -> int:
+        """Everything on the device but activations."""
+        shares = (optimizer.streamed_share, optimizer.resident_share)
+        if shares not in self._device_bytes:
+            self._device_bytes[shares] = device_bytes(self.work, optimizer, _NO_ACTIVATIONS, self.streaming).total
+        return self._device_bytes[shares]
+
+    @cached_property
+    def _device_bytes(self) -> dict[tuple[float, float], int]:
+        return {}
+
+    @cached_property
+    def _host_bytes(self) -> dict[tuple[float, float], int]:
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[float, float], OptimizerPlan]:
+        return {}
+
+    def _fits(self, optimizer: OptimizerPlan, free_bytes: int) -> bool:
+        return self.optimizer_device_bytes(optimizer) <= free_bytes
+
+    def split(self, ratio: float, resident: float) -> OptimizerPlan:
+        """c + g + s = 1: of what is not forced on the CPU, s = `resident` and g = `ratio` of the rest; four digits,
+        rounded towards the CPU."""
+        if (ratio, resident) not in self._splits:
+            self._splits[ratio, resident] = self._split(ratio, resident)
+        return self._splits[ratio, resident]
+
+    def _split(self, ratio: float, resident: float) -> OptimizerPlan:
+        free = 1.0 - self.forced
+        resident_share = free if resident == 1.0 and free == 1.0 else floor(resident * free * 1e4) / 1e4
+        streamed_share = floor(ratio * max(0.0, free - resident_share) * 1e4) / 1e4
+        return OptimizerPlan(
+            cpu_share=round(1.0 - resident_share - streamed_share, 4),
+            streamed_share=streamed_share,
+            resident_share=resident_share,
+            chunk_parameters=chunk_parameters(self.work),
+            num_threads=max(1, self.question.node.num_cores // self.question.local_ranks),
+        )
+
+
+def groups(question: Question) -> list[Group]:
+    """The same for every budget but for the optimizer's resident share, which grows with it: more memory never gives a
+    slower plan."""
+    rates = rates_of(question)
+    made: list[Group] = []
+    in_order = _layouts(question, RESIDENT, MAX_GROUPS)
+    for strategy in _strategies(question):
+        work = workload(question, strategy)
+        if question.parameters != "Stream":
+            made.append(Group(question, work, RESIDENT, in_order, rates))
+        if question.parameters != "Resident" and strategy in STREAMING_STRATEGIES:
+            made += _streamed_groups(question, work, rates)
+    return made
+
+
+def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterator[Group]:
+    for order, boundaries in _orders(work):
+        waits = Streaming(order=order, boundaries=boundaries)
+        layouts = _layouts(question, waits, MAX_GROUPS_STREAMED)
+        for num_units in _levels(question, work):
+            is_tight = num_units >= len(work.units.segments) - 2
+            for num_slots in (NUM_SLOTS, 1) if is_tight else (NUM_SLOTS,):
+                streaming = replace(waits, host=num_units, num_slots=num_slots)
+                group = Group(question, work, streaming, layouts, rates)
+                if question.placement != "Device" or not group.forced:
+                    yield group
+
+
+def _orders(work: Workload) -> Iterator[tuple[Order, Answer]]:
+    yield "InOrder", Answer.KEEP
+    if work.num_micro_batches > 1:
+        yield "WeightStationary", Answer.KEEP
+        yield "WeightStationary", Answer.HOST
+
+
+def _levels(question: Question, work: Workload) -> list[int]:
+    """How many units are streamed: some, all but those worth most, all. Stream asks for every block."""
+    num_units = len(work.units.segments)
+    step = -(-num_units // MAX_LEVELS)
+    levels = {*range(step, num_units, step), *(level for level in range(num_units - 2, num_units + 1) if level > 0)}
+    if question.parameters == "Stream":
+        levels = {level for level in levels if level >= num_units - 2}
+    return sorted(levels)
 
 
 def _strategies(question: Question) -> tuple[Strategy, ...]:
@@ -179,144 +427,214 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question) -> Iterator[tuple[Blocks, int, DevicePeak]]:
-    """Blocks with their in-flight window and what they need on the device; moved blocks are counted as host ones.
-
-    Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest budgets.
-    """
+def _layouts(question: Question, streaming: Streaming, max_groups: int) -> list[Layout]:
+    """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
+    budgets."""
     work = workload(question, "Ddp")
-    for recomputed, moved in _block_counts(question):
+    found = []
+    # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
+    max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
+    for recomputed, moved in _block_counts(question, max_groups):
         blocks = Blocks(question.num_layers, recomputed=recomputed, host=moved)
-        for window_bytes in (work.moved_bytes, 0) if moved else (0,):
-            yield blocks, window_bytes, device_peak(work, blocks, window_bytes)
+        for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
+            found.append(Layout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
+    return found
 
 
-def _block_counts(question: Question) -> Iterator[tuple[int, int]]:
+def _block_counts(question: Question, max_groups: int) -> Iterator[tuple[int, int]]:
     """(recomputed, moved) blocks; the rest is kept."""
     layers = question.num_layers
     forced = {"Keep": (0, 0), "Recompute": (layers, 0), "Host": (0, layers), "Nvme": (0, layers)}
     if question.policy in forced:
         yield forced[question.policy]
         return
-    group = -(-layers // MAX_GROUPS)
+    group = max(1, -(-layers // max_groups))
     counts = [*range(0, layers, group), layers]
     yield from ((recomputed, moved) for recomputed in counts for moved in counts if recomputed + moved <= layers)
 
 
-def _candidate(
-    question: Question, work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, peak: DevicePeak
-) -> Candidate:
-    blocks = _between_host_and_nvme(question, work, optimizer, blocks, window_bytes)
-    held = {
-        Tier.DEVICE: device_bytes(work, optimizer, peak),
-        Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes),
-        Tier.NVME: nvme_bytes(work, blocks),
-    }
-    missing = {tier: held[tier].total - question.budget[tier] for tier in Tier}
-    missing = {tier: amount for tier, amount in missing.items() if amount > 0}
-    return Candidate(work, optimizer, blocks, window_bytes, held, missing)
+# --- the search: with budgets -----------------------------------------------------------------------------------------
 
 
-def _between_host_and_nvme(
-    question: Question, work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
-) -> Blocks:
-    """Of the moved blocks, as many in host memory as fit; the others on NVMe if they fit there."""
-    moved = blocks.moved
-    if question.policy == "Nvme":
-        return replace(blocks, host=0, nvme=moved)
-    if question.policy == "Host" or not moved:
-        return blocks
-    size = max(1, work.moved_host_bytes)
-    room = question.budget[Tier.HOST] - host_bytes(work, optimizer, Blocks(blocks.num_layers), 0).total
-    if moved * size <= room:
-        return blocks
-    host = max(0, (room - nvme_staging_bytes(work, window_bytes)) // size)
-    nvme = moved - host
-    if question.budget[Tier.NVME] < nvme * work.moved_nvme_bytes:
-        return blocks  # no room on NVMe either: what is missing in host memory is what to say
-    return replace(blocks, host=host, nvme=nvme)
+class Search:
+    """The space under the budgets of one question."""
+
+    def __init__(self, question: Question, space: Sequence[Group] | None = None) -> None:
+        self.question = question
+        self._space = groups(question) if space is None else space
+
+    def within(self, budget: dict[Tier, int]) -> Search:
+        """The same space under other budgets."""
+        return Search(replace(self.question, budget=budget), self._space)
+
+    def of_strategy(self, strategy: Strategy) -> Search:
+        return Search(self.question, [group for group in self._space if group.work.strategy == strategy])
+
+    def not_in(self, order: Order) -> Search:
+        """Only what is streamed in the other order of micro-batches."""
+        return Search(
+            self.question,
+            [group for group in self._space if group.streaming.units and group.streaming.order != order],
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """What the question forces excludes itself."""
+        return not self._space
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        return list(dict.fromkeys(group.work.strategy for group in self._space))
+
+    def all_candidates(self) -> Iterator[Candidate]:
+        """The plain reference of what follows: every candidate, also those that do not fit."""
+        for group in self._space:
+            for layout in group.layouts:
+                yield from self.candidates(group, layout)
+
+    def candidates(self, group: Group, layout: Layout) -> Iterator[Candidate]:
+        for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
+            yield self._candidate(group, layout, optimizer)
+
+    def choices(self, *, spare_drives: bool = True) -> list[Timed]:
+        """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
+        found: list[Timed] = []
+        limit = float("inf")
+
+        def look_at(group: Group, layout: Layout) -> None:
+            nonlocal limit
+            for candidate in self.candidates(group, layout):
+                if not candidate.missing:
+                    choice = timed(self.question, candidate)
+                    if not (spare_drives and choice.wears_out):
+                        found.append(choice)
+                        limit = min(limit, TIE * choice.seconds)
+
+        room = self.question.budget[Tier.DEVICE]
+        everything_kept = Layout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
+        by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
+        for least, group in by_bound:
+            if least > limit:
+                break
+            if self._cannot_fit(group):
+                continue
+            fitting = [layout for layout in group.layouts if group.least_device_bytes + layout.peak.total <= room]
+            bounds = ((group.bound(layout, room - layout.peak.total), layout) for layout in fitting)
+            for bound, layout in sorted(bounds, key=itemgetter(0)):
+                if bound > limit:
+                    break
+                look_at(group, layout)
+        return found
+
+    def fits(self) -> bool:
+        """Whether any candidate fits every budget and spares the drives."""
+        room = self.question.budget[Tier.DEVICE]
+        for group in self._space:
+            if self._cannot_fit(group):
+                continue
+            for layout in group.layouts:
+                if group.least_device_bytes + layout.peak.total <= room and self._one_fits(group, layout):
+                    return True
+        return False
+
+    def _one_fits(self, group: Group, layout: Layout) -> bool:
+        fit = (timed(self.question, one) for one in self.candidates(group, layout) if not one.missing)
+        return any(not choice.wears_out for choice in fit)
+
+    def _cannot_fit(self, group: Group) -> bool:
+        """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
+        budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
+        if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
+            return True
+        splits = group.optimizers(budget[Tier.DEVICE] - least)
+        return all(group.host_bytes_beside_homes(split) > budget[Tier.HOST] for split in splits)
+
+    def nearest_miss(self) -> Candidate:
+        """The one that lacks least."""
+        budget, found = self.question.budget, list[Candidate]()
+        bounds = []
+        for group in self._space:
+            host = _WEIGHTS[Tier.HOST] * max(0, group.least_host_bytes - budget[Tier.HOST])
+            for layout in group.layouts:
+                needed = group.least_device_bytes + layout.peak.total - budget[Tier.DEVICE]
+                bounds.append((_WEIGHTS[Tier.DEVICE] * max(0, needed) + host, group, layout))
+        for bound, group, layout in sorted(bounds, key=itemgetter(0)):
+            if found and bound >= found[0].weighted_missing:
+                break
+            nearest = min(self.candidates(group, layout), key=lambda candidate: candidate.weighted_missing)
+            if not found or nearest.weighted_missing < found[0].weighted_missing:
+                found = [nearest]
+        return found[0]
+
+    def _candidate(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Candidate:
+        work, window_bytes = group.work, layout.window_bytes
+        blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
+        held = {
+            Tier.DEVICE: device_bytes(work, optimizer, layout.peak, streaming),
+            Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),
+            Tier.NVME: nvme_bytes(work, blocks, streaming),
+        }
+        budget = self.question.budget
+        missing = {tier: held[tier].total - budget[tier] for tier in Tier if held[tier].total > budget[tier]}
+        return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
+
+    def _settled(
+        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
+    ) -> tuple[Blocks, Streaming]:
+        """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
+        room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
+        work = group.work
+        policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
+        room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer)
+        streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME])
+        room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
+        nvme_room = budget[Tier.NVME] - nvme_home_bytes(work, streaming)
+        if policy == "Nvme":
+            return replace(blocks, host=0, nvme=moved), streaming
+        if policy == "Host" or not moved:
+            return blocks, streaming
+        alive = work.alive(streaming)
+        if alive * work.sum_of("moved_host", 0, moved) <= room and not streaming.nvme:
+            return blocks, streaming
+        host_room = 0 if streaming.nvme else room - nvme_staging_bytes(work, window_bytes)
+        nvme = _fewest(moved, lambda count: alive * work.sum_of("moved_host", count, moved) <= host_room)
+        if alive * work.sum_of("moved_nvme", 0, nvme) > nvme_room:
+            return blocks, streaming  # no room on NVMe either: what is missing in host memory is what to say
+        return replace(blocks, host=moved - nvme, nvme=nvme), streaming
+
+
+def _homes_between(work: Workload, streaming: Streaming, room: int, nvme_room: int) -> Streaming:
+    """As few homes on NVMe as host memory with `room` bytes allows; all in host memory when neither has room."""
+    homes, num_units = work.units.host, streaming.units
+
+    def fits(nvme: int) -> bool:
+        staging = NUM_SLOTS * padded(work.units.largest_nvme[nvme])
+        return homes[num_units] - homes[nvme] + staging <= room
+
+    if not num_units or fits(0):
+        return streaming
+    # From one home on NVMe on, each further one frees host memory; staging grows with the largest of them only.
+    nvme = 1 + _fewest(num_units - 1, lambda count: fits(count + 1))
+    split = replace(streaming, host=num_units - nvme, nvme=nvme)
+    return split if nvme_home_bytes(work, split) <= nvme_room and fits(nvme) else streaming
+
+
+def _fewest(largest: int, enough: Callable[[int], bool]) -> int:
+    """The least count up to `largest` for which `enough`, which holds from some count on; else `largest`."""
+    return bisect_left(range(largest), True, key=enough)
 
 
 def as_specified(question: Question) -> Candidate:
     """What Disabled and Advise run: what the spec names, all else on the device. Not checked against budgets."""
-    placement = "Device" if question.placement == "Auto" else question.placement
-    policy = "Keep" if question.policy == "Auto" else question.policy
-    strategy = "Ddp" if question.strategy == "Auto" else question.strategy
-    return next(candidates(replace(question, placement=placement, policy=policy, strategy=strategy)))
-
-
-# --- the optimizer's shares -------------------------------------------------------------------------------------------
-
-
-def _streamed_ratio(question: Question, work: Workload, rates: Rates) -> float:
-    """g / (c + g) of whatever is not resident."""
-    if question.placement == "Host":
-        return 0.0
-    balanced = balanced_streamed_share(work, rates)
-    if question.placement == "Interleaved":
-        return min(max(balanced, FORCED_SHARE), 1.0 - FORCED_SHARE)
-    return balanced
-
-
-def _optimizers(question: Question, work: Workload, free_bytes: int, ratio: float) -> Iterator[OptimizerPlan]:
-    """Splits for a device with `free_bytes` beside the activations, from the least offloaded that fits."""
-    resident = _split(question, work, 0.0, 1.0)
-    if question.placement == "Device":
-        yield resident
-        return
-    if question.placement == "Auto" and _fits(work, resident, free_bytes):
-        yield resident
-        return
-    if question.placement == "Auto":
-        yield from _partly_resident(question, work, free_bytes, ratio)
-    interleaved = _split(question, work, ratio, 0.0)
-    if ratio and (question.placement == "Interleaved" or _fits(work, interleaved, free_bytes)):
-        yield interleaved
-    if question.placement != "Interleaved":
-        yield _split(question, work, 0.0, 0.0)
-
-
-def _partly_resident(question: Question, work: Workload, free_bytes: int, ratio: float) -> Iterator[OptimizerPlan]:
-    """The largest resident share that fits: device bytes grow linearly with it."""
-    for streamed in dict.fromkeys((ratio, 0.0)):
-        none, some = _split(question, work, streamed, 0.0), _split(question, work, streamed, 0.5)
-        left = free_bytes - _optimizer_device_bytes(work, some)
-        per_share = _device_bytes_per_share(work, streamed)
-        share = min(0.5 + left / per_share, LARGEST_PARTLY_RESIDENT_SHARE)
-        if share > LEAST_RESIDENT_SHARE and _fits(work, none, free_bytes):
-            found = _split(question, work, streamed, share)
-            if _fits(work, found, free_bytes):
-                yield found
-
-
-def _device_bytes_per_share(work: Workload, ratio: float) -> float:
-    """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
-    states = states_bytes_per_parameter(work, on_cpu=False) * work.rank_parameters
-    return states + (1.0 - ratio) * accumulator_bytes(work, 1.0)
-
-
-def _optimizer_device_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Everything on the device but activations."""
-    return device_bytes(work, optimizer, _NO_ACTIVATIONS).total
-
-
-def _fits(work: Workload, optimizer: OptimizerPlan, free_bytes: int) -> bool:
-    return _optimizer_device_bytes(work, optimizer) <= free_bytes
-
-
-def _split(question: Question, work: Workload, ratio: float, resident: float) -> OptimizerPlan:
-    """c + g + s = 1 with s = `resident` and g = `ratio` of the rest; four digits, rounded towards the CPU."""
-    resident_share = floor(resident * 1e4) / 1e4
-    streamed_share = floor(ratio * (1.0 - resident_share) * 1e4) / 1e4
-    return OptimizerPlan(
-        cpu_share=round(1.0 - resident_share - streamed_share, 4),
-        streamed_share=streamed_share,
-        resident_share=resident_share,
-        chunk_parameters=_chunk_parameters(work),
-        num_threads=max(1, question.node.num_cores // question.local_ranks),
+    streams = question.parameters == "Stream" and question.mode != "Disabled"
+    placement = ("Host" if streams else "Device") if question.placement == "Auto" else question.placement
+    named = replace(
+        question,
+        placement=placement,
+        policy="Keep" if question.policy == "Auto" else question.policy,
+        strategy="Ddp" if question.strategy == "Auto" else question.strategy,
+        parameters="Stream" if streams else "Resident",
     )
-
-
-def _chunk_parameters(work: Workload) -> int:
-    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32)."""
-    return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), 1 << 22)
+    space = groups(named)
+    group = max(space, key=lambda group: (group.streaming.units, group.streaming.num_slots))
+    return next(Search(named, [group]).all_candidates())

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Timed, best, candidates, timed
-from spillway.footprint import RUN_STRATEGY, states_bytes_per_parameter
-from spillway.plan import Alternative, Infeasible, Tier
+from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, timed
+from spillway.footprint import (
+    RUN_STRATEGY,
+    Streaming,
+    Workload,
+    forced_share,
+    frontier_bytes,
+    host_home_bytes,
+    nvme_home_bytes,
+    states_bytes_per_parameter,
+    streamed_slot_bytes,
+)
+from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
 
 
-def reasons(question: Question, chosen: Timed, choices: Sequence[Timed]) -> Iterator[str]:
+def reasons(search: Search, chosen: Timed) -> Iterator[str]:
     """One sentence per decision."""
+    question = search.question
     if question.world_size > 1:
-        yield _strategy_reason(question, chosen, choices)
+        yield _strategy_reason(search, chosen)
+    yield from _parameter_reasons(question, chosen.candidate)
     yield _optimizer_reason(question, chosen.candidate)
     yield from _activation_reasons(question, chosen.candidate)
     if chosen.prediction.nvme_written_bytes_per_day:
         yield _endurance_reason(chosen)
 
 
-def reasons_unplanned(question: Question, chosen: Timed, advised: Timed | None) -> Iterator[str]:
+def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> Iterator[str]:
     """For the modes in which the spec decides; `advised` is what Auto would do, None when nothing fits."""
+    question = search.question
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
     for tier, amount in chosen.candidate.missing.items():
         yield f"{format_bytes(amount)} more than the {tier} budget are needed"
@@ -32,18 +45,57 @@ def reasons_unplanned(question: Question, chosen: Timed, advised: Timed | None) 
         yield "Auto: nothing fits these budgets"
     elif question.mode == "Advise" and advised is not None:
         yield f"Auto would take {format_seconds(advised.seconds)} a step:"
-        yield from reasons(replace(question, mode="Auto"), advised, [advised])
+        yield from reasons(search, advised)
 
 
-def _strategy_reason(question: Question, chosen: Timed, choices: Sequence[Timed]) -> str:
-    strategy = chosen.candidate.work.strategy
+def _strategy_reason(search: Search, chosen: Timed) -> str:
+    question, strategy = search.question, chosen.candidate.work.strategy
     unable = "" if strategy == RUN_STRATEGY else f"; a run can only do {RUN_STRATEGY} so far"
     if question.strategy == "Auto":
-        fit = sorted({choice.candidate.work.strategy for choice in choices})
+        fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
         return f"strategy {strategy}: {best_of}{unable}"
     asked = question.job.spec.parallelism.strategy == strategy
     return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run can do so far") + unable
+
+
+def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
+    work, streaming = chosen.work, chosen.streaming
+    if not streaming.units:
+        return
+    asked = "" if question.parameters == "Auto" else f" (the spec asks for {question.parameters})"
+    at_home = _counted(
+        (format_bytes(host_home_bytes(work, streaming)), streaming.host, "in host memory"),
+        (format_bytes(nvme_home_bytes(work, streaming)), streaming.nvme, "on NVMe"),
+    )
+    slots = f"{streaming.num_slots} slots" if streaming.num_slots > 1 else "one slot"
+    slot = format_bytes(streamed_slot_bytes(work, streaming) // streaming.num_slots)
+    count, total = work.units.count[streaming.units], work.shape.num_segments
+    yield f"parameters: {count} of {total} segments are streamed through {slots} of {slot}, at home {at_home}{asked}"
+    if count < total:
+        yield (
+            "resident are those worth most per byte: embedding and head, which would set the size of the slots, and "
+            "the last blocks, which backward needs first"
+        )
+    if streaming.num_slots == 1:
+        yield "the device has no room for a second slot: compute waits for each load"
+    if work.num_micro_batches > 1:
+        yield _order_reason(work, streaming)
+    forced = forced_share(work, streaming)
+    if forced:
+        yield f"the CPU updates streamed parameters beside their homes: {forced:.0%} of all that are trained"
+
+
+def _order_reason(work: Workload, streaming: Streaming) -> str:
+    batches = work.num_micro_batches
+    if streaming.order == "InOrder":
+        return f"order: one micro-batch after the other; each streamed segment is loaded for each of {batches}"
+    held = format_bytes(frontier_bytes(work))
+    where = "on the device" if streaming.boundaries is Answer.KEEP else f"on {streaming.boundaries}"
+    return (
+        f"order: weight-stationary, all {batches} micro-batches pass a segment while it is there: two loads a step "
+        f"instead of {2 * batches}; {held} of what one segment hands on to the next wait {where}"
+    )
 
 
 def _optimizer_reason(question: Question, chosen: Candidate) -> str:
@@ -62,7 +114,7 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
 
 
 def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
-    blocks = chosen.blocks
+    blocks, work = chosen.blocks, chosen.work
     asked = "" if question.policy == "Auto" else f" (the spec asks for {question.policy})"
     parts = _counted(
         (str(blocks.nvme), blocks.nvme, "to NVMe"),
@@ -70,10 +122,11 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
         (str(blocks.recomputed), blocks.recomputed, "recomputed"),
         (str(blocks.kept), blocks.kept, "kept"),
     )
-    each = format_bytes(chosen.work.saved_bytes)
-    yield f"activations of {blocks.num_layers} blocks of {each}, first to last: {parts}{asked}"
-    if blocks.moved and not chosen.work.moved_bytes:
-        smallest = format_bytes(chosen.work.minimum_bytes)
+    total = work.sum_of("saved", 0, blocks.num_layers)
+    each = f"of {format_bytes(total / max(1, blocks.num_layers))}" + ("" if len(work.runs) < 2 else " on average")
+    yield f"activations of {blocks.num_layers} blocks {each}, first to last: {parts}{asked}"
+    if blocks.moved and not work.sum_of("moved", 0, blocks.num_layers):
+        smallest = format_bytes(work.minimum_bytes)
         yield f"none of their tensors reaches {smallest}, so none is worth moving: all stay on the device"
         return
     if blocks.nvme and question.policy == "Auto":
@@ -83,8 +136,15 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
 
 
 def _endurance_reason(chosen: Timed) -> str:
-    written, drives = chosen.prediction.nvme_written_bytes_per_day, chosen.prediction.drive_writes_per_day
-    return f"NVMe: {format_bytes(written)} written a day at most, {drives:.2g} drive writes a day"
+    prediction = chosen.prediction
+    written = f"NVMe: {format_bytes(prediction.nvme_written_bytes_per_day)} written a day at most"
+    return f"{written}, {prediction.drive_writes_per_day:.2g} drive writes a day{rated(prediction)}"
+
+
+def rated(prediction: Prediction) -> str:
+    """How long drives last that write so much every day, where the catalog knows what they are rated for."""
+    years = prediction.years_until_rated_writes
+    return "" if years is None else f": {years:.2g} years until the drives' rated total"
 
 
 def _counted(*parts: tuple[str, float, str]) -> str:
@@ -94,39 +154,63 @@ def _counted(*parts: tuple[str, float, str]) -> str:
 
 # --- alternatives -----------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What people would try by hand: some parts forced, the rest planned."""
+
+    summary: str
+    placement: str = "Auto"
+    policy: str = "Auto"
+    parameters: str = "Auto"
+
+    def of(self, question: Question) -> Question | None:
+        """`question` with the variant's parts forced; None where the spec forces one of them otherwise."""
+        forced = {"placement": self.placement, "policy": self.policy, "parameters": self.parameters}
+        asked = {name: value for name, value in forced.items() if value != "Auto"}
+        if any(getattr(question, name) not in ("Auto", value) for name, value in asked.items()):
+            return None
+        return replace(question, **asked)  # type: ignore[arg-type]
+
+
 _VARIANTS = (
-    ("everything on the device", "Device", "Keep"),
-    ("every block recomputed", "Auto", "Recompute"),
-    ("all activations to host memory", "Auto", "Host"),
-    ("all activations to NVMe", "Auto", "Nvme"),
-    ("all optimizer states updated by the CPU", "Host", "Auto"),
+    _Variant("everything on the device", "Device", "Keep", "Resident"),
+    _Variant("every block recomputed", policy="Recompute"),
+    _Variant("all activations to host memory", policy="Host"),
+    _Variant("all activations to NVMe", policy="Nvme"),
+    _Variant("all optimizer states updated by the CPU", placement="Host"),
+    _Variant("all parameters resident", parameters="Resident"),
+    _Variant("parameters of every block streamed", parameters="Stream"),
 )
-"""what people would try by hand: placement and policy forced, the rest planned"""
 
 
-def alternatives(question: Question, chosen: Timed | None, found: Sequence[Candidate]) -> Iterator[Alternative]:
+def alternatives(search: Search, chosen: Timed | None) -> Iterator[Alternative]:
     """What lost, with its seconds or its missing bytes. `chosen` is None when nothing fits."""
+    question = search.question
     searched = question.strategy == "Auto" and question.world_size > 1
     ours = chosen.candidate.work.strategy if chosen else AUTO_STRATEGIES[-1]
-    for summary, placement, policy in _VARIANTS:
-        if question.placement in ("Auto", placement) and question.policy in ("Auto", policy):
-            varied = replace(
-                question, placement=placement, policy=policy, strategy=ours if searched else question.strategy
-            )
-            yield from _lost(varied, summary, list(candidates(varied)), chosen)
+    for variant in _VARIANTS:
+        varied = variant.of(question)
+        if varied is not None:
+            yield from _lost(Search(replace(varied, strategy=ours) if searched else varied), variant.summary, chosen)
+    if chosen is not None and chosen.candidate.streaming.units:
+        order = chosen.candidate.streaming.order
+        names = {"InOrder": "weight-stationary", "WeightStationary": "one micro-batch after the other"}
+        yield from _lost(search.not_in(order), f"streamed {names[order]}", chosen)
     for strategy in AUTO_STRATEGIES if searched else ():
         if strategy != ours:
-            same = [candidate for candidate in found if candidate.work.strategy == strategy]
-            yield from _lost(question, f"strategy {strategy}", same, chosen)
+            yield from _lost(search.of_strategy(strategy), f"strategy {strategy}", chosen)
 
 
-def _lost(question: Question, summary: str, found: Sequence[Candidate], chosen: Timed | None) -> Iterator[Alternative]:
-    in_budget = [timed(question, candidate) for candidate in found if not candidate.missing]
+def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Alternative]:
+    if search.is_empty:
+        return
+    in_budget = search.choices() or search.choices(spare_drives=False)
     if not in_budget:
-        missing = nearest_miss(found).missing
+        missing = search.nearest_miss().missing
         yield Alternative(summary=summary, missing_bytes=missing, reason=f"does not fit: {_missing(missing)} missing")
         return
-    choice = best([one for one in in_budget if not one.wears_out] or in_budget)
+    choice = best(in_budget)
     if chosen is None or choice.wears_out:
         reason = f"wears the drives out: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
     elif choice.candidate == chosen.candidate:
@@ -134,8 +218,8 @@ def _lost(question: Question, summary: str, found: Sequence[Candidate], chosen: 
     elif choice.seconds > TIE * chosen.seconds:
         reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
     else:
-        reason = "as fast, but more leaves the device or is recomputed"
-    yield Alternative(summary=summary, step_seconds=choice.seconds, reason=reason)
+        reason = f"as fast, but more leaves the device or is recomputed; bound by {choice.prediction.bound_by}"
+    yield Alternative(summary=summary, step_seconds=choice.seconds, bound_by=choice.prediction.bound_by, reason=reason)
 
 
 def _missing(missing: dict[Tier, int]) -> str:
@@ -145,33 +229,25 @@ def _missing(missing: dict[Tier, int]) -> str:
 # --- nothing fits -----------------------------------------------------------------------------------------------------
 
 
-def nearest_miss(found: Sequence[Candidate]) -> Candidate:
-    """The one that lacks least: a byte of host memory is easier to add than one of the device, one of NVMe easiest."""
-    weights = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}
-    return min(found, key=lambda c: sum(weights[tier] * amount for tier, amount in c.missing.items()))
-
-
-def infeasible(question: Question, found: Sequence[Candidate]) -> Infeasible:
+def infeasible(search: Search) -> Infeasible:
     """Missing bytes of the nearest candidate, and changes that make the job fit."""
-    nearest = nearest_miss(found)
-    remedies = list(_remedies(question, nearest))
-    return Infeasible(
-        job=question.job.metadata.name,
-        node=question.node.name,
-        missing_bytes=nearest.missing,
-        budget=question.budget,
-        nearest=" or ".join(remedies) if remedies else _larger_node(question, nearest),
-        alternatives=tuple(alternatives(question, None, found)),
+    nearest = search.nearest_miss()
+    remedies = list(_remedies(search, nearest))
+    return unexplained(search).model_copy(
+        update={
+            "nearest": " or ".join(remedies) if remedies else _larger_node(search, nearest),
+            "alternatives": tuple(alternatives(search, None)),
+        }
     )
 
 
-def unexplained(question: Question, found: Sequence[Candidate]) -> Infeasible:
+def unexplained(search: Search) -> Infeasible:
     """Missing bytes of the nearest candidate, without a search for what would fit."""
-    missing = nearest_miss(found).missing
+    question = search.question
     return Infeasible(
         job=question.job.metadata.name,
         node=question.node.name,
-        missing_bytes=missing,
+        missing_bytes=search.nearest_miss().missing,
         budget=question.budget,
         nearest="",
     )
@@ -187,43 +263,48 @@ def lacking(outcome: Infeasible, where: str) -> str:
     return f"{outcome.job} does not fit {where}: {missing}; what would fit: {outcome.nearest}"
 
 
-def _remedies(question: Question, nearest: Candidate) -> Iterator[str]:
+_FIELDS = {
+    "placement": "spec.memory.optimizer.placement",
+    "policy": "spec.memory.activations.policy",
+    "parameters": "spec.memory.parameters.placement",
+}
+"""parts of a Question that a job may force"""
+
+
+def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
     """Changes of one kind that were planned and found to fit, as YAML."""
+    question = search.question
     if not nearest.missing:
         limit = timed(question, nearest).prediction.drive_writes_per_day
         yield f'spec.memory.endurance.driveWritesPerDay: "{1.05 * limit:.2g}"'
     for tier in Tier:
-        needed = _needed_budget(question, tier)
+        needed = _needed_budget(search, tier)
         if needed is not None:
             yield f"spec.memory.budget.{tier}: {format_quantity(needed)}"
     size = _smaller_micro_batch(question)
     if size is not None:
         yield f"spec.training.microBatchSize: {size}"
-    forced = question.placement != "Auto" or question.policy != "Auto"
-    if forced and _any_fits(replace(question, placement="Auto", policy="Auto")):
-        yield "spec.memory.optimizer.placement: Auto and spec.memory.activations.policy: Auto"
-
-
-def _any_fits(question: Question) -> bool:
-    fit = (timed(question, candidate) for candidate in candidates(question) if not candidate.missing)
-    return any(not choice.wears_out for choice in fit)
+    forced = [part for part in _FIELDS if getattr(question, part) != "Auto"]
+    if forced and Search(replace(question, **dict.fromkeys(forced, "Auto"))).fits():  # type: ignore[arg-type]
+        yield " and ".join(f"{_FIELDS[part]}: Auto" for part in forced)
 
 
 def _smaller_micro_batch(question: Question) -> int | None:
     """The largest one below the present that divides the batch and fits; only rounding changes with it."""
     per_rank = question.job.spec.training.global_batch_size // question.world_size
     sizes = (size for size in range(question.micro_batch_size // 2, 0, -1) if per_rank % size == 0)
-    return next((size for size in sizes if _any_fits(replace(question, micro_batch_size=size))), None)
+    return next((size for size in sizes if Search(replace(question, micro_batch_size=size)).fits()), None)
 
 
-def _needed_budget(question: Question, tier: Tier) -> int | None:
+def _needed_budget(search: Search, tier: Tier) -> int | None:
     """The smallest budget of `tier` with which the job fits, within 1 %, in whole MiB; per node for host and NVMe.
     None when the node does not have it."""
+    question = search.question
     capacity = _capacities(question)[tier]
     ranks = 1 if tier is Tier.DEVICE else question.local_ranks
 
     def fits(budget_bytes: int) -> bool:
-        return _any_fits(replace(question, budget={**question.budget, tier: budget_bytes}))
+        return search.within({**question.budget, tier: budget_bytes}).fits()
 
     low, high = question.budget[tier], capacity // ranks
     if high <= low or not fits(high):
@@ -240,11 +321,12 @@ def _capacities(question: Question) -> dict[Tier, int]:
     return {Tier.DEVICE: device, Tier.HOST: node.host_bytes, Tier.NVME: node.nvme_bytes}
 
 
-def _larger_node(question: Question, nearest: Candidate) -> str:
+def _larger_node(search: Search, nearest: Candidate) -> str:
     """What no change of one field on this node can give: all of its memory, or that of another one."""
+    question = search.question
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
-    if _any_fits(replace(question, budget={tier: capacities[tier] // ranks[tier] for tier in Tier})):
+    if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
         return "larger budgets of several tiers: with all of the node's memory it fits"
     wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
     needs = (

@@ -1,18 +1,22 @@
 """Footprint: bytes of one rank in each tier, as the trainer holds them. Arithmetic only; every function is one row.
 
-P = parameters of this rank's shard; b = bytes of the compute type; c, g, s = shares of the optimizer updated by the
-CPU, streamed through the device, resident on it. Micro-batches run one after the other: activations of one are alive.
+P = trained parameters of this rank's shard; b = bytes of the compute type, w = of a trained parameter's; c, g, s =
+shares of the optimizer updated by the CPU, streamed through the device, resident on it. In order, micro-batches run one
+after the other and activations of one are alive; weight-stationary, those of all M between forward and backward are.
+docs/planning.md writes the rows down as formulas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
 from spillway.model_shape import FLOAT32_BYTES, ModelShape, Segment
-from spillway.plan import Answer, OptimizerPlan, Tier, TierBytes
+from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
 
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
@@ -25,22 +29,30 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
 """what each strategy divides among the ranks"""
 RUN_STRATEGY: Strategy = "Ddp"
 """what the trainer executes so far: a plan that will be run takes it for Auto"""
+STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
+"""those under which model_spill runs: every rank has whole segments at home"""
 
 NUM_SLOTS = 2
-"""device slots of streamed optimizer states: one comes in or is updated while the other goes back"""
+"""device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
 NUM_STAGING_BUFFERS = 4
 """host buffers of one chunk for gradients on their way down, and as many for parameters on their way up"""
 NUM_RELOADED_SEGMENTS = 2
 """spilled segments that are back on the device at once: the one in backward and the one before it"""
 NUM_GATHERED_SEGMENTS = 2
 """segments whose sharded parameters are whole at once: the one in use and the next"""
+LARGE_STORAGE_BYTES = 2 * 2**20
+"""a huge page: from here on a storage stays in no cache, and its pages are new every time"""
+CACHE_LINE_BYTES = 64
+"""storages that lie in one piece of host memory start on one"""
+LOSS_BYTES = CACHE_LINE_BYTES
+"""scalars that the loss saves: the sum of its labels' weights"""
 EXCHANGE_PARAMETERS = 2**20
 """gradients that ranks exchange at once"""
 PAGE_BYTES = 4096
 """pieces of host memory and NVMe extents are multiples of this"""
-CACHE_LINE_BYTES = 64
-"""storages that lie in one piece of host memory start on one"""
 PADDING_PARAMETERS = CACHE_LINE_BYTES // FLOAT32_BYTES
+
+Order = Literal["InOrder", "WeightStationary"]
 
 
 def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
@@ -48,9 +60,45 @@ def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
     return -(-nbytes // unit) * unit
 
 
+# --- what a rank does -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """One kind of block, bytes of one micro-batch."""
+
+    saved: int
+    """what it saves for backward"""
+    moved: int
+    """the part of it that is worth moving"""
+    moved_host: int
+    """the same in host memory: one piece of whole pages"""
+    moved_nvme: int
+    """the same on NVMe, where every storage takes whole pages"""
+    output: int
+    forward: int
+    """workspace"""
+    backward: int
+    lean: int
+    flops: float
+    """of one forward"""
+
+
+NO_BLOCK = BlockBytes(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive equal blocks, [start, end)."""
+
+    start: int
+    end: int
+    block: BlockBytes
+
+
 @dataclass(frozen=True)
 class Workload:
-    """What one rank does in a step, apart from where bytes live. Sums over one block are computed once."""
+    """What one rank does in a step, apart from where bytes live. Sums over blocks are computed once."""
 
     shape: ModelShape
     micro_batch_size: int
@@ -72,35 +120,89 @@ class Workload:
     @cached_property
     def rank_parameters(self) -> int:
         """Parameters that this rank's optimizer updates."""
-        return ceil(self.shape.num_parameters / self.shards("states"))
-
-    @cached_property
-    def saved_bytes(self) -> int:
-        """What one block saves for backward in one micro-batch."""
-        return self.tokens * self.shape.block.saved_bytes_per_token
-
-    @cached_property
-    def moved_bytes(self) -> int:
-        """The part of it that is worth moving."""
-        return sum(self._moved_storages())
-
-    @cached_property
-    def moved_host_bytes(self) -> int:
-        """The same in host memory: one piece of whole pages."""
-        return padded(sum(padded(size, CACHE_LINE_BYTES) for size in self._moved_storages()))
-
-    @cached_property
-    def moved_nvme_bytes(self) -> int:
-        """The same on NVMe, where every storage takes whole pages."""
-        return sum(padded(size) for size in self._moved_storages())
-
-    def _moved_storages(self) -> list[int]:
-        sizes = [self.tokens * per_token for per_token in self.shape.block.saved_bytes]
-        return [size for size in sizes if size >= self.minimum_bytes]
+        return ceil(self.shape.num_trained / self.shards("states"))
 
     def shards(self, part: str) -> int:
         """Ranks that share `part`: parameters, gradients, states."""
         return self.world_size if part in SHARDS[self.strategy] else 1
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The blocks, equal neighbours together."""
+        kinds: dict[Segment, BlockBytes] = {}
+        found: list[Run] = []
+        for index, block in enumerate(self.shape.blocks):
+            if block not in kinds:
+                kinds[block] = self._block_bytes(block)
+            if found and found[-1].block is kinds[block]:
+                found[-1] = Run(found[-1].start, index + 1, kinds[block])
+            else:
+                found.append(Run(index, index + 1, kinds[block]))
+        return tuple(found)
+
+    def _block_bytes(self, block: Segment) -> BlockBytes:
+        sizes = [self.tokens * per_token for per_token in block.saved_bytes]
+        moved = [size for size in sizes if size >= self.minimum_bytes]
+        return BlockBytes(
+            saved=sum(sizes),
+            moved=sum(moved),
+            moved_host=padded(sum(padded(size, CACHE_LINE_BYTES) for size in moved)),
+            moved_nvme=sum(padded(size) for size in moved),
+            output=self.tokens * block.output_bytes,
+            forward=self.tokens * block.forward_workspace_bytes,
+            backward=self.tokens * block.backward_workspace_bytes,
+            lean=self.tokens * block.lean_forward_bytes,
+            flops=self.tokens * block.forward_flops_per_token(self.sequence_length),
+        )
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """of one micro-batch"""
+        return self.tokens * self.shape.forward_flops_per_token(self.sequence_length)
+
+    @cached_property
+    def largest_segment(self) -> int:
+        """values that have accumulators in it"""
+        return max(segment.num_accumulated for segment in self.shape.segments)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """of one micro-batch, everything kept"""
+        return self.tokens * self.shape.saved_bytes_per_token()
+
+    @cached_property
+    def large_saved_bytes(self) -> int:
+        """of those, in storages of at least LARGE_STORAGE_BYTES"""
+        sizes = (self.tokens * each for segment in self.shape.segments for each in segment.saved_bytes)
+        return sum(size for size in sizes if size >= LARGE_STORAGE_BYTES)
+
+    @cached_property
+    def backward_flops(self) -> float:
+        return self.tokens * self.shape.backward_flops_per_token(self.sequence_length)
+
+    @cached_property
+    def units(self) -> Units:
+        return _units(self)
+
+    def alive(self, streaming: Streaming) -> int:
+        """Micro-batches whose activations are held at once."""
+        return self.num_micro_batches if streaming.order == "WeightStationary" else 1
+
+    @cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """Prefix sums over blocks by field of BlockBytes: sums[field][n] is that of the first n blocks."""
+        kinds = [run.block for run in self.runs for _ in range(run.start, run.end)]
+        fields = ("saved", "moved", "moved_host", "moved_nvme", "output", "flops")
+        return {field: [0, *accumulate(getattr(kind, field) for kind in kinds)] for field in fields}
+
+    def sum_of(self, field: str, start: int, end: int) -> int:
+        """Of BlockBytes.`field` over blocks [start, end)."""
+        return int(self.sums[field][end] - self.sums[field][start])
+
+    @cached_property
+    def largest_block(self) -> BlockBytes:
+        """The one that moves most."""
+        return max((run.block for run in self.runs), key=lambda block: block.moved, default=NO_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,50 +224,221 @@ class Blocks:
         return self.num_layers - self.recomputed - self.moved
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
-        """One a block, in forward order."""
+    def pieces(self) -> tuple[tuple[Answer, int, int], ...]:
+        """(answer, first block, end) in forward order, empty ones left out."""
         counts = (
             (Answer.NVME, self.nvme),
             (Answer.HOST, self.host),
             (Answer.RECOMPUTE, self.recomputed),
             (Answer.KEEP, self.kept),
         )
-        return tuple(answer for answer, count in counts for _ in range(count))
+        ends = accumulate(count for _, count in counts)
+        return tuple((answer, end - count, end) for (answer, count), end in zip(counts, ends, strict=True) if count)
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """One a block, in forward order."""
+        return tuple(answer for answer, start, end in self.pieces for _ in range(start, end))
+
+
+# --- streamed parameters ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How many units of the eviction order (below) are not resident, and how they pass through the device. Those that
+    are evicted first, being worth least on the device, lie on NVMe, the others in host memory."""
+
+    host: int = 0
+    nvme: int = 0
+    num_slots: int = NUM_SLOTS
+    order: Order = "InOrder"
+    boundaries: Answer = Answer.KEEP
+
+    @property
+    def units(self) -> int:
+        return self.host + self.nvme
+
+
+RESIDENT = Streaming()
+"""all parameters stay on the device"""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Prefix sums over the eviction order: entry n is of the n units that are evicted first."""
+
+    segments: list[tuple[int, ...]]
+    """of each unit: one segment, or all that share parameters, whose home is one"""
+    count: list[int]
+    """of segments"""
+    own: list[int]
+    """bytes of parameters that leave the device"""
+    trained: list[int]
+    accumulated: list[int]
+    host: list[int]
+    """bytes of homes in host memory"""
+    nvme: list[int]
+    """bytes of homes on NVMe, at most: every chunk of every parameter takes whole pages"""
+    loaded: list[int]
+    """bytes of one load of each, aliases included"""
+    returning: list[int]
+    """of those, what backward needs again: not an embedding, whose gradient needs the indices alone"""
+    largest: list[int]
+    """bytes of the largest slot"""
+    largest_nvme: list[int]
+    """bytes of the largest segment as read from NVMe"""
+
+
+def eviction_order(shape: ModelShape) -> list[tuple[int, ...]]:
+    """Units of segments by what a resident byte of them saves, least first: a knapsack by saved seconds per byte.
+
+    A byte that is not resident is loaded in every pass, so all are worth the same but for: tied parameters, loaded once
+    for each use; embedding and head, which set the size of the slots and whose loads nothing precedes or follows;
+    late blocks, which backward needs again before anything else. Segments without parameters are not listed.
+    """
+    members = {index: {index} for index, segment in enumerate(shape.segments) if segment.num_tensors}
+    for alias, owner in shape.tied:
+        together = members[alias] | members[owner]
+        members.update(dict.fromkeys(together, together))
+    units = {tuple(sorted(unit)) for unit in members.values()}
+    ends = {0, shape.num_segments - 1}
+
+    def worth(unit: tuple[int, ...]) -> tuple[float, bool, int]:
+        own = sum(shape.segments[index].parameter_bytes for index in unit)
+        loaded = own + shape.compute_bytes * sum(shape.segments[index].num_aliased for index in unit)
+        return loaded / max(1, own), bool(ends.intersection(unit)), max(unit)
+
+    return sorted(units, key=worth)
+
+
+def _units(work: Workload) -> Units:
+    shape, chunk = work.shape, chunk_parameters(work)
+    made = Units([], [0], [0], [0], [0], [0], [0], [0], [0], [0], [0])
+    for unit in eviction_order(shape):
+        segments = [shape.segments[index] for index in unit]
+        own = [home_bytes(segment) for segment in segments]
+        slots = [
+            home + padded(shape.compute_bytes * segment.num_aliased)
+            for home, segment in zip(own, segments, strict=True)
+        ]
+        extents = [
+            segment.parameter_bytes + PAGE_BYTES * (segment.num_tensors + segment.num_parameters // chunk)
+            for segment in segments
+        ]
+        made.segments.append(unit)
+        for sums, amount in (
+            (made.count, len(unit)),
+            (made.own, sum(segment.parameter_bytes for segment in segments)),
+            (made.trained, sum(segment.num_trained for segment in segments)),
+            (made.accumulated, sum(segment.num_accumulated for segment in segments)),
+            (made.host, sum(own)),
+            (made.nvme, sum(extents)),
+            (made.loaded, sum(slots)),
+            (
+                made.returning,
+                sum(slot for slot, segment in zip(slots, segments, strict=True) if segment.matrix_parameters),
+            ),
+        ):
+            sums.append(sums[-1] + amount)
+        made.largest.append(max(made.largest[-1], *slots))
+        made.largest_nvme.append(max(made.largest_nvme[-1], *extents, *slots))
+    return made
+
+
+def home_bytes(segment: Segment) -> int:
+    """Of one segment in host memory, and in a slot before its aliases: each parameter starts on a cache line."""
+    return padded(segment.parameter_bytes + CACHE_LINE_BYTES * segment.num_tensors) if segment.num_parameters else 0
+
+
+def homes(work: Workload, streaming: Streaming) -> tuple[Tier, ...]:
+    """One a segment, in forward order; empty when all are resident."""
+    if not streaming.units:
+        return ()
+    found = [Tier.DEVICE] * work.shape.num_segments
+    for index, unit in enumerate(work.units.segments[: streaming.units]):
+        for segment in unit:
+            found[segment] = Tier.NVME if index < streaming.nvme else Tier.HOST
+    return tuple(found)
+
+
+def parameter_plan(work: Workload, streaming: Streaming) -> ParameterPlan:
+    return ParameterPlan(
+        homes=homes(work, streaming),
+        num_slots=streaming.num_slots,
+        order=streaming.order,
+        boundaries=streaming.boundaries,
+    )
+
+
+def streamed_slot_bytes(work: Workload, streaming: Streaming) -> int:
+    """Device slots of the largest streamed segment."""
+    return streaming.num_slots * work.units.largest[streaming.units]
+
+
+def host_home_bytes(work: Workload, streaming: Streaming) -> int:
+    sums = work.units.host
+    return sums[streaming.units] - sums[streaming.nvme]
+
+
+def nvme_home_bytes(work: Workload, streaming: Streaming) -> int:
+    return work.units.nvme[streaming.nvme]
+
+
+def home_staging_bytes(work: Workload, streaming: Streaming) -> int:
+    """Host buffers that segments on NVMe pass through: one is read while the other goes up."""
+    return NUM_SLOTS * padded(work.units.largest_nvme[streaming.nvme])
+
+
+def forced_share(work: Workload, streaming: Streaming) -> float:
+    """x: share of the trained parameters that the CPU updates because they are at home beside it."""
+    return work.units.trained[streaming.units] / work.rank_parameters if streaming.units else 0.0
 
 
 # --- parameters, gradients, optimizer states --------------------------------------------------------------------------
 
 
-def parameter_bytes(work: Workload) -> int:
-    """b P, and the rotary tables."""
+def parameter_bytes(work: Workload, streaming: Streaming = RESIDENT) -> int:
+    """What is resident, and the position tables."""
     shape = work.shape
-    own = ceil(shape.num_parameters / work.shards("parameters")) * shape.compute_bytes
-    return own + shape.rope_bytes(work.sequence_length)
+    own = ceil(shape.parameter_bytes / work.shards("parameters")) - work.units.own[streaming.units]
+    return own + shape.table_bytes(work.sequence_length)
 
 
 def gathered_parameter_bytes(work: Workload) -> int:
     """Whole copies of the largest segments' parameters, when ranks hold only shards."""
     if work.shards("parameters") == 1:
         return 0
-    return NUM_GATHERED_SEGMENTS * work.shape.compute_bytes * _largest_segment(work.shape).num_parameters
+    return NUM_GATHERED_SEGMENTS * max(segment.parameter_bytes for segment in work.shape.segments)
 
 
 def transient_gradient_bytes(work: Workload) -> int:
-    """b x the largest parameter: on its way from backward to its accumulator; a whole segment before it is sharded."""
+    """w x the largest parameter: on its way from backward to its accumulator; a whole segment before it is sharded."""
     shape = work.shape
-    sharded = work.shards("gradients") > 1
-    return shape.compute_bytes * (_largest_segment(shape).num_parameters if sharded else shape.largest_parameter)
+    return shape.trained_bytes * (work.largest_segment if work.shards("gradients") > 1 else shape.largest_parameter)
 
 
-def accumulator_bytes(work: Workload, share: float) -> int:
+def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
+    """Values whose accumulator is in host memory: all of the streamed ones, and the CPU's share of the others."""
+    forced, total = work.units.accumulated[streaming.units], work.shape.num_accumulated
+    x = forced_share(work, streaming)
+    rest = max(0.0, optimizer.cpu_share - x) / (1.0 - x) if x < 1.0 else 0.0
+    return forced + rest * (total - forced)
+
+
+def accumulator_bytes(work: Workload, values: float) -> int:
     """float32, one per use: tied parameters have two."""
-    uses = work.shape.num_parameters + work.shape.tied_parameters
-    return ceil(FLOAT32_BYTES * share * uses / work.shards("gradients"))
+    return ceil(FLOAT32_BYTES * values / work.shards("gradients"))
 
 
 def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> int:
-    """Two moments and the float32 master; with float32 compute the device's parameter is the master."""
-    return 12 if on_cpu or work.shape.compute_bytes == 2 else 8
+    """Two moments and the float32 master; with float32 parameters the device's parameter is the master."""
+    return 12 if on_cpu or work.shape.trained_bytes == 2 else 8
+
+
+def chunk_parameters(work: Workload) -> int:
+    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32)."""
+    return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), 1 << 22)
 
 
 def chunk_slack(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
@@ -194,7 +467,7 @@ def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Host rings between the device and the CPU's update: gradients down, parameters up."""
     if optimizer.cpu_share == 0.0:
         return 0
-    return 2 * NUM_STAGING_BUFFERS * padded(work.shape.compute_bytes * _chunk(work, optimizer))
+    return 2 * NUM_STAGING_BUFFERS * padded(work.shape.trained_bytes * _chunk(work, optimizer))
 
 
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -202,16 +475,12 @@ def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
     return min(optimizer.chunk_parameters, work.shape.largest_parameter, work.rank_parameters)
 
 
-def _largest_segment(shape: ModelShape) -> Segment:
-    return max((shape.embedding, shape.block, shape.head), key=lambda segment: segment.num_parameters)
-
-
 def exchange_bytes(work: Workload) -> int:
     """Device buffers of the sum of gradients over ranks: one bucket on its way out, one on its way in, this rank's own
     share of the sum. In float32; what travels as bfloat16 takes less."""
     if work.world_size == 1:
         return 0
-    segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_parameters + work.shape.tied_parameters) / work.world_size)
+    segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_accumulated) / work.world_size)
     return FLOAT32_BYTES * segment * (2 * work.world_size + 1)
 
 
@@ -220,8 +489,8 @@ def exchange_bytes(work: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What activations need on the device in one micro-batch: the moment at which most is held, and the largest
-    temporaries, which the trainer sets aside for the whole run."""
+    """What activations need on the device: the moment at which most is held for later, and what the fullest moment
+    takes beyond that for temporaries. The trainer sets the latter aside for the whole run."""
 
     activations: int
     buffers: int
@@ -233,94 +502,140 @@ class DevicePeak:
         return self.activations + self.buffers + self.workspace
 
 
-def device_peak(work: Workload, blocks: Blocks, window_bytes: int) -> DevicePeak:
-    """Peak over forward and backward of one micro-batch.
+def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT) -> DevicePeak:
+    """Peak over forward and backward.
 
     An event sweep, not a sum: kept activations of late blocks are gone when spilled ones of early blocks come back.
+    Where equal blocks with equal answers follow one another the bytes rise or fall steadily: the ends are looked at.
     """
-    shape, tokens, answers = work.shape, work.tokens, blocks.answers
-    saved, moved = work.saved_bytes, work.moved_bytes
-    resident_of = {
-        Answer.KEEP: saved,
-        Answer.RECOMPUTE: tokens * shape.block.output_bytes,
-        Answer.HOST: saved - moved,
-        Answer.NVME: saved - moved,
-    }
-    moves = [answer in (Answer.HOST, Answer.NVME) for answer in answers]
-    block_forward, block_backward = shape.block.forward_workspace_bytes, shape.block.backward_workspace_bytes
-    resident, in_flight = tokens * shape.embedding.saved_bytes_per_token, 0
-    events: list[tuple[int, int, int]] = []
-    for answer, is_moved in zip(answers, moves, strict=True):
-        if answer is Answer.RECOMPUTE:
-            lean = tokens * shape.block.lean_forward_bytes
-            events.append((resident + resident_of[answer], in_flight, lean))
-        else:
-            events.append((resident + saved, in_flight, tokens * block_forward))
-        resident += resident_of[answer]
-        in_flight = min(window_bytes, in_flight + moved) if is_moved else in_flight
-    head_saved = tokens * shape.head.saved_bytes_per_token
-    events.append((resident + head_saved, in_flight, tokens * shape.head.forward_workspace_bytes))
-    reload_last = moved if moves and moves[-1] else 0
-    events.append((resident + head_saved, in_flight + reload_last, tokens * shape.head.backward_workspace_bytes))
-    for index in reversed(range(len(answers))):
-        # While a block is in backward, the one before it is on its way back, and late copies may still be on their way
-        # out: until a moved block is needed nothing waits for them. (Afterwards they have ended; less is held by then.)
-        reloads = moved * (moves[index] + (index > 0 and moves[index - 1]))
-        if answers[index] is Answer.RECOMPUTE:
-            workspace = tokens * max(block_forward, block_backward)
-            events.append((resident + saved, in_flight + reloads, workspace))
-        else:
-            events.append((resident, in_flight + reloads, tokens * block_backward))
-        resident -= resident_of[answers[index]]
+    shape, tokens = work.shape, work.tokens
+    stationary = streaming.order == "WeightStationary"
+    alive = work.alive(streaming)
+    resident = alive * tokens * shape.embedding.saved_bytes_per_token
+    resident += frontier_bytes(work) if stationary else 0
+    inputs_leave = streaming.boundaries is not Answer.KEEP
+    moved = previous = 0
+    forward: list[tuple[int, int, int]] = []
+    backward: list[tuple[int, int, int]] = []
+    """each (activations, copies in flight or coming back, workspace)"""
+    for answer, block, count in _intervals(work, blocks):
+        recomputes, moves = answer is Answer.RECOMPUTE, answer in (Answer.HOST, Answer.NVME)
+        kept = block.output * (not inputs_leave) if recomputes else block.saved - block.moved * moves
+        moving = block.output * inputs_leave if recomputes else block.moved * moves
+        others = (count - 1) * alive + alive - 1
+        now, workspace = (block.output, block.lean) if recomputes else (block.saved, block.forward)
+        in_flight = min(window_bytes, moved + (count - 1) * alive * moving)
+        forward.append((resident + others * kept + now, in_flight, workspace))
+        again, workspace = (block.saved, max(block.forward, block.backward)) if recomputes else (0, block.backward)
+        # While a block is in backward, the one before it is on its way back.
+        backward.append((resident + alive * kept + again, moving + previous, workspace))
+        resident, moved = resident + count * alive * kept, moved + count * alive * moving
+        if count > 1 or alive > 1:
+            backward.append((resident + again, 2 * moving, workspace))
+        previous = moving
+    head = resident + tokens * shape.head.saved_bytes_per_token + LOSS_BYTES
+    forward.append((head, min(window_bytes, moved), tokens * shape.head.forward_workspace_bytes))
+    backward.append((head, previous, tokens * shape.head.backward_workspace_bytes))
+    # Copies that are late on their way out do not add to what comes back: memory that is short waits for them.
+    events = [*forward, *backward]
     activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
-    return DevicePeak(activations, buffers, max(workspace for _, _, workspace in events))
+    return DevicePeak(activations, buffers, max(map(sum, events)) - activations - buffers)
+
+
+def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Answer, BlockBytes, int]]:
+    """Equal neighbours with equal answers, in forward order, and how many they are."""
+    for answer, start, end in blocks.pieces:
+        for run in work.runs:
+            count = min(end, run.end) - max(start, run.start)
+            if count > 0:
+                yield answer, run.block, count
+
+
+def frontier_bytes(work: Workload) -> int:
+    """Weight-stationary: what one segment hands on to the next, of every micro-batch, and one more that is being made;
+    in backward as much of gradients."""
+    widest = max(segment.output_bytes for segment in work.shape.segments)
+    return (work.num_micro_batches + 1) * work.tokens * widest
+
+
+def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
+    """Weight-stationary, with boundaries that wait beside the device: the frontier, and the inputs of every recomputed
+    block, which are boundaries that backward needs."""
+    if streaming.boundaries is Answer.KEEP:
+        return 0
+    return frontier_bytes(work) + work.num_micro_batches * recomputed_input_bytes(work, blocks)
+
+
+def recomputed_input_bytes(work: Workload, blocks: Blocks) -> int:
+    """Of one micro-batch."""
+    return work.sum_of("output", blocks.moved, blocks.moved + blocks.recomputed)
 
 
 # --- the tiers --------------------------------------------------------------------------------------------------------
 
 
-def device_bytes(work: Workload, optimizer: OptimizerPlan, peak: DevicePeak) -> TierBytes:
+def device_bytes(
+    work: Workload, optimizer: OptimizerPlan, peak: DevicePeak, streaming: Streaming = RESIDENT
+) -> TierBytes:
     """Everything of one rank on the device at its fullest moment, with all accumulators allocated."""
     on_device = 1.0 - optimizer.cpu_share
     slack = FLOAT32_BYTES * chunk_slack(work, optimizer, on_device)
+    accumulated = work.shape.num_accumulated - cpu_accumulated(work, optimizer, streaming)
     return TierBytes(
-        parameters=parameter_bytes(work) + gathered_parameter_bytes(work),
-        gradients=accumulator_bytes(work, on_device) + slack + transient_gradient_bytes(work),
+        parameters=parameter_bytes(work, streaming) + gathered_parameter_bytes(work),
+        gradients=accumulator_bytes(work, accumulated) + slack + transient_gradient_bytes(work),
         optimizer_states=states_bytes(work, optimizer, optimizer.resident_share, on_cpu=False),
         activations=peak.activations,
-        buffers=slot_bytes(work, optimizer) + exchange_bytes(work) + peak.buffers,
+        buffers=sum(
+            (slot_bytes(work, optimizer), streamed_slot_bytes(work, streaming), exchange_bytes(work), peak.buffers)
+        ),
         workspace=peak.workspace,
     )
 
 
-def host_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int) -> TierBytes:
+def host_bytes(
+    work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
+) -> TierBytes:
     """Everything of one rank in host memory, pinned or about to be; the process itself is not counted."""
     slack = FLOAT32_BYTES * chunk_slack(work, optimizer, optimizer.cpu_share)
-    accumulators = accumulator_bytes(work, optimizer.cpu_share) + slack
+    accumulators = accumulator_bytes(work, cpu_accumulated(work, optimizer, streaming)) + slack
+    has_aliases = work.shape.num_accumulated > work.shape.num_trained
     on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
     streamed = states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False)
+    in_host = streaming.boundaries is Answer.HOST
     return TierBytes(
-        gradients=padded(accumulators + (PAGE_BYTES if work.shape.tied_parameters and accumulators else 0)),
+        parameters=host_home_bytes(work, streaming),
+        gradients=padded(accumulators + (PAGE_BYTES if has_aliases and accumulators else 0)),
         optimizer_states=padded(on_cpu + streamed),
-        activations=blocks.host * work.moved_host_bytes,
-        buffers=staging_bytes(work, optimizer) + (nvme_staging_bytes(work, window_bytes) if blocks.nvme else 0),
+        activations=work.alive(streaming) * work.sum_of("moved_host", blocks.nvme, blocks.moved)
+        + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
+        buffers=staging_bytes(work, optimizer)
+        + home_staging_bytes(work, streaming)
+        + (nvme_staging_bytes(work, window_bytes) if blocks.nvme or streaming.boundaries is Answer.NVME else 0),
     )
 
 
 def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
-    """Host buffers between device and NVMe: what is on its way out, and the segments on their way back."""
-    return max(window_bytes, work.moved_nvme_bytes) + NUM_RELOADED_SEGMENTS * work.moved_nvme_bytes
+    """Host buffers between device and NVMe: of what is on its way out, or of the segments on their way back, which wait
+    for it."""
+    return max(window_bytes, NUM_RELOADED_SEGMENTS * work.largest_block.moved_nvme)
 
 
-def nvme_bytes(work: Workload, blocks: Blocks) -> TierBytes:
+def nvme_bytes(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT) -> TierBytes:
     """Everything of one rank on NVMe."""
-    return TierBytes(activations=blocks.nvme * work.moved_nvme_bytes)
+    boundaries = spilled_boundary_bytes(work, blocks, streaming) if streaming.boundaries is Answer.NVME else 0
+    return TierBytes(
+        parameters=nvme_home_bytes(work, streaming),
+        activations=work.alive(streaming) * work.sum_of("moved_nvme", 0, blocks.nvme) + boundaries,
+    )
 
 
-def tier_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int) -> dict[Tier, TierBytes]:
+def tier_bytes(
+    work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
+) -> dict[Tier, TierBytes]:
     """All tiers of one rank."""
     return {
-        Tier.DEVICE: device_bytes(work, optimizer, device_peak(work, blocks, window_bytes)),
-        Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes),
-        Tier.NVME: nvme_bytes(work, blocks),
+        Tier.DEVICE: device_bytes(work, optimizer, device_peak(work, blocks, window_bytes, streaming), streaming),
+        Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),
+        Tier.NVME: nvme_bytes(work, blocks, streaming),
     }

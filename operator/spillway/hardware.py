@@ -2,11 +2,13 @@
 
 "h100", "h100-80"   one rank of the node class as the job asks for it
 "8xh100"            the same node with that many devices
+"h100+nvme-gen5", "h100+16xlocal-ssd"   with drives of another class
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from dataclasses import dataclass, replace
@@ -60,6 +62,14 @@ class NodeSpec:
     nvme_bytes: int
     nvme_read_bytes_per_second: float
     nvme_write_bytes_per_second: float
+    nvme_rated_bytes: float = 0.0
+    """what the drives are rated to have written to them in their life; 0 = not known"""
+    bfloat16_values_per_second: float = math.inf
+    """of bfloat16 training, read and written on the device by whatever is no matrix product; inf: part of the
+    achieved FLOP rates, as in the catalog"""
+    float32_values_per_second: float = math.inf
+    operation_overhead_seconds: float = 0.0
+    """fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them"""
 
     @property
     def copies_use_cores(self) -> bool:
@@ -75,6 +85,9 @@ class NodeSpec:
     def flops_per_second(self, compute: str) -> float:
         return self.bfloat16_flops_per_second if compute == "bfloat16" else self.float32_flops_per_second
 
+    def values_per_second(self, compute: str) -> float:
+        return self.bfloat16_values_per_second if compute == "bfloat16" else self.float32_values_per_second
+
 
 def node_names() -> list[str]:
     """Names of node classes; aliases are not listed."""
@@ -82,8 +95,10 @@ def node_names() -> list[str]:
 
 
 def resolve_node(name: str) -> NodeSpec:
-    """The node class called `name`, an alias of it, or COUNTxNAME. Raises UserError with the nearest names."""
-    match = re.fullmatch(r"(?:([1-9][0-9]{0,2})x)?(.+)", name.strip().lower())
+    """The node class called `name`, an alias of it, or COUNTxNAME, each with +DISK or +COUNTxDISK for other drives than
+    its own. Raises UserError with the nearest names."""
+    wanted, _, drives = name.strip().lower().partition("+")
+    match = re.fullmatch(_COUNTED, wanted)
     if match is None:
         raise UserError(f"--node is empty; known nodes: {', '.join(node_names())}")
     count, base = match.groups()
@@ -94,7 +109,19 @@ def resolve_node(name: str) -> NodeSpec:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME sets the devices")
     node = _node(names[base])
-    return _with_devices(node, int(count)) if count else _with_devices(node, node.num_devices)
+    node = _with_devices(node, int(count) if count else node.num_devices)
+    return _with_drives(node, int(_catalog()[names[base]]["node"]["num_disks"]["value"]), drives) if drives else node
+
+
+_COUNTED = r"(?:([1-9][0-9]{0,2})x)?(.+)"
+
+
+def _with_drives(node: NodeSpec, num_drives: int, wanted: str) -> NodeSpec:
+    match = re.fullmatch(_COUNTED, wanted)
+    disks = sorted(name for name, entry in _catalog().items() if entry["kind"] == "Disk")
+    if match is None or match[2] not in disks:
+        raise UserError(f"no drives {wanted!r} for a node; known: {', '.join(disks)}; 4xNAME sets how many")
+    return replace(node, name=f"{node.name}+{wanted}", **_drives(match[2], int(match[1]) if match[1] else num_drives))
 
 
 def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: int) -> NodeSpec:
@@ -110,6 +137,7 @@ def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: i
         float32_flops_per_second=node.float32_flops_per_second * share,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
+        nvme_rated_bytes=0.0,  # nobody knows the drive
     )
 
 
@@ -148,7 +176,6 @@ def _catalog() -> dict[str, dict[str, Any]]:
 def _node(name: str) -> NodeSpec:
     entry = _catalog()[name]
     device, links, node = (_values(entry[part]) for part in ("device", "links", "node"))
-    disk = _values(_catalog()[entry["disk"]]["disk"])
     # Figures of a CPU's compute are per core: its device is all of its cores.
     cores = node["num_cores"] if entry["kind"] == "Cpu" else 1
     return NodeSpec(
@@ -171,10 +198,19 @@ def _node(name: str) -> NodeSpec:
         host_bytes=int(node["host_bytes"]),
         dram_bytes_per_second=node["dram_bytes_per_second"],
         cpu_bytes_per_second=node["cpu_bytes_per_second"],
-        nvme_bytes=int(node["num_disks"] * disk["capacity_bytes"] * DISK_SHARE),
-        nvme_read_bytes_per_second=node["num_disks"] * disk["read_bytes_per_second"],
-        nvme_write_bytes_per_second=node["num_disks"] * disk["write_bytes_per_second"],
+        **_drives(entry["disk"], int(node["num_disks"])),
     )
+
+
+def _drives(name: str, count: int) -> dict[str, Any]:
+    """Fields of NodeSpec."""
+    disk = _values(_catalog()[name]["disk"])
+    return {
+        "nvme_bytes": int(count * disk["capacity_bytes"] * DISK_SHARE),
+        "nvme_read_bytes_per_second": count * disk["read_bytes_per_second"],
+        "nvme_write_bytes_per_second": count * disk["write_bytes_per_second"],
+        "nvme_rated_bytes": count * disk["rated_written_bytes"],
+    }
 
 
 def _values(figures: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -44,17 +44,17 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, kind: str = "TrainingJob") -> str:
     """The manifest's text. Raises UserError when there is none to read."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the path of a TrainingJob in YAML") from None
+        raise UserError(f"{path}: no such file; give the path of a {kind} in YAML") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a TrainingJob in YAML") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {kind} in YAML") from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise UserError(f"{path}: more than {_MAX_FILE_BYTES} bytes; no TrainingJob is that long")
+        raise UserError(f"{path}: more than {_MAX_FILE_BYTES} bytes; no {kind} is that long")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

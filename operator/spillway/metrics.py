@@ -43,7 +43,9 @@ class StepMetrics:
     tier_peak_bytes: dict[str, int] = field(default_factory=dict)
     """highest bytes held per tier during the step"""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """bytes per link in this step: h2d, d2h, nvme_read, nvme_write"""
+    """bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: that updates on the CPU touched"""
+    lane_seconds: dict[str, float] = field(default_factory=dict)
+    """seconds in which each of those worked; they overlap one another and the phases"""
     skipped: bool = False
     """True when the gradients were not finite and the update was left out (nonFinite: SkipStep)"""
 

@@ -1,161 +1,255 @@
 """ModelShape: what a model costs before it exists: parameters, bytes saved for backward, FLOPs, by segment.
 
 Symbols: d = hidden size, k = key and value width (d * key/value heads / heads), h = heads, f = intermediate size,
-V = vocabulary, b = bytes of the compute type. All figures are per token; multiply by micro-batch x sequence length.
-tests/parity/test_model_shape.py holds them against what autograd really saves.
+V = vocabulary, b = bytes of the compute type, r = rank of an adapter. Figures "per token" are multiplied by micro-batch
+x sequence length. tests/parity/test_model_shape.py holds them against what autograd really saves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Self
 
-from spillway.api import ModelConfig
+from pydantic import TypeAdapter
+
+from spillway.api import Lora, ModelConfig, TrainingJobSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 """tokens and labels are int64"""
-
-MAX_TENSORS_OF_A_BLOCK = 12
-"""gpt2: six weights, six biases; llama: nine weights"""
+RELATIVE_POSITIONS = 32
+"""buckets of t5's relative position bias"""
+TOKEN_TYPES = 2
+"""of bert"""
 
 Device = Literal["Cpu", "Cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive layers that move together; the shapes of one of them."""
+class Batch:
+    """One micro-batch."""
 
-    name: str
+    size: int = 1
+    sequence_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers that move together. Two segments are equal when their figures are, whatever their names."""
+
+    name: str = field(compare=False)
     num_parameters: int
+    """values of its own parameters; a tied alias belongs to its owner's segment"""
+    num_frozen: int
+    """of those, not trained: no gradient, no optimizer state"""
+    num_aliased: int
+    """values of tied aliases: they read their owner's memory"""
+    num_accumulated: int
+    """values with an accumulator: trained parameters, and trained aliases, which have one of their own"""
+    parameter_bytes: int
+    """own parameters in their types"""
+    num_tensors: int
+    """parameters as tensors, aliases included"""
     largest_parameter: int
-    """values in the largest parameter: bounds the transient gradient"""
+    """values in the largest trained parameter, aliases included: bounds the transient gradient"""
     matrix_parameters: int
-    """parameters in matrix products: 2 FLOPs per token each in forward"""
+    """values in matrix products, aliases included: 2 FLOPs per token each in forward, 2 in the gradient of the input"""
+    trained_matrix_parameters: int
+    """of those, trained ones: 2 FLOPs per token more in backward"""
+    attention_width: int
+    """w of the attention's 2 w x sequence length FLOPs per token in forward: d when causal, because half of the
+    positions are masked on average"""
     saved_bytes: tuple[int, ...]
     """per token, one entry per storage that autograd saves for backward (weights excluded, views counted once)"""
     output_bytes: int
-    """per token: the residual stream that the next segment gets"""
+    """per token: what the next segment gets"""
     forward_workspace_bytes: int
     """per token: temporaries of forward that are alive beside the saved storages"""
     backward_workspace_bytes: int
     """per token: temporaries of backward that are alive beside the saved storages"""
     lean_forward_bytes: int
-    """per token: everything alive at once in a forward that saves nothing (a block to be recomputed)"""
+    """per token: everything alive at once in a forward that saves nothing (a segment to be recomputed)"""
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_parameters - self.num_frozen
 
     @property
     def saved_bytes_per_token(self) -> int:
         return sum(self.saved_bytes)
 
+    def forward_flops_per_token(self, sequence_length: int) -> float:
+        return 2.0 * self.matrix_parameters + 2.0 * self.attention_width * sequence_length
 
-@dataclass(frozen=True, slots=True)
+    def backward_flops_per_token(self, sequence_length: int) -> float:
+        """Gradients of inputs cost what forward costs, gradients of trained matrices as much again, attention twice."""
+        matrices = 2.0 * (self.matrix_parameters + self.trained_matrix_parameters)
+        return matrices + 4.0 * self.attention_width * sequence_length
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer: embedding, `num_layers` equal blocks, head."""
+    """A chain of segments: embedding, blocks (equal or not), head."""
 
-    architecture: Literal["llama", "gpt2"]
+    architecture: str
+    """llama, gpt2, bert, t5, or what an inspected model calls itself"""
     embedding: Segment
-    block: Segment
+    blocks: tuple[Segment, ...]
     head: Segment
-    num_layers: int
     hidden_size: int
     vocab_size: int
-    tied_parameters: int
-    """parameters of aliases: no memory of their own, but an accumulator of their own"""
     compute_bytes: int
     """b"""
-    head_size: int
+    trained_bytes: int
+    """of one trained parameter on the device: b, or 4 where adapters are trained in float32"""
+    table_bytes_per_position: int = 0
+    """position tables, shared by all blocks and kept for the whole run"""
+    tied: tuple[tuple[int, int], ...] = ()
+    """(segment of the alias, segment of its owner), as positions in `segments`"""
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In forward order."""
+        return (self.embedding, *self.blocks, self.head)
 
     @property
-    def num_parameters(self) -> int:
-        """Trained parameters, tied ones counted once: exactly those of the published architectures."""
-        segments = self.embedding.num_parameters + self.num_layers * self.block.num_parameters
-        return segments + self.head.num_parameters - self.tied_parameters
+    def num_layers(self) -> int:
+        return len(self.blocks)
 
     @property
     def num_segments(self) -> int:
-        return self.num_layers + 2
+        return len(self.blocks) + 2
 
-    @property
+    @cached_property
+    def num_parameters(self) -> int:
+        """Tied ones counted once: exactly those of the published architectures, and their adapters."""
+        return sum(segment.num_parameters for segment in self.segments)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(segment.num_trained for segment in self.segments)
+
+    @cached_property
+    def num_accumulated(self) -> int:
+        return sum(segment.num_accumulated for segment in self.segments)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        return sum(segment.parameter_bytes for segment in self.segments)
+
+    @cached_property
     def num_tensors(self) -> int:
-        """Parameters as tensors: at most, for both families."""
-        return MAX_TENSORS_OF_A_BLOCK * self.num_layers + 4
+        return sum(segment.num_tensors for segment in self.segments)
 
-    @property
+    @cached_property
     def largest_parameter(self) -> int:
-        return max(segment.largest_parameter for segment in (self.embedding, self.block, self.head))
+        return max(segment.largest_parameter for segment in self.segments)
 
     def saved_bytes_per_token(self) -> int:
         """Of the whole model when everything is kept."""
-        blocks = self.num_layers * self.block.saved_bytes_per_token
-        return self.embedding.saved_bytes_per_token + blocks + self.head.saved_bytes_per_token
+        return sum(segment.saved_bytes_per_token for segment in self.segments)
 
-    def rope_bytes(self, sequence_length: int) -> int:
-        """cos and sin tables, shared by all blocks and kept for the whole run; gpt2 has none."""
-        return 2 * sequence_length * self.head_size * self.compute_bytes if self.architecture == "llama" else 0
-
-    def attention_flops_per_token(self, sequence_length: int) -> float:
-        """Forward, one block: scores and their product with values, causal, so half of the positions on average."""
-        return 2.0 * sequence_length * self.hidden_size
-
-    def block_flops_per_token(self, sequence_length: int) -> float:
-        """Forward, one block."""
-        return 2.0 * self.block.matrix_parameters + self.attention_flops_per_token(sequence_length)
+    def table_bytes(self, sequence_length: int) -> int:
+        return self.table_bytes_per_position * sequence_length
 
     def forward_flops_per_token(self, sequence_length: int) -> float:
-        """Forward, whole model. Backward costs twice as much."""
-        return self.num_layers * self.block_flops_per_token(sequence_length) + 2.0 * self.head.matrix_parameters
+        """Forward, whole model."""
+        return sum(segment.forward_flops_per_token(sequence_length) for segment in self.segments)
+
+    def backward_flops_per_token(self, sequence_length: int) -> float:
+        """Backward, whole model: twice the forward where everything is trained."""
+        return sum(segment.backward_flops_per_token(sequence_length) for segment in self.segments)
+
+    def to_json(self) -> str:
+        return _DOCUMENT.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises pydantic.ValidationError, a ValueError, for what `to_json` did not write."""
+        return _DOCUMENT.validate_json(text)  # type: ignore[return-value]
 
 
-def model_shape(config: ModelConfig, compute: str, device: Device = "Cpu") -> ModelShape:
-    """The shape of `config` with parameters of type `compute` ("bfloat16", "float32") on a kind of device.
+_DOCUMENT = TypeAdapter(ModelShape)
+
+
+def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
+    """The shape of spec.model by its sizes. Raises UserError for models that must be inspected to know them."""
+    model = spec.model
+    batch = Batch(spec.training.micro_batch_size, spec.training.sequence_length)
+    return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
+
+
+def model_shape(
+    config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
+) -> ModelShape:
+    """The shape of `config` with parameters of type `compute` ("bfloat16", "float32") on a kind of device; with `lora`,
+    frozen and with adapters. `batch` matters for t5 alone, whose attention saves a matrix of all pairs of positions.
 
     The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
     mask in the compute type; fused CUDA kernels save the input itself and one byte per masked value.
     """
-    sizes = _Sizes(config, DTYPE_BYTES[compute], device)
-    build = _llama if config.architecture == "llama" else _gpt2
-    embedding, block, head = build(sizes)
-    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    sizes = _Sizes(config, DTYPE_BYTES[compute], device, lora, batch or Batch())
+    embedding, blocks, head = _FAMILIES[config.architecture](sizes)
+    tables = 2 * (config.hidden_size // config.num_heads) * sizes.b if config.architecture == "llama" else 0
     return ModelShape(
         architecture=config.architecture,
         embedding=embedding,
-        block=block,
+        blocks=blocks,
         head=head,
-        num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        tied_parameters=tied,
         compute_bytes=sizes.b,
-        head_size=config.hidden_size // config.num_heads,
+        trained_bytes=sizes.b if lora is None else FLOAT32_BYTES,
+        table_bytes_per_position=tables,
+        tied=tuple((index, 0) for index, one in enumerate((*blocks, head), start=1) if one.num_aliased),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One matrix product, and how many of its outputs have a bias."""
+
+    inputs: int
+    outputs: int
+    biases: int = 0
 
 
 class _Sizes:
     """The symbols of the module's docstring."""
 
-    def __init__(self, config: ModelConfig, compute_bytes: int, device: Device) -> None:
-        self.b, self.cpu = compute_bytes, device == "Cpu"
+    def __init__(
+        self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: Batch
+    ) -> None:
+        self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
         self.d, self.h, self.f, self.V = (
             config.hidden_size, config.num_heads, config.intermediate_size, config.vocab_size,
         )  # fmt: skip
         self.k = config.hidden_size // config.num_heads * config.num_key_value_heads
-        self.positions = config.max_positions
+        self.num_layers, self.positions, self.batch = config.num_layers, config.max_positions, batch
+        self.tied = config.tie_word_embeddings
         self.dropout = config.dropout > 0.0
 
-    def norm(self) -> tuple[int, ...]:
-        """Storages of one norm: its input, the root per token, (on a CPU) the normalised values, its output."""
+    def rms_norm(self) -> tuple[int, ...]:
+        """Storages of one RMS norm: its input, the root per token, (on a CPU) the normalised values, its output."""
         wide = (FLOAT32_BYTES * self.d,) * 2 if self.cpu else (self.b * self.d,)
         return (*wide, FLOAT32_BYTES, self.b * self.d)
+
+    def layer_norm(self) -> tuple[int, ...]:
+        """Storages of one layer norm, a fused kernel everywhere: input, mean, root, output."""
+        statistics = self.b if self.cpu else FLOAT32_BYTES
+        return (self.b * self.d, statistics, statistics, self.b * self.d)
 
     def attention(self) -> tuple[int, ...]:
         """q, k, v, output, log-sum-exp of the fused attention kernel."""
         q, k = self.b * self.d, self.b * self.k
         return (q, k, k, q, FLOAT32_BYTES * self.h)
 
-    def dropouts(self) -> tuple[int, ...]:
-        mask = self.d * (self.b if self.cpu else 1)
-        return (mask, mask) if self.dropout else ()
+    def dropouts(self, count: int = 2) -> tuple[int, ...]:
+        """Masks, each as wide as the residual stream."""
+        return (self.d * (self.b if self.cpu else 1),) * count if self.dropout else ()
 
     def cross_entropy(self) -> tuple[int, ...]:
         """Log-probabilities in float32, and the labels."""
@@ -166,20 +260,82 @@ class _Sizes:
         """Float32 temporaries around a norm, and the segment's output."""
         return (8 if self.b == 2 else 12) * self.d
 
+    def segment(
+        self,
+        name: str,
+        linears: Mapping[str, _Linear],
+        vectors: Sequence[int],
+        *,
+        tables: Sequence[int] = (),
+        alias: int = 0,
+        attention_width: int = 0,
+        **bytes_per_token: Any,
+    ) -> Segment:
+        """A segment of matrix products, vectors (norms), tables (embeddings) and a tied `alias` of another's table.
 
-def _embedding(s: _Sizes, num_parameters: int) -> Segment:
-    return Segment("embedding", num_parameters, s.V * s.d, 0, (INDEX_BYTES,), s.b * s.d, 0, 0, s.b * s.d)
+        With adapters all of these are frozen; the targeted matrix products get two float32 matrices each.
+        """
+        matrices = [linear.inputs * linear.outputs for linear in linears.values()]
+        biases = [linear.biases for linear in linears.values() if linear.biases]
+        own = [*matrices, *biases, *vectors, *tables]
+        products = sum(matrices) + alias
+        adapters = self._adapters(linears)
+        frozen = 0 if self.lora is None else sum(own)
+        trained = [*own, alias] if self.lora is None else adapters
+        saved = bytes_per_token.pop("saved_bytes")
+        return Segment(
+            name=name,
+            num_parameters=sum(own) + sum(adapters),
+            num_frozen=frozen,
+            num_aliased=alias,
+            num_accumulated=sum(trained),
+            parameter_bytes=self.b * sum(own) + FLOAT32_BYTES * sum(adapters),
+            num_tensors=len(own) + len(adapters) + bool(alias),
+            largest_parameter=max(trained, default=0),
+            matrix_parameters=products + sum(adapters),
+            trained_matrix_parameters=sum(adapters) if self.lora else products,
+            attention_width=attention_width,
+            saved_bytes=(*saved, *(self.b * self.lora.rank for _ in adapters[::2] if self.lora)),
+            **bytes_per_token,
+        )
+
+    def _adapters(self, linears: Mapping[str, _Linear]) -> list[int]:
+        """Values of the two matrices of each adapter."""
+        if self.lora is None:
+            return []
+        targets = self.lora.target_modules or ATTENTION_MODULES
+        hit = [one for name, one in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
+        return [self.lora.rank * width for one in hit for width in (one.inputs, one.outputs)]
 
 
-def _head(s: _Sizes, num_norm_parameters: int) -> Segment:
+ATTENTION_MODULES = (
+    "q_proj", "k_proj", "v_proj", "o_proj",  # llama
+    "c_attn", "attn.c_proj",  # gpt2
+    "query", "key", "value", "attention.output.dense",  # bert
+    "q", "k", "v", "o",  # t5
+)  # fmt: skip
+"""modules that get an adapter when the job names none"""
+
+
+def _embedding(s: _Sizes, tables: Sequence[int], norms: Sequence[int] = (), saved: Sequence[int] = ()) -> Segment:
+    """Tokens to the residual stream."""
+    out = s.b * s.d
+    return s.segment(
+        "embedding", {}, norms, tables=tables, saved_bytes=(INDEX_BYTES, *saved), output_bytes=out,
+        forward_workspace_bytes=0, backward_workspace_bytes=0, lean_forward_bytes=out,
+    )  # fmt: skip
+
+
+def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], saved: Sequence[int]) -> Segment:
     """Final norm, output projection, loss. Forward holds the logits in float32 beside the saved log-probabilities,
     backward the gradients of both: 8 V bytes a token, the largest temporaries of most models."""
-    return Segment(
-        name="head",
-        num_parameters=num_norm_parameters + s.V * s.d,
-        largest_parameter=s.V * s.d,
-        matrix_parameters=s.V * s.d,
-        saved_bytes=(*s.norm(), *s.cross_entropy()),
+    own = {} if s.tied else {"lm_head": _Linear(s.d, s.V)}
+    return s.segment(
+        "head",
+        {**linears, **own},
+        vectors,
+        alias=s.V * s.d if s.tied else 0,
+        saved_bytes=(*saved, *s.cross_entropy()),
         output_bytes=0,
         forward_workspace_bytes=max(FLOAT32_BYTES * s.V, s.norm_workspace),
         backward_workspace_bytes=max(2 * FLOAT32_BYTES * s.V, 12 * s.d),
@@ -187,40 +343,151 @@ def _head(s: _Sizes, num_norm_parameters: int) -> Segment:
     )
 
 
-def _llama(s: _Sizes) -> tuple[Segment, Segment, Segment]:
-    matrices = 2 * s.d * s.d + 2 * s.d * s.k + 3 * s.d * s.f
+def _repeated(block: Segment, count: int, first: int = 0) -> tuple[Segment, ...]:
+    return tuple(replace(block, name=f"block{first + index}") for index in range(count))
+
+
+_Parts = tuple[Segment, tuple[Segment, ...], Segment]
+
+
+def _llama(s: _Sizes) -> _Parts:
     wide = s.b * s.f  # gate, up, silu(gate) and their product each
-    block = Segment(
-        name="block",
-        num_parameters=matrices + 2 * s.d,
-        largest_parameter=max(s.d * s.f, s.d * s.d),
-        matrix_parameters=matrices,
-        saved_bytes=(*s.norm(), *s.attention(), *s.dropouts(), *s.norm(), wide, wide, wide, wide),
+    linears = {
+        "q_proj": _Linear(s.d, s.d), "k_proj": _Linear(s.d, s.k), "v_proj": _Linear(s.d, s.k),
+        "o_proj": _Linear(s.d, s.d), "gate_proj": _Linear(s.d, s.f), "up_proj": _Linear(s.d, s.f),
+        "down_proj": _Linear(s.f, s.d),
+    }  # fmt: skip
+    if s.lora is None:
+        saved = (*s.rms_norm(), *s.attention(), *s.dropouts(), *s.rms_norm(), wide, wide, wide, wide)
+    else:  # the model of transformers: norms of single operations; inputs of frozen matrices are not saved
+        norm = (FLOAT32_BYTES * s.d, FLOAT32_BYTES)
+        saved = (*norm, *s.attention(), *(s.b * s.d,) * (4 if s.b == 2 else 1), *norm, wide, wide, wide)
+    block = s.segment(
+        "block",
+        linears,
+        (s.d, s.d),
+        attention_width=s.d,
+        saved_bytes=saved,
         output_bytes=s.b * s.d,
-        forward_workspace_bytes=s.norm_workspace,
-        backward_workspace_bytes=2 * wide + s.b * s.d,
+        forward_workspace_bytes=s.norm_workspace + (0 if s.lora is None else 2 * s.b * s.d),
+        backward_workspace_bytes=2 * wide + (5 if s.lora else 2 if s.b == 2 else 1) * s.b * s.d,
         lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
     )
-    return _embedding(s, s.V * s.d), block, _head(s, s.d)
+    head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES))
+    return _embedding(s, (s.V * s.d,)), _repeated(block, s.num_layers), head
 
 
-def _gpt2(s: _Sizes) -> tuple[Segment, Segment, Segment]:
-    """Learned positions, layer norms with bias (one fused kernel everywhere), fused qkv with bias, GELU. Planned only:
-    with f = 4 d a block saves 16 b d and a little, which is what autograd was measured to save for it on a CPU."""
-    matrices = 4 * s.d * s.d + 2 * s.d * s.f
-    biases = 4 * s.d + s.f + s.d
-    norms = 4 * s.d
-    wide = s.b * s.f  # before and after GELU
-    norm = (s.b * s.d, FLOAT32_BYTES, FLOAT32_BYTES, s.b * s.d)  # input, mean, root, output
-    block = Segment(
-        name="block",
-        num_parameters=matrices + biases + norms,
-        largest_parameter=max(s.d * s.f, 3 * s.d * s.d),
-        matrix_parameters=matrices,
-        saved_bytes=(*norm, 3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h, *s.dropouts(), *norm, wide, wide),
+def _gpt2(s: _Sizes) -> _Parts:
+    """Learned positions, layer norms with bias, fused qkv with bias; GELU's tanh formula, operation by operation."""
+    linears = {
+        "attn.c_attn": _Linear(s.d, 3 * s.d, 3 * s.d), "attn.c_proj": _Linear(s.d, s.d, s.d),
+        "mlp.c_fc": _Linear(s.d, s.f, s.f), "mlp.c_proj": _Linear(s.f, s.d, s.d),
+    }  # fmt: skip
+    wide = s.b * s.f
+    fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
+    block = s.segment(
+        "block",
+        linears,
+        (s.d,) * 4,
+        attention_width=s.d,
+        saved_bytes=(*s.layer_norm(), *fused, *s.dropouts(), *s.layer_norm(), *(wide,) * 5),
         output_bytes=s.b * s.d,
-        forward_workspace_bytes=s.norm_workspace,
-        backward_workspace_bytes=2 * wide + s.b * s.d,
-        lean_forward_bytes=max(2 * wide, 3 * s.b * s.d) + s.norm_workspace,
+        forward_workspace_bytes=3 * s.b * s.d,
+        backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
+        lean_forward_bytes=4 * wide + 3 * s.b * s.d,
     )
-    return _embedding(s, (s.V + s.positions) * s.d), block, _head(s, 2 * s.d)
+    embedding = _embedding(s, (s.V * s.d, s.positions * s.d))
+    return embedding, _repeated(block, s.num_layers), _head(s, {}, (s.d, s.d), s.layer_norm())
+
+
+def _bert(s: _Sizes) -> _Parts:
+    """Attention to both sides, norms after each sum, GELU; the head transforms, normalises and projects with a bias."""
+    linears = {
+        "attention.self.query": _Linear(s.d, s.d, s.d), "attention.self.key": _Linear(s.d, s.d, s.d),
+        "attention.self.value": _Linear(s.d, s.d, s.d), "attention.output.dense": _Linear(s.d, s.d, s.d),
+        "intermediate.dense": _Linear(s.d, s.f, s.f), "output.dense": _Linear(s.f, s.d, s.d),
+    }  # fmt: skip
+    wide = s.b * s.f
+    block = s.segment(
+        "block",
+        linears,
+        (s.d,) * 4,
+        attention_width=2 * s.d,
+        saved_bytes=(*s.attention(), *s.dropouts(), *s.layer_norm(), wide, wide, *s.layer_norm()),
+        output_bytes=s.b * s.d,
+        forward_workspace_bytes=2 * s.b * s.d,
+        backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
+        lean_forward_bytes=2 * wide + 2 * s.b * s.d,
+    )
+    tables = (s.V * s.d, s.positions * s.d, TOKEN_TYPES * s.d)
+    indices = (2 * INDEX_BYTES, INDEX_BYTES // 2)
+    embedding = _embedding(s, tables, (s.d, s.d), (*indices, *s.layer_norm()[:-1], *s.dropouts(1)))
+    transform = (s.b * s.d, s.b * s.d, *s.layer_norm())  # before and after GELU
+    head = _head(s, {"transform.dense": _Linear(s.d, s.d, s.d)}, (s.d, s.d, s.V), transform)
+    return embedding, _repeated(block, s.num_layers), head
+
+
+def _t5(s: _Sizes) -> _Parts:
+    """numLayers blocks that encode the first half of the window, as many that decode the second and look at the first:
+    so per token of the window every figure is half. Norms are single operations and attention is not fused: of all
+    pairs it saves a matrix in float32. The encoder's last norm is part of its last block, the decoder's embedding (an
+    alias) of its first, and the first block of each half has the table of relative positions."""
+    attention = {name: _Linear(s.d, s.d) for name in ("q", "k", "v", "o")}
+    feed_forward = {"wi": _Linear(s.d, s.f), "wo": _Linear(s.f, s.d)}
+    within = {f"SelfAttention.{name}": linear for name, linear in attention.items()}
+    across = {f"EncDecAttention.{name}": linear for name, linear in attention.items()}
+    last, relative = s.num_layers - 1, (RELATIVE_POSITIONS * s.h,)
+    stream, float32, wide = s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.f
+    pairs = FLOAT32_BYTES * s.h * s.batch.sequence_length // 2
+    bias = s.b * s.h * s.batch.sequence_length // (2 * s.batch.size)  # one for all sequences of a micro-batch
+    casts = (
+        s.b != FLOAT32_BYTES
+    )  # float32 copies of norms' inputs, queries, keys and values; else the tensors themselves
+
+    def block(decodes: bool, is_first: bool, ends: bool) -> Segment:
+        of_streams, of_float32 = (14, 6) if decodes else (7, 5)
+        saved = [*(stream,) * (of_streams if casts else of_streams + of_float32 - (3 if decodes else 2))]
+        saved += [float32] * of_float32 * casts + [wide, pairs, FLOAT32_BYTES, FLOAT32_BYTES]
+        saved += [bias] * (decodes + is_first) + [stream] * (decodes and is_first)
+        saved += [stream, stream if not casts else float32, stream * casts, FLOAT32_BYTES] * ends
+        masks = (*s.dropouts(2 + decodes), wide, wide, pairs, pairs) if s.dropout else ()
+        width = 2 * s.d if decodes else s.d
+        return s.segment(
+            "block",
+            within | (across if decodes else {}) | feed_forward,
+            (s.d,) * (2 + decodes + ends),
+            tables=relative if is_first else (),
+            alias=s.V * s.d if decodes and is_first else 0,
+            attention_width=2 * width,
+            saved_bytes=(*saved, *masks),
+            output_bytes=stream * (2 if decodes else 1) + bias * (not ends),
+            forward_workspace_bytes=12 * s.d + pairs,
+            backward_workspace_bytes=6 * stream + pairs,
+            lean_forward_bytes=(6 if casts else 8) * stream + pairs,
+        )
+
+    encoder = [block(False, index == 0, index == last) for index in range(s.num_layers)]
+    decoder = [block(True, index == 0, False) for index in range(s.num_layers)]
+    names = [f"{half}{index}" for half in ("encoder", "decoder") for index in range(s.num_layers)]
+    blocks = tuple(replace(_halved(one), name=name) for name, one in zip(names, (*encoder, *decoder), strict=True))
+    norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
+    embedding = replace(_embedding(s, (s.V * s.d,), (), s.dropouts(1)), output_bytes=stream // 2)
+    return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
+
+
+def _halved(segment: Segment) -> Segment:
+    """Figures per token of a segment that works on half of the tokens; those of its parameters stay."""
+    return replace(
+        segment,
+        matrix_parameters=segment.matrix_parameters // 2,
+        trained_matrix_parameters=segment.trained_matrix_parameters // 2,
+        attention_width=segment.attention_width // 4,  # of half of the tokens, half as many pairs each
+        saved_bytes=tuple(-(-size // 2) for size in segment.saved_bytes if size),
+        output_bytes=segment.output_bytes // 2,
+        forward_workspace_bytes=segment.forward_workspace_bytes // 2,
+        backward_workspace_bytes=segment.backward_workspace_bytes // 2,
+        lean_forward_bytes=segment.lean_forward_bytes // 2,
+    )
+
+
+_FAMILIES: dict[str, Callable[[_Sizes], _Parts]] = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "t5": _t5}

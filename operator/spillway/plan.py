@@ -134,10 +134,17 @@ class Prediction(Frozen):
     """compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network"""
     link_bytes: dict[str, int] = Field(default_factory=dict)
     """bytes per step: h2d, d2h, dram, nvme_read, nvme_write"""
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    """of a step, by the phases that a step measures: forward, backward, wait, exchange, optimizer"""
+    work: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """what each phase asks for in a step, in bytes, FLOPs and counts: what calibration sets beside measured seconds"""
     nvme_written_bytes_per_day: float = 0.0
     """of this rank, in the busiest day: a job shorter than a day writes no more than its steps do"""
     drive_writes_per_day: float = 0.0
     """that, in capacities of this rank's part of the node's drives"""
+    years_until_rated_writes: float | None = None
+    """of writing so much every day, until the drives have written what they are rated for; None = nothing is written,
+    or no rating is known"""
 
 
 class Alternative(Frozen):
@@ -146,6 +153,8 @@ class Alternative(Frozen):
     summary: str
     step_seconds: float | None = None
     """None when it does not fit"""
+    bound_by: str = ""
+    """as in Prediction"""
     missing_bytes: dict[Tier, int] = Field(default_factory=dict)
     reason: str
 

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spillway.api import TrainingJob
-from spillway.candidates import Question, Timed, as_specified, best, candidates, fitting, timed
+from spillway.candidates import Question, Search, Timed, as_specified, best, timed
 from spillway.errors import UserError
 from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
-from spillway.footprint import RUN_STRATEGY, Strategy
+from spillway.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, Strategy, parameter_plan
 from spillway.hardware import NodeSpec
+from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+from spillway.step_time import amounts
 
 DEVICE_SHARE = 0.75
 """of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier"""
@@ -30,6 +32,8 @@ class Overrides:
     world_size: int | None = None
     strategy: Strategy | None = None
     """the only one that the caller can run; None = what the spec says"""
+    shape: ModelShape | None = None
+    """of a model that was inspected; None = by the sizes of spec.model"""
 
 
 NO_OVERRIDES = Overrides()
@@ -52,19 +56,39 @@ def make_plan(
     """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What would fit instead
     takes many plans to find out: without `explained` an Infeasible says only what is missing.
 
-    Raises UserError when the job asks for devices that the node has not.
+    Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
     """
     question = ask(job, node, overrides)
-    found = list(candidates(question))
-    choices = fitting(question, found)
+    search = Search(question)
+    if search.is_empty:
+        raise UserError(_contradiction(question))
     if question.mode != "Auto":
         chosen = timed(question, as_specified(question))
-        advised = best(choices) if choices else None
-        return _plan(question, chosen, reasons_unplanned(question, chosen, advised), ())
+        advised = _advised(search) if question.mode == "Advise" else None
+        return _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
+    choices = search.choices()
     if not choices:
-        return infeasible(question, found) if explained else unexplained(question, found)
+        return infeasible(search) if explained else unexplained(search)
     chosen = best(choices)
-    return _plan(question, chosen, reasons(question, chosen, choices), alternatives(question, chosen, found))
+    return _plan(question, chosen, reasons(search, chosen), alternatives(search, chosen))
+
+
+def _advised(search: Search) -> Timed | None:
+    choices = search.choices()
+    return best(choices) if choices else None
+
+
+def _contradiction(question: Question) -> str:
+    """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
+    if question.placement == "Device":
+        return (
+            "spec.memory.optimizer.placement = Device: streamed parameters are updated by the CPU beside their homes; "
+            "use Auto, or spec.memory.parameters.placement: Resident"
+        )
+    return (
+        f"spec.parallelism.strategy = {question.strategy}: parameters can be streamed where ranks share nothing; use "
+        f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.parameters.placement: Resident"
+    )
 
 
 def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -> Question:
@@ -82,6 +106,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         )
     return Question(
         job=job,
+        shape=overrides.shape or shape_of(spec, node.device_kind),
         node=node,
         budget={
             Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.bytes_of_device(local_ranks)),
@@ -96,6 +121,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         strategy=overrides.strategy or parallelism.strategy,
         placement=memory.optimizer.placement,
         policy=memory.activations.policy,
+        parameters=memory.parameters.placement,
     )
 
 
@@ -120,8 +146,9 @@ def _least(override: int | None, budget: int | None, capacity: int) -> int:
 def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterable[Alternative]) -> MemoryPlan:
     candidate = chosen.candidate
     blocks, work = candidate.blocks, candidate.work
-    if not work.moved_bytes:  # no tensor is large enough to be worth moving: what was to be moved stays
+    if not work.sum_of("moved", 0, blocks.num_layers):  # no tensor is worth moving: what was to be moved stays
         blocks = replace(blocks, host=0, nvme=0)
+    asked = amounts(work, candidate.optimizer, blocks, candidate.streaming)
     keeps_all = blocks.kept == blocks.num_layers
     return MemoryPlan(
         job=question.job.metadata.name,
@@ -139,9 +166,10 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
             minimum_bytes=work.minimum_bytes,
             window_bytes=candidate.window_bytes,
         ),
+        parameters=parameter_plan(work, candidate.streaming),
         bytes=candidate.bytes,
         budget=question.budget,
-        prediction=chosen.prediction,
+        prediction=chosen.prediction.model_copy(update={"work": asked}),
         reasons=tuple(why),
         alternatives=tuple(others),
     )

@@ -1,9 +1,10 @@
 """PodResources: what one pod of an attempt must ask Kubernetes for, so that its plan can be executed in it. Pure.
 
 memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
-                     (host slab [+ device tier, on a CPU]); building the corpus; budget.host of a Disabled job
+                     (host slab, homes of streamed parameters included [+ device tier, on a CPU]); building the corpus;
+                     budget.host of a Disabled job
 ephemeral storage    slab, checkpoints and corpus as far as they lie on emptyDirs, and scratch
-spill volume         the slabs of all ranks
+spill volume         the slabs of all ranks: activations, and homes of streamed parameters
 cpu                  a request without limit: the pod's share when cores are short
 
 Of memory and ephemeral storage request = limit: the kernel kills above the one, the kubelet evicts above the other.
@@ -18,7 +19,7 @@ from math import ceil
 
 from spillway.api import TrainingJobSpec
 from spillway.footprint import padded
-from spillway.model_shape import model_shape
+from spillway.model_shape import shape_of
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, MIB
 
@@ -181,9 +182,9 @@ def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) 
 
 
 def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
-    """One checkpoint: it does not depend on the plan or the number of ranks."""
-    shape = model_shape(spec.model.transformer, spec.model.precision.compute, "Cuda" if device == "Cuda" else "Cpu")
-    return CHECKPOINT_BYTES_PER_PARAMETER * shape.num_parameters
+    """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
+    shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
+    return CHECKPOINT_BYTES_PER_PARAMETER * shape.num_trained
 
 
 def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:

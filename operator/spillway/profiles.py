@@ -10,7 +10,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from spillway.api import (
     MemoryProfileSpec,
@@ -19,6 +21,7 @@ from spillway.api import (
     ObservedTiers,
     TrainingJobSpec,
 )
+from spillway.field_types import Fields
 from spillway.hardware import NodeSpec
 from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
@@ -28,6 +31,9 @@ from spillway.units import format_bytes, format_count
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
 """times the planned bytes"""
 FINGERPRINT_DIGITS = 16
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+MEASURED = "-measured"
+"""ends the name of a node whose rates are not the catalog's"""
 MOST_JOBS = 64
 """whose last attempt a profile remembers"""
 LONGEST_PLAN = 512
@@ -46,7 +52,60 @@ def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
     }
     own = {name: value for name, value in profile if name in NodeSpec.__slots__ and name != "link"}
     figures = _given(own | capacities)
-    return replace(node, **figures, name=f"{node.name}-measured", link=replace(node.link, **_given(dict(profile.link))))
+    return replace(
+        node, **figures, name=f"{node.name}{MEASURED}", link=replace(node.link, **_given(dict(profile.link)))
+    )
+
+
+def with_rates(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
+    """`node` with the profile's rates as they were measured; its capacities stay, because they are what is free now."""
+    own = {name: value for name, value in profile if name in RATES and value is not None}
+    link = {name: value for name, value in profile.link if value is not None}
+    return replace(node, **own, name=f"{node.name}{MEASURED}", link=replace(node.link, **link))
+
+
+RATES = tuple(
+    name for name in NodeProfileSpec.model_fields if name.endswith(("_per_second", "_overhead_seconds"))
+)  # fmt: skip
+"""fields that say how fast, not how much; those of the link besides"""
+
+
+class ProfileMetadata(Fields):
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)] = Field(description="Name of the node.")
+    annotations: dict[str, str] = Field(default={}, description="How it was measured, for people.")
+
+
+class NodeProfile(Fields):
+    """The document: what a cluster holds, and what `spillway calibrate` writes."""
+
+    api_version: Literal["spillway.dev/v1alpha1"] = Field(description="Version of this schema.")
+    kind: Literal["NodeProfile"] = Field(description="Kind of the object.")
+    metadata: ProfileMetadata = Field(description="Which node.")
+    spec: NodeProfileSpec = Field(description="Its figures.")
+
+
+def document(name: str, spec: NodeProfileSpec, annotations: Mapping[str, str]) -> dict[str, Any]:
+    """The NodeProfile as plain data; what is not known is left out."""
+    metadata = {"name": name, "annotations": dict(annotations)} if annotations else {"name": name}
+    figures = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    figures = {key: value for key, value in figures.items() if value != {}}
+    return {"apiVersion": "spillway.dev/v1alpha1", "kind": "NodeProfile", "metadata": metadata, "spec": figures}
+
+
+def rates_from(node: NodeSpec, before: NodeSpec, profile: NodeProfileSpec) -> NodeProfileSpec:
+    """`profile` with the rates in which `node` differs from `before`, three digits each: no measurement has more."""
+    own = {name: _rounded(getattr(node, name)) for name in RATES if getattr(node, name) != getattr(before, name)}
+    links = ("h2d_bytes_per_second", "d2h_bytes_per_second")
+    link = {
+        name: _rounded(getattr(node.link, name))
+        for name in links
+        if getattr(node.link, name) != getattr(before.link, name)
+    }
+    return profile.model_copy(update={**own, "link": profile.link.model_copy(update=link)})
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 def _given(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,31 +1,45 @@
 """Step time: seconds of one optimizer step of one rank, resource by resource, phase by phase.
 
-    forward, per micro-batch    compute | d2h, disk write of spilled activations | gather of sharded parameters
-    backward, per micro-batch   compute, recompute | h2d, disk read of activations | d2h and accumulation of gradients
-    update, once                CPU, device, h2d and d2h of the shares, host memory under all of them
-    exchange, once              gradients and parameters between ranks, where they are not part of the above
+    forward, per pass    compute | h2d, disk read of streamed parameters | d2h, disk write of spilled activations |
+                         gather of sharded parameters
+    backward, per pass   compute, recompute | h2d, disk read of parameters and activations | d2h and accumulation of
+                         gradients
+    update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk write of homes
+    exchange, once       gradients and parameters between ranks, where they are not part of the above
 
 Inside a phase resources work side by side, so the phase takes as long as the busiest; phases follow one another,
 because the update needs the norm of all gradients and the next forward needs the update. Loads of all techniques are
 summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
 
-Bounds per parameter (c, g, s = CPU, streamed, resident share; b = bytes of the compute type):
-    CPU 28c + bc    h2d bc + 12g    d2h 12g    host memory 28c + 2bc + 24g    device memory (28 + b)(s + g)
+Bounds of the update per parameter (c, g, s = CPU, streamed, resident share; x = share whose parameters are streamed;
+w = bytes of a trained parameter):
+    CPU (28 + w)c    h2d w(c - x) + 12g    d2h 12g    host memory (28 + w)c + w(c - x) + 24g    device (28 + w)(s + g)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import combinations
 
-from spillway.footprint import Blocks, Workload, states_bytes_per_parameter
+from spillway.compute_work import ComputeWork, backward_work, forward_work, update_work
+from spillway.footprint import (
+    RESIDENT,
+    Blocks,
+    Streaming,
+    Workload,
+    recomputed_input_bytes,
+    states_bytes_per_parameter,
+)
 from spillway.hardware import NodeSpec
+from spillway.metrics import Phase
 from spillway.model_shape import FLOAT32_BYTES
-from spillway.plan import OptimizerPlan, Prediction
+from spillway.plan import Answer, OptimizerPlan, Prediction
 
 SECONDS_PER_DAY = 86400.0
+DAYS_PER_YEAR = 365
 UPDATE_BYTES = 28
 """AdamW on float32: reads gradient, master and two moments (16), writes master and two moments (12)"""
 
@@ -62,6 +76,10 @@ class Rates:
     write: float
     network: float
     copies_use_cores: bool
+    elementwise: float = math.inf
+    """values per second of whatever is no matrix product"""
+    operation_overhead: float = 0.0
+    """seconds"""
 
 
 def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str) -> Rates:
@@ -81,65 +99,136 @@ def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str) -
         write=node.nvme_write_bytes_per_second / local_ranks,
         network=node.network_bytes_per_second if num_nodes > 1 else node.interconnect_bytes_per_second,
         copies_use_cores=node.copies_use_cores,
+        elementwise=node.values_per_second(compute) / device_share,
+        operation_overhead=node.operation_overhead_seconds,
     )
 
 
 # --- loads of each phase, in seconds per resource ---------------------------------------------------------------------
+#
+# A pass is one micro-batch in order, and all of them weight-stationary.
 
 
-def forward_loads(work: Workload, rates: Rates, blocks: Blocks) -> Loads:
-    out, written = blocks.moved * work.moved_bytes, blocks.nvme * work.moved_nvme_bytes
+def forward_loads(work: Workload, rates: Rates, blocks: Blocks, streaming: Streaming = RESIDENT) -> Loads:
+    """One pass."""
+    batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
+    boundaries = handed_on_bytes(work, streaming)
+    into = loaded.forward + boundaries
+    out = batches * moved_bytes(work, blocks) + boundaries
+    on_nvme = boundaries if streaming.boundaries is Answer.NVME else 0
+    written, read = batches * spilled_bytes(work, blocks) + on_nvme, loaded.forward_read + on_nvme
     return {
-        Resource.COMPUTE: work.tokens * work.shape.forward_flops_per_token(work.sequence_length) / rates.flops,
+        Resource.COMPUTE: forward_work(work, blocks, streaming).seconds(rates),
+        Resource.H2D: into / rates.h2d,
         Resource.D2H: out / rates.d2h,
+        Resource.READ: read / rates.read if read else 0.0,
         Resource.WRITE: written / rates.write if written else 0.0,
-        Resource.DRAM: (out + written) / rates.dram,
-        Resource.NETWORK: gather_seconds(work, rates),
+        Resource.DRAM: (into + read + out + written) / rates.dram,
+        Resource.NETWORK: batches * gather_seconds(work, rates),
     }
 
 
-def backward_loads(work: Workload, rates: Rates, blocks: Blocks, optimizer: OptimizerPlan) -> Loads:
-    shape, tokens = work.shape, work.tokens
-    forward = shape.forward_flops_per_token(work.sequence_length)
-    recompute = blocks.recomputed * shape.block_flops_per_token(work.sequence_length)
-    back, read = blocks.moved * work.moved_bytes, blocks.nvme * work.moved_nvme_bytes
-    on_cpu = optimizer.cpu_share * work.rank_parameters
-    accumulate = on_cpu * (shape.compute_bytes + 2 * FLOAT32_BYTES)
+def backward_loads(
+    work: Workload, rates: Rates, blocks: Blocks, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT
+) -> Loads:
+    """One pass."""
+    batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
+    inputs = batches * recomputed_input_bytes(work, blocks) if streaming.boundaries is not Answer.KEEP else 0
+    back = loaded.backward + batches * moved_bytes(work, blocks) + inputs
+    read = loaded.backward_read + batches * spilled_bytes(work, blocks)
+    read += inputs if streaming.boundaries is Answer.NVME else 0
+    down = batches * optimizer.cpu_share * work.rank_parameters * work.shape.trained_bytes
+    accumulate = batches * optimizer.cpu_share * work.rank_parameters * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
     return {
-        Resource.COMPUTE: tokens * (2 * forward + recompute) / rates.flops,
+        Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates),
         Resource.H2D: back / rates.h2d,
         Resource.READ: read / rates.read if read else 0.0,
-        Resource.D2H: on_cpu * shape.compute_bytes / rates.d2h,
+        Resource.D2H: down / rates.d2h,
         Resource.CPU: accumulate / rates.cpu,
-        Resource.DRAM: (back + read + on_cpu * shape.compute_bytes + accumulate) / rates.dram,
-        Resource.NETWORK: gather_seconds(work, rates) + scatter_seconds(work, rates),
+        Resource.DRAM: (back + read + down + accumulate) / rates.dram,
+        Resource.NETWORK: batches * (gather_seconds(work, rates) + scatter_seconds(work, rates)),
     }
 
 
-def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan) -> Loads:
-    parameters, b = work.rank_parameters, work.shape.compute_bytes
+def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> Loads:
+    """What is streamed is updated by the CPU straight into its home: nothing goes up, NVMe homes are written."""
+    parameters, w = work.rank_parameters, work.shape.trained_bytes
     c, g, s = (
         share * parameters for share in (optimizer.cpu_share, optimizer.streamed_share, optimizer.resident_share)
     )
+    up = w * max(0.0, c - work.units.trained[streaming.units])
     streamed = g * states_bytes_per_parameter(work, on_cpu=False)
+    written = stored_bytes(work, streaming)
     duplex = rates.duplex if streamed else 1.0
     return {
-        Resource.CPU: c * (UPDATE_BYTES + b) / rates.cpu,
-        Resource.H2D: (b * c + streamed) / (duplex * rates.h2d),
+        Resource.CPU: c * (UPDATE_BYTES + w) / rates.cpu,
+        Resource.H2D: (up + streamed) / (duplex * rates.h2d),
         Resource.D2H: streamed / (duplex * rates.d2h),
-        Resource.DRAM: (c * (UPDATE_BYTES + 2 * b) + 2 * streamed) / rates.dram,
-        Resource.COMPUTE: (s + g) * (UPDATE_BYTES + b) / rates.device,
+        Resource.WRITE: written / rates.write if written else 0.0,
+        Resource.DRAM: (c * (UPDATE_BYTES + w) + up + 2 * streamed + written) / rates.dram,
+        Resource.COMPUTE: (s + g) * (UPDATE_BYTES + w) / rates.device,
     }
+
+
+def moved_bytes(work: Workload, blocks: Blocks) -> int:
+    """Activations of one micro-batch that leave the device."""
+    return work.sum_of("moved", 0, blocks.moved)
+
+
+def spilled_bytes(work: Workload, blocks: Blocks) -> int:
+    """Of those, what is written to NVMe."""
+    return work.sum_of("moved_nvme", 0, blocks.nvme)
+
+
+def stored_bytes(work: Workload, streaming: Streaming) -> int:
+    """Trained parameters whose homes on NVMe are written by every update."""
+    return work.shape.trained_bytes * work.units.trained[streaming.nvme]
+
+
+def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
+    """Boundaries that leave the device on their way from one segment to the next: out and in again, of every
+    micro-batch."""
+    if streaming.boundaries is Answer.KEEP:
+        return 0
+    return work.num_micro_batches * work.tokens * sum(segment.output_bytes for segment in work.shape.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLoads:
+    """Bytes of streamed parameters that one pass brings to the device, a mean over the step's passes."""
+
+    forward: float
+    backward: float
+    forward_read: float
+    """of those, from NVMe"""
+    backward_read: float
+
+
+NO_LOADS = ParameterLoads(0.0, 0.0, 0.0, 0.0)
+
+
+def parameter_loads(work: Workload, streaming: Streaming) -> ParameterLoads:
+    """Every pass loads all W streamed bytes, but for the segments that still lie in the slots: those of the turn from
+    forward to backward, and from backward to the next forward until an update changes them."""
+    if not streaming.units:
+        return NO_LOADS
+    units, passes = work.units, work.num_micro_batches // work.alive(streaming)
+    still_there = min(1.0, streaming.num_slots / units.count[streaming.units])
+    forward = (1.0 - still_there * (passes - 1) / passes) * units.loaded[streaming.units]
+    backward = max(0.0, units.returning[streaming.units] - still_there * units.loaded[streaming.units])
+    on_nvme = units.loaded[streaming.nvme] / units.loaded[streaming.units]
+    return ParameterLoads(forward, backward, on_nvme * forward, on_nvme * backward)
 
 
 def gather_seconds(work: Workload, rates: Rates) -> float:
     """All-gather of sharded parameters, once per forward and once per backward of a micro-batch."""
-    return _exchanged(work, work.shape.compute_bytes) / rates.network if work.shards("parameters") > 1 else 0.0
+    return _exchanged(work, work.shape.parameter_bytes) / rates.network if work.shards("parameters") > 1 else 0.0
 
 
 def scatter_seconds(work: Workload, rates: Rates) -> float:
     """Reduce-scatter of gradients, per micro-batch, where ranks hold only shards of them."""
-    return _exchanged(work, work.shape.compute_bytes) / rates.network if work.shards("gradients") > 1 else 0.0
+    gradients = work.shape.trained_bytes * work.shape.num_trained
+    return _exchanged(work, gradients) / rates.network if work.shards("gradients") > 1 else 0.0
 
 
 def exchange_loads(work: Workload, rates: Rates) -> Loads:
@@ -149,13 +238,13 @@ def exchange_loads(work: Workload, rates: Rates) -> Loads:
     if work.world_size > 1 and work.shards("gradients") == 1:
         bytes_per_parameter += work.wire_bytes + (FLOAT32_BYTES if work.shards("states") == 1 else 0)
     if work.shards("states") > 1 and work.shards("parameters") == 1:
-        bytes_per_parameter += work.shape.compute_bytes
-    return {Resource.NETWORK: _exchanged(work, bytes_per_parameter) / rates.network}
+        bytes_per_parameter += work.shape.trained_bytes
+    return {Resource.NETWORK: _exchanged(work, bytes_per_parameter * work.shape.num_trained) / rates.network}
 
 
-def _exchanged(work: Workload, bytes_per_parameter: int) -> float:
-    """Bytes that one rank sends in one pass of a ring."""
-    return (work.world_size - 1) / work.world_size * bytes_per_parameter * work.shape.num_parameters
+def _exchanged(work: Workload, nbytes: int) -> float:
+    """What one rank sends of them in one pass of a ring."""
+    return (work.world_size - 1) / work.world_size * nbytes
 
 
 # --- from loads to seconds --------------------------------------------------------------------------------------------
@@ -169,19 +258,25 @@ def phase_seconds(loads: Loads, rates: Rates, overlapped: bool = True) -> float:
     if not overlapped:
         return loads.get(Resource.COMPUTE, 0.0) + copies + loads.get(Resource.WRITE, 0.0)
     if rates.copies_use_cores:
-        cores = loads.get(Resource.COMPUTE, 0.0) + copies + loads.get(Resource.CPU, 0.0)
-        return max(cores, *loads.values())
+        return max(busy_seconds(loads, rates), *loads.values())
     return max(loads.values())
 
 
-def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan) -> float:
+def busy_seconds(loads: Loads, rates: Rates) -> float:
+    """The part of a phase in which the device computes; the rest is waiting. On a CPU copies and updates are work of
+    the same cores."""
+    cores = (Resource.COMPUTE, *_COPIES, Resource.CPU) if rates.copies_use_cores else (Resource.COMPUTE,)
+    return sum(loads.get(resource, 0.0) for resource in cores)
+
+
+def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
     """The update by itself: CPU, streamed and resident shares run side by side, also on a CPU device, where the cores
     share the memory bandwidth that bounds them all."""
-    loads = update_loads(work, rates, optimizer)
+    loads, each = update_loads(work, rates, optimizer, streaming), update_work(work, optimizer).seconds(rates)
     if not rates.copies_use_cores:
-        return max(loads.values())
+        return max(loads.values()) + each
     shared = loads[Resource.DRAM] + loads[Resource.COMPUTE]
-    return max(shared, *loads.values())
+    return max(shared, *loads.values()) + each
 
 
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
@@ -191,6 +286,17 @@ def balanced_streamed_share(work: Workload, rates: Rates) -> float:
     moves 24 bytes there, one updated by the CPU 32). The least maximum of lines lies where two of them cross.
     (Deep Optimizer States, arXiv 2410.21316, section 4, real-valued instead of every k-th subgroup.)
     """
+    share, seconds = _balanced(work, rates)
+    return share if seconds < 0.98 * update_seconds(work, rates, _split(0.0)) else 0.0
+
+
+def least_update_seconds(work: Workload, rates: Rates) -> float:
+    """Of an update with nothing resident: no split between CPU and device is faster."""
+    return min(_balanced(work, rates)[1], update_seconds(work, rates, _split(0.0)))
+
+
+def _balanced(work: Workload, rates: Rates) -> tuple[float, float]:
+    """The fastest g of c + g = 1 in which both take part, and its seconds."""
     starts, ends = (update_loads(work, rates, _split(g)) for g in (_EPSILON, 1.0 - _EPSILON))
     lines = [(starts[resource], ends[resource] - starts[resource]) for resource in starts]
     crossings = [
@@ -198,10 +304,8 @@ def balanced_streamed_share(work: Workload, rates: Rates) -> float:
         for (start, slope), (other_start, other_slope) in combinations(lines, 2)
         if slope != other_slope
     ]
-    shares = [share for share in crossings if 0.0 < share < 1.0]
-    fastest = min(shares, key=lambda share: update_seconds(work, rates, _split(share)), default=0.0)
-    saves = update_seconds(work, rates, _split(fastest)) < 0.98 * update_seconds(work, rates, _split(0.0))
-    return fastest if saves else 0.0
+    shares = [0.0, *(share for share in crossings if 0.0 < share < 1.0)]
+    return min(((share, update_seconds(work, rates, _split(share))) for share in shares), key=lambda pair: pair[1])
 
 
 _EPSILON = 1e-9
@@ -212,55 +316,136 @@ def _split(streamed_share: float) -> OptimizerPlan:
     return OptimizerPlan(cpu_share=1.0 - streamed_share, streamed_share=streamed_share, resident_share=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Drives:
+    """One rank's part of the node's drives."""
+
+    capacity_bytes: float
+    rated_bytes: float = 0.0
+    """what they are rated to have written to them in their life; 0 = not known"""
+
+
 def predict(
     work: Workload,
     rates: Rates,
     optimizer: OptimizerPlan,
     blocks: Blocks,
+    streaming: Streaming = RESIDENT,
     *,
     overlapped: bool,
     steps: int,
-    drive_bytes: float,
+    drives: Drives,
 ) -> Prediction:
     """One optimizer step. `overlapped` is False when no spilled byte may be in flight while forward goes on;
-    `drive_bytes` is this rank's part of the drives; `steps` bounds what a short job writes in a day."""
-    forward, backward = forward_loads(work, rates, blocks), backward_loads(work, rates, blocks, optimizer)
-    update, exchange = update_loads(work, rates, optimizer), exchange_loads(work, rates)
-    batches = work.num_micro_batches
-    forward_seconds = phase_seconds(forward, rates, overlapped or not blocks.moved)
-    compute = batches * (forward[Resource.COMPUTE] + backward[Resource.COMPUTE])
-    passes = batches * (forward_seconds + phase_seconds(backward, rates))
-    update_time = update_seconds(work, rates, optimizer)
+    `steps` bounds what a short job writes in a day."""
+    forward = forward_loads(work, rates, blocks, streaming)
+    backward = backward_loads(work, rates, blocks, optimizer, streaming)
+    update, exchange = update_loads(work, rates, optimizer, streaming), exchange_loads(work, rates)
+    num_passes = work.num_micro_batches // work.alive(streaming)
+    compute = num_passes * (forward[Resource.COMPUTE] + backward[Resource.COMPUTE])
+    busy: dict[str, float] = {
+        Phase.FORWARD: num_passes * busy_seconds(forward, rates),
+        Phase.BACKWARD: num_passes * busy_seconds(backward, rates),
+    }
+    passes = num_passes * pass_seconds(work, rates, forward, backward, streaming, overlapped or not blocks.moved)
+    update_time = update_seconds(work, rates, optimizer, streaming)
     step_seconds = passes + update_time + exchange[Resource.NETWORK]
-    total = _summed(((forward, batches), (backward, batches), (update, 1), (exchange, 1)))
-    written = batches * blocks.nvme * work.moved_nvme_bytes
-    per_day = written * min(steps, SECONDS_PER_DAY / step_seconds)
+    in_passes = _summed(((forward, num_passes), (backward, num_passes)))
+    total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))
+    per_step = written_bytes(work, blocks, streaming)
+    per_day = per_step * min(steps, SECONDS_PER_DAY / step_seconds)
     return Prediction(
         step_seconds=step_seconds,
         compute_seconds=compute,
         exposed_optimizer_seconds=update_time,
         exposed_transfer_seconds=passes - compute + exchange[Resource.NETWORK],
         bound_by=max(total, key=total.__getitem__).value,
-        link_bytes=_link_bytes(work, rates, total, optimizer, blocks),
+        link_bytes=_link_bytes(rates, in_passes, update, rates.duplex if optimizer.streamed_share else 1.0),
+        phase_seconds={
+            **busy,
+            Phase.WAIT: max(0.0, passes - sum(busy.values())),
+            Phase.EXCHANGE: exchange[Resource.NETWORK],
+            Phase.OPTIMIZER: update_time,
+        },
         nvme_written_bytes_per_day=per_day,
-        drive_writes_per_day=per_day / drive_bytes if drive_bytes else 0.0,
+        drive_writes_per_day=per_day / drives.capacity_bytes if drives.capacity_bytes else 0.0,
+        years_until_rated_writes=drives.rated_bytes / (per_day * DAYS_PER_YEAR)
+        if per_day * drives.rated_bytes
+        else None,
     )
+
+
+def amounts(
+    work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming = RESIDENT
+) -> dict[str, dict[str, float]]:
+    """What each phase of a step asks for: bytes by resource, and of the computing device the units of ComputeWork;
+    beside measured seconds it is what calibration starts from."""
+    num_passes = work.num_micro_batches // work.alive(streaming)
+    update = update_loads(work, ONE, optimizer, streaming)
+    asked = {
+        Phase.FORWARD: (
+            num_passes, forward_loads(work, ONE, blocks, streaming), forward_work(work, blocks, streaming), 0.0,
+        ),
+        Phase.BACKWARD: (
+            num_passes, backward_loads(work, ONE, blocks, optimizer, streaming),
+            backward_work(work, blocks, optimizer, streaming), 0.0,
+        ),
+        Phase.OPTIMIZER: (1, update, update_work(work, optimizer), update[Resource.COMPUTE]),
+        Phase.EXCHANGE: (1, exchange_loads(work, ONE), ComputeWork(), 0.0),
+    }  # fmt: skip
+    return {
+        phase.value: {
+            **{resource.value: count * loads[resource] for resource in BY_BYTES if loads.get(resource)},
+            **asdict(compute.times(count)),
+            DEVICE_BYTES: on_device,
+        }
+        for phase, (count, loads, compute, on_device) in asked.items()
+    }
+
+
+ONE = Rates(
+    flops=1.0, device=1.0, h2d=1.0, d2h=1.0, duplex=1.0, dram=1.0, cpu=1.0, read=1.0, write=1.0, network=1.0,
+    copies_use_cores=True,
+)  # fmt: skip
+"""rates at which seconds are bytes"""
+BY_BYTES = tuple(resource for resource in Resource if resource is not Resource.COMPUTE)
+DEVICE_BYTES = "device"
+"""of the update of what is streamed or resident"""
+
+
+def pass_seconds(
+    work: Workload, rates: Rates, forward: Loads, backward: Loads, streaming: Streaming, overlapped: bool
+) -> float:
+    """Forward and backward of one pass. With a single slot nothing is computed while parameters come in."""
+    seconds = phase_seconds(forward, rates, overlapped) + phase_seconds(backward, rates)
+    if streaming.units and streaming.num_slots == 1 and not rates.copies_use_cores:
+        loaded = parameter_loads(work, streaming)
+        seconds += (loaded.forward + loaded.backward) / rates.h2d
+    return seconds
+
+
+def written_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
+    """To NVMe, in one step."""
+    num_passes = work.num_micro_batches // work.alive(streaming)
+    boundaries = handed_on_bytes(work, streaming) if streaming.boundaries is Answer.NVME else 0
+    activations = work.num_micro_batches * spilled_bytes(work, blocks)
+    return activations + num_passes * boundaries + stored_bytes(work, streaming)
 
 
 def _summed(phases: Sequence[tuple[Mapping[Resource, float], int]]) -> Loads:
     return {resource: sum(count * loads.get(resource, 0.0) for loads, count in phases) for resource in Resource}
 
 
-def _link_bytes(work: Workload, rates: Rates, total: Loads, optimizer: OptimizerPlan, blocks: Blocks) -> dict[str, int]:
-    batches, parameters = work.num_micro_batches, work.rank_parameters
-    activations = batches * blocks.moved * work.moved_bytes
-    compute_copy = optimizer.cpu_share * parameters * work.shape.compute_bytes
-    streamed = optimizer.streamed_share * parameters * states_bytes_per_parameter(work, on_cpu=False)
-    disk = batches * blocks.nvme * work.moved_nvme_bytes
+def _link_bytes(rates: Rates, passes: Loads, update: Loads, duplex: float) -> dict[str, int]:
+    """Bytes of one step; the update's copies are slowed by `duplex`, not multiplied."""
+    ways = {
+        "h2d": (Resource.H2D, rates.h2d, duplex),
+        "d2h": (Resource.D2H, rates.d2h, duplex),
+        "dram": (Resource.DRAM, rates.dram, 1.0),
+        "nvme_read": (Resource.READ, rates.read, 1.0),
+        "nvme_write": (Resource.WRITE, rates.write, 1.0),
+    }
     return {
-        "h2d": round(activations + compute_copy + streamed),
-        "d2h": round(activations + batches * compute_copy + streamed),
-        "dram": round(total[Resource.DRAM] * rates.dram),
-        "nvme_read": disk,
-        "nvme_write": disk,
+        name: round(rate * (passes.get(resource, 0.0) + factor * update.get(resource, 0.0)))
+        for name, (resource, rate, factor) in ways.items()
     }

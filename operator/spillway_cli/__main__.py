@@ -65,7 +65,9 @@ def spillway(
 @app.command(help="Show where a job's memory would live, without running it.")
 def plan(
     file: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
-    node: Annotated[str, typer.Option(metavar="NAME", help="Node class: h100, 8xh100, a100-40, cpu.")],
+    node: Annotated[
+        str | None, typer.Option(metavar="NAME", help="h100, 8xh100, a100-40, cpu, or a NodeProfile; none: here.")
+    ] = None,
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
@@ -85,6 +87,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     host: HostOption = None,
     nvme: NvmeOption = None,
     spill: Annotated[Path | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output.")] = None,
+    node: Annotated[Path | None, typer.Option(metavar="FILE", help="Profile of this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the batch.")] = 1,
     metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics there.")] = None,
     max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
@@ -95,9 +98,25 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
 
     budget = BudgetOverrides(device, host, nvme)
     options = run_command.RunOptions(
-        job, directory, claim or [], budget, spill, metrics_port, max_restarts, output, ranks
+        job, directory, claim or [], budget, spill, metrics_port, max_restarts, output, ranks, node
     )
     raise typer.Exit(run_command.run(options))
+
+
+@app.command(help="Measure this machine, or correct its figures by runs.")
+def calibrate(
+    file: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Default: where plan and run look.")
+    ] = None,
+    directory: Annotated[Path, typer.Option(metavar="DIR", help="Where runs will spill.")] = Path(),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer models, fewer bytes.")] = False,
+    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct by what it took.")] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import calibrate_command  # noqa: PLC0415
+
+    options = calibrate_command.CalibrateOptions(file, directory, quick, runs or [], output)
+    raise typer.Exit(calibrate_command.calibrate(options))
 
 
 @app.command(help="Train, kill, resume and compare under half the memory.")

@@ -81,11 +81,11 @@ def export(run_path: Path, to: Path, step: int | None, dtype: ExportDtype, outpu
 
     saved = saved_by(run_path)
     checkpoint = chosen(saved.checkpoints, step)
-    exporter.export(checkpoint, to, tokenizer=saved.tokenizer, dtype=dtype.value)
+    files = exporter.export(checkpoint, to, tokenizer=saved.tokenizer, dtype=dtype.value)
     if output is Format.JSON:
         print_json({"checkpoint": checkpoint.name, "directory": str(to.resolve()), "dtype": dtype})
     else:
-        result_console().print(f"{checkpoint.name} exported to {to}: model.safetensors in {dtype}, config, tokenizer")
+        result_console().print(f"{checkpoint.name} exported to {to}: {', '.join(files)} in {dtype}, config, tokenizer")
     return ExitCode.COMPLETED
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spillway.api import TrainingJob
+from spillway.api import NodeProfileSpec, TrainingJob
 from spillway.errors import DoesNotFit, UserError
 from spillway.explain import lacking
 from spillway.hardware import local_node
+from spillway.model_shape import ModelShape
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planner import make_plan, shared_memory
 from spillway.pod_resources import runtime_bytes
+from spillway.profiles import with_rates
 from spillway.units import parse_quantity
 
 from .local_node import LocalResources
@@ -45,15 +47,35 @@ def quantity(tier: str, text: str) -> int:
     return num_bytes
 
 
-def plan_for_this_machine(job: TrainingJob, resources: LocalResources, num_ranks: int = 1) -> MemoryPlan:
-    """Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits."""
-    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(num_ranks, "Cpu"))
-    node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
-    overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks)
-    outcome = make_plan(job, node, overrides)
+def plan_for_this_machine(
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int = 1,
+    shape: ModelShape | None = None,
+    profile: NodeProfileSpec | None = None,
+) -> MemoryPlan:
+    """`shape`: of a model that had to be inspected; `profile`: what was measured of this machine, else the catalog's.
+
+    Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits.
+    """
+    outcome = decided_for_this_machine(job, resources, num_ranks, shape, profile)
     if isinstance(outcome, Infeasible):
         raise DoesNotFit(describe(outcome))
     return outcome
+
+
+def decided_for_this_machine(
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int = 1,
+    shape: ModelShape | None = None,
+    profile: NodeProfileSpec | None = None,
+) -> MemoryPlan | Infeasible:
+    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(num_ranks, "Cpu"))
+    node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
+    node = node if profile is None else with_rates(profile, node)
+    overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks, shape=shape)
+    return make_plan(job, node, overrides)
 
 
 def describe(outcome: Infeasible) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spillway.api import TrainingJob, TrainingJobSpec, not_used_locally, refusals_for_local_run
+from spillway.api import Location, TrainingJob, TrainingJobSpec, not_used_locally, refusals_for_local_run
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
@@ -77,19 +77,26 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
     return claims
 
 
-def refuse_missing_text(job: TrainingJob, claims: Mapping[str, Path], source: str) -> None:
-    """Raises InvalidJob when the job's text is not on this machine."""
-    text = job.spec.data.text
-    if text is None:
-        return
-    if text.claim is not None and text.claim not in claims:
-        wanted = f"give its directory: --claim {text.claim}=DIRECTORY"
-        raise InvalidJob(source, [FieldProblem("spec.data.text.claim", text.claim, wanted)])
-    if text.claim is not None and not (claims[text.claim] / text.sub_path).exists():
-        missing = f"there is no {claims[text.claim] / text.sub_path}; correct it, or the --claim"
-        raise InvalidJob(source, [FieldProblem("spec.data.text.subPath", text.sub_path, missing)])
-    if text.path is not None and not Path(text.path).exists():
-        raise InvalidJob(source, [FieldProblem("spec.data.text.path", text.path, "there is no such file or directory")])
+def refuse_missing_locations(job: TrainingJob, claims: Mapping[str, Path], source: str) -> None:
+    """Raises InvalidJob when the job's text, or the model that it starts from, is not on this machine."""
+    spec = job.spec
+    locations = (("spec.data.text", spec.data.text), ("spec.model.source", spec.model.source))
+    problems = [_missing(field, location, claims) for field, location in locations if location is not None]
+    if found := [problem for problem in problems if problem is not None]:
+        raise InvalidJob(source, found)
+
+
+def _missing(field: str, location: Location, claims: Mapping[str, Path]) -> FieldProblem | None:
+    if location.path is not None:
+        missing = "there is no such file or directory"
+        return None if Path(location.path).exists() else FieldProblem(f"{field}.path", location.path, missing)
+    assert location.claim is not None
+    if location.claim not in claims:
+        wanted = f"give its directory: --claim {location.claim}=DIRECTORY"
+        return FieldProblem(f"{field}.claim", location.claim, wanted)
+    directory = claims[location.claim] / location.sub_path
+    missing = f"there is no {directory}; correct it, or the --claim"
+    return None if directory.exists() else FieldProblem(f"{field}.subPath", location.sub_path, missing)
 
 
 def refuse_taken_port(port: int | None) -> None:

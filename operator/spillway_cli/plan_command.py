@@ -1,4 +1,4 @@
-"""`spillway plan FILE --node NODE`: where every byte would live, what a step would cost, and why. Starts nothing.
+"""`spillway plan FILE [--node NODE]`: where every byte would live, what a step would cost, and why. Starts nothing.
 
 Exit 0: fits on the device. 3: fits with spilling. 4: does not fit. 64: the manifest or a flag is wrong.
 """
@@ -14,24 +14,38 @@ from rich.table import Table
 
 from spillway.api import load_job
 from spillway.errors import ExitCode
-from spillway.hardware import resolve_node
+from spillway.explain import rated
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planner import Overrides, make_plan
+from spillway.profiles import MEASURED
 from spillway.units import format_bytes, format_seconds
 
-from .console import result_console, table
-from .local_plan import quantity
+from .console import message_console, result_console, table
+from .local_node import probe
+from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, with_budget
+from .model_inspection import inspected_shape
+from .node_profile import named_node, own_profile
 
 PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace")
 
 
-def plan(file: Path, node: str, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
-    """Plan the job in `file` and print the result as `output` ("text" or "json"). Returns the exit code.
+def plan(file: Path, node: str | None, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
+    """Plan the job in `file` for a node class, a NodeProfile, or (None) this machine; print the result as `output`
+    ("text" or "json"). Returns the exit code.
 
     Raises UserError (InvalidJob with every wrong field) for what cannot be planned.
     """
-    overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme))
-    decided = make_plan(load_job(file), resolve_node(node), overrides)
+    job = load_job(file)
+    shape = inspected_shape(file, job, {})
+    if node is None:
+        resources = probe(Path())
+        own = own_profile(resources.cores)
+        message_console().print(f"this machine: {own.sentence}")
+        local = with_budget(job, BudgetOverrides(device, host, nvme))
+        decided = decided_for_this_machine(local, resources, shape=shape, profile=own.spec)
+    else:
+        overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
+        decided = make_plan(job, named_node(node), overrides)
     if output == "json":
         sys.stdout.write(decided.model_dump_json(indent=2) + "\n")
     else:
@@ -93,9 +107,13 @@ def _show_prediction(console: Console, plan: MemoryPlan) -> None:
         if seconds
     ]
     step = format_seconds(prediction.step_seconds)
-    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from catalog rates")
+    rates = "measured" if plan.node.endswith(MEASURED) else "catalog"
+    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from {rates} rates")
     written = prediction.nvme_written_bytes_per_day
-    endurance = f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"
+    endurance = (
+        f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"
+        f"{rated(prediction)}"
+    )
     console.print(f"NVMe writes: {endurance if written else 'none'}")
 
 

@@ -15,12 +15,16 @@ from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, format_seconds
 
 from .local_attempts import Attempt
+from .plan_reality import compared, sentence
 from .report_charts import Limit, Mark, Point, Series, line_chart, stacked_chart
 from .run_log import RunLog
 from .run_summary import RunSummary, median, summarize
 
 TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
-PHASE_COLOURS = {Phase.FORWARD: "c1", Phase.BACKWARD: "c5", Phase.OPTIMIZER: "c3", Phase.WAIT: "c2", Phase.DATA: "c4"}
+PHASE_COLOURS = {
+    Phase.FORWARD: "c1", Phase.BACKWARD: "c5", Phase.EXCHANGE: "c7", Phase.OPTIMIZER: "c3", Phase.WAIT: "c2",
+    Phase.DATA: "c4",
+}  # fmt: skip
 OTHER_COLOUR = "c6"
 MOST_LABELLED_MARKS = 6
 BINARY_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
@@ -31,6 +35,8 @@ class RunRecord:
     """All that a run left behind, read."""
 
     title: str
+    directory: str
+    """of the run, as a command line names it"""
     version: str
     """of spillway, for the footer"""
     plan: MemoryPlan
@@ -110,12 +116,19 @@ def speed_section(run: RunRecord) -> str:
 
 def phase_section(run: RunRecord) -> str:
     scale, unit = (1e3, "ms") if median([step.metrics.step_seconds for step in run.log.curve]) < 1 else (1.0, "s")
+    exchanges = run.plan.world_size > 1
     series = [
-        Series(phase.value, colour, points(run, phase_value(phase, scale))) for phase, colour in PHASE_COLOURS.items()
+        Series(phase.value, colour, points(run, phase_value(phase, scale)))
+        for phase, colour in PHASE_COLOURS.items()
+        if exchanges or phase is not Phase.EXCHANGE  # one rank has nobody to wait for
     ]
     series.append(Series("other", OTHER_COLOUR, points(run, lambda step: other_seconds(step) * scale)))
     chart = stacked_chart(unit, series, resumes(run))
-    return section("Step breakdown", "Where a step's time goes; wait = copies and I/O that nothing hid.", chart)
+    return section(
+        "Step breakdown",
+        "Where a step's time goes; wait = copies and I/O that nothing hid; exchange = other ranks.",
+        chart,
+    )
 
 
 def phase_value(phase: Phase, scale: float) -> Callable[[StepMetrics], float]:
@@ -148,31 +161,22 @@ def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
 
 
 def reality_section(run: RunRecord, summary: RunSummary) -> str:
-    rows = [
+    """Peaks, seconds by phase and bytes by link, each beside its plan, and what to do about the furthest."""
+    rows, budgets = compared(run.log, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
+    names = {"tier": "{} peak", "step": "seconds per step", "phase": "of that, {}", "link": "{} per step"}
+    shown = [
         [
-            f"{use.tier} peak",
-            format_bytes(use.planned_bytes),
-            format_bytes(use.peak_bytes),
-            difference(use.planned_bytes, use.peak_bytes),
-            format_bytes(use.budget_bytes) if use.budget_bytes else "none",
+            names[row.kind].format(row.name),
+            row.format(row.planned),
+            row.format(row.seen),
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            format_bytes(budgets[row.name]) if row.kind == "tier" and budgets[row.name] else "none",
         ]
-        for use in summary.tiers
+        for row in rows
     ]
-    predicted, seen = summary.predicted_step_seconds, summary.step_seconds
-    rows.append(
-        ["seconds per step", format_seconds(predicted), format_seconds(seen), difference(predicted, seen), "none"]
-    )
-    measured = {link for step in run.log.curve for link in step.metrics.moved_bytes}
-    for link, planned in sorted(run.plan.prediction.link_bytes.items()):
-        if link not in measured:
-            continue  # a load that is predicted only: nobody counts the bytes of DRAM
-        moved = median([float(step.metrics.moved_bytes.get(link, 0)) for step in run.log.curve])
-        if planned or moved:
-            figures = [format_bytes(planned), format_bytes(moved), difference(planned, moved), "none"]
-            rows.append([f"{link} per step", *figures])
-    chart = html_table(["", "planned", "seen", "difference", "budget"], rows)
+    chart = html_table(["", "planned", "seen", "seen / planned", "budget"], shown)
     bound = f"Predicted to be bound by {run.plan.prediction.bound_by}. Seen: peaks, and medians of the steps."
-    return section("Plan against reality", bound, chart)
+    return section("Plan against reality", f"{bound} {sentence(rows, run.directory)}", chart)
 
 
 def attempts_section(run: RunRecord) -> str:
@@ -240,10 +244,6 @@ def resumes(run: RunRecord) -> list[Mark]:
 def binary_unit(num_bytes: int) -> tuple[str, int]:
     """The unit in which a chart's axis has small numbers."""
     return next(((unit, size) for unit, size in BINARY_UNITS if num_bytes >= size), ("B", 1))
-
-
-def difference(planned: float, seen: float) -> str:
-    return f"{(seen - planned) / planned:+.1%}" if planned else ("none" if not seen else "not planned")
 
 
 def format_loss(loss: float) -> str:

@@ -1,6 +1,6 @@
 """Small SVG charts, drawn by hand: lines, stacked areas, axes with units. Numbers in, a string of SVG out.
 
-Colours are CSS classes of report.html (`c1`..`c6`), so that one file serves light and dark. Every text goes through
+Colours are CSS classes of report.html (`c1`..`c7`), so that one file serves light and dark. Every text goes through
 `escape`. A chart with more points than columns is drawn from the means of equal buckets.
 """
 
@@ -25,7 +25,7 @@ Point = tuple[float, float]
 class Series:
     name: str
     colour: str
-    """CSS class: c1..c6"""
+    """CSS class: c1..c7"""
     points: Sequence[Point]
     dots: bool = False
     """mark each point: for series with few of them"""

@@ -13,6 +13,7 @@ from spillway.plan import MemoryPlan
 
 from .console import Format, print_json, result_console
 from .local_attempts import read_ended
+from .plan_reality import as_json, compared
 from .report import RunRecord, render_report
 from .run_directory import RunDirectory, epochs_of, existing_run, write_atomic
 from .run_log import read_run_log
@@ -23,7 +24,8 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
     run = existing_run(run_path)
     written = write_report(run, file or run.report)
     if output is Format.JSON:
-        print_json({"report": str(written)})
+        plan, log = read_plan(run.plan_file), read_run_log(run.log)
+        print_json({"report": str(written), "planAgainstReality": as_json(compared(log, plan), str(run.path))})
     else:
         result_console().print(f"report written to {written}")
     return 0
@@ -43,6 +45,7 @@ def read_record(run: RunDirectory) -> RunRecord:
     ended = {epoch: read_ended(run, epoch) for epoch in epochs_of(run.attempts)}
     return RunRecord(
         title=plan.job,
+        directory=str(run.path),
         version=version("spillway"),
         plan=plan,
         log=read_run_log(run.log),

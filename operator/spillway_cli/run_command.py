@@ -16,9 +16,11 @@ from spillway.units import format_bytes, format_count, format_seconds
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
 from .local_attempts import Attempt
-from .local_node import probe
+from .local_node import probe, usable_cores
 from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from .local_run import LocalJob
+from .model_inspection import inspected_shape
+from .node_profile import own_profile
 from .progress import ProgressReporter, format_loss
 from .report_command import read_plan, write_report
 from .run_directory import RunDirectory, create_run_directory, exclusive
@@ -41,6 +43,8 @@ class RunOptions:
     """none = lifecycle.maxRestarts"""
     format: Format
     num_ranks: int = 1
+    node: Path | None = None
+    """profile of this machine; none = the one that `spillway calibrate` left"""
 
 
 def run(options: RunOptions) -> int:
@@ -49,12 +53,14 @@ def run(options: RunOptions) -> int:
     job = with_budget(load_job(options.job), options.budget)
     local_run.refuse_wrong_fields(job, source)
     claims = local_run.parse_claims(options.claims)
-    local_run.refuse_missing_text(job, claims, source)
+    local_run.refuse_missing_locations(job, claims, source)
     local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec, options.num_ranks)
     if unused:
         console.print(f"not used locally: {', '.join(unused)}")
+    shape = inspected_shape(options.job, job, claims)
+    own = own_profile(usable_cores(Path("/")), options.node)
     directory = create_run_directory(options.output)
     spill = create_run_directory(options.spill, "--spill").path if options.spill else directory.path
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
@@ -65,8 +71,9 @@ def run(options: RunOptions) -> int:
             console.print(f"{directory.path}: complete already, all {job.spec.training.steps} steps are trained")
             return finish(directory, job, [], options.format)
         resources = probe(spill)
-        plan = plan_for_this_machine(job, resources, options.num_ranks)
+        plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
         say_plan(console, plan)
+        console.print(own.sentence)
         files = local_run.local_files(directory, local, plan, resources.cores, earlier)
         max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
         with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:

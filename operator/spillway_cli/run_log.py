@@ -178,6 +178,7 @@ def step_metrics(fields: dict[str, Any]) -> StepMetrics:
         tier_bytes=dict(fields["tier_bytes"]),
         tier_peak_bytes=dict(fields["tier_peak_bytes"]),
         moved_bytes=dict(fields["moved_bytes"]),
+        lane_seconds=dict(fields.get("lane_seconds", {})),
         skipped=bool(fields["skipped"]),
     )
 

@@ -129,7 +129,8 @@ def test_out_of_memory_of_process_1_is_named(spillway: Installed, namespace: str
 
 def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, namespace: str) -> None:
     spillway.bed.claim("two-pod", namespace)
-    job = example("two-pod", namespace, training__steps=60)
+    # Long enough for the status to tell of step 10, at its own pace, while both ranks still train.
+    job = example("two-pod", namespace, training__steps=300)
     name = job["metadata"]["name"]
     spillway.create(job)
     spillway.until(lambda found: found["status"].get("checkpoint", {}).get("step", 0) >= 10, namespace, name)
@@ -141,7 +142,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     job = restarted(spillway, namespace, name)
     assert job["status"]["attempts"]["lastReason"] == RANK_CRASHED
     assert job["status"]["attempts"]["restarts"] == 1
-    job = spillway.wait(namespace, name, "Complete", 150)
+    job = spillway.wait(namespace, name, "Complete", 300)
     assert job["status"]["attempts"]["total"] == 2
     first = spillway.children("pod", namespace, name)
     resumed = [spillway.bed.kubectl("logs", pod["metadata"]["name"], "-n", namespace) for pod in first]

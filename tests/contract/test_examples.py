@@ -17,6 +17,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NODES = {
     "demo": "cpu",
     "tiny-llama": "cpu",
+    "lora": "cpu",
+    "larger-than-device": "cpu",
     "llama-70b": "8xh100",
     "one-pod": "cpu",
     "two-pod": "cpu",
@@ -75,3 +77,8 @@ def test_jobs_for_a_first_try_need_nothing_but_a_cpu(name: str) -> None:
     (job,) = documents(name)
     assert job["spec"]["parallelism"]["device"] == "Cpu"
     assert job["spec"]["data"] == job["spec"]["data"] | {"builtin": "PythonStdlib"}
+
+
+def test_the_larger_model_is_four_devices_of_parameters() -> None:
+    plan = plan_of("larger-than-device")
+    assert sum(plan.bytes[tier].parameters for tier in Tier) >= 4 * plan.budget[Tier.DEVICE]

@@ -202,6 +202,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.training.sequenceLength",
         "at most model.config.maxPositions (128)",
     ),
+    "a t5 whose head is a matrix of its own": (
+        {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": False},
+        "spec.model.config.tieWordEmbeddings",
+        "one matrix for all its embeddings",
+    ),
+    "grouped heads in a bert": (
+        {"spec.model.config.architecture": "bert", "spec.model.config.numKeyValueHeads": 1},
+        "spec.model.config.numKeyValueHeads",
+        "bert has one per head",
+    ),
 }
 
 
@@ -211,13 +221,10 @@ def test_a_mistake_is_named_with_what_is_allowed(changes: dict[str, Any], path: 
 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "spec.model.source": ({"spec.model": {"source": {"path": "/m"}}}, "model.config"),
-    "spec.model.entrypoint": ({"spec.model": {"entrypoint": "a:b"}}, "model.config"),
-    "spec.model.lora": ({"spec.model.lora": {}}, "full training"),
+    "spec.model.config.dropout": ({"spec.model.lora": {}, "spec.model.config.dropout": "0.1"}, "leave it out"),
     "spec.members": ({"spec.members": [{"name": "a"}]}, "one TrainingJob per model"),
     "spec.command": ({"spec.command": ["python", "x.py"]}, "model, data and training"),
     "spec.memory.optimizer.placement": ({"spec.memory.optimizer.placement": "Nvme"}, "use Host"),
-    "spec.memory.parameters.placement": ({"spec.memory.parameters.placement": "Stream"}, "use Resident"),
     "spec.spill.encryption": ({"spec.spill.encryption": "Ephemeral"}, "use None"),
 }
 
@@ -229,9 +236,6 @@ def test_what_does_not_work_yet_is_refused_with_what_works_instead(path: str) ->
 
 
 NOT_IN_A_LOCAL_RUN: dict[str, dict[str, Any]] = {
-    "spec.model.config.architecture": {
-        "spec.model.config": {"architecture": "gpt2", "hiddenSize": 64, "numLayers": 1, "numHeads": 4, "vocabSize": 300}
-    },
     "spec.model.config.vocabSize": {"spec.model.config.vocabSize": 256},
     "spec.data.tokens": {"spec.data": {"tokens": {"path": "/t"}}},
     "spec.data.huggingFace": {"spec.data": {"huggingFace": {"name": "x"}}},
@@ -247,8 +251,47 @@ def test_a_local_run_refuses_what_only_plan_understands(path: str) -> None:
     assert [problem.path for problem in refusals_for_local_run(job(NOT_IN_A_LOCAL_RUN[path]))] == [path]
 
 
-def test_a_plain_job_can_run_locally() -> None:
-    assert refusals_for_local_run(job()) == []
+def sizes(architecture: str, **fields: Any) -> dict[str, Any]:
+    given = {"hiddenSize": 64, "numLayers": 1, "numHeads": 4, "vocabSize": 300, "maxPositions": 256}
+    return {"architecture": architecture, **given, **fields}
+
+
+RUNNABLE: dict[str, dict[str, Any]] = {
+    "a llama": {},
+    "a gpt2": {"spec.model": {"config": sizes("gpt2")}},
+    "a bert": {"spec.model": {"config": sizes("bert")}},
+    "a t5": {"spec.model": {"config": sizes("t5")}},
+    "adapters": {"spec.model.lora": {"rank": 4, "targetModules": ["q_proj"]}},
+    "streamed parameters": {"spec.memory.parameters.placement": "Stream"},
+}
+BUILT: dict[str, dict[str, Any]] = {
+    "spec.model.source": {"spec.model": {"source": {"path": "/m"}}},
+    "spec.model.entrypoint": {"spec.model": {"entrypoint": "a:b", "lora": {}}},
+}
+"""models whose shape only building them can tell"""
+
+
+@pytest.mark.parametrize("changes", [*RUNNABLE.values(), *BUILT.values()], ids=[*RUNNABLE, *BUILT])
+def test_every_kind_of_model_can_run_locally(changes: dict[str, Any]) -> None:
+    assert refusals_for_local_run(job(changes)) == []
+
+
+@pytest.mark.parametrize("changes", RUNNABLE.values(), ids=RUNNABLE)
+def test_a_model_by_its_sizes_can_run_in_a_cluster(changes: dict[str, Any]) -> None:
+    assert refusals_in_cluster(job(changes)) == []
+
+
+@pytest.mark.parametrize("path", BUILT)
+def test_a_cluster_refuses_models_that_the_operator_cannot_plan(path: str) -> None:
+    (problem,) = refusals_in_cluster(job(BUILT[path]))
+    assert problem.path == path and "`spillway run`" in problem.problem
+
+
+@pytest.mark.parametrize(("architecture", "smallest"), [("llama", 257), ("bert", 258)])
+def test_the_vocabulary_must_hold_every_byte_and_the_special_tokens(architecture: str, smallest: int) -> None:
+    for size, expected in ((smallest - 1, ["spec.model.config.vocabSize"]), (smallest, [])):
+        small = job({"spec.model": {"config": sizes(architecture, vocabSize=size)}})
+        assert [problem.path for problem in refusals_for_local_run(small)] == expected
 
 
 @pytest.mark.parametrize("path", [path for path in NOT_IN_A_LOCAL_RUN if path != "spec.parallelism.device"])
@@ -424,7 +467,7 @@ def test_no_name_or_value_is_a_yaml_boolean() -> None:
 
 
 def test_enums_are_camel_case_but_for_names_of_others() -> None:
-    of_others = {"llama", "gpt2", "bfloat16", "float32", "spillway.dev/v1alpha1", "TrainingJob"}
+    of_others = {"llama", "gpt2", "bert", "t5", "bfloat16", "float32", "spillway.dev/v1alpha1", "TrainingJob"}
     values = {value for value in all_names() if value and value[0].isupper()} | of_others
     schema_values = {
         value for definition in TrainingJob.model_json_schema()["$defs"].values()

@@ -156,7 +156,7 @@ def test_unexpected_error_is_one_line_and_a_file(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fly"], ["plan", "job.yaml"], ["run", "job.yaml", "--fast"], ["report", "x", "--step", "1"], ["ckpt"]],
+    [["fly"], ["plan", "job.yaml", "--nodes"], ["run", "job.yaml", "--fast"], ["report", "x", "--step", "1"], ["ckpt"]],
 )
 def test_wrong_command_line_is_a_document_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_app([*arguments, "-o", "json"]) == ExitCode.USER_ERROR
@@ -183,7 +183,7 @@ def test_what_the_system_refuses_is_a_sentence(
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/private/text")
 
-    monkeypatch.setattr(local_run, "refuse_missing_text", denied)
+    monkeypatch.setattr(local_run, "refuse_missing_locations", denied)
     assert run(job_file) == ExitCode.USER_ERROR
     assert capsys.readouterr().err.startswith("spillway: /private/text: Permission denied")
 

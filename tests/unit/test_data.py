@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from spillway.errors import UserError
 from spillway_trainer.data import Batch, TokenBatches, permuted
 from spillway_trainer.durable_files import FileEntry, describe_file
-from spillway_trainer.models.transformer import IGNORED_LABEL
+from spillway_trainer.models.objective import IGNORED_LABEL, Objective, prefix_length
 from spillway_trainer.tokens import Corpus, CorpusIndex
 
 END = 9999
 
 
-def corpus_of(directory: Path, num_tokens: int, shard_tokens: int = 64) -> Corpus:
+MASK = END + 1
+
+
+def corpus_of(directory: Path, num_tokens: int, shard_tokens: int = 64, mask: int | None = None) -> Corpus:
     """Token i of the corpus is i, so that a batch tells where it was read."""
     entries: list[FileEntry] = []
     for start in range(0, num_tokens, shard_tokens):
@@ -28,14 +31,23 @@ def corpus_of(directory: Path, num_tokens: int, shard_tokens: int = 64) -> Corpu
         np.arange(start, min(start + shard_tokens, num_tokens), dtype="<u2").tofile(path)
         entries.append(describe_file(path))
     index = CorpusIndex(
-        num_tokens=num_tokens, num_documents=1, vocab_size=END + 1, end_of_text=END, dtype="<u2",
+        num_tokens=num_tokens, num_documents=1, vocab_size=END + 1 + (mask is not None), end_of_text=END, dtype="<u2",
         shard_tokens=shard_tokens, shards=tuple(entries), tokenizer_xxh3="", source="", stat_xxh3="", content_xxh3="",
+        mask=mask,
     )  # fmt: skip
     return Corpus(directory, index)
 
 
 def batches_of(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0.0, seed: int = 0) -> TokenBatches:
     return TokenBatches(corpus_of(directory, num_tokens), T, fraction, seed)
+
+
+def masked_batches(directory: Path, num_tokens: int, T: int = 8, seed: int = 0, fraction: float = 0.0) -> TokenBatches:
+    return TokenBatches(corpus_of(directory, num_tokens, mask=MASK), T, fraction, seed, Objective.MASKED)
+
+
+def prefix_batches(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0.0) -> TokenBatches:
+    return TokenBatches(corpus_of(directory, num_tokens), T, fraction, 0, Objective.PREFIX)
 
 
 def labels_of(batch: Batch) -> list[int]:
@@ -140,8 +152,94 @@ def test_fingerprint_tells_apart_what_changes_a_sample(tmp_path: Path, changes: 
     assert one.fingerprint != other.fingerprint
 
 
+def test_fingerprint_tells_objectives_apart(tmp_path: Path) -> None:
+    made = (batches_of(tmp_path, 401), masked_batches(tmp_path, 401), prefix_batches(tmp_path, 401))
+    assert len({batches.fingerprint for batches in made}) == 3
+
+
 def test_token_beyond_the_vocabulary_names_the_corpus(tmp_path: Path) -> None:
     batches = batches_of(tmp_path, num_tokens=401)
     np.full(64, END + 1, dtype="<u2").tofile(tmp_path / "tokens-00000.bin")
     with pytest.raises(UserError, match="the shard is damaged"):
         batches.batch(range(50))
+
+
+# --- hidden tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hidden_token_is_the_label_of_its_own_place_and_all_others_are_as_they_were(tmp_path: Path) -> None:
+    batch = masked_batches(tmp_path, num_tokens=4000, T=200).batch(range(20))
+    hidden = batch.labels_BT != IGNORED_LABEL
+    whole = torch.where(hidden, batch.labels_BT, batch.tokens_BT)
+    assert torch.equal(whole, whole[:, :1] + torch.arange(200))
+
+
+def test_most_hidden_tokens_become_the_mask_some_a_random_token_some_stay(tmp_path: Path) -> None:
+    batch = masked_batches(tmp_path, num_tokens=9000, T=1000).batch(range(60))
+    hidden = batch.labels_BT != IGNORED_LABEL
+    assert hidden.sum(dim=1).tolist() == [150] * 60 == [batch.num_unmasked // 60] * 60
+    by_mask = (batch.tokens_BT == MASK)[hidden].float().mean()
+    unchanged = (batch.tokens_BT == batch.labels_BT)[hidden].float().mean()
+    assert 0.78 < by_mask < 0.82
+    assert 0.085 < unchanged < 0.115
+
+
+def test_hidden_places_differ_between_samples_epochs_and_seeds(tmp_path: Path) -> None:
+    batches = masked_batches(tmp_path, num_tokens=2000, T=100)
+    other = masked_batches(tmp_path, num_tokens=2000, T=100, seed=1)
+    places = [
+        tuple((labels != IGNORED_LABEL).nonzero().flatten().tolist())
+        for batch in (batches.batch(range(40)), other.batch(range(20)))
+        for labels in batch.labels_BT
+    ]
+    assert len(set(places)) == 60
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 15), max_size=8))
+def test_a_resumed_run_hides_the_same_tokens(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    directory = tmp_path_factory.mktemp("corpus")
+    whole = masked_batches(directory, num_tokens=333, T=16).batch(range(60))
+    edges = [0, *(edge for edge in itertools.accumulate(cuts) if edge < 60), 60]
+    parts = [masked_batches(directory, 333, T=16).batch(range(*pair)) for pair in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat([part.tokens_BT for part in parts]), whole.tokens_BT)
+    assert torch.equal(torch.cat([part.labels_BT for part in parts]), whole.labels_BT)
+    assert sum(part.num_unmasked for part in parts) == whole.num_unmasked
+
+
+def test_evaluation_hides_the_same_tokens_every_time(tmp_path: Path) -> None:
+    batches = masked_batches(tmp_path, num_tokens=500, T=16, fraction=0.3)
+    first, second = (list(batches.evaluation_batches(4)) for _ in range(2))
+    assert all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a.labels_BT, b.labels_BT) for a, b in zip(first, second, strict=True))
+
+
+def test_labels_are_counted_without_reading_them(tmp_path: Path) -> None:
+    """Of every objective, the short last window included."""
+    makers = (masked_batches, prefix_batches, batches_of)
+    for batches in (make(tmp_path, 8 * 25 + 6) for make in makers):
+        samples = range(2 * batches.num_sequences)
+        batch = batches.batch(samples)
+        assert batch.num_unmasked == batches.num_unmasked(samples) == len(labels_of(batch))
+
+
+def test_a_corpus_without_a_mask_token_is_refused_where_tokens_are_to_be_hidden(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no mask token"):
+        TokenBatches(corpus_of(tmp_path, 100), 8, 0.0, 0, Objective.MASKED)
+
+
+# --- a part to read, a part to say ------------------------------------------------------------------------------------
+
+
+def test_the_tokens_behind_the_prefix_are_labels_of_their_own_places(tmp_path: Path) -> None:
+    batch = prefix_batches(tmp_path, num_tokens=160).batch(range(20))
+    P = prefix_length(8)
+    assert torch.equal(batch.labels_BT[:, P:], batch.tokens_BT[:, P:])
+    assert (batch.labels_BT[:, :P] == IGNORED_LABEL).all()
+
+
+@pytest.mark.parametrize(("left", "num_sequences"), [(0, 4), (4, 4), (5, 5), (7, 5)])
+def test_a_last_window_without_anything_to_say_is_left_out(tmp_path: Path, left: int, num_sequences: int) -> None:
+    batches = prefix_batches(tmp_path, num_tokens=32 + left)
+    assert batches.num_sequences == num_sequences
+    assert all(batches.num_unmasked(range(sample, sample + 1)) > 0 for sample in range(num_sequences))

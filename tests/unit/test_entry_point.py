@@ -129,9 +129,9 @@ def changed(part: Any, **values: object) -> Any:
 @pytest.mark.parametrize("what", WRONG_PLANS)
 def test_a_plan_for_another_job_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
     job = local_runs.job_file(tmp_path, tmp_path / "text", tmp_path / "corpus", epoch=1)
-    config.check_plan(job, PLAN)
+    config.check_plan(job, PLAN, num_segments=6)
     with pytest.raises(config.UserError, match=what):
-        config.check_plan(job, changed(PLAN, **WRONG_PLANS[what](PLAN)))
+        config.check_plan(job, changed(PLAN, **WRONG_PLANS[what](PLAN)), num_segments=6)
 
 
 def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

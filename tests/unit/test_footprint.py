@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from spillway.api import ModelConfig
 from spillway.footprint import (
+    LOSS_BYTES,
+    BlockBytes,
     Blocks,
     Workload,
     accumulator_bytes,
+    cpu_accumulated,
     device_peak,
     exchange_bytes,
     host_bytes,
@@ -47,6 +50,12 @@ def work(compute: str = "bfloat16", **fields: Any) -> Workload:
     return Workload(shape, **{"micro_batch_size": 4, "sequence_length": 256, "num_micro_batches": 2} | fields)
 
 
+def block(workload: Workload) -> BlockBytes:
+    """Of its equal blocks."""
+    (run,) = workload.runs
+    return run.block
+
+
 P = work().shape.num_parameters
 
 
@@ -56,8 +65,8 @@ def test_parameters_are_two_bytes_each_and_the_rotary_tables() -> None:
 
 def test_accumulators_are_float32_per_use() -> None:
     tied = work(tieWordEmbeddings=True)
-    assert accumulator_bytes(work(), 1.0) == 4 * P
-    assert accumulator_bytes(tied, 1.0) == 4 * (tied.shape.num_parameters + 4096 * 256)
+    assert accumulator_bytes(work(), P) == 4 * P
+    assert cpu_accumulated(tied, ON_CPU) == tied.shape.num_parameters + 4096 * 256
 
 
 def test_states_are_twelve_bytes_and_eight_where_the_parameter_is_its_own_master() -> None:
@@ -111,57 +120,59 @@ def test_each_strategy_shards_its_parts(strategy: Any, parameters: int, gradient
 
 def test_small_storages_are_not_moved() -> None:
     """Roots of the norms (4 KiB) and log-sum-exp (16 KiB) stay; everything else of a block moves."""
-    assert work().saved_bytes - work().moved_bytes == 1024 * (4 + 4 + 4 * 4)
+    assert block(work()).saved - block(work()).moved == 1024 * (4 + 4 + 4 * 4)
 
 
 def test_nvme_extents_are_whole_pages() -> None:
     odd = work(sequence_length=255)
-    assert odd.moved_nvme_bytes > odd.moved_bytes
-    assert odd.moved_nvme_bytes % 4096 == 0
+    assert block(odd).moved_nvme > block(odd).moved
+    assert block(odd).moved_nvme % 4096 == 0
 
 
 def test_keeping_all_holds_every_block_and_the_head() -> None:
     kept = device_peak(work(), Blocks(4), 0)
-    assert kept.activations == 4 * work().saved_bytes + 1024 * (8 + work().shape.head.saved_bytes_per_token)
+    assert (
+        kept.activations == 4 * block(work()).saved + 1024 * (8 + work().shape.head.saved_bytes_per_token) + LOSS_BYTES
+    )
 
 
 def test_a_kept_block_gives_back_its_bytes_before_spilled_ones_return() -> None:
     """Event sweep: half kept, half spilled peaks at the kept half and its surroundings, not at the sum."""
     w = work(numLayers=8, vocabSize=512)
-    peak = device_peak(w, Blocks(8, host=4), w.moved_bytes)
-    assert peak.activations + peak.buffers < 6 * w.saved_bytes
-    assert peak.activations >= 4 * w.saved_bytes
+    peak = device_peak(w, Blocks(8, host=4), block(w).moved)
+    assert peak.activations + peak.buffers < 6 * block(w).saved
+    assert peak.activations >= 4 * block(w).saved
 
 
 def test_recompute_keeps_the_input_of_each_block_and_one_saved_set() -> None:
     w = work(numLayers=16, vocabSize=512)
     peak = device_peak(w, Blocks(16, recomputed=16), 0)
-    assert peak.activations == 1024 * 8 + 16 * 1024 * 512 + w.saved_bytes
+    assert peak.activations == 1024 * 8 + 16 * 1024 * 512 + block(w).saved
 
 
 def test_two_spilled_blocks_are_back_at_once() -> None:
     w = work(numLayers=16, vocabSize=512)
     peak = device_peak(w, Blocks(16, host=16), 0)
-    assert peak.buffers == 2 * w.moved_bytes
+    assert peak.buffers == 2 * block(w).moved
 
 
-def test_copies_may_still_be_in_flight_when_the_last_block_returns() -> None:
+def test_what_returns_waits_for_what_is_still_in_flight() -> None:
     w = work(numLayers=16, vocabSize=512)
-    peak = device_peak(w, Blocks(16, host=16), w.moved_bytes)
-    assert peak.buffers == 3 * w.moved_bytes
+    waiting, in_flight = (device_peak(w, Blocks(16, host=16), window) for window in (0, block(w).moved))
+    assert in_flight.activations + in_flight.buffers <= waiting.activations + waiting.buffers + 16 * 24576
 
 
 def test_nvme_is_staged_in_host_memory_out_and_back() -> None:
     w = work()
-    assert host_bytes(w, RESIDENT, Blocks(4, nvme=1), w.moved_bytes).buffers == 3 * w.moved_nvme_bytes
-    assert host_bytes(w, RESIDENT, Blocks(4, host=1), w.moved_bytes).buffers == 0
+    assert host_bytes(w, RESIDENT, Blocks(4, nvme=1), block(w).moved).buffers == 2 * block(w).moved_nvme
+    assert host_bytes(w, RESIDENT, Blocks(4, host=1), block(w).moved).buffers == 0
 
 
 def test_host_and_nvme_blocks_are_counted_where_they_lie() -> None:
     w = work()
     blocks = Blocks(4, host=1, nvme=2)
-    assert host_bytes(w, RESIDENT, blocks, 0).activations == w.moved_bytes
-    assert nvme_bytes(w, blocks).activations == 2 * w.moved_nvme_bytes
+    assert host_bytes(w, RESIDENT, blocks, 0).activations == block(w).moved
+    assert nvme_bytes(w, blocks).activations == 2 * block(w).moved_nvme
 
 
 def test_blocks_lie_in_the_order_in_which_backward_needs_them_last() -> None:
@@ -176,8 +187,8 @@ def test_moving_or_recomputing_a_block_never_needs_more_than_keeping_it_and_two_
     moved = data.draw(st.integers(0, layers - recomputed))
     w = work(numLayers=layers)
     kept = device_peak(w, Blocks(layers), 0)
-    peak = device_peak(w, Blocks(layers, recomputed=recomputed, host=moved), w.moved_bytes)
-    assert peak.activations + peak.buffers <= kept.activations + kept.buffers + 3 * w.saved_bytes
+    peak = device_peak(w, Blocks(layers, recomputed=recomputed, host=moved), block(w).moved)
+    assert peak.activations + peak.buffers <= kept.activations + kept.buffers + 3 * block(w).saved
 
 
 def test_ranks_that_exchange_gradients_hold_its_buffers_on_the_device() -> None:

@@ -34,13 +34,18 @@ def test_every_figure_has_a_source(name: str) -> None:
         ("8xa100-40", "8x-a100-40"),
         ("cpu", "cpu"),
         ("4xcpu", "4x-cpu"),
+        ("cpu-large", "cpu-large"),
+        ("2xh100+4xnvme-gen5", "2x-h100-80+4xnvme-gen5"),
     ],
 )
 def test_a_name_resolves(name: str, expected: str) -> None:
     assert resolve_node(name).name == expected
 
 
-@pytest.mark.parametrize(("name", "words"), [("h10", "did you mean h100"), ("tpu", "Known: "), ("", "empty")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("h10", "did you mean h100"), ("tpu", "Known: "), ("", "empty"), ("h100+floppy", "known: local-ssd, nvme-gen3")],
+)
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         resolve_node(name)
@@ -80,10 +85,14 @@ def test_several_cpu_devices_are_not_more_than_a_rank_can_use() -> None:
         ("NVIDIA-H100-80GB-HBM3", None, "2x-h100-80"),
         ("NVIDIA-A100-SXM4-40GB", 40441, "2x-a100-40"),
         ("NVIDIA-Z900", 97000, "2x-h100-80"),
-        ("NVIDIA-Z900", 50000, "2x-a100-40"),
-        ("NVIDIA-Z900", 8000, "2x-a100-40"),
-        ("NVIDIA-Z900", None, "2x-a100-40"),
-        ("", None, "2x-a100-40"),
+        ("NVIDIA-H200", 143771, "2x-h200"),
+        ("NVIDIA-A100-SXM4-80GB", None, "2x-a100-80"),
+        ("NVIDIA-L40S", None, "2x-l40s"),
+        ("NVIDIA-GeForce-RTX-4090", None, "2x-rtx-4090"),
+        ("NVIDIA-Z900", 45000, "2x-a100-40"),
+        ("NVIDIA-Z900", 8000, "2x-rtx-4090"),
+        ("NVIDIA-Z900", None, "2x-rtx-4090"),
+        ("", None, "2x-rtx-4090"),
     ],
 )
 def test_a_gpu_is_found_by_its_product_or_by_its_memory(product: str, memory_mib: int | None, expected: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spillway.api import ModelConfig
+from spillway.api import Lora, ModelConfig
 from spillway.model_shape import ModelShape, model_shape
 
 LLAMA = {"architecture": "llama"}
@@ -51,6 +51,21 @@ PUBLISHED = {
         1235814400,
     ),
     "gpt2": (GPT2 | {"hiddenSize": 768, "numLayers": 12, "numHeads": 12}, 124439808),
+    "bert-base-uncased, masked language model": (
+        {"architecture": "bert", "hiddenSize": 768, "numLayers": 12, "numHeads": 12, "intermediateSize": 3072,
+         "vocabSize": 30522, "maxPositions": 512},
+        109514298,
+    ),
+    "t5-small": (
+        {"architecture": "t5", "hiddenSize": 512, "numLayers": 6, "numHeads": 8, "intermediateSize": 2048,
+         "vocabSize": 32128},
+        60506624,
+    ),
+    "t5-base": (
+        {"architecture": "t5", "hiddenSize": 768, "numLayers": 12, "numHeads": 12, "intermediateSize": 3072,
+         "vocabSize": 32128},
+        222903552,
+    ),
     "gpt2-xl": (GPT2 | {"hiddenSize": 1600, "numLayers": 48, "numHeads": 25}, 1557611200),
 }  # fmt: skip
 
@@ -63,7 +78,7 @@ def test_parameters_are_exactly_those_of_the_published_model(fields: dict[str, A
 def test_a_llama_8b_block_saves_what_was_measured_on_cuda() -> None:
     """20.5 times hidden size, in bfloat16 values per token, with fused norms; grouped-query attention."""
     fields, _ = PUBLISHED["llama-3-8b"]
-    block = model_shape(config(**fields), "bfloat16", "Cuda").block
+    block = model_shape(config(**fields), "bfloat16", "Cuda").blocks[0]
     assert block.saved_bytes_per_token / (2 * 4096) == pytest.approx(20.5, abs=0.05)
 
 
@@ -84,13 +99,41 @@ def test_forward_flops_are_two_per_parameter_and_attention() -> None:
 
 def test_tied_parameters_have_an_accumulator_of_their_own() -> None:
     fields, _ = PUBLISHED["llama-3.2-1b, tied"]
-    assert shape(**fields).tied_parameters == 128256 * 2048
+    made = shape(**fields)
+    assert made.num_accumulated - made.num_trained == made.head.num_aliased == 128256 * 2048
+    assert made.tied == ((17, 0),)
 
 
 def test_dropout_saves_a_mask_of_one_byte_on_cuda() -> None:
     fields, _ = PUBLISHED["llama-3-8b"]
     with_dropout = config(**fields, dropout="0.1")
     per_token = [
-        model_shape(c, "bfloat16", "Cuda").block.saved_bytes_per_token for c in (with_dropout, config(**fields))
+        model_shape(c, "bfloat16", "Cuda").blocks[0].saved_bytes_per_token for c in (with_dropout, config(**fields))
     ]
     assert per_token[0] - per_token[1] == 2 * 4096
+
+
+def test_adapters_alone_are_trained() -> None:
+    fields, num_parameters = PUBLISHED["llama-2-7b"]
+    adapted = model_shape(
+        config(**fields), "bfloat16", lora=Lora.model_validate({"targetModules": ["q_proj", "v_proj"]})
+    )
+    assert adapted.num_trained == 32 * 2 * 2 * 16 * 4096
+    assert adapted.num_parameters - adapted.num_trained == num_parameters
+    assert adapted.parameter_bytes == 2 * num_parameters + 4 * adapted.num_trained
+    assert adapted.trained_bytes == 4
+
+
+def test_frozen_matrices_have_no_gradient_of_their_own_in_backward() -> None:
+    """2 FLOPs a parameter and token instead of 4."""
+    fields, _ = PUBLISHED["llama-2-7b"]
+    full, adapted = model_shape(config(**fields), "bfloat16"), model_shape(config(**fields), "bfloat16", lora=Lora())
+    assert full.backward_flops_per_token(1) == pytest.approx(2 * full.forward_flops_per_token(1))
+    assert adapted.backward_flops_per_token(1) == pytest.approx(full.forward_flops_per_token(1), rel=0.02)
+
+
+def test_segments_are_equal_when_their_figures_are() -> None:
+    fields, _ = PUBLISHED["t5-small"]
+    blocks = shape(**fields).blocks
+    assert [block.name for block in blocks] == [f"{half}{n}" for half in ("encoder", "decoder") for n in range(6)]
+    assert len(set(blocks)) == 5  # first, inner and last of the encoder; first and inner of the decoder

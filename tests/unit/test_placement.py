@@ -270,7 +270,7 @@ def test_a_class_too_small_for_all_pods_is_taken_when_there_is_no_other() -> Non
 
 def test_an_unknown_gpu_is_planned_for_as_the_smallest_of_the_catalog() -> None:
     found = placed(cluster(gpu_node("node-x", {})), CUDA)
-    assert (found.node.name, found.required_labels) == ("8x-a100-40", {})
+    assert (found.node.name, found.required_labels) == ("8x-rtx-4090", {})
 
 
 def test_an_unknown_product_is_planned_for_with_the_memory_that_its_driver_reports() -> None:
@@ -535,7 +535,7 @@ def test_without_a_view_of_nodes_the_catalog_is_planned_for() -> None:
 def test_without_a_view_the_selected_gpu_is_planned_for_and_without_a_selector_the_smallest() -> None:
     selected = {**CUDA, "spec.scheduling.nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}}
     assert placed(ClusterView(), selected).node.name == "1x-h100-80"
-    assert placed(ClusterView(), CUDA).node.name == "1x-a100-40"
+    assert placed(ClusterView(), CUDA).node.name == "1x-rtx-4090"
 
 
 def test_without_a_view_a_model_too_large_for_the_catalog_is_refused() -> None:

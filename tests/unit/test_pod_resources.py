@@ -186,3 +186,19 @@ def test_all_figures_are_whole_mebibytes() -> None:
     made = resources(SPILLED)
     figures = (made.memory_bytes, made.spill_volume_bytes, made.ephemeral_storage_bytes)
     assert all(figure % MIB == 0 for figure in figures)
+
+
+def test_homes_of_streamed_parameters_are_memory_and_volume_of_the_pod() -> None:
+    stream = {"spec.memory.parameters.placement": "Stream", "spec.memory.optimizer.placement": "Host"}
+    decided = plan(HEAVY | stream)
+    held = decided.bytes[Tier.HOST].parameters
+    assert held > 80 * MIB
+    assert resources(HEAVY | stream).memory_bytes > pods.runtime_bytes(1, "Cpu") + decided.bytes[Tier.HOST].total
+    short = HEAVY | stream | {"spec.model.lora": {"rank": 8}, "spec.memory.budget": {"host": "80Mi"}}
+    on_nvme = plan(short).bytes[Tier.NVME].parameters
+    assert resources(short).spill_volume_bytes > on_nvme > 0
+
+
+def test_a_checkpoint_holds_what_is_trained() -> None:
+    whole, adapters = (pods.checkpoint_bytes(job(c).spec, "Cpu") for c in ({}, {"spec.model.lora": {"rank": 8}}))
+    assert 0 < adapters < whole / 20

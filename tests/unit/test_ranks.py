@@ -198,7 +198,7 @@ def test_a_recorder_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: p
 def test_the_footprint_counts_the_buffers_of_the_exchange(size: int, wire: torch.dtype, tmp_path: Path) -> None:
     job = local_runs.job_file(tmp_path, tmp_path, tmp_path, 1)
     shape = model_shape(job.spec.model.transformer, "bfloat16")
-    for num_values in (shape.num_parameters + shape.tied_parameters, 10**9):
+    for num_values in (shape.num_accumulated, 10**9):
         work = Workload(shape, 4, 64, 2, world_size=size)
         ledger = DeviceLedger(None)
         held = ExchangedSum(World(size=size), num_values, wire, ledger, 1)

@@ -634,8 +634,8 @@ def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"spec.model.config.architecture": "gpt2", "spec.model.config.numKeyValueHeads": 4},
-         "spec.model.config.architecture"),
+        ({"spec.model": {"source": {"claim": "c"}}}, "spec.model.source"),
+        ({"spec.model": {"entrypoint": "model.py:build"}}, "spec.model.entrypoint"),
         ({"spec.data": {"tokens": {"claim": "c"}}}, "spec.data.tokens"),
         ({"spec.data": {"huggingFace": {"name": "c4"}}}, "spec.data.huggingFace"),
         ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway_trainer import reference
-from spillway_trainer.reference import AdamWScalars, Bins
+from spillway_trainer.reference import AdamWScalars, SquareSum
 
 torch.set_num_threads(1)
 
@@ -76,7 +76,7 @@ def test_norm_is_the_correctly_rounded_root_of_the_exact_sum(seed: int) -> None:
     total = exact_sum_of_squares(values)
     with decimal.localcontext(prec=400, Emax=10**6, Emin=-(10**6)):
         root = (decimal.Decimal(total.numerator) / decimal.Decimal(total.denominator)).sqrt()
-    assert reference.gradient_bins(values).norm() == float(root)
+    assert reference.square_sum(values).norm() == float(root)
 
 
 @given(st.integers(min_value=0, max_value=2**400))
@@ -93,25 +93,23 @@ def test_root_just_beside_a_tie_rounds_to_its_own_side() -> None:
     assert reference._rounded_sqrt(tie * tie + 1) == float(2**53 + 2) * 2.0**64
 
 
-def test_bins_hold_the_exact_sum_by_exponent() -> None:
-    values = torch.tensor([1.0, -1.0, 1.5, 2.0, 1e-45, -1e-45, 0.0])
-    bins = reference.gradient_bins(values)
-    assert bins.sums[0] == 2
-    assert bins.sums[126] == 2 * (2**23) ** 2 + (3 * 2**22) ** 2
-    assert bins.sums[127] == (2**23) ** 2
+def test_the_sum_of_squares_is_exact_from_the_smallest_to_the_largest_value() -> None:
+    values = torch.tensor([1.0, -1.0, 1.5, 2.0, 1e-45, -1e-45, 0.0, 3.4028234663852886e38])
+    units = [2**298, 2**298, 9 * 2**296, 2**300, 1, 1, 0, (2**24 - 1) ** 2 << (2 * 253)]
+    assert reference.square_sum(values) == SquareSum(sum(units))
 
 
-def test_bins_of_the_parts_add_up_to_those_of_the_whole() -> None:
+def test_sums_of_the_parts_add_up_to_that_of_the_whole() -> None:
     values = finite_values(10_000, 5)
-    parts = [reference.gradient_bins(part) for part in torch.split(values, 999)]
-    assert sum(parts, Bins()) == reference.gradient_bins(values)
+    parts = [reference.square_sum(part) for part in torch.split(values, 999)]
+    assert sum(parts, SquareSum()) == reference.square_sum(values)
 
 
 def test_non_finite_values_are_counted_and_make_the_norm_nan() -> None:
-    bins = reference.gradient_bins(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]))
-    assert bins.num_non_finite == 3
-    assert math.isnan(bins.norm())
+    found = reference.square_sum(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]))
+    assert found.num_non_finite == 3
+    assert math.isnan(found.norm())
 
 
 def test_norm_of_nothing_is_zero() -> None:
-    assert Bins().norm() == 0.0
+    assert SquareSum().norm() == 0.0

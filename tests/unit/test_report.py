@@ -24,7 +24,7 @@ ENDED = {
 
 def record(title: str = "tiny", log: RunLog | None = None, ended: dict[int, Attempt] | None = None) -> RunRecord:
     log = run_log((1, 9), (5, 40)) if log is None else log
-    return RunRecord(title, "0.1.0", plan(job=title), log, ENDED if ended is None else ended)
+    return RunRecord(title, "runs/tiny", "0.1.0", plan(job=title), log, ENDED if ended is None else ended)
 
 
 class Page(HTMLParser):

@@ -11,6 +11,7 @@ from spillway.footprint import Blocks, Workload
 from spillway.model_shape import model_shape
 from spillway.plan import OptimizerPlan, Prediction
 from spillway.step_time import (
+    Drives,
     Rates,
     Resource,
     backward_loads,
@@ -29,6 +30,8 @@ LLAMA_8B = ModelConfig.model_validate(
 )  # fmt: skip
 WORK = Workload(model_shape(LLAMA_8B, "bfloat16", "Cuda"), 1, 8192, 4)
 P = 8030261248
+MOVED, SPILLED = WORK.largest_block.moved, WORK.largest_block.moved_nvme
+"""bytes of one block and micro-batch"""
 RATES = Rates(
     flops=400e12, device=2.7e12, h2d=50e9, d2h=50e9, duplex=1.0, dram=240e9, cpu=120e9, read=6e9, write=5e9,
     network=300e9, copies_use_cores=False,
@@ -41,7 +44,7 @@ ALL_KEPT = Blocks(32)
 def prediction(
     optimizer: OptimizerPlan = RESIDENT, blocks: Blocks = ALL_KEPT, rates: Rates = RATES, overlapped: bool = True
 ) -> Prediction:
-    return predict(WORK, rates, optimizer, blocks, overlapped=overlapped, steps=10**6, drive_bytes=3.84e12)
+    return predict(WORK, rates, optimizer, blocks, overlapped=overlapped, steps=10**6, drives=Drives(3.84e12))
 
 
 def test_backward_costs_twice_the_forward() -> None:
@@ -115,7 +118,7 @@ def test_nvme_is_bound_by_its_writes() -> None:
 def test_without_a_window_copies_come_on_top_of_forward() -> None:
     blocks = Blocks(32, host=8)
     hidden, exposed = prediction(blocks=blocks), prediction(blocks=blocks, overlapped=False)
-    extra = 4 * 8 * WORK.moved_bytes / 50e9
+    extra = 4 * 8 * MOVED / 50e9
     assert exposed.step_seconds - hidden.step_seconds == pytest.approx(extra)
 
 
@@ -128,19 +131,21 @@ def test_copies_take_the_cores_that_compute_on_a_cpu() -> None:
 def test_written_bytes_per_day_and_drive_writes() -> None:
     """A job shorter than a day writes what its steps write."""
     blocks = Blocks(32, nvme=1)
-    day = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10**9, drive_bytes=1e12)
-    short = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10, drive_bytes=1e12)
-    per_step = WORK.num_micro_batches * WORK.moved_nvme_bytes
+    day = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10**9, drives=Drives(1e12, 5e15))
+    short = predict(WORK, RATES, RESIDENT, blocks, overlapped=True, steps=10, drives=Drives(1e12, 5e15))
+    per_step = WORK.num_micro_batches * SPILLED
     assert short.nvme_written_bytes_per_day == 10 * per_step
     assert day.nvme_written_bytes_per_day == pytest.approx(per_step * 86400 / day.step_seconds)
     assert day.drive_writes_per_day == day.nvme_written_bytes_per_day / 1e12
+    assert day.years_until_rated_writes == pytest.approx(5e15 / (365 * day.nvme_written_bytes_per_day))
+    assert prediction().years_until_rated_writes is None
 
 
 def test_link_bytes_are_those_of_the_techniques() -> None:
     moved = prediction(ON_CPU, Blocks(32, host=3, nvme=1)).link_bytes
-    assert moved["h2d"] == 4 * 4 * WORK.moved_bytes + 2 * P
-    assert moved["d2h"] == 4 * 4 * WORK.moved_bytes + 4 * 2 * P
-    assert moved["nvme_write"] == moved["nvme_read"] == 4 * WORK.moved_nvme_bytes
+    assert moved["h2d"] == 4 * 4 * MOVED + 2 * P
+    assert moved["d2h"] == 4 * 4 * MOVED + 4 * 2 * P
+    assert moved["nvme_write"] == moved["nvme_read"] == 4 * SPILLED
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 from failing_files import CountingFiles, full_at
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spillway.errors import UserError
 from spillway_trainer import text_source as text_source_module
 from spillway_trainer import tokens as tokens_module
 from spillway_trainer.text_source import Tally, python_stdlib, text_source
-from spillway_trainer.tokens import END_OF_TEXT, Corpus, build_corpus, open_corpus, prepare_corpus
+from spillway_trainer.tokens import (
+    END_OF_TEXT,
+    Corpus,
+    TokenizerRecipe,
+    build_corpus,
+    open_corpus,
+    prepare_corpus,
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 CODE = Path(__file__).read_text()
@@ -374,3 +381,68 @@ def test_a_builder_whose_files_a_faster_one_cleared_away_leaves_that_ones_corpus
     monkeypatch.setattr(tokens_module, "train_tokenizer", overtaken)
     assert decoded(built(root, tmp_path / "corpus")) == TEXT + END_OF_TEXT
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "text"]
+
+
+# --- given tokenizers, and the mask -----------------------------------------------------------------------------------
+
+
+def model_directory(root: Path, config: dict[str, Any] | None = None) -> Path:
+    """A directory with a tokenizer of its own: words of TEXT, none of our special tokens."""
+    root.mkdir()
+    vocabulary = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2, "</s>": 3, "[UNK]": 4}
+    vocabulary |= {word: 10 + number for number, word in enumerate(sorted(set(TEXT.split())))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["[PAD]", "[SEP]", "[MASK]", "</s>"])
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(root / "tokenizer.json"))
+    if config is not None:
+        (root / "tokenizer_config.json").write_text(json.dumps(config))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("config", "end_of_text"),
+    [(None, 3), ({"sep_token": "[SEP]"}, 1), ({"eos_token": {"content": "[PAD]"}, "sep_token": "[SEP]"}, 0)],
+)
+def test_a_given_tokenizer_is_used_as_it_is(tmp_path: Path, config: dict[str, Any] | None, end_of_text: int) -> None:
+    """Nothing is cut, whatever it was set to; a document ends with the token that its configuration names."""
+    given = model_directory(tmp_path / "model", config)
+    source = text_source(write(tmp_path / "text", a__txt="one word"))
+    build_corpus(source, tmp_path / "corpus", 1000, silent, TokenizerRecipe(model_directory=given))
+    corpus = open_corpus(tmp_path / "corpus", source, 1000)
+    assert corpus.tokenizer_path.read_bytes() == (given / "tokenizer.json").read_bytes()
+    assert corpus.index.end_of_text == corpus.tokens(0, 100)[-1] == end_of_text
+    assert corpus.index.mask == 2
+    assert corpus.special_tokens["mask_token"] == "[MASK]"
+
+
+def test_a_child_builds_with_a_given_tokenizer_too(tmp_path: Path) -> None:
+    given = model_directory(tmp_path / "model")
+    source = text_source(write(tmp_path / "text", a__txt=TEXT))
+    recipe = TokenizerRecipe(model_directory=given)
+    child = prepare_corpus(source, tmp_path / "child", 1000, silent, recipe)
+    build_corpus(source, tmp_path / "here", 1000, silent, recipe)
+    assert child.fingerprint == open_corpus(tmp_path / "here", source, 1000).fingerprint
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    source = text_source(write(tmp_path / "text", a__txt=TEXT))
+    with pytest.raises(UserError, match=r"tokenizer\.json: No such file .* that its weights were trained with"):
+        build_corpus(source, tmp_path / "corpus", 1000, silent, TokenizerRecipe(model_directory=tmp_path / "model"))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    source = text_source(write(tmp_path / "text", a__txt=TEXT))
+    recipe = TokenizerRecipe(model_directory=model_directory(tmp_path / "model"))
+    with pytest.raises(UserError, match="the model's vocabSize is 8"):
+        prepare_corpus(source, tmp_path / "corpus", 8, silent, recipe)
+
+
+def test_a_trained_tokenizer_has_a_mask_when_asked_for(tmp_path: Path) -> None:
+    source = text_source(write(tmp_path / "text", a__txt=TEXT + " [MASK]"))
+    build_corpus(source, tmp_path / "corpus", 300, silent, TokenizerRecipe(has_mask=True))
+    corpus = open_corpus(tmp_path / "corpus", source, 300)
+    assert corpus.special_tokens == {"eos_token": END_OF_TEXT, "mask_token": "[MASK]"}
+    assert corpus.index.mask not in corpus.tokens(0, 10_000), "text that spells it out stays text"

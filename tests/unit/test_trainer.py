@@ -81,6 +81,9 @@ class NoTechniques:
     def waited_seconds(self) -> float:
         return 0.0
 
+    def busy_seconds(self) -> dict[str, float]:
+        return {}
+
 
 class NumberedBatches:
     """Sample i is a sequence of four tokens i; remembers which were asked for."""

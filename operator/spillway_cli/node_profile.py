@@ -1,0 +1,129 @@
+"""The profile of this machine: a NodeProfile that `spillway calibrate` measured and plans for this machine use.
+
+It lies in $XDG_STATE_HOME/spillway (~/.local/state/spillway). One that cannot be read, or is about another number of
+cores, is never used in silence: named on the command line it is refused, else it is left aside with a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from spillway.api import NodeProfileSpec
+from spillway.errors import UserError
+from spillway.hardware import NodeSpec, gpu_node, resolve_node
+from spillway.manifest import parse, read_text
+from spillway.profiles import NodeProfile, measured
+
+from .run_directory import write_atomic
+
+FILE_NAME = "node-profile.yaml"
+SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
+    ("status",),
+    *(
+        ("metadata", field)
+        for field in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "labels")
+    ),
+)
+"""set by an API server; `kubectl get nprof -o yaml` must load"""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProfile:
+    """What plans for this machine start from."""
+
+    spec: NodeProfileSpec | None
+    """None: the catalog's rates"""
+    sentence: str
+    """where the rates come from, for people"""
+
+
+def default_path() -> Path:
+    """Raises UserError where there is neither $XDG_STATE_HOME nor a home directory."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):
+        return Path(state) / "spillway" / FILE_NAME
+    try:
+        return Path.home() / ".local" / "state" / "spillway" / FILE_NAME
+    except RuntimeError as error:
+        raise UserError("there is no home directory to keep the profile in; name an --output") from error
+
+
+def read_profile(path: Path) -> NodeProfile:
+    """Raises UserError, InvalidJob with every wrong field."""
+    return parse(NodeProfile, read_text(path, "NodeProfile"), str(path), SERVER_FIELDS)
+
+
+def write_profile(path: Path, document: dict[str, object], comment: str) -> None:
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = lines + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def check_writable(path: Path) -> None:
+    """Raises UserError before anything is measured when the result could not be kept. Leaves nothing behind but the
+    directory."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: the profile cannot be written there ({error.strerror}); name another file with --output")
+
+
+def own_profile(cores: int, given: Path | None = None) -> OwnProfile:
+    """`given` (--node FILE), or the one that `spillway calibrate` left. Raises UserError for a given one that cannot be
+    used; another is left aside, aloud."""
+    path = given or default_path_or_none()
+    if path is None or (given is None and not os.path.exists(path)):
+        return OwnProfile(None, "rates of the catalog; `spillway calibrate` measures those of this machine")
+    try:
+        profile = read_profile(path)
+        refuse_another_machine(path, profile.spec, cores)
+    except UserError as error:
+        if given is not None:
+            raise
+        reason = "; ".join(line.strip() for line in str(error).splitlines())
+        return OwnProfile(None, f"left aside: {reason}; `spillway calibrate` makes it anew. Rates of the catalog")
+    when = f" on {profile.spec.measured_time[:10]}" if profile.spec.measured_time else ""
+    return OwnProfile(profile.spec, f"rates measured{when} ({path})")
+
+
+def default_path_or_none() -> Path | None:
+    try:
+        return default_path()
+    except UserError:
+        return None
+
+
+def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int) -> None:
+    if spec.device_kind != "Cpu":
+        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and runs on this machine use its CPU")
+    if spec.num_cores not in (None, cores):
+        raise UserError(f"{path}: measured with {spec.num_cores} cores, and {cores} can be used now")
+
+
+def named_node(name: str) -> NodeSpec:
+    """`--node NAME`: a class of the catalog, or the file of a NodeProfile. What the profile leaves out comes from the
+    catalog: the generic CPU node, or the GPU class with as much memory."""
+    path = Path(name)
+    if os.sep not in name and path.suffix not in {".yaml", ".yml", ".json"}:
+        return resolve_node(name)
+    spec = read_profile(path).spec
+    if spec.device_kind == "Cpu":
+        return measured(spec, resolve_node("cpu"))
+    return measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1))

@@ -1,0 +1,134 @@
+"""Plan against reality: what a run held and took, beside what its plan said. Pure: log and plan in, rows out.
+
+Bytes are peaks of all steps; seconds and bytes moved are medians of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spillway.metrics import Phase, StepMetrics
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import format_bytes, format_seconds
+
+from .run_log import RunLog
+from .run_summary import median, tier_use
+
+PREDICTED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.WAIT, Phase.EXCHANGE, Phase.OPTIMIZER)
+GOOD = 1.25
+"""times more or less than planned: what a calibrated plan is held to"""
+LEAST_SHARE = 0.05
+"""of a step: a phase that is less of it, planned and measured, is not worth a sentence"""
+
+Kind = Literal["tier", "step", "phase", "link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure."""
+
+    kind: Kind
+    name: str
+    planned: float | None
+    """None: nothing was predicted"""
+    seen: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Seen over planned; None where either is nothing."""
+        return self.seen / self.planned if self.planned and self.seen else None
+
+    @property
+    def distance(self) -> float:
+        """How many times too much or too little; 1 = exact."""
+        ratio = self.ratio
+        return 1.0 if ratio is None else max(ratio, 1.0 / ratio)
+
+    def format(self, figure: float | None) -> str:
+        if figure is None:
+            return "-"
+        return format_bytes(figure) if self.kind in ("tier", "link") else format_seconds(figure)
+
+
+def compared(log: RunLog, plan: MemoryPlan) -> list[Row]:
+    """All rows of a run that has made steps; none before."""
+    if not log.curve:
+        return []
+    steps = [step.metrics for step in log.curve]
+    return [*tier_rows(log, plan), *second_rows(steps, plan), *link_rows(steps, plan)]
+
+
+def tier_rows(log: RunLog, plan: MemoryPlan) -> list[Row]:
+    uses = [tier_use(tier, log.curve, plan) for tier in Tier if tier in plan.bytes]
+    return [Row("tier", use.tier, use.planned_bytes, use.peak_bytes) for use in uses]
+
+
+def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+    """The step, then its phases; a plan of an earlier version predicts none of them."""
+    predicted = plan.prediction.phase_seconds
+    rows = [Row("step", "step", plan.prediction.step_seconds, median([step.step_seconds for step in steps]))]
+    for phase in (Phase.DATA, *PREDICTED_PHASES):
+        seen = median([step.phase_seconds.get(phase, 0.0) for step in steps])
+        planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
+        if seen or planned:
+            rows.append(Row("phase", phase.value, planned, seen))
+    return rows
+
+
+def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+    """Links whose bytes are counted: nobody counts those of DRAM."""
+    measured = {link for step in steps for link in step.moved_bytes}
+    rows = []
+    for link, planned in sorted(plan.prediction.link_bytes.items()):
+        seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])
+        if link in measured and (planned or seen):
+            rows.append(Row("link", link, planned, seen))
+    return rows
+
+
+def largest_deviation(rows: Sequence[Row]) -> Row | None:
+    """The row furthest from its plan, of those that matter; None when all are within GOOD."""
+    step = max((max(row.planned or 0.0, row.seen) for row in rows if row.kind == "step"), default=0.0)
+    matter = [
+        row
+        for row in rows
+        if row.kind in ("tier", "step")
+        or (row.kind == "phase" and max(row.planned or 0.0, row.seen) >= LEAST_SHARE * step)
+    ]
+    furthest = max(matter, key=lambda row: row.distance, default=None)
+    return furthest if furthest is not None and furthest.distance > GOOD else None
+
+
+def sentence(rows: Sequence[Row], run: str) -> str:
+    """What to make of the rows; `run` is the directory that the remedy names."""
+    if not rows:
+        return "No step is done yet."
+    row = largest_deviation(rows)
+    if row is None:
+        return f"Every tier and phase is within {GOOD - 1.0:.0%} of the plan."
+    planned, seen = row.format(row.planned), row.format(row.seen)
+    times = f"{row.ratio:.2g} times" if row.ratio else ""
+    if row.kind == "tier":
+        return (
+            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; bytes are arithmetic, "
+            "which no calibration corrects."
+        )
+    what = "a step" if row.kind == "step" else f"phase {row.name}"
+    remedy = f"`spillway calibrate --from {run}` corrects the rates that plans for this machine use."
+    return f"Largest deviation: {what} took {seen}, {times} the predicted {planned}; {remedy}"
+
+
+def as_json(rows: Sequence[Row], run: str) -> dict[str, object]:
+    """The part of -o json (docs/cli.md)."""
+    groups: dict[str, dict[str, object]] = {"tiers": {}, "step": {}, "phases": {}, "links": {}}
+    unit = {"tier": "Bytes", "link": "Bytes", "step": "Seconds", "phase": "Seconds"}
+    for row in rows:
+        name = unit[row.kind]
+        entry: dict[str, object] = {f"predicted{name}": row.planned, f"measured{name}": row.seen, "ratio": row.ratio}
+        if row.kind == "step":
+            groups["step"] = entry
+        else:
+            groups[f"{row.kind}s"][row.name] = entry
+    return {**groups, "sentence": sentence(rows, run)}

@@ -1,0 +1,166 @@
+"""What a plan predicts for each tier against what the kernel and torch measure, within 10 %.
+
+Every cell is a fresh process (tests/peak_run.py) that assembles a real run under the plan that `make_plan` made:
+    device + host   growth of the process's peak resident set; on a CPU both are its memory
+    host            resident pages of the slab's mapping
+    device          the trainer's ledger, which is held against the peak of torch's memory tracker where nothing moves
+                    (that tracker sees the main thread only) and, with the host slab, against the first row everywhere
+    NVMe            extents in use, and blocks of the spill file on disk against the slab that the plan asks for
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import peak_run
+import pytest
+from job_documents import job
+
+from spillway.api import TrainingJob
+from spillway.hardware import NodeSpec, local_node
+from spillway.job import JobFile
+from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.planner import make_plan
+from spillway.units import GIB, MIB
+
+TOLERANCE = 0.10
+NODE = local_node(1, 8 * GIB, 8 * GIB, 16 * GIB)
+SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
+"""loads of parameters are what costs: many micro-batches share each"""
+
+
+def model(**sizes: Any) -> dict[str, Any]:
+    return {f"spec.model.config.{name}": value for name, value in sizes.items()}
+
+
+BASE = model(hiddenSize=512, numLayers=6, numHeads=8, numKeyValueHeads=8, intermediateSize=1408, vocabSize=2048) | {
+    "spec.training.sequenceLength": 256, "spec.training.microBatchSize": 8, "spec.training.globalBatchSize": 16,
+    "spec.training.steps": peak_run.STEPS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    changes: dict[str, Any] = field(default_factory=dict)
+    node: NodeSpec = NODE
+    holds: tuple[str, ...] = ()
+    """what the plan must do, or the cell tests something else"""
+
+    @property
+    def in_one_thread(self) -> bool:
+        """Nothing moves on other threads, which torch's tracker does not see."""
+        return not self.holds
+
+
+def forced(placement: str, policy: str, **more: Any) -> dict[str, Any]:
+    return {"spec.memory.optimizer.placement": placement, "spec.memory.activations.policy": policy, **more}
+
+
+MANY = {"spec.training.globalBatchSize": 48}
+"""micro-batches, so that reads and writes meet in all the ways in which they can"""
+FLOAT32 = {"spec.model.precision.compute": "float32"}
+STREAM = {"spec.memory.parameters.placement": "Stream"}
+CELLS = {
+    "bfloat16, all resident": Cell(forced("Device", "Keep")),
+    "float32, all resident": Cell(forced("Device", "Keep") | FLOAT32),
+    "states on the CPU": Cell(forced("Host", "Keep"), holds=("host",)),
+    "states interleaved, recomputed": Cell(forced("Interleaved", "Recompute"), holds=("host", "recompute")),
+    "activations to host memory": Cell(forced("Host", "Host"), holds=("host",)),
+    "activations to NVMe": Cell(forced("Host", "Nvme") | MANY, holds=("nvme",)),
+    "float32, interleaved, NVMe": Cell(forced("Interleaved", "Nvme") | FLOAT32 | MANY, holds=("nvme",)),
+    "large vocabulary": Cell(forced("Device", "Keep") | model(vocabSize=16384, numLayers=2)),
+    "wide": Cell(model(hiddenSize=1024, intermediateSize=2816, numLayers=3) | {"spec.memory.budget.device": "600Mi"},
+                 holds=("host",)),
+    "tied, dropout": Cell(forced("Host", "Recompute") | model(tieWordEmbeddings=True, dropout="0.1", vocabSize=8192),
+                           holds=("host", "recompute")),
+    "streamed": Cell(forced("Host", "Recompute") | STREAM, holds=("streams",)),
+    "streamed, float32, activations to host": Cell(forced("Host", "Host") | STREAM | FLOAT32, holds=("streams",)),
+    "streamed from NVMe": Cell(
+        forced("Host", "Recompute") | STREAM | {"spec.memory.budget.host": "360Mi"}, holds=("streams", "nvme")
+    ),
+    "streamed, partly resident": Cell(
+        {"spec.memory.budget.device": "105Mi"}, holds=("streams",)
+    ),
+    "weight-stationary": Cell(
+        forced("Host", "Recompute") | STREAM | {"spec.training.globalBatchSize": 32}, SLOW_LINK,
+        ("streams", "stationary"),
+    ),
+}  # fmt: skip
+
+
+def plan_of(cell: Cell) -> tuple[MemoryPlan, TrainingJob]:
+    wanted = job(BASE | cell.changes)
+    plan = make_plan(wanted, cell.node)
+    assert isinstance(plan, MemoryPlan), plan
+    tight = {**plan.budget, Tier.DEVICE: plan.bytes[Tier.DEVICE].total}  # or late copies take what nobody else needs
+    plan = plan.model_copy(update={"budget": tight})
+    does = {
+        "host": plan.bytes[Tier.HOST].total > 0,
+        "nvme": plan.bytes[Tier.NVME].total > 0,
+        "recompute": Answer.RECOMPUTE in plan.activations.answers,
+        "streams": plan.parameters.streams,
+        "stationary": plan.parameters.order == "WeightStationary",
+    }
+    assert all(does[what] for what in cell.holds), plan
+    return plan, wanted
+
+
+def write(directory: Path, name: str, wanted: TrainingJob, plan: MemoryPlan) -> None:
+    here = str(directory)
+    file = JobFile(
+        name="peaks", uid="u", epoch=1, spec=wanted.spec, output_directory=here, corpus_directory=here,
+        checkpoint_directory=here, spill_directory=here, termination_message_path=f"{here}/end", compute_threads=1,
+    )  # fmt: skip
+    (directory / f"{name}-job.json").write_text(file.model_dump_json(by_alias=True))
+    (directory / f"{name}-plan.json").write_text(plan.model_dump_json())
+
+
+def measured(cell: Cell, directory: Path) -> tuple[MemoryPlan, dict[str, int]]:
+    plan, wanted = plan_of(cell)
+    write(directory, "cell", wanted, plan)
+    write(directory, "tiny", *tiny(cell))
+    yardsticks = ["torch"] if cell.in_one_thread else []
+    command = [sys.executable, peak_run.__file__, str(directory), *yardsticks]
+    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # as the trainer sets it for itself
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return plan, json.loads(done.stdout.splitlines()[-1])
+
+
+def tiny(cell: Cell) -> tuple[TrainingJob, MemoryPlan]:
+    """The cell's job with a model of no size."""
+    changes = dict(cell.changes)
+    changes = {name: value for name, value in changes.items() if not name.startswith("spec.memory.budget")}
+    small = model(hiddenSize=64, numLayers=2, intermediateSize=160, vocabSize=512)
+    wanted = job(BASE | changes | small | {"spec.training.sequenceLength": 64})
+    plan = make_plan(wanted, cell.node)
+    assert isinstance(plan, MemoryPlan), plan
+    return wanted, plan
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_tiers_predicted_peak_is_what_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, found = measured(CELLS[name], tmp_path)
+    device, host, nvme = (plan.bytes[tier].total for tier in Tier)
+    rows = [("device + host", device + host, found["rss"]), ("device", device, found["own_device"])]
+    if "torch" in found:
+        rows.append(("device by torch", device, found["torch"]))
+    if host:
+        rows.append(("host", host, found["host"]))
+    if nvme:
+        rows += [("NVMe", nvme, found["own_nvme"]), ("spill file", plan.slab_bytes(Tier.NVME), found["nvme"])]
+    with capsys.disabled():
+        figures = [f"{what} {predicted / MIB:.0f} / {real / MIB:.0f} MiB ({predicted / real - 1:+.1%})"
+                   for what, predicted, real in rows]  # fmt: skip
+        print(f"\n{name}: predicted / measured: {', '.join(figures)}")
+    for what, predicted, real in rows:
+        assert abs(predicted / real - 1) <= TOLERANCE, what
+    assert found["own_host"] <= host
