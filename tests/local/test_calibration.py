@@ -119,6 +119,7 @@ def test_a_killed_probe_leaves_no_file(tmp_path: Path) -> None:
 
 def test_an_interrupted_command_says_so_and_writes_no_profile(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
     process = subprocess.Popen(
         [*COMMAND, "--directory", str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, process_group=0,

@@ -142,10 +142,13 @@ def test_a_profile_is_named_after_model_and_fingerprint() -> None:
 # --- peaks ------------------------------------------------------------------------------------------------------------
 
 
+SPEC, PLAN = job(SPILLED).spec, plan(SPILLED)
+
+
 def update(
     existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1", now: str = NOW
 ) -> MemoryProfileSpec | None:
-    return profile_update(existing, job(SPILLED).spec, plan(SPILLED), peaks, attempt, now)
+    return profile_update(existing, SPEC, PLAN, peaks, attempt, now)
 
 
 def updated(existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1") -> MemoryProfileSpec:
