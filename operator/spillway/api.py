@@ -167,6 +167,11 @@ class Model(Fields):
         return self
 
     @property
+    def is_own_llama(self) -> bool:
+        """The one model that needs nothing of `transformers`: llama by its sizes, all of it trained."""
+        return self.config is not None and self.config.architecture == "llama" and self.lora is None
+
+    @property
     def transformer(self) -> ModelConfig:
         """The sizes of a model that is given by them."""
         if self.config is None:

@@ -160,7 +160,7 @@ def _miss(spec: TrainingJobSpec, view: NodeView) -> tuple[int, str] | None:
     devices = view.allocatable_devices.get(spec.resource_name, 0)
     if device == "Cuda" and devices < ranks:
         return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
-    memory = least_memory_bytes(ranks, device)
+    memory = least_memory_bytes(spec.model, ranks, device)
     if view.allocatable_memory_bytes < memory:
         has = format_bytes(view.allocatable_memory_bytes)
         return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
@@ -225,7 +225,7 @@ def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
-    memory = rounded_down(plannable_memory_bytes(limit, spec.parallelism.devices_per_node, device))
+    memory = rounded_down(plannable_memory_bytes(limit, spec.model, spec.parallelism.devices_per_node, device))
     spill = rounded_down(_spill_capacity(spec, view, device))
     if device == "Cuda":
         product = view.labels.get(GPU_PRODUCT)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from spillway.api import TrainingJobSpec
+from spillway.api import Model, TrainingJobSpec
 from spillway.footprint import padded
 from spillway.model_shape import shape_of
 from spillway.plan import MemoryPlan, Tier
@@ -27,6 +27,8 @@ CODE_BYTES = 256 * MIB
 """file pages of the interpreter's and torch's libraries, once a pod: 226 MiB mapped by a training rank"""
 RANK_BYTES = 336 * MIB
 """a rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product"""
+FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
+"""the same beside them for a model of `transformers`: 68 and 124 MiB after the import of its families"""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """of each rank while it writes a checkpoint or loads one: a file's worth"""
 CUDA_RANK_BYTES = 2 * GIB
@@ -105,7 +107,7 @@ def pod_resources(
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks)
-    runtime = runtime_bytes(num_local_ranks, plan.device)
+    runtime = runtime_bytes(spec.model, num_local_ranks, plan.device)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
@@ -124,10 +126,12 @@ def pod_resources(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def runtime_bytes(num_local_ranks: int, device: str) -> int:
+def runtime_bytes(model: Model, num_local_ranks: int, device: str) -> int:
     """Memory of a pod, or of a local run, beside its plan; `device` is Cpu or Cuda."""
-    rank = CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
-    return CODE_BYTES + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
+    code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
+    if not model.is_own_llama:
+        code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
+    return code + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
 
 
 def corpus_build_bytes(num_local_ranks: int) -> int:
@@ -143,10 +147,10 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
     return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
 
 
-def least_memory_bytes(num_local_ranks: int, device: str) -> int:
-    """What a pod needs for the smallest model."""
+def least_memory_bytes(model: Model, num_local_ranks: int, device: str) -> int:
+    """What a pod needs for the smallest plan."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    return padded(runtime_bytes(num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared, MIB)
+    return padded(runtime_bytes(model, num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared, MIB)
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:
@@ -160,10 +164,11 @@ def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
     return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
 
 
-def plannable_memory_bytes(limit_bytes: int, num_local_ranks: int, device: str) -> int:
+def plannable_memory_bytes(limit_bytes: int, model: Model, num_local_ranks: int, device: str) -> int:
     """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    return int((limit_bytes - MIB - runtime_bytes(num_local_ranks, device) - shared) / (1.0 + PLANNED_MARGIN))
+    beside = runtime_bytes(model, num_local_ranks, device) + shared + MIB
+    return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def decided_for_this_machine(
     shape: ModelShape | None = None,
     profile: NodeProfileSpec | None = None,
 ) -> MemoryPlan | Infeasible:
-    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(num_ranks, "Cpu"))
+    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(job.spec.model, num_ranks, "Cpu"))
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
     node = node if profile is None else with_rates(profile, node)
     overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks, shape=shape)

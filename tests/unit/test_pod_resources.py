@@ -19,6 +19,8 @@ from spillway.units import GIB, MIB
 H100 = resolve_node("8xh100")
 HEAVY = {"spec.model.config.numLayers": 60}
 """takes more memory than building a corpus"""
+MODEL = job().spec.model
+GPT2 = {"spec.model.config.architecture": "gpt2", "spec.model.config.numKeyValueHeads": 4}
 SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host"}
 
 
@@ -44,13 +46,13 @@ def test_on_a_cpu_the_device_tier_is_memory_of_the_pod() -> None:
     kept = resources(HEAVY)
     held = plan(HEAVY).bytes[Tier.DEVICE].total
     assert held > pods.CORPUS_BUILD_BYTES
-    without = pods.runtime_bytes(1, "Cpu") + pods.SHARED_MEMORY_BYTES
+    without = pods.runtime_bytes(MODEL, 1, "Cpu") + pods.SHARED_MEMORY_BYTES
     assert kept.memory_bytes - without == pytest.approx(held * (1 + pods.PLANNED_MARGIN), abs=MIB)
 
 
 def test_on_a_gpu_the_device_tier_is_not() -> None:
     gpu = resources({"spec.parallelism.device": "Cuda"}, node=H100)
-    assert gpu.memory_bytes == pods.least_memory_bytes(1, "Cuda")
+    assert gpu.memory_bytes == pods.least_memory_bytes(MODEL, 1, "Cuda")
 
 
 def test_every_rank_has_its_own_process_and_its_own_tiers() -> None:
@@ -62,18 +64,24 @@ def test_every_rank_has_its_own_process_and_its_own_tiers() -> None:
 
 def test_libraries_and_launcher_are_counted_once() -> None:
     once = pods.CODE_BYTES + pods.LAUNCHER_BYTES + pods.PAGE_CACHE_BYTES
-    assert pods.runtime_bytes(3, "Cpu") == once + 3 * (pods.RANK_BYTES + pods.CHECKPOINT_BUFFER_BYTES)
+    assert pods.runtime_bytes(MODEL, 3, "Cpu") == once + 3 * (pods.RANK_BYTES + pods.CHECKPOINT_BUFFER_BYTES)
+
+
+def test_a_family_of_transformers_brings_its_libraries() -> None:
+    for changes in (GPT2, {"spec.model.lora": {"rank": 2}}):
+        more = pods.runtime_bytes(job(changes).spec.model, 3, "Cpu") - pods.runtime_bytes(MODEL, 3, "Cpu")
+        assert more == pods.FAMILY_CODE_BYTES + 3 * pods.FAMILY_RANK_BYTES
 
 
 def test_while_a_corpus_is_built_no_checkpoint_is_written() -> None:
     building = pods.CODE_BYTES + pods.LAUNCHER_BYTES + pods.PAGE_CACHE_BYTES + pods.SHARED_MEMORY_BYTES
     building += 2 * pods.RANK_BYTES + pods.CORPUS_BUILD_BYTES
-    assert pods.least_memory_bytes(2, "Cpu") == building
+    assert pods.least_memory_bytes(MODEL, 2, "Cpu") == building
     assert pods.corpus_build_bytes(64) == 0
 
 
 def test_a_small_model_still_gets_what_building_its_corpus_takes() -> None:
-    assert resources().memory_bytes == pods.least_memory_bytes(1, "Cpu")
+    assert resources().memory_bytes == pods.least_memory_bytes(MODEL, 1, "Cpu")
 
 
 def test_a_host_slab_counts_with_its_slack() -> None:
@@ -116,7 +124,7 @@ def test_a_text_of_known_size_takes_no_more_than_twice_its_size() -> None:
 
 def test_a_job_without_planning_gets_the_host_memory_that_it_names() -> None:
     disabled = {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "3Gi"}
-    assert resources(disabled).memory_bytes == pods.runtime_bytes(1, "Cpu") + 3 * GIB + pods.SHARED_MEMORY_BYTES
+    assert resources(disabled).memory_bytes == pods.runtime_bytes(MODEL, 1, "Cpu") + 3 * GIB + pods.SHARED_MEMORY_BYTES
 
 
 def test_devices_are_requested_on_a_gpu_only() -> None:
@@ -154,7 +162,7 @@ def test_a_plan_for_what_a_limit_leaves_makes_a_pod_within_the_limit(limit: int,
         "spec.memory.optimizer.placement": "Host", "spec.memory.activations.policy": "Host",
     }  # fmt: skip
     asked = job(changes)
-    left = pods.plannable_memory_bytes(limit, ranks, "Cpu")
+    left = pods.plannable_memory_bytes(limit, MODEL, ranks, "Cpu")
     decided = make_plan(asked, local_node(4, left, left, 64 * GIB), shared_memory(asked, left, ranks))
     assert isinstance(decided, MemoryPlan)
     # The fullest plan that the budgets allow.
@@ -193,7 +201,7 @@ def test_homes_of_streamed_parameters_are_memory_and_volume_of_the_pod() -> None
     decided = plan(HEAVY | stream)
     held = decided.bytes[Tier.HOST].parameters
     assert held > 80 * MIB
-    assert resources(HEAVY | stream).memory_bytes > pods.runtime_bytes(1, "Cpu") + decided.bytes[Tier.HOST].total
+    assert resources(HEAVY | stream).memory_bytes > pods.runtime_bytes(MODEL, 1, "Cpu") + decided.bytes[Tier.HOST].total
     short = HEAVY | stream | {"spec.model.lora": {"rank": 8}, "spec.memory.budget": {"host": "80Mi"}}
     on_nvme = plan(short).bytes[Tier.NVME].parameters
     assert resources(short).spill_volume_bytes > on_nvme > 0

@@ -38,7 +38,7 @@ def _chain(spec: TrainingJobSpec, claims: Mapping[str, str]) -> Chain:
         return _from_entrypoint(model, compute)
     if model.source is not None:
         return _from_source(model, model.source, compute, claims)
-    if model.transformer.architecture == "llama" and model.lora is None:
+    if model.is_own_llama:
         with without_memory(compute):
             return Transformer(config.transformer_config(spec))
     families = _families()

@@ -1,0 +1,25 @@
+"""Models that ask more than a plain llama, in real pods: gpt2 of `transformers` with adapters, planned by
+arithmetic because the operator has no torch; and one of four devices, whose parameters pass through a slot."""
+
+from __future__ import annotations
+
+from installed import Installed, example
+
+SECONDS = 150.0
+
+
+def test_adapters_are_trained_within_what_the_operator_planned(spillway: Installed, namespace: str) -> None:
+    job = example("lora", namespace, training__steps=6, training__schedule=None, data__evaluation=None)
+    spillway.create(job)
+    done = spillway.wait(namespace, job["metadata"]["name"], "Complete", SECONDS)
+    assert done["status"]["attempts"]["total"] == 1
+    planned, peak = done["status"]["plan"]["bytes"], done["status"]["memory"]["peak"]
+    assert 0 < int(peak["device"]) <= int(planned["device"])
+
+
+def test_a_model_of_four_devices_is_streamed(spillway: Installed, namespace: str) -> None:
+    job = example("larger-than-device", namespace, training__steps=4, training__schedule=None, data__evaluation=None)
+    spillway.create(job)
+    done = spillway.wait(namespace, job["metadata"]["name"], "Complete", SECONDS)
+    assert "streamed" in done["status"]["plan"]["summary"]
+    assert done["status"]["attempts"]["total"] == 1
