@@ -30,7 +30,13 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stderr.strip())
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise UserError(f"spec.model: built, but a micro-batch does not pass through it: {last[0]}; mend the model")
-    return ModelShape.from_json(done.stdout)
+    try:
+        if done.returncode == 0:
+            return ModelShape.from_json(done.stdout)
+    except (ValueError, TypeError, KeyError):
+        pass  # it ended before it answered: os._exit in the model's own code
+    said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+    raise UserError(
+        f"spec.model: python -m spillway_trainer.inspect {file} ended with code {done.returncode} and no answer{said}; "
+        "run it to see all that it says"
+    )

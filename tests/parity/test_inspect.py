@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 import yaml
 from huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of
-from torch import Tensor
+from torch import Tensor, nn
 
+from spillway.errors import UserError
 from spillway.model_shape import ModelShape, Segment, model_shape
 from spillway_trainer.inspect import shape_of_chain
 from spillway_trainer.models.build import build_model
@@ -203,6 +205,91 @@ def test_the_command_prints_the_shape_as_json(tmp_path: Path) -> None:
     found = ModelShape.from_json(done.stdout)
     chain = build_model(spec_of("gpt2"))
     assert found == shape_of_chain(chain, 2, 16)
+
+
+OWN_CHAIN = """
+import os
+from torch import nn
+from spillway_trainer.models.transformer import Transformer, TransformerConfig
+
+def build():
+    print("from python")
+    os.system("echo from a process")
+    return Transformer(TransformerConfig(32, 2, 4, 4, 48, 97))
+
+def failing():
+    model = build()
+    model.embed_tokens.forward = lambda tokens: nn.functional.linear(tokens, model.embed_tokens.weight)
+    return model
+"""
+
+
+def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_chain.py").write_text(OWN_CHAIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    document = yaml.safe_load(SPEC)
+    document["spec"]["model"] = {"entrypoint": "their_chain:build"}
+    done = inspect_command(document, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ModelShape.from_json(done.stdout).vocab_size == VOCABULARY
+    assert done.stderr == "from python\nfrom a process\n"
+    document["spec"]["model"] = {"entrypoint": "their_chain:failing"}
+    done = inspect_command(document, tmp_path)
+    assert (done.returncode, done.stdout) == (64, "")
+    assert "spec.model: built, but a micro-batch does not pass through it: RuntimeError: " in done.stderr
+
+
+# --- what a segment may not write -------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A block that changes its input in place."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x_BTD: Tensor, *tables: Tensor) -> Tensor:
+        return self.block(x_BTD.mul_(2), *tables)
+
+
+class Running(nn.Module):
+    """A block that keeps a running mean, in place or anew."""
+
+    def __init__(self, block: nn.Module, *, anew: bool = False) -> None:
+        super().__init__()
+        self.block, self.anew = block, anew
+        self.register_buffer("mean", torch.zeros(1, device="cpu"))
+
+    def forward(self, x_BTD: Tensor, *tables: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = 0.9 * self.mean + x_BTD.mean()
+            self.mean = mean if self.anew else self.mean.copy_(mean)
+        return self.block(x_BTD, *tables)
+
+
+WRITES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "its input": (Doubled, "segment block1 changes its input in place"),
+    "a buffer": (Running, "segment block1 writes its buffer mean"),
+    "another buffer": (partial(Running, anew=True), "segment block1 writes its buffer mean"),
+}
+
+
+@pytest.mark.parametrize(("wrap", "words"), WRITES.values(), ids=WRITES)
+def test_a_segment_that_writes_is_refused_before_the_run_and_in_its_first_step(
+    wrap: Callable[[nn.Module], nn.Module], words: str
+) -> None:
+    def made() -> Chain:
+        chain = build_model(spec_of("llama"))
+        chain.layers[1] = wrap(chain.layers[1])
+        return chain
+
+    with pytest.raises(UserError, match=words):
+        shape_of_chain(made(), BATCH, LENGTH)
+    chain = filled(made())
+    wrap_segments(chain.segments, Position(seed=0), None)
+    with pytest.raises(UserError, match=words):
+        chain(*batch_for(chain.objective))
 
 
 def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:

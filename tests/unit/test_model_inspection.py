@@ -59,7 +59,21 @@ def test_a_refusal_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.Monk
         inspected_shape(FILE, job(SOURCE), {})
 
 
-def test_a_model_that_fails_in_its_own_forward_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    inspector(monkeypatch, 1, "", "Traceback ...\nRuntimeError: shapes differ\n")
-    with pytest.raises(UserError, match="does not pass through it: RuntimeError: shapes differ; mend the model"):
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            (1, "", "Traceback ...\nKeyError: 'x'\n"),
+            "job.yaml ended with code 1 and no answer: KeyError: 'x'; run",
+        ),
+        ((-9, "", ""), "ended with code -9 and no answer; run it"),
+        ((0, "", "bye\n"), "ended with code 0 and no answer: bye; run it"),
+        ((0, '{"blocks": 3}', ""), "ended with code 0 and no answer; run it"),
+    ],
+)
+def test_an_inspection_without_an_answer_is_told_with_its_last_words(
+    answer: tuple[int, str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspector(monkeypatch, *answer)
+    with pytest.raises(UserError, match=words):
         inspected_shape(FILE, job(SOURCE), {})

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForPreTraining,
     GPT2Config,
     GPT2LMHeadModel,
@@ -24,10 +25,12 @@ from transformers import (
 )
 
 from spillway.errors import UserError
+from spillway_trainer.models import families
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain
 from spillway_trainer.models.source import SAMPLED_BYTES, open_model_directory
 
+T5_SIZES = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 GPT2 = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2)
 
 
@@ -114,7 +117,7 @@ def test_heads_for_other_objectives_and_old_names_are_understood(tmp_path: Path)
 
 def test_a_head_of_its_own_is_not_tied_where_the_configuration_says_so(tmp_path: Path) -> None:
     """t5 1.1 and its descendants."""
-    sizes = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, pad_token_id=0)
+    sizes = T5Config(**T5_SIZES, pad_token_id=0, decoder_start_token_id=0)
     directory = saved(T5ForConditionalGeneration(sizes), tmp_path / "t5")
     change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": torch.ones(VOCABULARY, 16)}))
     with pytest.raises(UserError, match=r"lm_head\.weight and shared\.weight are one parameter"):
@@ -156,7 +159,48 @@ def with_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path],
     return lambda directory: change_tensors(directory, change)
 
 
+def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    def damage(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        fields = json.loads(content[8 : 8 + length])
+        change(fields)
+        header = json.dumps(fields).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+    return damage
+
+
+def entry(**fields: Any) -> Callable[[Path], Any]:
+    return with_header(lambda header: header[BIAS].update(fields))
+
+
+def with_offsets(shift: Callable[[int, int], list[int]]) -> Callable[[Path], Any]:
+    return with_header(lambda header: header[BIAS].update(data_offsets=shift(*header[BIAS]["data_offsets"])))
+
+
+def swap(header: dict[str, Any]) -> None:
+    one, other = header[BIAS], header["transformer.wte.weight"]
+    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
+
+
+def as_index(weight_map: Any) -> Callable[[Path], Any]:
+    def damage(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+def configured(**fields: Any) -> Callable[[Path], Any]:
+    return lambda directory: change_config(directory, **fields)
+
+
+DEEP = "[" * 100_000
 BIAS = "transformer.h.0.ln_1.bias"
+NOT_ITS_BYTES = r"the bytes of \S+ are not those of its type, shape and place; copy it again"
+NO_MODEL = r"config\.json: no GPT2Config that a model can be built from: "
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when they are read"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
@@ -176,6 +220,27 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "quantised values": (
         with_tensors(lambda t: t.update({BIAS: torch.ones(16, dtype=torch.int8)})), f"{BIAS} is I8",
     ),
+    "bytes of another tensor": (with_header(swap), NOT_ITS_BYTES),
+    "too few bytes": (with_offsets(lambda start, end: [start + 4, end]), NOT_ITS_BYTES),
+    "bytes before the data": (with_offsets(lambda start, end: [-100_000, end]), "is no safetensors file"),
+    "another type than its bytes": (entry(dtype="BF16"), NOT_ITS_BYTES),
+    "a shape that is text": (entry(shape="ab"), "is no safetensors file"),
+    "a type that is a list": (entry(dtype=["F32"]), "is no safetensors file"),
+    "metadata that is a list": (with_header(lambda h: h.update(__metadata__=[1])), "is no safetensors file"),
+    "a deep header": (
+        lambda d: (d / "model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode()),
+        "is no safetensors file",
+    ),
+    "a deep configuration": (overwrite("config.json", DEEP), r"config\.json: no JSON"),
+    "an index of lists": (as_index({"a": ["x"]}), "has no weight_map of file names"),
+    "a width that its heads do not divide": (configured(n_head=3), NO_MODEL + "ValueError"),
+    "no heads": (configured(n_head=0), NO_MODEL + "ZeroDivisionError"),
+    "an unknown activation": (configured(activation_function="nope"), NO_MODEL + "KeyError: 'nope'"),
+    "a rate that is none": (configured(resid_pdrop=1.5), NO_MODEL + "ValueError"),
+    "an attention that is not installed": (configured(attn_implementation="flash_attention_2"), NO_MODEL),
+    "an unknown type": (configured(dtype="nope"), "not the configuration of a GPT2LMHeadModel"),
+    "labels without end": (configured(num_labels=10**8), "num_labels is 100000000, and 100000 are the most"),
+    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, and \d+ are the most"),
 }  # fmt: skip
 
 
@@ -186,6 +251,52 @@ def test_a_directory_that_is_not_right_is_refused_with_what_was_found(
     damage(gpt2)
     with pytest.raises(UserError, match=words):
         values_of(built(gpt2))
+
+
+@pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id"])
+@pytest.mark.parametrize("token", [None, -1, VOCABULARY])
+def test_t5_needs_tokens_that_it_has_for_what_is_not_in_the_text(field: str, token: int | None) -> None:
+    """`pad_token_id` stands for labels that are not learned."""
+    sizes = T5Config(**T5_SIZES, **{"decoder_start_token_id": 0, "pad_token_id": 0, field: token})
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(sizes)
+    with pytest.raises(UserError, match=rf"t5: {field} is {token}, which is no token of the model \(0 to 96\)"):
+        families.chain_of(model, torch.float32)
+
+
+def test_a_value_that_is_no_number_equals_itself(gpt2: Path) -> None:
+    def store_twice(tensors: dict[str, Tensor]) -> None:
+        tensors["transformer.wte.weight"][0, 0] = float("nan")
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+
+    change_tensors(gpt2, store_twice)
+    assert values_of(built(gpt2))["transformer.wte.weight"].isnan().sum() == 1
+
+
+def test_a_file_that_safetensors_does_not_read_is_refused(gpt2: Path) -> None:
+    directory = open_model_directory(gpt2)
+    (gpt2 / "model.safetensors").write_text("x" * 100)
+    with pytest.raises(UserError, match=rf"cannot read {BIAS}: .*copy the file again"):
+        directory.value(BIAS)
+
+
+@pytest.mark.parametrize("names", [("decoder.bias", "bias"), ("decoder.bias",), ("bias",)])
+def test_an_untied_berts_bias_is_the_projections_own(names: tuple[str, ...], tmp_path: Path) -> None:
+    """transformers 5 writes both and uses that of the decoder; before, they were one."""
+    sizes = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    directory = saved(BertForMaskedLM(sizes), tmp_path / "bert")
+
+    def store(tensors: dict[str, Tensor]) -> None:
+        for name in ("decoder.bias", "bias"):
+            tensors.pop(f"cls.predictions.{name}")
+        for number, name in enumerate(names):
+            tensors[f"cls.predictions.{name}"] = torch.full((VOCABULARY,), 1.0 + number)
+
+    change_tensors(directory, store)
+    assert values_of(built(directory))["cls.predictions.decoder.bias"].eq(1).all()
 
 
 def test_a_shard_that_is_not_there_is_named(gpt2: Path, tmp_path: Path) -> None:

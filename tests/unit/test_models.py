@@ -61,6 +61,51 @@ def with_parameter_outside():
     model = own_chain()
     model.extra = nn.Parameter(torch.empty(3))
     return model
+
+def with_empty_parameter():
+    model = own_chain()
+    model.head.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    return model
+
+def leaves():
+    print("no licence")
+    raise SystemExit("no licence")
+
+def with_block_twice():
+    model = own_chain()
+    model.layers[1] = model.layers[0]
+    return model
+
+def model_with_layer_twice():
+    model = gpt2()
+    model.transformer.h[1] = model.transformer.h[0]
+    return model
+
+def variant(**attributes):
+    made = own_chain()
+    made.__class__ = type("Variant", (Transformer,), {k: property(lambda _, v=v: v) for k, v in attributes.items()})
+    return made
+
+def tied_to_nothing():
+    return variant(tied={"head.norm.weight": "nowhere"})
+
+def tied_to_an_alias():
+    return variant(tied={"head.norm.weight": "embed_tokens.weight", "embed_tokens.weight": "head.lm_head.weight"})
+
+def tied_to_itself():
+    return variant(tied={"head.norm.weight": "head.norm.weight"})
+
+def tied_to_another_shape():
+    return variant(tied={"head.norm.weight": "embed_tokens.weight"})
+
+def tied_to_a_frozen_one():
+    model = variant(tied={"head.lm_head.weight": "embed_tokens.weight"})
+    model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+def with_one_name_twice():
+    model = own_chain()
+    return variant(segments=[("block", module) for _, module in model.segments])
 """
 
 
@@ -95,8 +140,23 @@ REFUSED = {
     "their_models:opt": "returned OPTForCausalLM, needed is",
     "their_models:with_memory": r"parameter head\.norm\.weight has memory already",
     "their_models:with_unset_buffer": "buffer scale has no values",
-    "their_models:with_parameter_outside": "every parameter must belong to exactly one segment",
+    "their_models:with_parameter_outside": "every parameter must .* exactly one segment .* extra belongs to 0",
+    "their_models:with_block_twice": r".*layers\.0\.\S+ belongs to 2; where several use one, .* `tied`",
+    "their_models:with_one_name_twice": "block is the name of several segments",
+    "their_models:tied_to_nothing": r"`tied` says that head\.norm\.weight is nowhere; there is no parameter nowhere",
+    "their_models:tied_to_an_alias": r".* is embed_tokens\.weight, which is head\.lm_head\.weight; name the owner",
+    "their_models:tied_to_itself": r".* is head\.norm\.weight, which is head\.norm\.weight; name the owner",
+    "their_models:tied_to_another_shape": r".* they are \[32\] torch.float32 trained and \[97, 32\] torch",
+    "their_models:tied_to_a_frozen_one": ".*float32 trained and .*float32 frozen; give them one shape and type",
+    "their_models:leaves": "raised SystemExit: no licence",
 }
+
+
+def test_a_parameter_without_elements_and_a_layer_that_is_used_twice_are_refused() -> None:
+    with pytest.raises(UserError, match=r"parameter head\.nothing has no elements"):
+        made_by("with_empty_parameter")
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel: transformer\.h\.0\S+ does not belong to exactly one layer"):
+        made_by("model_with_layer_twice")
 
 
 @pytest.mark.parametrize("entrypoint", REFUSED)

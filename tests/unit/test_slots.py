@@ -10,11 +10,11 @@ from torch import nn
 
 from spillway.errors import UserError
 from spillway.plan import ParameterPlan, Tier
-from spillway_trainer import model_spill
+from spillway_trainer import inspect, model_spill
 from spillway_trainer.model_spill.layout import SegmentLayout, check_homes, lay_out
 from spillway_trainer.model_spill.slots import Slots, stub
 from spillway_trainer.model_spill.spill import evict
-from spillway_trainer.models.chain import Chain
+from spillway_trainer.models.chain import Chain, allocate
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 from spillway_trainer.optimizer_offload.assign import Path, Shares, assign_chunks
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -60,6 +60,26 @@ def slots_of(model: Layers, num_slots: int) -> tuple[Slots, Loads, DeviceLedger]
 
 def letter(parameter: nn.Parameter) -> str:
     return chr(int(parameter.data.reshape(-1).view(torch.uint8)[0]))
+
+
+class Twice(nn.Module):
+    """Two modules of one segment, and two names in one of them, share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.other.weight = self.other.again = self.one.weight
+
+
+def test_what_modules_of_a_segment_share_they_still_share_wherever_it_is() -> None:
+    for replace in (allocate, lambda model: evict(model, ["layers.0.one.weight"]), inspect._make_fake):
+        model = meta([])
+        with torch.device("meta"):
+            model.layers.append(Twice())
+        replace(model)
+        one, other = model.layers[0].one, model.layers[0].other
+        assert one.weight is other.weight is other.again
+        assert not one.weight.is_meta and [name for name, _ in model.named_parameters()] == ["layers.0.one.weight"]
 
 
 def test_parameters_are_bound_while_their_segment_is_in_a_slot_and_nan_afterwards() -> None:

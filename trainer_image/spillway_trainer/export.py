@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +32,8 @@ _MASTER = "master."
 _LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
 _PREFIX = "model."
 """of the parameters of a model of transformers (models/huggingface.py)"""
-_STORED_AS = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
-"""bert's bias of the output projection has two names; save_pretrained() writes this one"""
+_SECOND_NAME = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+"""bert's bias of the output projection; where parameters are tied, save_pretrained() writes this one alone"""
 _BASE = "base"
 
 
@@ -93,10 +94,10 @@ def _exported(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Expor
     if "lora" in model:
         return _adapters(checkpoint, output, dtype)
     if "config" in model and not model["frozen"]:
-        weights = _masters("model.safetensors", checkpoint, huggingface_name)
+        weights = _masters("model.safetensors", checkpoint, partial(huggingface_names, model["config"]))
         return Exported((weights,), {"config.json": _config(model, dtype)})
     if "hidden_size" in model:
-        weights = _masters("model.safetensors", checkpoint, llama_name)
+        weights = _masters("model.safetensors", checkpoint, lambda name: [llama_name(name)])
         return Exported((weights,), {"config.json": llama_config(state, dtype)})
     why = "some of its parameters are frozen, and in no checkpoint" if "config" in model else "no other program has it"
     raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
@@ -105,7 +106,7 @@ def _exported(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Expor
 def _adapters(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Exported:
     """The adapters; and the model below them, where that came from the seed and is nowhere else."""
     state = checkpoint.manifest.state
-    adapters = _masters("adapter_model.safetensors", checkpoint, adapter_name)
+    adapters = _masters("adapter_model.safetensors", checkpoint, lambda name: [adapter_name(name)])
     base = state.model.get("source") or str(output.resolve() / _BASE)
     documents = {"adapter_config.json": state.model["lora"] | {"base_model_name_or_path": base}}
     if "source" in state.model:
@@ -118,24 +119,37 @@ def _base_model(state: TrainingState) -> WeightFile:
     from .models import families  # noqa: PLC0415 - imports transformers
 
     chain = families.chain_of(families.empty_model(families.config_from(state.model["config"])), torch.float32)
-    parameters = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
-    shapes = {huggingface_name(name): shape for name, shape in parameters.items()}
-    values = lambda: (value for _, value in chain.initial_values(state.seed))  # noqa: E731
-    return WeightFile(f"{_BASE}/model.safetensors", shapes, values)
+    shapes = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
+    initial, names_of = partial(chain.initial_values, state.seed), partial(huggingface_names, state.model["config"])
+    return _weight_file(f"{_BASE}/model.safetensors", shapes, initial, names_of)
 
 
-def _masters(file: str, checkpoint: Checkpoint, rename: Callable[[str], str]) -> WeightFile:
+def _masters(file: str, checkpoint: Checkpoint, names_of: Callable[[str], Sequence[str]]) -> WeightFile:
     """The checkpoint's masters, file by file."""
     tensors = checkpoint.manifest.tensors
     masters = [name for name in tensors if name.startswith(_MASTER)]
 
-    def values() -> Iterator[Tensor]:
+    def values() -> Iterator[tuple[str, Tensor]]:
         for file_name, names in groupby(masters, key=lambda name: tensors[name].file):
             with safe_open(checkpoint.path / file_name, framework="pt") as opened:
                 for name in names:
-                    yield opened.get_tensor(name)
+                    yield name.removeprefix(_MASTER), opened.get_tensor(name)
 
-    return WeightFile(file, {rename(name.removeprefix(_MASTER)): tensors[name].shape for name in masters}, values)
+    return _weight_file(file, {name.removeprefix(_MASTER): tensors[name].shape for name in masters}, values, names_of)
+
+
+def _weight_file(
+    file: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    values: Callable[[], Iterable[tuple[str, Tensor]]],
+    names_of: Callable[[str], Sequence[str]],
+) -> WeightFile:
+    """`values` come in the order of `shapes`, each under every name that it has in the file."""
+    return WeightFile(
+        file,
+        {stored: shape for name, shape in shapes.items() for stored in names_of(name)},
+        lambda: (value for name, value in values() for _ in names_of(name)),
+    )
 
 
 def _config(model: Mapping[str, Any], dtype: ExportDtype) -> dict[str, Any]:
@@ -178,9 +192,12 @@ def llama_name(name: str) -> str:
     return _LLAMA_NAMES.get(name, f"model.{name}")
 
 
-def huggingface_name(name: str) -> str:
+def huggingface_names(config: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Both names of what has two, where nothing is tied: loaders would not take the one for the other."""
     stored = name.removeprefix(_PREFIX)
-    return _STORED_AS.get(stored, stored)
+    if stored not in _SECOND_NAME:
+        return [stored]
+    return [_SECOND_NAME[stored]] if config["tie_word_embeddings"] else [stored, _SECOND_NAME[stored]]
 
 
 def adapter_name(name: str) -> str:

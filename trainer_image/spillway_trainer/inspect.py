@@ -9,12 +9,13 @@ model's size. What is measured is what autograd does: the storages that it saves
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +30,25 @@ from spillway.errors import UserError
 from spillway.model_shape import ModelShape, Segment
 
 from .models.build import build_model
-from .models.chain import Chain, as_carried
+from .models.chain import Chain, as_carried, replace_parameters
+from .segments import writing_nothing
 
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
 def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
-    """The shape of the job's model at its micro-batch and sequence length. Raises UserError as `build_model` does."""
+    """The shape of the job's model at its micro-batch and sequence length. Raises UserError for a model that cannot be
+    built, and for one that a micro-batch does not pass through."""
     chain = build_model(spec, claims)
-    return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
+    try:
+        return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"spec.model: built, but a micro-batch does not pass through it: {type(error).__name__}: {error}; mend the "
+            "model"
+        ) from error
 
 
 def shape_of_chain(chain: Chain, batch: int, length: int) -> ModelShape:
@@ -80,7 +91,10 @@ class Measured:
 
     saved: list[int] = field(default_factory=list)
     """of each storage that this segment saves first"""
-    output: int = 0
+    made: list[int] = field(default_factory=list)
+    """of each storage that this segment made and hands on"""
+    passed: list[int] = field(default_factory=list)
+    """of each that it got from the segment before and hands on"""
     width: int = 0
     """last dimension of the first output"""
     forward_peak: int = 0
@@ -104,21 +118,25 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
         inputs = (*carried, *arguments[name])
         signature = (str(module), *(_kind(value) for value in (*module.parameters(), *inputs)))
         if signature not in equal:
-            one = _peaks(module, inputs, _region(chain))
+            one = _peaks(name, module, inputs, _region(chain))
             with _region(chain)(), saved_tensors_hooks(_collector(one.saved, known, alive), _same):
                 outputs = as_carried(module(*inputs))
-            one.output = sum({_key(out): out.untyped_storage().nbytes() for out in outputs}.values())
+            given = {_key(value) for value in carried}
+            for key, nbytes in {_key(out): out.untyped_storage().nbytes() for out in outputs}.items():
+                (one.passed if key in given else one.made).append(nbytes)
             one.width = outputs[0].shape[-1] if outputs[0].dim() else 1
             equal[signature] = one, tuple(out.detach().requires_grad_(out.requires_grad) for out in outputs)
         found[name], carried = equal[signature]
     return found
 
 
-def _peaks(module: nn.Module, inputs: tuple[Any, ...], region: Callable[[], AbstractContextManager[Any]]) -> Measured:
+def _peaks(
+    name: str, module: nn.Module, inputs: tuple[Any, ...], region: Callable[[], AbstractContextManager[Any]]
+) -> Measured:
     """The most bytes alive in a forward that saves nothing, in one that does, and in its backward, where gradients of
     parameters are taken away as soon as they are whole."""
     one, saved = Measured(), list[int]()
-    with torch.no_grad(), region(), LiveBytes() as live:
+    with writing_nothing(name, module, inputs), torch.no_grad(), region(), LiveBytes() as live:
         module(*inputs)
     one.lean_peak, one.attention_flops = live.peak, live.attention_flops
     matrices = [p for p in module.parameters() if p.dim() >= 2 and _key(p) not in live.looked_up]
@@ -245,7 +263,8 @@ def _segment(
         trained_matrix_parameters=one.trained_matrix_parameters,
         attention_width=round(one.attention_flops / (2.0 * length * num_tokens)),
         saved_bytes=tuple(per_token(nbytes) for nbytes in one.saved),
-        output_bytes=per_token(one.output),
+        made_bytes=tuple(per_token(nbytes) for nbytes in one.made),
+        passed_bytes=tuple(per_token(nbytes) for nbytes in one.passed),
         forward_workspace_bytes=per_token(max(0, one.forward_peak - one.own_saved)),
         backward_workspace_bytes=per_token(max(0, one.backward_peak - one.own_saved)),
         lean_forward_bytes=per_token(one.lean_peak),
@@ -254,10 +273,12 @@ def _segment(
 
 def _make_fake(chain: Chain) -> None:
     """Parameters that have a CPU's kernels and no memory. Within FakeTensorMode."""
-    for module in chain.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+
+    def fake(parameter: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    replace_parameters(chain, fake)
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
@@ -311,11 +332,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         claims = dict(claim.split("=", 1) for claim in given.claim)
-        sys.stdout.write(inspect(load_job(given.job).spec, claims).to_json() + "\n")
+        with _answer() as answer:
+            answer.write(inspect(load_job(given.job).spec, claims).to_json() + "\n")
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _answer() -> TextIO:
+    """Standard output, for the answer alone: all that a model's own code prints from now on goes to standard error."""
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = sys.stderr
+    return answer
 
 
 if __name__ == "__main__":

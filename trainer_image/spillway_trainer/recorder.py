@@ -29,8 +29,8 @@ class Recorder:
     """Appends events to run.jsonl and shows them to the sinks. Without a path it shows them only: a run has one
     run.jsonl, and rank 0 writes it.
 
-    Events: start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat: the last
-    line of a step wins. Raises UserError when the disk refuses a line.
+    Events: preparing, start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat:
+    the last line of a step wins. Raises UserError when the disk refuses a line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -43,6 +43,10 @@ class Recorder:
     def show(self, *sinks: Sink) -> None:
         """From now on `sinks` are told of every step, evaluation and checkpoint, too."""
         self._sinks = sinks
+
+    def preparing(self, doing: str) -> None:
+        """What an attempt does before it trains."""
+        self._write("preparing", {"doing": doing})
 
     def start(self, **fields: object) -> None:
         self._write("start", fields)

@@ -49,8 +49,11 @@ def run_job(
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
     config.check_world(job, world)
+    recorder.preparing("building the model")
     model = build_model(job.spec, job.claims)
     config.check_plan(job, plan, len(model.segments))
+    if world.size > 1:
+        recorder.preparing(f"waiting for all {world.size} ranks")
     with joined(world) as ranks:
         ranks.agree("job.json", digest(job.model_dump_json()))
         ranks.agree("plan.json", digest(plan.model_dump_json()))
@@ -69,12 +72,14 @@ def run_ranks(
 ) -> None:
     """What `run_job` does once all ranks are there. `model` has no memory yet."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
-    corpus = prepared_corpus(job, model, ranks)
+    corpus = prepared_corpus(job, model, ranks, recorder)
     batches = make_batches(job, corpus, model.objective)
     ranks.agree("tokens and their order", batches.fingerprint)
+    recorder.preparing("making room in the tiers")
     with assembled(job, plan, model) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
+        recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
         exporter = Exporter(job.name, ranks.world.rank, job.spec.training.steps, plan, assembly.io_backend())
         serve_metrics(exporter, job)
@@ -117,12 +122,16 @@ def start_epoch(job: JobFile) -> Epoch:
     return epoch
 
 
-def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks) -> Corpus:
+def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:
     """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
+
+    def say(line: str) -> None:
+        report(line)
+        recorder.preparing(line)
 
     def prepare() -> Corpus:
         directory, recipe = Path(job.corpus_directory), tokenizer_recipe(job, model.objective)
-        return prepare_corpus(source_of(job), directory, model.vocab_size, report, recipe)
+        return prepare_corpus(source_of(job), directory, model.vocab_size, say, recipe)
 
     corpus = ranks.first("corpus", prepare)
     for turn in (1, 2):
@@ -174,6 +183,14 @@ class RunCheckpoints:
     def commit(self, progress: Progress) -> tuple[int, float]:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed."""
         return self.ranks.first("checkpoint", lambda: self._commit(progress)) or (0, 0.0)
+
+    @property
+    def origin(self) -> str:
+        """What `resume` is about to do; ranks that have no epoch do not say it."""
+        found = None if self.epoch is None else self.epoch.resume.checkpoint
+        if found is not None:
+            return f"loading the checkpoint of step {found.manifest.state.step}"
+        return "loading the model" if self.job.spec.model.source else "drawing the model's first parameters"
 
     def resume(self, progress: Progress) -> None:
         """Fill model and optimizer: from the epoch's checkpoint, or from the model's source or seed; frozen parameters,

@@ -6,13 +6,15 @@ dropout then draws the same bits whether a block runs once, runs again for recom
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from spillway.errors import UserError
 
 from .seeds import fork_seed
 
@@ -57,7 +59,47 @@ def wrap_segments(
     """
     for index, (name, module) in enumerate(segments):
         forward = _inside(module.forward, name, autocast, residence)
-        module.forward = _wrapped(name, index, forward, position, hook)
+        module.forward = _watched(name, module, _wrapped(name, index, forward, position, hook))
+
+
+@contextmanager
+def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -> Iterator[None]:
+    """Raises UserError when the forward that runs inside changed a buffer of `module`, or an input, in place.
+
+    Recompute runs a forward twice and from the inputs it got, evaluation runs it between steps, and checkpoints hold no
+    buffers: no written state would be the same in every run.
+    """
+    buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    given = [(value, value._version) for value in inputs if isinstance(value, Tensor)]
+    yield
+    now = dict(module.named_buffers())
+    for name, (buffer, version) in buffers.items():
+        if now.get(name) is not buffer or buffer._version != version:
+            raise UserError(
+                f"spec.model: the forward of segment {segment} writes its buffer {name} (running statistics?), which "
+                "recompute would write again and no checkpoint holds: let forward only read buffers (a norm without "
+                "running statistics)"
+            )
+    if any(value._version != version for value, version in given):
+        raise UserError(
+            f"spec.model: the forward of segment {segment} changes its input in place, which recompute reads again: "
+            "make a new tensor (x * 2 instead of x.mul_(2))"
+        )
+
+
+def _watched(name: str, module: nn.Module, forward: Block) -> Block:
+    """`forward`, held to `writing_nothing` in its first call that trains."""
+    is_new = True
+
+    def run(*inputs: object) -> Tensor:
+        nonlocal is_new
+        if not (is_new and torch.is_grad_enabled()):
+            return forward(*inputs)
+        is_new = False
+        with writing_nothing(name, module, inputs):
+            return forward(*inputs)
+
+    return run
 
 
 def _inside(forward: Block, name: str, autocast: torch.dtype | None, residence: Residence | None) -> Block:

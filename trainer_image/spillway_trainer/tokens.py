@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import secrets
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,9 @@ SAMPLE_BYTES = 32 * MIB
 SHARD_TOKENS = 16 * 2**20
 UINT16_VOCAB_SIZE = 2**16
 INDEX_VERSION = 1
+
+SAY_SECONDS = 5.0
+"""between two lines of a build that takes long"""
 
 _BATCH_CHARACTERS = 4 * 2**20
 """text encoded at once; bounds the memory of the build"""
@@ -246,7 +253,7 @@ def _fill(
     tally = Tally()
     shards: list[FileEntry] = []
     num_tokens = 0
-    for shard in _packed(_encoded(source, chosen, dtype, tally), shard_tokens):
+    for shard in _packed(_encoded(source, chosen, dtype, tally, report), shard_tokens):
         num_tokens += len(shard)
         shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
@@ -352,8 +359,17 @@ def train_tokenizer(
     )
     if source.nbytes > SAMPLE_BYTES:
         report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} taken evenly from {source}")
-    tokenizer.train_from_iterator(sample(source), trainer)
+    tokenizer.train_from_iterator(_told_sample(source, report), trainer)
     return tokenizer
+
+
+def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[str]:
+    """`sample`, and how far it is. When it ends, the library chooses the tokens, and says nothing of it."""
+    told = Told(report, "tokenizer: reading text", source.nbytes)
+    for text in sample(source):
+        told.more(text)
+        yield text
+    report("tokenizer: choosing tokens")
 
 
 def sample(source: TextSource) -> Iterator[str]:
@@ -366,9 +382,34 @@ def sample(source: TextSource) -> Iterator[str]:
         seen += len(piece.text)
 
 
-def _encoded(source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally) -> Iterator[npt.NDArray[Any]]:
+@dataclass(slots=True)
+class Told:
+    """Says how much of a text is done: at first, and then now and then."""
+
+    report: Callable[[str], None]
+    doing: str
+    num_bytes: int
+    clock: Callable[[], float] = time.monotonic
+    _done: int = 0
+    _said: float = -math.inf
+
+    def more(self, text: str) -> None:
+        """`text` is about to be done."""
+        if self.clock() - self._said >= SAY_SECONDS:
+            self._said = self.clock()
+            done = min(self._done, self.num_bytes)
+            self.report(f"{self.doing}, {format_bytes(done)} of {format_bytes(self.num_bytes)}")
+        self._done += len(text)
+
+
+def _encoded(
+    source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, report: Callable[[str], None]
+) -> Iterator[npt.NDArray[Any]]:
     """Tokens piece by piece, in order, an end of text after each document."""
+    told = Told(report, "corpus: encoding", source.nbytes)
     for batch in _batches(source, tally):
+        for piece in batch:
+            told.more(piece.text)
         encodings = chosen.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
             yield np.array(encoding.ids + [chosen.end_of_text] * piece.ends_document, dtype=dtype)
@@ -427,10 +468,19 @@ def _build_in_child(
     options = [*source.option, *recipe.options]
     command = [sys.executable, "-m", "spillway_trainer.tokens", *options, str(directory), str(vocab_size)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    for line in child.stdout.splitlines():
-        report(line)
-    message = child.stderr.strip()
+    report(f"corpus: building from {source}")
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        try:
+            for line in child.stdout or ():
+                report(line.rstrip("\n"))
+            child.wait()
+        finally:
+            child.kill()
+        errors.seek(0)
+        message = errors.read().strip()
     if child.returncode == ExitCode.USER_ERROR:
         raise UserError(message)
     if child.returncode == -9:
@@ -455,7 +505,7 @@ def main() -> int:
     try:
         source = text_source(arguments.text) if arguments.text else python_stdlib()
         recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
-        build_corpus(source, arguments.directory, arguments.vocab_size, print, recipe)
+        build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

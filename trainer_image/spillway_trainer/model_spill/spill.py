@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spillway.plan import ParameterPlan, Tier
 
-from ..models.chain import Chain
+from ..models.chain import Chain, replace_parameters
 from ..resident_parameters import ResidentParameters
 from ..tiers.lanes import Lanes
 from ..tiers.nvme_slab import NvmeSlab
@@ -71,11 +71,14 @@ def build(
 
 def evict(model: nn.Module, names: Collection[str]) -> None:
     """Put stubs in the place of these parameters, which are on device meta: they have shape and type, and no memory."""
-    parameters = {id(model.get_parameter(name)) for name in names}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in parameters:
-                # Made empty: a Parameter made of the stub would share its version counter with every other one.
-                evicted = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-                evicted.data = stub(parameter.shape, parameter.dtype)
-                module.register_parameter(name, evicted)
+    parameters = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
+
+    def evicted(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in parameters:
+            return parameter
+        # Made empty: a Parameter made of the stub would share its version counter with every other one.
+        made = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+        made.data = stub(parameter.shape, parameter.dtype)
+        return made
+
+    replace_parameters(model, evicted)

@@ -65,7 +65,7 @@ class Entrance:
 
 class _Enter(torch.autograd.Function):
     """Identity whose backward ends here. Not a leaf: a leaf's accumulated gradient may be laid out anew, which kernels
-    may answer with other bits, and a leaf cannot be changed in place, which a segment may do to its input."""
+    may answer with other bits. No segment changes its input in place (segments.writing_nothing)."""
 
     @staticmethod
     def forward(ctx: Any, entrance: Entrance, takes: Sequence[bool], _: Tensor, *values: Tensor) -> tuple[Tensor, ...]:

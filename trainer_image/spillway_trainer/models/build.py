@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) ->
     """
     chain = _chain(spec, claims)
     _check_length(chain, spec.training.sequence_length)
+    if empty := [name for name, parameter in chain.named_parameters() if not parameter.numel()]:
+        raise UserError(f"spec.model: parameter {empty[0]} has no elements, so nothing of it is trained; remove it")
     return chain
 
 
@@ -55,8 +58,16 @@ def _from_source(model: Model, source: Location, compute: torch.dtype, claims: M
 
     families = _families()
     directory = open_model_directory(source_directory(source, claims))
-    made = families.empty_model(families.config_in(directory))
-    return families.chain_of(made, compute, model.lora, directory)  # type: ignore[no-any-return]
+    sizes = families.config_in(directory)
+    try:
+        return families.chain_of(families.empty_model(sizes), compute, model.lora, directory)  # type: ignore[no-any-return]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{directory.path / 'config.json'}: no {type(sizes).__name__} that a model can be built from: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
@@ -67,10 +78,12 @@ def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
     try:
         with without_memory(compute):
             made = function()
-    except Exception as error:
+        if isinstance(made, Chain) and model.lora is None:
+            return _checked(made, where)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: raised {type(error).__name__}: {error}") from error
-    if isinstance(made, Chain) and model.lora is None:
-        return _checked(made, where)
     if not isinstance(made, nn.Module) or isinstance(made, Chain):
         wanted = "a PreTrainedModel of transformers, for lora" if model.lora else "a Chain or a PreTrainedModel"
         raise UserError(f"{where}: returned {type(made).__name__}, needed is {wanted}")
@@ -85,7 +98,7 @@ def _function(entrypoint: str, where: str) -> Callable[[], object]:
         raise UserError(f"{where}: write package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{where}: cannot import {module_name}: {type(error).__name__}: {error}; install it beside the trainer, or "
             "name its directory in PYTHONPATH"
@@ -100,16 +113,42 @@ def _checked(chain: Chain, where: str) -> Chain:
     """A user's own Chain keeps the contract of this module. Raises UserError that says what it breaks."""
     real = [name for name, parameter in chain.named_parameters() if not parameter.is_meta]
     unset = [name for name, buffer in chain.named_buffers() if buffer.is_meta]
-    inside = [id(p) for _, module in chain.segments for p in module.parameters()]
+    segments = [name for name, _ in chain.segments]
+    if repeated := [name for name, count in Counter(segments).items() if count > 1]:
+        raise UserError(f"{where}: {repeated[0]} is the name of several segments; give each one its own")
     if real:
         raise UserError(
             f"{where}: parameter {real[0]} has memory already; make parameters without a device of their own"
         )
     if unset:
         raise UserError(f"{where}: buffer {unset[0]} has no values; make buffers with device='cpu'")
-    if sorted(inside) != sorted(id(p) for p in chain.parameters()):
-        raise UserError(f"{where}: every parameter must belong to exactly one segment of the Chain")
+    uses = Counter(id(p) for _, module in chain.segments for p in module.parameters())
+    for name, parameter in chain.named_parameters():
+        if (count := uses.pop(id(parameter), 0)) != 1:
+            raise UserError(
+                f"{where}: every parameter must belong to exactly one segment of the Chain, and {name} belongs to "
+                f"{count}; where several use one, give each a parameter of its own and name them in `tied`"
+            )
+    if uses:
+        raise UserError(f"{where}: every parameter of a segment must belong to the Chain too; make segments submodules")
+    _check_tied(chain, where)
     return chain
+
+
+def _check_tied(chain: Chain, where: str) -> None:
+    parameters, tied = dict(chain.named_parameters()), dict(chain.tied)
+    for alias, owner in tied.items():
+        said = f"{where}: `tied` says that {alias} is {owner}"
+        if unknown := [name for name in (alias, owner) if name not in parameters]:
+            raise UserError(f"{said}; there is no parameter {unknown[0]}")
+        if owner in tied:
+            raise UserError(f"{said}, which is {tied[owner]}; name the owner of all of them")
+        one, other = (
+            f"{list(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+            for p in (parameters[alias], parameters[owner])
+        )
+        if one != other:
+            raise UserError(f"{said}, and they are {one} and {other}; give them one shape and type, and train both")
 
 
 def _check_length(chain: Chain, sequence_length: int) -> None:

@@ -9,7 +9,7 @@ one micro-batch, or one segment for all micro-batches, and both do the same oper
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,8 +113,20 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor
 
 def allocate(model: nn.Module) -> None:
     """Give every parameter that has no memory yet (device `meta`) memory of its own, unfilled."""
+
+    def with_memory(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, with_memory)
+
+
+def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put a new parameter in the place of each; where several modules share one, they share the new one."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, or its id could come to mean another
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                memory = torch.empty_like(parameter, device="cpu")
-                module.register_parameter(name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = parameter, replacement(parameter)
+            module.register_parameter(name, made[id(parameter)][1])

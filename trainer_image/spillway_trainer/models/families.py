@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     BertConfig,
@@ -36,6 +35,9 @@ from .lora import add_adapters
 from .source import ModelDirectory, match, stored_name
 from .t5 import T5, share_embedding
 
+MOST_LABELS = 100_000
+"""of a classifier's head, which no model here has"""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -45,6 +47,8 @@ class Family:
     """what must hold before parameters are told apart by their names"""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """name in files -> name of the parameter here, where they are not the same"""
+    apart_when_untied: frozenset[str] = frozenset()
+    """those of `renamed` that are of no use beside the parameter's own name where tie_word_embeddings is false"""
     unused: str = r"$^"
     """regular expression: names in files of what the model does not have: buffers, and heads for other objectives"""
     learned_positions: bool = False
@@ -62,6 +66,7 @@ FAMILIES: dict[str, Family] = {
         Bert,
         drop_second_bias,
         renamed={"cls.predictions.bias": "cls.predictions.decoder.bias"},
+        apart_when_untied=frozenset({"cls.predictions.bias"}),
         unused=r"^bert\.pooler\.|^cls\.seq_relationship\.|\.position_ids$|\.token_type_ids$",
         learned_positions=True,
     ),
@@ -167,10 +172,21 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     """config.json of a model directory. Code that the directory may bring with it is never run."""
     where = str(directory.path / "config.json")
     family = family_of(directory.config.get("model_type"), where)
+    _check_counts(directory, where)
     try:
         return config_from(directory.config)
-    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # whatever the classes of transformers raise
         raise UserError(f"{where}: not the configuration of a {family.model.__name__}: {error}") from error
+
+
+def _check_counts(directory: ModelDirectory, where: str) -> None:
+    """Raises UserError for more layers than the files have tensors, or more labels than any head: objects are made for
+    each of them before anything else is looked at."""
+    layers = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), len(directory.tensors))
+    for name, most in {**layers, "num_labels": MOST_LABELS}.items():
+        count = directory.config.get(name)
+        if isinstance(count, int | float) and count > most:
+            raise UserError(f"{where}: {name} is {count}, and {most} are the most that its weights can mean")
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
@@ -208,13 +224,16 @@ def chain_of(
     if directory is not None:
         names = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
         shapes = {name: shape for name, shape in names.items() if not is_adapter(name)}
-        chain.weights = match(directory, shapes, stored_as(chain, family, directory.tensors))
+        apart = frozenset() if tie_head else family.apart_when_untied
+        chain.weights = match(directory, shapes, stored_as(chain, family, directory.tensors, apart))
     return chain
 
 
-def stored_as(chain: HuggingFaceChain, family: Family, stored: Iterable[str]) -> dict[str, str | None]:
-    """Stored name -> parameter of the chain; None for what the model has no use for (Family.unused). A name that means
-    nothing stays as it is."""
+def stored_as(
+    chain: HuggingFaceChain, family: Family, stored: Iterable[str], apart: Collection[str] = ()
+) -> dict[str, str | None]:
+    """Stored name -> parameter of the chain; None for what the model has no use for (Family.unused, and `apart` beside
+    the parameter's own name). A name that means nothing stays as it is."""
     stored = list(stored)
     base = family.model.base_model_prefix + "."
     parameters = {stored_name(name): name for name, _ in chain.named_parameters()}
@@ -226,7 +245,9 @@ def stored_as(chain: HuggingFaceChain, family: Family, stored: Iterable[str]) ->
         # Files of before 2019 have the names of TensorFlow.
         full = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", full))
         parameter = parameters.get(family.renamed.get(full, full))
-        if parameter is not None:
+        if full in apart and family.renamed[full] in stored:
+            found[name] = None
+        elif parameter is not None:
             found[name] = chain.tied.get(parameter, parameter)
         else:
             found[name] = None if re.search(family.unused, full) else full

@@ -33,6 +33,7 @@ class HuggingFaceChain(Chain):
         self.model: Any = model  # each family's class has attributes of its own
         self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
         self.autocast = compute if self.adapted and compute != torch.float32 else None
+        self._tie_head = tie_head
         self._tables: dict[tuple[int, ...], tuple[Any, ...]] = {}
         make_buffers(model)
         self._segments = self.make_segments()
@@ -76,9 +77,12 @@ class HuggingFaceChain(Chain):
     @property
     def description(self) -> dict[str, Any]:
         """`frozen`: parameters whose values are in no checkpoint."""
+        config = json.loads(self.config.to_json_string(use_diff=False))
+        if not (self._tie_head and config.get("scale_decoder_outputs", True)):
+            config["tie_word_embeddings"] = False  # t5 says true whatever it was given, and scales by what it is given
         described = {
             "class": type(self.model).__name__,
-            "config": json.loads(self.config.to_json_string(use_diff=False)),
+            "config": config,
             "frozen": not all(p.requires_grad for p in self.parameters()),
         }
         if self.adapted:
@@ -145,7 +149,12 @@ class HuggingFaceChain(Chain):
     def _check_cover(self) -> None:
         inside = [id(p) for _, module in self._segments for p in module.parameters()]
         names = {id(p): name for name, p in self.model.named_parameters()}
-        assert sorted(inside) == sorted(names), f"not in exactly one segment: {set(names) ^ set(inside)}"
+        if sorted(inside) != sorted(names):
+            wrong = sorted(name for key, name in names.items() if inside.count(key) != 1)
+            raise UserError(
+                f"{type(self.model).__name__}: {', '.join(wrong[:1]) or 'a parameter'} does not belong to exactly one "
+                "layer; a layer that is used twice, or is not the family's own, cannot be trained"
+            )
 
 
 def is_adapter(name: str) -> bool:

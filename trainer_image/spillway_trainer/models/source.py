@@ -7,6 +7,7 @@ Only headers are read when the directory is opened, so that a wrong one is refus
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spillway.errors import UserError
@@ -28,6 +29,8 @@ SAMPLED_BYTES = 4096
 MAX_HEADER_BYTES = 100 * 2**20
 """the format's own bound"""
 MOST_NAMED = 3
+BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "BOOL": 8}
+"""of one value, by the end of its type's name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class ModelDirectory:
                 return value
         except OSError as error:
             raise UserError(f"{self.tensors[name].file}: cannot read {name}: {error.strerror or error}") from error
+        except SafetensorError as error:
+            raise UserError(f"{self.tensors[name].file}: cannot read {name}: {error}; copy the file again") from error
 
 
 def open_model_directory(path: Path) -> ModelDirectory:
@@ -87,9 +92,9 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / ONE_FILE]
     if (path / INDEX).is_file():
         shards = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise UserError(f"{path / INDEX}: has no weight_map; copy the whole directory again")
-        files = sorted(path / str(name) for name in set(shards.values()))
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise UserError(f"{path / INDEX}: has no weight_map of file names; copy the whole directory again")
+        files = sorted(path / name for name in set(shards.values()))
         missing = [file.name for file in files if file.parent != path or not file.is_file()]
         if missing:
             raise UserError(f"{path / INDEX}: names {len(missing)} files that are not there, first {missing[0]}")
@@ -106,7 +111,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
         raise UserError(f"{path}: {reason}; spec.model.source needs a Hugging Face model directory") from error
     if not isinstance(document, dict):
@@ -120,24 +125,54 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             fields: dict[str, Any] = json.loads(file.read(length) if length <= MAX_HEADER_BYTES else b"")
+        _check_metadata(fields.pop("__metadata__", {}))
+        ends = {name: _end(entry) for name, entry in fields.items()}
         found = {
-            str(name): StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in fields.items()
-            if name != "__metadata__"
         }
-        size = max((entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__"), default=0)
+        size = max(ends.values(), default=0)
         whole = path.stat().st_size == 8 + length + size
+        wrong = _misplaced(fields)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; make the file readable") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is no safetensors file; copy it again") from error
     if not whole:
         raise UserError(f"{path}: {path.stat().st_size} bytes, its header says {8 + length + size}; copy it again")
+    if wrong:
+        raise UserError(f"{path}: the bytes of {wrong} are not those of its type, shape and place; copy it again")
     return found
 
 
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is no object of texts")
+
+
+def _end(entry: Any) -> int:
+    """Where a tensor ends in the data. Raises ValueError for a field of another kind, and the like."""
+    numbers = [*entry["shape"], *entry["data_offsets"]]
+    if not isinstance(entry["dtype"], str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("neither a type nor sizes")
+    _, end = entry["data_offsets"]
+    return int(end)
+
+
+def _misplaced(fields: Mapping[str, Any]) -> str | None:
+    """The first tensor that does not begin where the one before it ends, or has not the bytes of its shape."""
+    place = 0
+    for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        bits = next((bits for kind, bits in BITS.items() if entry["dtype"].endswith(kind)), None)
+        if start != place or end < start or (bits and 8 * (end - start) != bits * math.prod(entry["shape"])):
+            return name
+        place = end
+    return None
+
+
 def _nbytes(tensor: StoredTensor) -> int:
-    return (4 if tensor.dtype == "F32" else 2) * torch.Size(tensor.shape).numel()
+    return (4 if tensor.dtype == "F32" else 2) * math.prod(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +190,17 @@ class Weights:
         first, *others = self.stored[parameter]
         value = self.directory.value(first)
         for other in others:
-            if not torch.equal(value, self.directory.value(other)):
+            if not torch.equal(_bits(value), _bits(self.directory.value(other))):
                 raise UserError(
                     f"{self.directory.path}: {first} and {other} are one parameter by config.json, and hold different "
                     "values; set tie_word_embeddings to false there, or remove the one that is not meant"
                 )
         return value
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Equal for equal values of either type, and for a NaN that is the same."""
+    return value.float().view(torch.int32)
 
 
 def match(

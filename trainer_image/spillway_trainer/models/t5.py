@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
+from spillway.errors import UserError
+
 from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
 from .objective import Objective, prefix_length
@@ -161,5 +163,16 @@ class T5(HuggingFaceChain):
 
 
 def share_embedding(model: PreTrainedModel) -> None:
-    """`shared` is the encoder's embedding under a second name: one module, whose use is the encoder's."""
+    """`shared` is the encoder's embedding under a second name: one module, whose use is the encoder's.
+
+    Raises UserError when what the decoder reads first, or in the place of a masked label, is no token.
+    """
+    config: Any = model.config
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        token = getattr(config, name, None)
+        if not (isinstance(token, int) and 0 <= token < config.vocab_size):
+            raise UserError(
+                f"t5: {name} is {token}, which is no token of the model (0 to {config.vocab_size - 1}); set it in its "
+                "configuration (config.json)"
+            )
     model.shared = model.get_encoder().embed_tokens
