@@ -8,10 +8,11 @@ Paths in messages are those of the YAML. Floats are strings and byte counts are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.field_types import (
@@ -612,7 +613,17 @@ Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
 """per second; no hardware is outside of the bounds, and predictions stay finite within"""
 Overhead = Annotated[Number, Field(le=10.0)]
 """seconds"""
-Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+
+
+def _moment(text: str) -> str:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f"a time is needed, for example 2026-11-21T19:09:46Z ({error})") from None
+    return text
+
+
+Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"}), AfterValidator(_moment)]
 
 
 class LinkRates(Fields):

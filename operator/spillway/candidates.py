@@ -47,7 +47,9 @@ from spillway.footprint import (
     nvme_home_bytes,
     nvme_staging_bytes,
     padded,
+    spilled_boundary_bytes,
     states_bytes_per_parameter,
+    waiting_frontier_bytes,
 )
 from spillway.hardware import NodeSpec
 from spillway.model_shape import DTYPE_BYTES, FLOAT32_BYTES, ModelShape
@@ -406,7 +408,8 @@ def _orders(work: Workload) -> Iterator[tuple[Order, Answer]]:
     yield "InOrder", Answer.KEEP
     if work.num_micro_batches > 1:
         yield "WeightStationary", Answer.KEEP
-        yield "WeightStationary", Answer.HOST
+        if work.handed_on_bytes:
+            yield "WeightStationary", Answer.HOST
 
 
 def _levels(question: Question, work: Workload) -> list[int]:
@@ -586,6 +589,8 @@ class Search:
         work = group.work
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer)
+        if group.streaming.boundaries is Answer.HOST:
+            room -= spilled_boundary_bytes(work, blocks, group.streaming) - waiting_frontier_bytes(work)
         streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME])
         room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
         nvme_room = budget[Tier.NVME] - nvme_home_bytes(work, streaming)

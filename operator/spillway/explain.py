@@ -16,6 +16,7 @@ from spillway.footprint import (
     nvme_home_bytes,
     states_bytes_per_parameter,
     streamed_slot_bytes,
+    waiting_frontier_bytes,
 )
 from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
@@ -73,10 +74,7 @@ def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     count, total = work.units.count[streaming.units], work.shape.num_segments
     yield f"parameters: {count} of {total} segments are streamed through {slots} of {slot}, at home {at_home}{asked}"
     if count < total:
-        yield (
-            "resident are those worth most per byte: embedding and head, which would set the size of the slots, and "
-            "the last blocks, which backward needs first"
-        )
+        yield f"resident are those worth most per byte: {_resident(work, streaming)}"
     if streaming.num_slots == 1:
         yield "the device has no room for a second slot: compute waits for each load"
     if work.num_micro_batches > 1:
@@ -86,12 +84,31 @@ def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
         yield f"the CPU updates streamed parameters beside their homes: {forced:.0%} of all that are trained"
 
 
+def _resident(work: Workload, streaming: Streaming) -> str:
+    """The segments that stay on the device, by name, and what they are worth it for."""
+    stay = [index for unit in work.units.segments[streaming.units :] for index in unit]
+    shape, last = work.shape, work.shape.num_segments - 1
+    tied = {index for pair in shape.tied for index in pair}
+    ends = " and ".join(name for index, name in ((0, "embedding"), (last, "head")) if index in stay)
+    sharing = ", ".join(shape.segments[index].name for index in stay if index in tied and 0 < index < last)
+    parts = (
+        (ends, "which would set the size of the slots"),
+        (sharing, "whose parameters are theirs, too"),
+        (
+            "the last blocks" if any(index not in tied | {0, last} for index in stay) else "",
+            "which backward needs first",
+        ),
+    )
+    return "; ".join(f"{what}, {why}" for what, why in parts if what)
+
+
 def _order_reason(work: Workload, streaming: Streaming) -> str:
     batches = work.num_micro_batches
     if streaming.order == "InOrder":
         return f"order: one micro-batch after the other; each streamed segment is loaded for each of {batches}"
-    held = format_bytes(frontier_bytes(work))
-    where = "on the device" if streaming.boundaries is Answer.KEEP else f"on {streaming.boundaries}"
+    stays = streaming.boundaries is Answer.KEEP
+    held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
+    where = "on the device" if stays else f"on {streaming.boundaries}"
     return (
         f"order: weight-stationary, all {batches} micro-batches pass a segment while it is there: two loads a step "
         f"instead of {2 * batches}; {held} of what one segment hands on to the next wait {where}"

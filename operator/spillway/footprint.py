@@ -8,10 +8,10 @@ docs/planning.md writes the rows down as formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
@@ -53,11 +53,17 @@ PAGE_BYTES = 4096
 PADDING_PARAMETERS = CACHE_LINE_BYTES // FLOAT32_BYTES
 
 Order = Literal["InOrder", "WeightStationary"]
+Sizes = tuple[int, ...]
 
 
 def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
     """`nbytes` rounded up to whole units."""
     return -(-nbytes // unit) * unit
+
+
+def one_piece(sizes: Iterable[int]) -> int:
+    """Storages of these sizes in one piece of host memory."""
+    return padded(sum(padded(size, CACHE_LINE_BYTES) for size in sizes))
 
 
 # --- what a rank does -------------------------------------------------------------------------------------------------
@@ -76,6 +82,16 @@ class BlockBytes:
     moved_nvme: int
     """the same on NVMe, where every storage takes whole pages"""
     output: int
+    new_input: int
+    """what it gets that the segment before it made; small: the part that stays on the device, being not worth moving"""
+    new_small: int
+    passed_input: int
+    """what it gets that an earlier segment made"""
+    passed_small: int
+    input_host: int
+    """all that it gets and is worth moving, in host memory: one piece of whole pages"""
+    input_nvme: int
+    """the same on NVMe"""
     forward: int
     """workspace"""
     backward: int
@@ -83,8 +99,17 @@ class BlockBytes:
     flops: float
     """of one forward"""
 
+    @property
+    def passed_large(self) -> int:
+        return self.passed_input - self.passed_small
 
-NO_BLOCK = BlockBytes(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    @property
+    def input_large(self) -> int:
+        """All that it gets and is worth moving."""
+        return self.new_input - self.new_small + self.passed_large
+
+
+NO_BLOCK = BlockBytes(*(0,) * 14, flops=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,31 +154,54 @@ class Workload:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The blocks, equal neighbours together."""
-        kinds: dict[Segment, BlockBytes] = {}
+        kinds: dict[tuple[Segment, Sizes, Sizes], BlockBytes] = {}
         found: list[Run] = []
-        for index, block in enumerate(self.shape.blocks):
-            if block not in kinds:
-                kinds[block] = self._block_bytes(block)
-            if found and found[-1].block is kinds[block]:
-                found[-1] = Run(found[-1].start, index + 1, kinds[block])
+        for index, (before, block) in enumerate(pairwise(self.shape.segments[:-1])):
+            kind = (block, before.made_bytes, before.passed_bytes)
+            if kind not in kinds:
+                kinds[kind] = self._block_bytes(*kind)
+            if found and found[-1].block is kinds[kind]:
+                found[-1] = Run(found[-1].start, index + 1, kinds[kind])
             else:
-                found.append(Run(index, index + 1, kinds[block]))
+                found.append(Run(index, index + 1, kinds[kind]))
         return tuple(found)
 
-    def _block_bytes(self, block: Segment) -> BlockBytes:
+    def _block_bytes(self, block: Segment, made: Sizes, passed: Sizes) -> BlockBytes:
+        """Of `block`, which gets tensors of these sizes."""
         sizes = [self.tokens * per_token for per_token in block.saved_bytes]
         moved = [size for size in sizes if size >= self.minimum_bytes]
+        new, old = self._sizes(made), self._sizes(passed)
+        waiting = [size for size in (*new, *old) if size >= self.minimum_bytes]
         return BlockBytes(
             saved=sum(sizes),
             moved=sum(moved),
-            moved_host=padded(sum(padded(size, CACHE_LINE_BYTES) for size in moved)),
+            moved_host=one_piece(moved),
             moved_nvme=sum(padded(size) for size in moved),
             output=self.tokens * block.output_bytes,
+            new_input=sum(new),
+            new_small=sum(size for size in new if size < self.minimum_bytes),
+            passed_input=sum(old),
+            passed_small=sum(size for size in old if size < self.minimum_bytes),
+            input_host=one_piece(waiting),
+            input_nvme=sum(padded(size) for size in waiting),
             forward=self.tokens * block.forward_workspace_bytes,
             backward=self.tokens * block.backward_workspace_bytes,
             lean=self.tokens * block.lean_forward_bytes,
             flops=self.tokens * block.forward_flops_per_token(self.sequence_length),
         )
+
+    def _sizes(self, per_token: Sizes) -> list[int]:
+        return [self.tokens * size for size in per_token]
+
+    def waiting_output_bytes(self, segment: Segment) -> int:
+        """What `segment` hands on and is worth moving."""
+        sizes = self._sizes((*segment.made_bytes, *segment.passed_bytes))
+        return sum(size for size in sizes if size >= self.minimum_bytes)
+
+    @cached_property
+    def handed_on_bytes(self) -> int:
+        """Of one micro-batch, all that segments hand on and is worth moving."""
+        return sum(self.waiting_output_bytes(segment) for segment in self.shape.segments)
 
     @cached_property
     def forward_flops(self) -> float:
@@ -192,7 +240,7 @@ class Workload:
     def sums(self) -> dict[str, list[float]]:
         """Prefix sums over blocks by field of BlockBytes: sums[field][n] is that of the first n blocks."""
         kinds = [run.block for run in self.runs for _ in range(run.start, run.end)]
-        fields = ("saved", "moved", "moved_host", "moved_nvme", "output", "flops")
+        fields = ("saved", "moved", "moved_host", "moved_nvme", "input_host", "input_nvme", "passed_large", "flops")
         return {field: [0, *accumulate(getattr(kind, field) for kind in kinds)] for field in fields}
 
     def sum_of(self, field: str, start: int, end: int) -> int:
@@ -514,16 +562,22 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     resident = alive * tokens * shape.embedding.saved_bytes_per_token
     resident += frontier_bytes(work) if stationary else 0
     inputs_leave = streaming.boundaries is not Answer.KEEP
+    resident += alive * held_input_bytes(work, blocks, inputs_leave=inputs_leave)
     moved = previous = 0
     forward: list[tuple[int, int, int]] = []
     backward: list[tuple[int, int, int]] = []
     """each (activations, copies in flight or coming back, workspace)"""
     for answer, block, count in _intervals(work, blocks):
         recomputes, moves = answer is Answer.RECOMPUTE, answer in (Answer.HOST, Answer.NVME)
-        kept = block.output * (not inputs_leave) if recomputes else block.saved - block.moved * moves
-        moving = block.output * inputs_leave if recomputes else block.moved * moves
+        if recomputes:
+            kept = block.new_small if inputs_leave else block.new_input
+            moving = block.input_large * inputs_leave
+            now, workspace = kept + block.output, block.lean
+        else:
+            copies = block.passed_large * inputs_leave
+            kept, moving = (block.saved - block.moved, block.moved + copies) if moves else (block.saved + copies, 0)
+            now, workspace = block.saved + copies, block.forward
         others = (count - 1) * alive + alive - 1
-        now, workspace = (block.output, block.lean) if recomputes else (block.saved, block.forward)
         in_flight = min(window_bytes, moved + (count - 1) * alive * moving)
         forward.append((resident + others * kept + now, in_flight, workspace))
         again, workspace = (block.saved, max(block.forward, block.backward)) if recomputes else (0, block.backward)
@@ -551,6 +605,18 @@ def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Answer, BlockBy
                 yield answer, run.block, count
 
 
+def held_input_bytes(work: Workload, blocks: Blocks, *, inputs_leave: bool) -> int:
+    """Of one micro-batch, what the first recomputed block gets and stays on the device though the segment before it
+    did not make it; and, where inputs leave, what comes without gradient: it belongs to the caller, and stays."""
+    if not blocks.recomputed:
+        return 0
+    first = next(run.block for run in work.runs if run.end > blocks.moved)
+    if not inputs_leave:
+        return first.passed_input
+    is_constant = not blocks.moved and not work.shape.embedding.num_accumulated
+    return first.passed_small + (first.new_input - first.new_small) * is_constant
+
+
 def frontier_bytes(work: Workload) -> int:
     """Weight-stationary: what one segment hands on to the next, of every micro-batch, and one more that is being made;
     in backward as much of gradients."""
@@ -560,15 +626,26 @@ def frontier_bytes(work: Workload) -> int:
 
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
     """Weight-stationary, with boundaries that wait beside the device: the frontier, and the inputs of every recomputed
-    block, which are boundaries that backward needs."""
+    block, which are boundaries that backward needs. What segments hand on unchanged is copied once for each of them,
+    also for moved blocks. Tensors that are not worth moving stay on the device."""
     if streaming.boundaries is Answer.KEEP:
         return 0
-    return frontier_bytes(work) + work.num_micro_batches * recomputed_input_bytes(work, blocks)
+    batches = work.num_micro_batches
+    copies = padded(work.sum_of("passed_large", 0, blocks.moved))
+    inputs = recomputed_input_bytes(work, blocks, streaming.boundaries)
+    return waiting_frontier_bytes(work) + batches * (inputs + copies)
 
 
-def recomputed_input_bytes(work: Workload, blocks: Blocks) -> int:
-    """Of one micro-batch."""
-    return work.sum_of("output", blocks.moved, blocks.moved + blocks.recomputed)
+def waiting_frontier_bytes(work: Workload) -> int:
+    """The part of the frontier that is worth moving."""
+    widest = max(work.waiting_output_bytes(segment) for segment in work.shape.segments)
+    return (work.num_micro_batches + 1) * padded(widest)
+
+
+def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Answer) -> int:
+    """Of one micro-batch, those that wait on `tier`."""
+    field = "input_nvme" if tier is Answer.NVME else "input_host"
+    return work.sum_of(field, blocks.moved, blocks.moved + blocks.recomputed)
 
 
 # --- the tiers --------------------------------------------------------------------------------------------------------

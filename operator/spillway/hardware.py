@@ -97,20 +97,22 @@ def node_names() -> list[str]:
 def resolve_node(name: str) -> NodeSpec:
     """The node class called `name`, an alias of it, or COUNTxNAME, each with +DISK or +COUNTxDISK for other drives than
     its own. Raises UserError with the nearest names."""
-    wanted, _, drives = name.strip().lower().partition("+")
+    wanted, plus, drives = name.strip().lower().partition("+")
     match = re.fullmatch(_COUNTED, wanted)
     if match is None:
         raise UserError(f"--node is empty; known nodes: {', '.join(node_names())}")
     count, base = match.groups()
     aliases = {alias: key for key, entry in _catalog().items() for alias in (key, *entry["aliases"])}
     names = {alias: key for alias, key in aliases.items() if _catalog()[key]["kind"] != "Disk"}
+    if base not in names and (counted := re.fullmatch(r"(\d+)x(.+)", base)) and counted[2] in names:
+        raise UserError(f"--node {name}: {counted[1]} devices: a count is from 1 to 999, as in 8x{counted[2]}")
     if base not in names:
         near = difflib.get_close_matches(base, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise UserError(f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME sets the devices")
     node = _node(names[base])
     node = _with_devices(node, int(count) if count else node.num_devices)
-    return _with_drives(node, int(_catalog()[names[base]]["node"]["num_disks"]["value"]), drives) if drives else node
+    return _with_drives(node, int(_catalog()[names[base]]["node"]["num_disks"]["value"]), drives) if plus else node
 
 
 _COUNTED = r"(?:([1-9][0-9]{0,2})x)?(.+)"

@@ -23,6 +23,7 @@ Lines = dict[Location, int]
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_FILE_BYTES = 1 << 20
+_KINDS = ("TrainingJob", "NodeProfile", "MemoryProfile")
 _MAX_VALUES = 20_000
 """values of one manifest, aliases expanded: nested ones can stand for billions"""
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
@@ -67,6 +68,7 @@ def parse(model: type[M], text: str, source: str, ignored: Sequence[Location] = 
     Raises InvalidJob with every wrong field.
     """
     document, lines, problems = _read_yaml(text, source)
+    _refuse_another_kind(model, document, source)
     if problems:
         raise InvalidJob(source, problems)
     for location in ignored:
@@ -85,6 +87,14 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
     except ValidationError as error:
         found = error.errors(include_url=False)
         raise InvalidJob(source, [p for detail in found for p in _translate(model, detail, lines, document)]) from None
+
+
+def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
+    """Every field of another of our objects would be wrong. A kind that nobody knows is a wrong field among others."""
+    given, field = document.get("kind"), model.model_fields.get("kind")
+    wanted = get_args(field.annotation) if field is not None else ()
+    if wanted and given in _KINDS and given not in wanted:
+        raise UserError(f"{source}: is a {given}; a {wanted[0]} is needed here")
 
 
 def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[FieldProblem]]:
@@ -107,7 +117,9 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         _refuse(source, _place(error.problem_mark), "", f"{error.problem or error.context}; one TrainingJob a file")
     except yaml.MarkedYAMLError as error:
         _refuse(source, _place(error.problem_mark), "", f"this is no YAML: {error.problem or error.context}")
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except RecursionError:
+        _refuse(source, "the file", "", "nested too deeply; a manifest has a dozen levels")
+    except (yaml.YAMLError, ValueError) as error:
         _refuse(source, "the file", "", f"this is no YAML: {str(error).splitlines()[0]}")
     finally:
         loader.dispose()

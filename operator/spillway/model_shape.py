@@ -64,8 +64,10 @@ class Segment:
     positions are masked on average"""
     saved_bytes: tuple[int, ...]
     """per token, one entry per storage that autograd saves for backward (weights excluded, views counted once)"""
-    output_bytes: int
-    """per token: what the next segment gets"""
+    made_bytes: tuple[int, ...]
+    """per token, one entry per tensor that this segment makes and hands on to the next"""
+    passed_bytes: tuple[int, ...]
+    """per token, one entry per tensor that it gets from the segment before and hands on as it is"""
     forward_workspace_bytes: int
     """per token: temporaries of forward that are alive beside the saved storages"""
     backward_workspace_bytes: int
@@ -76,6 +78,11 @@ class Segment:
     @property
     def num_trained(self) -> int:
         return self.num_parameters - self.num_frozen
+
+    @property
+    def output_bytes(self) -> int:
+        """Per token: all that the next segment gets."""
+        return sum(self.made_bytes) + sum(self.passed_bytes)
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -269,6 +276,7 @@ class _Sizes:
         tables: Sequence[int] = (),
         alias: int = 0,
         attention_width: int = 0,
+        passed_bytes: tuple[int, ...] = (),
         **bytes_per_token: Any,
     ) -> Segment:
         """A segment of matrix products, vectors (norms), tables (embeddings) and a tied `alias` of another's table.
@@ -296,6 +304,7 @@ class _Sizes:
             trained_matrix_parameters=sum(adapters) if self.lora else products,
             attention_width=attention_width,
             saved_bytes=(*saved, *(self.b * self.lora.rank for _ in adapters[::2] if self.lora)),
+            passed_bytes=passed_bytes,
             **bytes_per_token,
         )
 
@@ -321,7 +330,7 @@ def _embedding(s: _Sizes, tables: Sequence[int], norms: Sequence[int] = (), save
     """Tokens to the residual stream."""
     out = s.b * s.d
     return s.segment(
-        "embedding", {}, norms, tables=tables, saved_bytes=(INDEX_BYTES, *saved), output_bytes=out,
+        "embedding", {}, norms, tables=tables, saved_bytes=(INDEX_BYTES, *saved), made_bytes=(out,),
         forward_workspace_bytes=0, backward_workspace_bytes=0, lean_forward_bytes=out,
     )  # fmt: skip
 
@@ -336,7 +345,7 @@ def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], sav
         vectors,
         alias=s.V * s.d if s.tied else 0,
         saved_bytes=(*saved, *s.cross_entropy()),
-        output_bytes=0,
+        made_bytes=(),
         forward_workspace_bytes=max(FLOAT32_BYTES * s.V, s.norm_workspace),
         backward_workspace_bytes=max(2 * FLOAT32_BYTES * s.V, 12 * s.d),
         lean_forward_bytes=2 * FLOAT32_BYTES * s.V,
@@ -368,7 +377,7 @@ def _llama(s: _Sizes) -> _Parts:
         (s.d, s.d),
         attention_width=s.d,
         saved_bytes=saved,
-        output_bytes=s.b * s.d,
+        made_bytes=(s.b * s.d,),
         forward_workspace_bytes=s.norm_workspace + (0 if s.lora is None else 2 * s.b * s.d),
         backward_workspace_bytes=2 * wide + (5 if s.lora else 2 if s.b == 2 else 1) * s.b * s.d,
         lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
@@ -391,7 +400,7 @@ def _gpt2(s: _Sizes) -> _Parts:
         (s.d,) * 4,
         attention_width=s.d,
         saved_bytes=(*s.layer_norm(), *fused, *s.dropouts(), *s.layer_norm(), *(wide,) * 5),
-        output_bytes=s.b * s.d,
+        made_bytes=(s.b * s.d,),
         forward_workspace_bytes=3 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=4 * wide + 3 * s.b * s.d,
@@ -414,7 +423,7 @@ def _bert(s: _Sizes) -> _Parts:
         (s.d,) * 4,
         attention_width=2 * s.d,
         saved_bytes=(*s.attention(), *s.dropouts(), *s.layer_norm(), wide, wide, *s.layer_norm()),
-        output_bytes=s.b * s.d,
+        made_bytes=(s.b * s.d,),
         forward_workspace_bytes=2 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=2 * wide + 2 * s.b * s.d,
@@ -460,7 +469,8 @@ def _t5(s: _Sizes) -> _Parts:
             alias=s.V * s.d if decodes and is_first else 0,
             attention_width=2 * width,
             saved_bytes=(*saved, *masks),
-            output_bytes=stream * (2 if decodes else 1) + bias * (not ends),
+            made_bytes=(stream, bias) if is_first and not ends else (stream,),
+            passed_bytes=(stream,) * decodes + (bias,) * (not ends and not is_first),
             forward_workspace_bytes=12 * s.d + pairs,
             backward_workspace_bytes=6 * stream + pairs,
             lean_forward_bytes=(6 if casts else 8) * stream + pairs,
@@ -471,7 +481,7 @@ def _t5(s: _Sizes) -> _Parts:
     names = [f"{half}{index}" for half in ("encoder", "decoder") for index in range(s.num_layers)]
     blocks = tuple(replace(_halved(one), name=name) for name, one in zip(names, (*encoder, *decoder), strict=True))
     norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
-    embedding = replace(_embedding(s, (s.V * s.d,), (), s.dropouts(1)), output_bytes=stream // 2)
+    embedding = replace(_embedding(s, (s.V * s.d,), (), s.dropouts(1)), made_bytes=(stream // 2,))
     return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
 
 
@@ -483,7 +493,8 @@ def _halved(segment: Segment) -> Segment:
         trained_matrix_parameters=segment.trained_matrix_parameters // 2,
         attention_width=segment.attention_width // 4,  # of half of the tokens, half as many pairs each
         saved_bytes=tuple(-(-size // 2) for size in segment.saved_bytes if size),
-        output_bytes=segment.output_bytes // 2,
+        made_bytes=tuple(size // 2 for size in segment.made_bytes),
+        passed_bytes=tuple(size // 2 for size in segment.passed_bytes),
         forward_workspace_bytes=segment.forward_workspace_bytes // 2,
         backward_workspace_bytes=segment.backward_workspace_bytes // 2,
         lean_forward_bytes=segment.lean_forward_bytes // 2,

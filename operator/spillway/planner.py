@@ -133,7 +133,8 @@ def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
         )
     if node.device_kind == "Cuda" and local_ranks > node.num_devices:
         raise UserError(
-            f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} devices"
+            f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} "
+            f"{'device' if node.num_devices == 1 else 'devices'}"
         )
 
 

@@ -36,6 +36,8 @@ MEASURED = "-measured"
 """ends the name of a node whose rates are not the catalog's"""
 MOST_JOBS = 64
 """whose last attempt a profile remembers"""
+MOST_NAMED = 3
+"""rates in a sentence"""
 LONGEST_PLAN = 512
 """characters of MemoryProfile.spec.plan"""
 
@@ -52,22 +54,63 @@ def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
     }
     own = {name: value for name, value in profile if name in NodeSpec.__slots__ and name != "link"}
     figures = _given(own | capacities)
-    return replace(
-        node, **figures, name=f"{node.name}{MEASURED}", link=replace(node.link, **_given(dict(profile.link)))
-    )
+    return replace(node, **figures, name=_name(profile, node), link=replace(node.link, **_given(dict(profile.link))))
 
 
 def with_rates(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
     """`node` with the profile's rates as they were measured; its capacities stay, because they are what is free now."""
     own = {name: value for name, value in profile if name in RATES and value is not None}
     link = {name: value for name, value in profile.link if value is not None}
-    return replace(node, **own, name=f"{node.name}{MEASURED}", link=replace(node.link, **link))
+    return replace(node, **own, name=_name(profile, node), link=replace(node.link, **link))
+
+
+def _name(profile: NodeProfileSpec, node: NodeSpec) -> str:
+    return f"{node.name}{MEASURED}" if has_rates(profile) else node.name
 
 
 RATES = tuple(
     name for name in NodeProfileSpec.model_fields if name.endswith(("_per_second", "_overhead_seconds"))
 )  # fmt: skip
 """fields that say how fast, not how much; those of the link besides"""
+
+
+LINK_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second")
+CATALOG_RATES = (
+    "bfloat16_flops_per_second",
+    "float32_flops_per_second",
+    "device_bytes_per_second",
+    "dram_bytes_per_second",
+    "cpu_bytes_per_second",
+    "nvme_read_bytes_per_second",
+    "nvme_write_bytes_per_second",
+)
+"""with LINK_RATES all that a plan of one device takes from the catalog where nothing was measured; what other
+operations than matrix products cost is part of the catalog's FLOP rates"""
+
+
+def has_rates(profile: NodeProfileSpec) -> bool:
+    """Whether anything was measured; capacities say how much, not how fast."""
+    return any(getattr(profile, name) is not None for name in RATES) or any(
+        getattr(profile.link, name) is not None for name in LINK_RATES
+    )
+
+
+def rates_sentence(profile: NodeProfileSpec) -> str:
+    """measured rates; or 3 of 9 measured, and whose the others are."""
+    given = {name: getattr(profile, name) for name in CATALOG_RATES}
+    given |= {name: getattr(profile.link, name) for name in LINK_RATES}
+    missing = [_camel(name) for name, rate in given.items() if rate is None]
+    if not has_rates(profile):
+        return "rates of the catalog"
+    if not missing:
+        return "measured rates"
+    shown = ", ".join(missing[:MOST_NAMED]) + (f" and {len(missing) - MOST_NAMED} more" * (len(missing) > MOST_NAMED))
+    return f"{len(given) - len(missing)} of {len(given)} rates measured; of the catalog: {shown}"
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.title() for word in others)
 
 
 class ProfileMetadata(Fields):
@@ -95,10 +138,9 @@ def document(name: str, spec: NodeProfileSpec, annotations: Mapping[str, str]) -
 def rates_from(node: NodeSpec, before: NodeSpec, profile: NodeProfileSpec) -> NodeProfileSpec:
     """`profile` with the rates in which `node` differs from `before`, three digits each: no measurement has more."""
     own = {name: _rounded(getattr(node, name)) for name in RATES if getattr(node, name) != getattr(before, name)}
-    links = ("h2d_bytes_per_second", "d2h_bytes_per_second")
     link = {
         name: _rounded(getattr(node.link, name))
-        for name in links
+        for name in LINK_RATES
         if getattr(node.link, name) != getattr(before.link, name)
     }
     return profile.model_copy(update={**own, "link": profile.link.model_copy(update=link)})

@@ -30,6 +30,7 @@ from spillway.footprint import (
     Blocks,
     Streaming,
     Workload,
+    cpu_accumulated,
     recomputed_input_bytes,
     states_bytes_per_parameter,
 )
@@ -133,12 +134,14 @@ def backward_loads(
 ) -> Loads:
     """One pass."""
     batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
-    inputs = batches * recomputed_input_bytes(work, blocks) if streaming.boundaries is not Answer.KEEP else 0
+    waits = streaming.boundaries
+    inputs = batches * recomputed_input_bytes(work, blocks, waits) if waits is not Answer.KEEP else 0
     back = loaded.backward + batches * moved_bytes(work, blocks) + inputs
     read = loaded.backward_read + batches * spilled_bytes(work, blocks)
-    read += inputs if streaming.boundaries is Answer.NVME else 0
-    down = batches * optimizer.cpu_share * work.rank_parameters * work.shape.trained_bytes
-    accumulate = batches * optimizer.cpu_share * work.rank_parameters * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
+    read += inputs if waits is Answer.NVME else 0
+    gradients = batches * cpu_accumulated(work, optimizer, streaming) / work.shards("gradients")
+    down = gradients * work.shape.trained_bytes
+    accumulate = gradients * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
     return {
         Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates),
         Resource.H2D: back / rates.h2d,
@@ -190,7 +193,7 @@ def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
     micro-batch."""
     if streaming.boundaries is Answer.KEEP:
         return 0
-    return work.num_micro_batches * work.tokens * sum(segment.output_bytes for segment in work.shape.segments)
+    return work.num_micro_batches * work.handed_on_bytes
 
 
 @dataclass(frozen=True, slots=True)

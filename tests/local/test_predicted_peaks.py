@@ -7,7 +7,7 @@ Every cell is a fresh process (tests/peak_run.py) that assembles a real run unde
                     (that tracker sees the main thread only) and, with the host slab, against the first row everywhere
     NVMe            extents in use, and blocks of the spill file on disk against the slab that the plan asks for
 
-Eight cells in `make test`, fifteen in `make faults`.
+Eight cells in `make test`, sixteen in `make faults`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ MANY = {"spec.training.globalBatchSize": 48}
 """micro-batches, so that reads and writes meet in all the ways in which they can"""
 FLOAT32 = {"spec.model.precision.compute": "float32"}
 STREAM = {"spec.memory.parameters.placement": "Stream"}
+T5 = {"spec.model.config": {"architecture": "t5", "hiddenSize": 512, "numLayers": 6, "numHeads": 8,
+                            "intermediateSize": 1408, "vocabSize": 2048}}  # fmt: skip
 CELLS = {
     "bfloat16, all resident": Cell(forced("Device", "Keep")),
     "float32, all resident": Cell(forced("Device", "Keep") | FLOAT32),
@@ -93,10 +95,14 @@ CELLS = {
         forced("Host", "Recompute") | STREAM | {"spec.training.globalBatchSize": 32}, SLOW_LINK,
         ("streams", "stationary"),
     ),
+    "t5, weight-stationary": Cell(
+        forced("Host", "Recompute") | STREAM | T5, SLOW_LINK, ("streams", "stationary")
+    ),
 }  # fmt: skip
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 DEAR = ("bfloat16, all resident", "float32, all resident", "activations to host memory", "float32, interleaved, NVMe",
-        "wide", "streamed, float32, activations to host", "streamed, partly resident")  # fmt: skip
+        "wide", "streamed, float32, activations to host", "streamed, partly resident",
+        "t5, weight-stationary")  # fmt: skip
 """measured in `make faults` only: each is near one of the others"""
 NAMES = [name for name in CELLS if FULL or name not in DEAR]
 

@@ -184,6 +184,10 @@ def test_segments_of_a_family_are_those_of_the_built_model(family: str, compute:
                  "largest_parameter"):  # fmt: skip
         assert [getattr(one, name) for one in said.segments] == [getattr(one, name) for one in found.segments], name
     assert [one.name for one in said.segments] == [one.name for one in found.segments]
+    for name in ("made_bytes", "passed_bytes"):  # but for the head's loss
+        assert [getattr(one, name) for one in said.segments[:-1]] == [
+            getattr(one, name) for one in found.segments[:-1]
+        ], name
     assert said.tied == found.tied
     assert (said.compute_bytes, said.trained_bytes) == (found.compute_bytes, found.trained_bytes)
 

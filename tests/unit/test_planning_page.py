@@ -12,8 +12,10 @@ from job_documents import job
 from spillway.hardware import node_names, resolve_node
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway.planner import make_plan
+from spillway_cli import plan_command
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 JOB = {
     "spec.model.config": {
@@ -72,3 +74,10 @@ def test_the_example_by_hand_is_the_plans_own_arithmetic(plan: MemoryPlan, value
 def test_every_node_of_the_catalog_is_named() -> None:
     names = {re.sub(r"^h100-80$", "h100", name) for name in node_names()}
     assert [name for name in names if f"`{name}`" not in PAGE] == []
+
+
+def test_the_readme_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^\$ \S*spillway plan examples/llama-70b.yaml --node 8xh100\n(.*?)^```", readme, re.M | re.S)
+    plan_command.plan(ROOT / "examples/llama-70b.yaml", "8xh100", None, None, None, "text")
+    assert shown == capsys.readouterr().out
