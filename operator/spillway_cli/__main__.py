@@ -4,7 +4,12 @@
 documented exit code; unexpected ones as one line, with the traceback in a file.
 """
 
+# ruff: noqa: E402 - Ctrl-C is heard before anything large is imported
 from __future__ import annotations
+
+from spillway_cli import interrupts
+
+interrupts.listen(__name__)
 
 import contextlib
 import io
@@ -12,22 +17,47 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from spillway.errors import ExitCode, InvalidJob, SpillwayError, UserError
+from spillway.errors import ExitCode, InvalidJob, Preempted, SpillwayError, UserError
 
-from .console import Format, message_console, print_json
+from .console import Format, leave_reader, message_console, print_json
+from .interrupts import wants_json
+
+
+class Commands(TyperGroup):
+    """Ctrl-C is one of our errors, before the library makes a code of its own of it."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with said_interrupts():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, context: Any) -> Any:
+        with said_interrupts():
+            return super().invoke(context)
+
+
+@contextlib.contextmanager
+def said_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Preempted(interrupts.SENTENCE) from None
+
 
 CLICK_USAGE_ERROR = 2
 """what the command-line library exits with for a wrong option; ours is UserError (64)"""
 UNEXPECTED = 1
 
 app = typer.Typer(
+    cls=Commands,
     help="Train models under memory budgets, and see where the bytes go.",
     no_args_is_help=True,
     add_completion=False,
@@ -108,14 +138,17 @@ def calibrate(
     file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Default: where plan and run look.")
     ] = None,
-    directory: Annotated[Path, typer.Option(metavar="DIR", help="Where runs will spill.")] = Path(),
+    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer models, fewer bytes.")] = False,
     runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct by what it took.")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import calibrate_command  # noqa: PLC0415
 
-    options = calibrate_command.CalibrateOptions(file, directory, quick, runs or [], output)
+    if runs and (quick or directory is not None):
+        ignored = "--quick" if quick else "--directory"
+        raise UserError(f"{ignored}: --from measures nothing, it reads runs; leave one of the two out")
+    options = calibrate_command.CalibrateOptions(file, directory or Path(), quick, runs or [], output)
     raise typer.Exit(calibrate_command.calibrate(options))
 
 
@@ -223,7 +256,9 @@ def export(
 def main() -> None:
     """Entry point: exit codes as documented, no traceback on the terminal."""
     prepare_streams()
-    sys.exit(run_app(sys.argv[1:]))
+    code = run_app(sys.argv[1:])
+    interrupts.finish()
+    sys.exit(code)
 
 
 def prepare_streams() -> None:
@@ -244,20 +279,28 @@ def run_app(arguments: list[str]) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else UNEXPECTED
         return ExitCode.USER_ERROR if code == CLICK_USAGE_ERROR else code
-    except SpillwayError as error:
-        say_expected(error, as_json)
-        return error.exit_code
+    except (SpillwayError, KeyboardInterrupt) as error:
+        expected = error if isinstance(error, SpillwayError) else Preempted(interrupts.SENTENCE)
+        say_expected(expected, as_json)
+        return expected.exit_code
     except OSError as error:
-        refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
-        with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
-            say_expected(refusal, as_json)
-        return refusal.exit_code
+        return refused_by_the_system(error, as_json)
     except Exception as error:
         if getattr(error, "exit_code", None) == CLICK_USAGE_ERROR and hasattr(error, "format_message"):
             say_expected(UserError(f"command line: {error.format_message()} See spillway --help"), as_json)
             return ExitCode.USER_ERROR
         say_unexpected(error, as_json)
         return UNEXPECTED
+
+
+def refused_by_the_system(error: OSError, as_json: bool) -> int:
+    if isinstance(error, BrokenPipeError):  # a reader that has seen enough
+        leave_reader(sys.stdout)
+        return ExitCode.COMPLETED
+    refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
+    with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
+        say_expected(refusal, as_json)
+    return refusal.exit_code
 
 
 def refuse_empty_words(arguments: list[str]) -> None:
@@ -286,13 +329,6 @@ def say_unexpected(error: Exception, as_json: bool) -> None:
     message_console().print(f"spillway: {sentence}")
     if as_json:
         print_json({"error": {"exitCode": UNEXPECTED, "reason": "Unexpected", "message": sentence}})
-
-
-def wants_json(arguments: list[str]) -> bool:
-    """Whether -o json was asked for; read from the words, because a command may fail before they are parsed."""
-    return any(pair in {("-o", "json"), ("--format", "json")} for pair in pairwise(arguments)) or bool(
-        {"-ojson", "--format=json"} & {*arguments}
-    )
 
 
 def keep_traceback() -> str:

@@ -7,10 +7,11 @@ wrapping at the width of one.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TextIO
+from typing import IO, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -25,10 +26,26 @@ class Format(StrEnum):
     JSON = "json"
 
 
+class HouseConsole(Console):
+    """A reader that has seen enough (`| head -1`) is no error: what follows goes to nobody."""
+
+    def on_broken_pipe(self) -> None:
+        leave_reader(self.file)
+
+
+def leave_reader(stream: IO[str]) -> None:
+    """What `stream` still holds, and all that comes, goes to /dev/null: also when Python ends and flushes it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, stream.fileno())
+    finally:
+        os.close(nowhere)
+
+
 def console_on(stream: TextIO) -> Console:
     """A console that prints text as it is: square brackets in a name are no markup. NO_COLOR is respected by rich."""
     terminal = stream.isatty()
-    return Console(
+    return HouseConsole(
         file=stream,
         force_terminal=terminal,
         width=None if terminal else WIDTH_WITHOUT_TERMINAL,
@@ -49,12 +66,21 @@ def message_console() -> Console:
 
 def print_json(document: Mapping[str, object] | Sequence[object]) -> None:
     """The one document of `-o json`; not-finite numbers do not exist in JSON and must be None by now."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    print_result(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def print_result(text: str) -> None:
+    """`text` on stdout as it is, for as long as somebody reads."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_reader(sys.stdout)
 
 
 def table(*headings: str, title: str | None = None) -> Table:
     """The one table style of the house: first column left, figures right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, heading in enumerate(headings):
         made.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
     return made

@@ -22,7 +22,7 @@ from typing import Protocol
 from spillway.errors import ExitCode, reason_of
 from spillway.retries import Retry, retry_of
 
-from .run_directory import RunDirectory, next_epoch, write_atomic
+from .run_directory import RunDirectory, next_epoch, no_room_is_said, write_atomic
 from .run_log import Event, Follower, RunLog
 
 POLL_SECONDS = 0.2
@@ -112,9 +112,11 @@ class Trainer:
 
     def start(self, run: RunDirectory, epoch: int) -> subprocess.Popen[bytes]:
         directory = run.attempt(epoch)
-        directory.mkdir(parents=True)
-        self.prepare(epoch)
-        with (directory / "trainer.log").open("wb") as log:
+        with no_room_is_said(run, directory, run.attempts):
+            directory.mkdir(parents=True)
+            self.prepare(epoch)
+            log_file = (directory / "trainer.log").open("wb")
+        with log_file as log:
             return subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,  # the trainer's end of our life: see trainer_process

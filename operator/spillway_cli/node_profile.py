@@ -16,7 +16,7 @@ from spillway.api import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec, gpu_node, resolve_node
 from spillway.manifest import parse, read_text
-from spillway.profiles import NodeProfile, measured
+from spillway.profiles import NodeProfile, has_rates, measured, rates_sentence
 
 from .run_directory import write_atomic
 
@@ -100,7 +100,8 @@ def own_profile(cores: int, given: Path | None = None) -> OwnProfile:
         reason = "; ".join(line.strip() for line in str(error).splitlines())
         return OwnProfile(None, f"left aside: {reason}; `spillway calibrate` makes it anew. Rates of the catalog")
     when = f" on {profile.spec.measured_time[:10]}" if profile.spec.measured_time else ""
-    return OwnProfile(profile.spec, f"rates measured{when} ({path})")
+    sentence = rates_sentence(profile.spec).replace("measured rates", "rates measured")
+    return OwnProfile(profile.spec, sentence.replace("rates measured", f"rates measured{when} ({path})"))
 
 
 def default_path_or_none() -> Path | None:
@@ -113,17 +114,32 @@ def default_path_or_none() -> Path | None:
 def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int) -> None:
     if spec.device_kind != "Cpu":
         raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and runs on this machine use its CPU")
+    if not has_rates(spec):
+        raise UserError(f"{path}: holds no rate, so nothing was measured")
     if spec.num_cores not in (None, cores):
         raise UserError(f"{path}: measured with {spec.num_cores} cores, and {cores} can be used now")
 
 
-def named_node(name: str) -> NodeSpec:
+@dataclass(frozen=True, slots=True)
+class NamedNode:
+    """What `--node` names."""
+
+    node: NodeSpec
+    rates: str
+    """whose they are, for people"""
+
+
+def named_node(name: str) -> NamedNode:
     """`--node NAME`: a class of the catalog, or the file of a NodeProfile. What the profile leaves out comes from the
-    catalog: the generic CPU node, or the GPU class with as much memory."""
+    catalog: the generic CPU node, or the GPU class with as much memory. Raises UserError for a GPU of unknown memory:
+    it could be any."""
     path = Path(name)
     if os.sep not in name and path.suffix not in {".yaml", ".yml", ".json"}:
-        return resolve_node(name)
+        return NamedNode(resolve_node(name), "catalog rates")
     spec = read_profile(path).spec
+    rates = rates_sentence(spec).replace("rates of the catalog", "catalog rates")
     if spec.device_kind == "Cpu":
-        return measured(spec, resolve_node("cpu"))
-    return measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1))
+        return NamedNode(measured(spec, resolve_node("cpu")), rates)
+    if spec.device_memory is None:
+        raise UserError(f"{path}: spec.deviceMemory: missing; a plan for a GPU needs to know how much memory it has")
+    return NamedNode(measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1)), rates)

@@ -5,7 +5,6 @@ Exit 0: fits on the device. 3: fits with spilling. 4: does not fit. 64: the mani
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from spillway.errors import ExitCode
 from spillway.explain import rated
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planner import Overrides, make_plan
-from spillway.profiles import MEASURED
+from spillway.profiles import rates_sentence
 from spillway.units import format_bytes, format_seconds
 
-from .console import message_console, result_console, table
+from .console import message_console, print_result, result_console, table
 from .local_node import probe
 from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, with_budget
 from .model_inspection import inspected_shape
@@ -40,16 +39,18 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     if node is None:
         resources = probe(Path())
         own = own_profile(resources.cores)
+        rates = "catalog rates" if own.spec is None else rates_sentence(own.spec)
         message_console().print(f"this machine: {own.sentence}")
         local = with_budget(job, BudgetOverrides(device, host, nvme))
         decided = decided_for_this_machine(local, resources, shape=shape, profile=own.spec)
     else:
         overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
-        decided = make_plan(job, named_node(node), overrides)
+        named = named_node(node)
+        rates, decided = named.rates, make_plan(job, named.node, overrides)
     if output == "json":
-        sys.stdout.write(decided.model_dump_json(indent=2) + "\n")
+        print_result(decided.model_dump_json(indent=2) + "\n")
     else:
-        show(result_console(), decided)
+        show(result_console(), decided, rates)
     return int(exit_code(decided))
 
 
@@ -63,20 +64,20 @@ def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
     return ExitCode.FITS_WITH_SPILLING if decided.spills else ExitCode.COMPLETED
 
 
-def show(console: Console, decided: MemoryPlan | Infeasible) -> None:
-    """The plan for people."""
+def show(console: Console, decided: MemoryPlan | Infeasible, rates: str) -> None:
+    """The plan for people; `rates`: whose they are."""
     if isinstance(decided, Infeasible):
         _show_infeasible(console, decided)
     else:
-        _show_plan(console, decided)
+        _show_plan(console, decided, rates)
 
 
-def _show_plan(console: Console, plan: MemoryPlan) -> None:
+def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
     ranks = f"{plan.world_size} ranks, {plan.strategy}" if plan.world_size > 1 else "1 rank"
     batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
     console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
     console.print(tier_table(plan))
-    _show_prediction(console, plan)
+    _show_prediction(console, plan, rates)
     _show_list(console, "why", plan.reasons)
     _show_alternatives(console, plan)
 
@@ -95,7 +96,7 @@ def tier_table(plan: MemoryPlan) -> Table:
     return made
 
 
-def _show_prediction(console: Console, plan: MemoryPlan) -> None:
+def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
     prediction = plan.prediction
     parts = [
         f"{format_seconds(seconds)} {what}"
@@ -107,8 +108,7 @@ def _show_prediction(console: Console, plan: MemoryPlan) -> None:
         if seconds
     ]
     step = format_seconds(prediction.step_seconds)
-    rates = "measured" if plan.node.endswith(MEASURED) else "catalog"
-    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from {rates} rates")
+    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from {rates}")
     written = prediction.nvme_written_bytes_per_day
     endurance = (
         f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"

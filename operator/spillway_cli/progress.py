@@ -18,7 +18,7 @@ from spillway.plan import Tier
 from spillway.units import format_bytes, format_count, format_seconds
 
 from .local_attempts import Attempt
-from .run_log import Checkpoint, Evaluation, Event, MissedCheckpoint, RunLog, Start, Step
+from .run_log import Checkpoint, Evaluation, Event, MissedCheckpoint, Preparing, RunLog, Start, Step
 
 LINES_PER_RUN = 20
 """Without a terminal a run prints about that many lines, and"""
@@ -112,7 +112,7 @@ class ProgressReporter:
         self._task = TaskID(0)
         if console.is_terminal:
             self._bar = Progress(BarColumn(24), TextColumn("{task.fields[line]}"), console=console)
-            self._task = self._bar.add_task("", total=num_steps, line="starting")
+            self._task = self._bar.add_task("", total=None, line="starting")
 
     def __enter__(self) -> ProgressReporter:
         if self._bar is not None:
@@ -129,10 +129,17 @@ class ProgressReporter:
 
     def attempt_started(self, epoch: int, pid: int) -> None:
         self.say(f"attempt {epoch} in process {pid}; its log: attempts/attempt-{epoch}/trainer.log")
+        if self._bar is not None:
+            self._bar.update(self._task, total=None, line="starting")
 
     def event(self, event: Event, log: RunLog) -> None:
         match event:
+            case Preparing():
+                self._doing(event.doing)
             case Start():
+                if self._bar is not None:
+                    self._bar.update(self._task, total=self._num_steps, completed=event.resumed_from_step)
+                self._doing(f"training {format_count(event.parameters)} parameters")
                 self._remaining.restart(event.time)
                 if event.resumed_from_step:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
@@ -159,6 +166,13 @@ class ProgressReporter:
     def stopping(self, signal_number: int, pid: int) -> None:
         name = signal.Signals(signal_number).name
         self.say(f"{name}: stopping after the step under way and its checkpoint (kill -9 {pid} would abandon both)")
+
+    def _doing(self, doing: str) -> None:
+        """Before the first step: beside a bar that moves by itself, or as a line."""
+        if self._bar is not None:
+            self._bar.update(self._task, line=f"{doing} ...")
+        else:
+            self._console.print(f"{doing} ...")
 
     def _step(self, step: Step) -> None:
         number, time = step.metrics.step, step.time

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from spillway.api import TrainingJob, load_job
-from spillway.errors import ExitCode, UserError
+from spillway.errors import ExitCode, SpillwayError, UserError
+from spillway.model_shape import ModelShape
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
 
@@ -20,7 +22,7 @@ from .local_node import probe, usable_cores
 from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from .local_run import LocalJob
 from .model_inspection import inspected_shape
-from .node_profile import own_profile
+from .node_profile import OwnProfile, own_profile
 from .progress import ProgressReporter, format_loss
 from .report_command import read_plan, write_report
 from .run_directory import RunDirectory, create_run_directory, exclusive
@@ -61,7 +63,26 @@ def run(options: RunOptions) -> int:
         console.print(f"not used locally: {', '.join(unused)}")
     shape = inspected_shape(options.job, job, claims)
     own = own_profile(usable_cores(Path("/")), options.node)
+    is_new = not options.output.exists()
     directory = create_run_directory(options.output)
+    try:
+        return run_in(directory, options, job, claims, shape, own)
+    except SpillwayError:
+        if is_new:
+            with suppress(OSError):  # something is in it that is worth more than the sentence
+                directory.path.rmdir()
+        raise
+
+
+def run_in(
+    directory: RunDirectory,
+    options: RunOptions,
+    job: TrainingJob,
+    claims: Mapping[str, Path],
+    shape: ModelShape | None,
+    own: OwnProfile,
+) -> int:
+    console = message_console()
     spill = create_run_directory(options.spill, "--spill").path if options.spill else directory.path
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
     with exclusive(directory) as lock:

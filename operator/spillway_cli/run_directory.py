@@ -10,7 +10,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,8 @@ def create_run_directory(path: Path, option: str = "--output") -> RunDirectory:
         probe = path / ".spillway-write-probe"
         probe.touch()
         probe.unlink()
+    except FileExistsError as error:
+        raise UserError(f"{option} {path}: is a file; name a directory") from error
     except OSError as error:
         raise UserError(
             f"{option} {path}: cannot write there ({error.strerror}); name a directory that you may write to"
@@ -76,6 +78,19 @@ def is_text(path: Path) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+@contextmanager
+def no_room_is_said(run: RunDirectory, *made: Path) -> Iterator[None]:
+    """What the disk refuses becomes a UserError that names the directory; of the folders `made`, those that are empty
+    go again."""
+    try:
+        yield
+    except OSError as error:
+        for directory in made:
+            with suppress(OSError):
+                directory.rmdir()
+        raise UserError(f"--output {run.path}: {error.strerror}; make room, or name another directory") from error
 
 
 @contextmanager

@@ -17,6 +17,14 @@ from spillway.metrics import StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
+class Preparing:
+    """What an attempt does before it trains."""
+
+    time: float
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """An attempt began to train."""
 
@@ -74,7 +82,7 @@ class End:
     message: str
 
 
-Event = Start | Step | Evaluation | Checkpoint | MissedCheckpoint | End
+Event = Preparing | Start | Step | Evaluation | Checkpoint | MissedCheckpoint | End
 
 
 @dataclass(slots=True)
@@ -133,6 +141,10 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
     )
 
 
+def preparing(time: float, _: int, fields: dict[str, Any]) -> Preparing:
+    return Preparing(time, str(fields["doing"]))
+
+
 def step(time: float, epoch: int, fields: dict[str, Any]) -> Step:
     return Step(time, epoch, step_metrics(fields))
 
@@ -154,6 +166,7 @@ def end(time: float, _: int, fields: dict[str, Any]) -> End:
 
 
 READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
+    "preparing": preparing,
     "start": start,
     "step": step,
     "evaluation": evaluation,

@@ -97,6 +97,21 @@ def test_run_ends_with_all_steps(finished: Finished) -> None:
     assert (finished.code, finished.document["steps"], finished.document["reason"]) == (0, 6, "Completed")
 
 
+def test_run_says_what_it_does_before_the_first_step(finished: Finished) -> None:
+    before = finished.err.partition("step 1/6")[0]
+    told = [
+        "building the model ...",
+        "corpus: building from",
+        "tokenizer: choosing tokens ...",
+        "corpus: encoding, 0 B of",
+        "drawing the model's first parameters ...",
+    ]
+    places = [before.find(one) for one in told]
+    assert -1 not in places and places == sorted(places), before
+    log = (finished.path / "attempts" / "attempt-1" / "trainer.log").read_text()
+    assert "corpus: encoding, 0 B of" in log
+
+
 def test_run_writes_its_files_below_output_and_nothing_else(finished: Finished) -> None:
     names = {path.name for path in finished.path.iterdir()}
     assert names == {"job.json", "plan.json", "run.jsonl", "report.html", "corpus", "checkpoints", "attempts"}

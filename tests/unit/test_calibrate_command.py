@@ -264,3 +264,11 @@ def test_the_probes_own_error_is_passed_on() -> None:
 def test_a_probe_that_dies_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"code -9 \(Killed\)"):
         outcome(None, -9, "x\nKilled\n")
+
+
+@pytest.mark.parametrize("words", [["--quick"], ["--directory", "."]])
+def test_options_of_the_probe_are_refused_beside_runs(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate("--from", str(run_directory(tmp_path / "run", 3.0)), *words) == ExitCode.USER_ERROR
+    assert f"{words[0]}: --from measures nothing" in capsys.readouterr().err

@@ -197,6 +197,91 @@ def test_result_on_a_full_disk_is_a_sentence() -> None:
     assert done.stderr.startswith("spillway: the result: No space left on device")
 
 
+@pytest.mark.parametrize("words", [[], ["-o", "json"], ["-o", "text"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    job = str(ROOT / "examples" / "demo.yaml")
+    command = [sys.executable, "-m", "spillway_cli", "plan", job, "--node", "cpu", *words]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (ExitCode.FITS_WITH_SPILLING, "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+sys.argv = ["spillway", *{arguments!r}]
+from spillway_cli.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "spillway.errors", "spillway_cli.plan_command", "spillway.planner"])
+@pytest.mark.parametrize("words", [[], ["-o", "json"]])
+def test_ctrl_c_while_anything_is_imported_is_a_sentence(module: str, words: list[str]) -> None:
+    arguments = ["plan", str(ROOT / "examples" / "demo.yaml"), "--node", "cpu", *words]
+    code = INTERRUPTED.format(module=module, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.PREEMPTED
+    if words:
+        failure = {"exitCode": 75, "reason": "Preempted", "message": "stopped on request"}
+        assert (json.loads(done.stdout), done.stderr) == ({"error": failure}, "")
+    else:
+        assert (done.stdout, done.stderr) == ("", "spillway: stopped on request\n")
+
+
+@pytest.mark.parametrize("words", [[], ["-o", "json"]])
+def test_ctrl_c_in_a_command_is_a_sentence(
+    words: list[str], job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_run, "refuse_missing_locations", interrupted)
+    assert run(job_file, *words) == ExitCode.PREEMPTED
+    printed = capsys.readouterr()
+    assert "stopped on request" in (printed.out if words else printed.err)
+    assert "Aborted" not in printed.err
+
+
+def test_ctrl_c_stays_pythons_where_we_are_a_library() -> None:
+    code = "import signal; signal.signal(2, signal.default_int_handler); import spillway_cli.__main__; "
+    code += "assert signal.getsignal(2) is signal.default_int_handler"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_full_disk_names_the_directory_and_leaves_no_folder(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_run, "write_atomic", full)
+    assert cli.run_app(["run", str(job_file), "--output", str(tmp_path / "out")]) == ExitCode.USER_ERROR
+    wanted = f"spillway: --output {tmp_path / 'out'}: No space left on device; make room"
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_job_that_does_not_fit_leaves_no_folder_but_one_that_was_there(job_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        words = ["run", str(job_file), "--output", str(tmp_path / name), "--device", "1Ki"]
+        assert cli.run_app(words) == ExitCode.DOES_NOT_FIT
+    assert ((tmp_path / "new").exists(), (tmp_path / "there").exists()) == (False, True)
+
+
+def test_output_that_is_a_file_is_said_to_be_one(job_file: Path) -> None:
+    with pytest.raises(UserError, match=r"job\.yaml: is a file; name a directory"):
+        create_run_directory(job_file)
+
+
 @pytest.mark.parametrize("words", [["--output", ""], ["--output="], ["--output", "x", "--spill", ""]])
 def test_empty_value_is_refused_not_taken_for_the_current_directory(
     words: list[str], job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

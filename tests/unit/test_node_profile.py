@@ -29,8 +29,14 @@ FIGURES: dict[str, Any] = {
     "deviceKind": "Cpu",
     "numCores": 2,
     "bfloat16FlopsPerSecond": "1.23e11",
+    "float32FlopsPerSecond": "1e11",
+    "deviceBytesPerSecond": "9e9",
+    "dramBytesPerSecond": "9e9",
+    "cpuBytesPerSecond": "9e9",
+    "nvmeReadBytesPerSecond": "1e9",
+    "nvmeWriteBytesPerSecond": "1e9",
     "operationOverheadSeconds": "2e-5",
-    "link": {"h2dBytesPerSecond": "4e9"},
+    "link": {"h2dBytesPerSecond": "4e9", "d2hBytesPerSecond": "4e9"},
     "measuredTime": "2026-11-21T19:09:46Z",
 }
 
@@ -58,7 +64,7 @@ def test_the_file_is_what_kubectl_would_apply(tmp_path: Path) -> None:
     assert (found["apiVersion"], found["kind"], found["metadata"]) == (
         "spillway.dev/v1alpha1", "NodeProfile", {"name": "here"},
     )  # fmt: skip
-    assert found["spec"]["link"] == {"h2dBytesPerSecond": "4000000000.0"}
+    assert found["spec"]["link"] == {"h2dBytesPerSecond": "4000000000.0", "d2hBytesPerSecond": "4000000000.0"}
 
 
 def test_what_an_api_server_adds_is_no_obstacle(tmp_path: Path) -> None:
@@ -101,6 +107,69 @@ def test_a_profile_of_other_cores_is_refused_when_it_was_named(tmp_path: Path) -
 def test_a_profile_of_a_gpu_node_is_not_about_this_cpu(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="deviceKind = Cuda"):
         own_profile(2, written(tmp_path / "node.yaml", deviceKind="Cuda"))
+
+
+def test_a_profile_without_a_rate_is_no_measurement(state: Path) -> None:
+    state.parent.mkdir(parents=True)
+    state.write_text(HEAD)
+    with pytest.raises(UserError, match="holds no rate, so nothing was measured"):
+        own_profile(2, state)
+    own = own_profile(2)
+    assert own.spec is None
+    assert own.sentence.startswith("left aside") and own.sentence.endswith("Rates of the catalog")
+
+
+def test_what_was_not_measured_is_named(state: Path) -> None:
+    written(state, nvmeReadBytesPerSecond=None, link={"h2dBytesPerSecond": "4e9"})
+    assert own_profile(2).sentence == (
+        f"7 of 9 rates measured on 2026-11-21 ({state}); of the catalog: nvmeReadBytesPerSecond, d2hBytesPerSecond"
+    )
+
+
+@pytest.mark.parametrize("moment", ["3026-99-99T99:99:99Z", "yesterday", ""])
+def test_a_time_of_measurement_that_is_none_is_refused(moment: str, state: Path) -> None:
+    state.parent.mkdir(parents=True)
+    state.write_text(f"{HEAD}bfloat16FlopsPerSecond: '1e9'\n  measuredTime: '{moment}'\n")
+    with pytest.raises(UserError, match=r"measuredTime.*a time is needed, for example 2026"):
+        own_profile(2, state)
+
+
+def test_a_gpu_without_memory_could_be_any(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.yaml"
+    path.write_text(HEAD.replace("Cpu", "Cuda"))
+    with pytest.raises(UserError, match=r"spec\.deviceMemory: missing"):
+        named_node(str(path))
+
+
+def test_what_is_nested_too_deeply_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "node.yaml"
+    path.write_text("[" * 20_000)
+    with pytest.raises(UserError, match="nested too deeply"):
+        read_profile(path)
+
+
+def test_another_kind_of_object_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text())
+    with pytest.raises(UserError) as refused:
+        named_node(str(path))
+    assert str(refused.value) == f"{path}: is a TrainingJob; a NodeProfile is needed here"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("", "catalog rates"), ("bfloat16FlopsPerSecond: '1e11'", "1 of 9 rates measured; of the catalog: float32Flops")],
+)
+def test_a_plan_says_whose_rates_it_is_predicted_from(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, manifest = tmp_path / "node.yaml", tmp_path / "job.yaml"
+    path.write_text(HEAD + line + "\n")
+    manifest.write_text(text())
+    assert run_app(["plan", str(manifest), "--node", str(path)]) in (0, 3)
+    printed = capsys.readouterr().out
+    assert f"predicted from {said}" in printed
+    assert (" on cpu-measured:" in printed) == bool(line)
 
 
 HOSTILE = {
@@ -205,9 +274,9 @@ def test_a_profile_holds_what_differs_with_three_digits() -> None:
 
 
 def test_node_takes_a_profile_file_or_a_class_of_the_catalog(tmp_path: Path) -> None:
-    assert named_node("h100").name == "8x-h100-80"
-    assert named_node(str(written(tmp_path / "node.yaml"))).bfloat16_flops_per_second == 1.2e11
-    gpu = named_node(str(written(tmp_path / "gpu.yaml", deviceKind="Cuda", deviceMemory="80Gi", numDevices=4)))
+    assert named_node("h100").node.name == "8x-h100-80"
+    assert named_node(str(written(tmp_path / "node.yaml"))).node.bfloat16_flops_per_second == 1.2e11
+    gpu = named_node(str(written(tmp_path / "gpu.yaml", deviceKind="Cuda", deviceMemory="80Gi", numDevices=4))).node
     assert (gpu.device_kind, gpu.num_devices) == ("Cuda", 4)
 
 

@@ -70,6 +70,11 @@ def test_text_without_a_terminal_is_plain(manifest: Path, capsys: pytest.Capture
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_no_line_ends_in_spaces(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, "cpu")
+    assert not [line for line in capsys.readouterr().out.splitlines() if line != line.rstrip()]
+
+
 def test_json_is_the_plan_itself(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(manifest, device="100Mi", format="json")
     assert MemoryPlan.model_validate_json(capsys.readouterr().out).job == "tiny"

@@ -13,7 +13,7 @@ from spillway.plan import Tier
 from spillway_cli.console import console_on
 from spillway_cli.local_attempts import Attempt
 from spillway_cli.progress import ProgressReporter, RemainingTime, logging_interval, occupancy, progress_line
-from spillway_cli.run_log import RunLog, Start, Step
+from spillway_cli.run_log import Preparing, RunLog, Start, Step
 
 MIB = 2**20
 BUDGET = {Tier.DEVICE: 128 * MIB, Tier.HOST: 512 * MIB}
@@ -153,6 +153,24 @@ def test_checkpoints_and_evaluations_are_told() -> None:
     assert "resumed from the checkpoint of step 2" in text
     assert "step 4: evaluation loss 2.25" in text
     assert "step 4: checkpoint committed (1.00 MiB in 10 ms)" in text
+
+
+def test_what_is_done_before_the_first_step_is_told() -> None:
+    console, log = plain(), RunLog()
+    with ProgressReporter(console, 100, BUDGET) as progress:
+        for doing in ("corpus: encoding, 0 B of 9.00 MiB", "corpus: encoding, 4.00 MiB of 9.00 MiB"):
+            event = log.add(json.dumps({"event": "preparing", "time": 1.0, "doing": doing}))
+            assert event is not None
+            progress.event(event, log)
+    assert said(console) == ["corpus: encoding, 0 B of 9.00 MiB ...", "corpus: encoding, 4.00 MiB of 9.00 MiB ..."]
+
+
+def test_on_a_terminal_the_bar_says_what_is_done_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    with ProgressReporter(console_on(terminal), 100, BUDGET) as progress:
+        progress.event(Preparing(1.0, "loading the model"), RunLog())
+    assert "loading the model ..." in terminal.getvalue()
 
 
 def test_restart_is_told_with_what_is_left() -> None:

@@ -168,3 +168,15 @@ def test_parts_of_the_prediction_add_up() -> None:
     predicted = prediction(ON_CPU, Blocks(32, recomputed=4, host=20))
     parts = predicted.compute_seconds + predicted.exposed_transfer_seconds + predicted.exposed_optimizer_seconds
     assert parts == pytest.approx(predicted.step_seconds)
+
+
+@pytest.mark.parametrize(("architecture", "extra_uses"), [("gpt2", 1), ("bert", 1), ("llama", 1)])
+def test_a_tied_table_sends_a_gradient_down_for_each_use(architecture: str, extra_uses: int) -> None:
+    config = {"architecture": architecture, "hiddenSize": 64, "numLayers": 4, "numHeads": 4, "vocabSize": 512}
+    found = {}
+    for tied in (False, True):
+        shape = model_shape(ModelConfig.model_validate({**config, "tieWordEmbeddings": tied}), "bfloat16", "Cpu")
+        work = Workload(shape, 4, 128, 2)
+        made = predict(work, RATES, ON_CPU, Blocks(4), overlapped=True, steps=10, drives=Drives(1e12))
+        found[tied] = made.link_bytes["d2h"] - 2 * 2 * shape.num_trained
+    assert found == {False: 0, True: 2 * 2 * extra_uses * 512 * 64}

@@ -20,6 +20,7 @@ from spillway_trainer.tokens import (
     END_OF_TEXT,
     Corpus,
     TokenizerRecipe,
+    Told,
     build_corpus,
     open_corpus,
     prepare_corpus,
@@ -314,7 +315,9 @@ def test_child_process_builds_what_this_process_would(tmp_path: Path) -> None:
     lines: list[str] = []
     child = prepare_corpus(text_source(root), tmp_path / "child", 300, lines.append)
     assert child.fingerprint == built(root, tmp_path / "here").fingerprint
-    assert "vocabulary of 300" in lines[0]
+    assert lines[0].startswith("corpus: building from ")
+    assert "tokenizer: choosing tokens" in lines
+    assert "vocabulary of 300" in lines[-1]
 
 
 def test_sentence_of_the_child_process_is_raised_here(tmp_path: Path) -> None:
@@ -446,3 +449,12 @@ def test_a_trained_tokenizer_has_a_mask_when_asked_for(tmp_path: Path) -> None:
     corpus = open_corpus(tmp_path / "corpus", source, 300)
     assert corpus.special_tokens == {"eos_token": END_OF_TEXT, "mask_token": "[MASK]"}
     assert corpus.index.mask not in corpus.tokens(0, 10_000), "text that spells it out stays text"
+
+
+def test_a_long_build_says_how_far_it_is_now_and_then() -> None:
+    lines: list[str] = []
+    times = iter([0.0, 0.0, 1.0, 5.0, 5.0, 6.0])
+    told = Told(lines.append, "encoding", 3 * 1024, lambda: next(times))
+    for _ in range(4):
+        told.more("x" * 1024)
+    assert lines == ["encoding, 0 B of 3.00 KiB", "encoding, 2.00 KiB of 3.00 KiB"]
