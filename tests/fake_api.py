@@ -185,9 +185,10 @@ class FakeApi:
             return _status(404, f'{plural} "{rest[0]}" not found', reason="NotFound")
         if method == "GET":
             return web.json_response(found)
-        wanted = (body.get("preconditions") or body.get("metadata") or {}).get("uid")
-        if wanted is not None and wanted != found["metadata"]["uid"]:
-            return _status(409, "the uid differs", reason="Conflict")
+        wanted = body.get("preconditions") or body.get("metadata") or {}
+        for field in ("uid", "resourceVersion"):
+            if wanted.get(field, found["metadata"][field]) != found["metadata"][field]:
+                return _status(409, f"the {field} differs", reason="Conflict")
         if method == "DELETE":
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})

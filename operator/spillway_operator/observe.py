@@ -74,6 +74,7 @@ class Observer:
         reservations: Reservations,
         facts: Callable[[], OperatorFacts],
         clock: Callable[[], float] = time.monotonic,
+        hearing_seconds: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._client = client
         self._store = store
@@ -81,6 +82,7 @@ class Observer:
         self._reservations = reservations
         self._facts = facts
         self._clock = clock
+        self._hearing_seconds = hearing_seconds
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
         """None when there is no such TrainingJob. `needs` are those of the last decision. Raises ApiError."""
@@ -107,6 +109,7 @@ class Observer:
                 contracts=contracts,
                 pods=await self._pods(job, attempts) if "pods" in needs else None,
                 claims=await self._claims(job) if "claims" in needs else None,
+                hearing_seconds=self._hearing_seconds(),
             ),
             unwatched,
         )
@@ -258,6 +261,7 @@ def _ending(status: Mapping[str, Any]) -> ContainerEnding | None:
                 reason=_text(ended.get("reason")),
                 message=_text(ended.get("message")),
                 finished_at=str(ended.get("finishedAt") or ""),
+                started_at=str(ended.get("startedAt") or ""),
             )
     return None
 

@@ -131,6 +131,7 @@ class ProgressEndpoint:
         self._clock = clock
         self._limit = PostLimit()
         self._arrived = asyncio.Event()
+        self._hears_since: float | None = None
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=LONGEST_REPORT, middlewares=[self._counted])
@@ -145,7 +146,13 @@ class ProgressEndpoint:
             await web.TCPSite(runner, port=port, ssl_context=context, backlog=2048).start()
         except OSError as error:
             raise UserError(f"progress port {port}: {error}; set another one (SPILLWAY_PROGRESS_PORT)") from error
+        self._hears_since = self._clock()
         return runner
+
+    def hearing_seconds(self) -> float | None:
+        """How long posts could arrive and be believed without a break; None when nothing is served. A post that was
+        turned away for a reason of ours (no API server to check its token) ends such a time."""
+        return None if self._hears_since is None else self._clock() - self._hears_since
 
     async def flush(self) -> None:
         """Release reports as the limits allow, for ever."""
@@ -176,6 +183,8 @@ class ProgressEndpoint:
         except Exception:
             logger.exception("a progress post failed")
             response = _Refusal(500, "an error of the operator; its log says which").response()
+        if response.status >= 500 and self._hears_since is not None:
+            self._hears_since = self._clock()
         self._count(response.status)
         return response
 
