@@ -186,9 +186,9 @@ class FakeApi:
         if method == "GET":
             return web.json_response(found)
         wanted = body.get("preconditions") or body.get("metadata") or {}
-        for field in ("uid", "resourceVersion"):
-            if wanted.get(field, found["metadata"][field]) != found["metadata"][field]:
-                return _status(409, f"the {field} differs", reason="Conflict")
+        for name in ("uid", "resourceVersion"):
+            if wanted.get(name, found["metadata"][name]) != found["metadata"][name]:
+                return _status(409, f"the {name} differs", reason="Conflict")
         if method == "DELETE":
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})
