@@ -272,9 +272,8 @@ class Operator:
         self.outbox = ProgressOutbox()
         applier = Applier(client, self.store)
         began = server.now
-        observer = Observer(
-            client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, lambda: server.now - began
-        )
+        ears: Any = SimpleNamespace(hearing_seconds=lambda: server.now - began)
+        observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, ears)
         self.queue: KeyQueue[Any] = KeyQueue(clock)
         self.worker = _Worker(self, self.queue, observer, applier, reservations, self.outbox, events, exporter, _forget)
 

@@ -126,7 +126,7 @@ REASONS: dict[str, dict[str, str]] = {
         "Waiting": "Unknown: the attempt has not reported a step yet",
         "Stepping": "steps are reported",
         NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take; "
-        "or nothing at all for lifecycle.stallSeconds, by a job that was never heard",
+        "or nothing for lifecycle.stallSeconds where nobody is heard, or by a job that never was",
         "NoProgress": "False: no step for lifecycle.stallSeconds",
         "NotRunning": "False: no attempt lives",
     },

@@ -87,6 +87,12 @@ def silent_seconds(case: Case) -> float | None:
     return max(0.0, min(hearing, case.seconds_now - last))
 
 
+def others_are_silent_too(case: Case, silent: float) -> bool:
+    """Other attempts run, and none of them was heard in a time of silence: where nobody is heard, nobody is ended."""
+    others = case.observed.others_silent_seconds
+    return others is not None and others >= silent
+
+
 def stall_seconds(case: Case) -> float:
     """Silence that ends an attempt: as the spec says, but never less than some predicted steps. Infinite for never."""
     limit = case.lifecycle_seconds("stallSeconds", DEFAULT_STALL_SECONDS)

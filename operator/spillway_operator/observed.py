@@ -176,6 +176,9 @@ class Observed:
     hearing_seconds: float | None = None
     """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
     within that time says something about a trainer."""
+    others_silent_seconds: float | None = None
+    """since a trainer of another job was heard; None = no other attempt runs. When nobody is heard, the fault may be
+    ours."""
 
 
 @dataclass(frozen=True, slots=True)

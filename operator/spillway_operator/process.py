@@ -91,9 +91,8 @@ class Operator:
             self._exporter.progress,
         )
         self._applier = Applier(self._client, self._store)
-        hears = self._progress.hearing_seconds
         observer = Observer(
-            self._client, self._store, self._cluster, self._reservations, self._facts, hearing_seconds=hears
+            self._client, self._store, self._cluster, self._reservations, self._facts, ears=self._progress
         )
         self._worker = Worker(
             self._queue,

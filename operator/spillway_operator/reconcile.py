@@ -57,6 +57,7 @@ from .deadlines import (
     due_seconds,
     end_seconds,
     expired,
+    others_are_silent_too,
     overrun,
     pending,
     silent_seconds,
@@ -170,9 +171,11 @@ def _running(case: Case) -> Desired:
         return _end(case, over)
     silent = silent_seconds(case)
     if silent is not None and silent >= stall_seconds(case):
-        if case.trainer_was_heard:
+        if case.trainer_was_heard and not others_are_silent_too(case, silent):
             cause = stalled(case, silent)
             return _end(case.found(false(c.PROGRESSING, "NoProgress", cause.message)), cause)
+        if case.trainer_was_heard:
+            return _write(case.found(_NOBODY_HEARD), look_again=SLOWEST_POD_LOOK_SECONDS)
         case = case.found(_NEVER_HEARD)
     due = case.report_due_seconds if case.last_step_time is not None else -1.0
     return _write(case, look_again=due + 1.0 if due >= 0 else None)
@@ -188,6 +191,12 @@ _STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unkn
 _ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
 _NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 _STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
+_NOBODY_HEARD = unknown(
+    c.PROGRESSING,
+    c.NO_REPORT,
+    "no step was reported for lifecycle.stallSeconds, and no other job was heard meanwhile: the fault may be the "
+    "operator's (its Service, its certificate, the network), so that no attempt is ended",
+)
 _NEVER_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,

@@ -352,6 +352,23 @@ def test_without_a_progress_endpoint_nothing_stalls() -> None:
         assert condition(decide(seen), "Running")["reason"] == reason
 
 
+def test_where_nobody_is_heard_nobody_is_ended() -> None:
+    """A certificate that no pod trusts, or a Service that leads nowhere, must not end every job of the cluster."""
+    running = {"type": "Running", "status": "True", "reason": "Running", "lastTransitionTime": "2026-11-20T10:00:00Z"}
+    status = {
+        "attempts": {"total": 1, "activeTime": "2026-11-20T10:00:00Z"},
+        "progress": {"step": 4, "lastStepTime": "2026-11-20T10:00:00Z", "advanceTime": "2026-11-21T09:00:00Z"},
+        "conditions": [running],
+    }
+    for others, reason in ((float("inf"), "Running"), (3700.0, "Running"), (3600.0, "Stalled"), (None, "Stalled")):
+        seen = observed(None, status, attempts=(attempt(ready=1),), hearing_seconds=1e6, others_silent_seconds=others)
+        desired = decide(seen)
+        assert condition(desired, "Running")["reason"] == reason, others
+        if reason == "Running":
+            assert "no other job was heard" in condition(desired, "Progressing")["message"]
+            assert desired.look_again_seconds == 30
+
+
 @pytest.mark.parametrize(
     ("stall_seconds", "step_seconds", "ends_after"),
     [(60, "1500", 4500), (60, "1", 60), (1, "0.1", 15), (1800, "nan", 1800)],

@@ -319,6 +319,18 @@ def test_a_post_that_could_not_be_believed_for_a_reason_of_ours_begins_the_time_
     at_the_endpoint(certificates / "one", scenario)
 
 
+def test_who_else_was_heard_is_known(certificates: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        other = ("team", "another")
+        assert bench.endpoint.others_silent_seconds(KEY) == float("inf")
+        await bench.post()
+        bench.seconds += 9.0
+        assert bench.endpoint.others_silent_seconds(KEY) == float("inf"), "its own post is no other's"
+        assert bench.endpoint.others_silent_seconds(other) == 9.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
 def test_an_endpoint_that_serves_nothing_hears_nothing() -> None:
     unused: Any = None
     endpoint = ProgressEndpoint(unused, ProgressOutbox(), unused, unused, unused)
