@@ -78,11 +78,12 @@ def silent_seconds(case: Case) -> float | None:
     silent. Only the time in which this process could hear counts: after an outage each job has its whole time again.
     """
     hearing, progress = case.observed.hearing_seconds, case.status.progress
-    if hearing is None:
-        return None
+    advanced = None if progress is None else progress.advance_time
+    if hearing is None or (case.last_step_time is not None and advanced is None):
+        return None  # also where an older CRD drops advanceTime, and until the first report after an upgrade
     running = c.find(case.before.conditions, c.RUNNING)
     since = running.last_transition_time if running is not None and running.status == "True" else case.now
-    times = (since, case.attempts.active_time, None if progress is None else progress.advance_time)
+    times = (since, case.attempts.active_time, advanced)
     last = max((known for known in map(known_seconds, times) if known is not None), default=case.seconds_now)
     return max(0.0, min(hearing, case.seconds_now - last))
 

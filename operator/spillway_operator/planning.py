@@ -117,7 +117,7 @@ def as_decided(files: AttemptFiles) -> tuple[Finding, ...]:
 
 def next_attempts(known: Attempts, number: int, now: str) -> Attempts:
     """status.attempts once attempt `number` exists."""
-    return known.model_copy(update={"total": number, "ended": number - 1, "start_time": now, "active_time": None})
+    return known.model_copy(update={"total": number, "ended": number - 1, "start_time": now})
 
 
 def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:

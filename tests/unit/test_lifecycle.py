@@ -229,6 +229,20 @@ def test_suspended_time_and_pauses_between_restarts_are_not_waiting() -> None:
     assert attempts_of(world)["shortInARow"] >= 9
 
 
+def test_a_resumed_job_has_its_whole_time_to_wait() -> None:
+    world = World(queue="team-a", lifecycle={"pendingDeadlineSeconds": 60})
+    for _ in range(3):
+        course(world, 40)
+        world.suspend(True)
+        course(world, 40)
+        assert "pendingTime" not in attempts_of(world)
+        world.suspend(False)
+    course(world, 50)
+    assert world.status["state"] == "Queued"
+    course(world, 20)
+    assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
+
+
 def test_every_wait_begins_anew_once_an_attempt_ran() -> None:
     world = World(queue="team-a", max_restarts=9, lifecycle={"pendingDeadlineSeconds": 60})
     for _ in range(4):
@@ -257,6 +271,8 @@ def test_an_attempt_without_a_step_for_stall_seconds_ends_and_counts_as_a_restar
     assert attempts_of(world)["disruptions"] == 0
     restart = next(note for note in world.operator.notes if note.action == "Restart")
     assert (restart.type, restart.reason) == ("Warning", "Stalled")
+    said = next(note for note in world.operator.notes if note.action == "Run" and note.reason == "Stalled")
+    assert said.type == "Warning", "though every pod runs"
     assert "no step after step 42 for 6" in restart.note
     assert "lifecycle.stallSeconds = 60" in restart.note
 
@@ -350,6 +366,17 @@ def test_without_a_progress_endpoint_nothing_stalls() -> None:
     for hearing, reason in ((None, "Running"), (10.0, "Running"), (86_000.0, "Stalled")):
         seen = observed(None, status, attempts=(attempt(ready=1),), hearing_seconds=hearing)
         assert condition(decide(seen), "Running")["reason"] == reason
+
+
+def test_steps_whose_time_nobody_kept_are_no_stall() -> None:
+    """An older CRD drops progress.advanceTime, and an older operator did not write it."""
+    running = {"type": "Running", "status": "True", "reason": "Running", "lastTransitionTime": "2026-11-20T10:00:00Z"}
+    status = {
+        "attempts": {"total": 1, "activeTime": "2026-11-20T10:00:00Z"}, "conditions": [running],
+        "progress": {"step": 4, "lastStepTime": "2026-11-21T10:00:00Z"},
+    }  # fmt: skip
+    seen = observed(None, status, attempts=(attempt(ready=1),), hearing_seconds=1e6)
+    assert condition(decide(seen), "Running")["reason"] == "Running"
 
 
 def test_where_nobody_is_heard_nobody_is_ended() -> None:
