@@ -88,6 +88,8 @@ class Server:
     subscribers: list[Callable[[str, str, Object], None]] = field(default_factory=list)
     refuses: set[str] = field(default_factory=set)
     """plurals that admission refuses to create"""
+    pruned: set[str] = field(default_factory=set)
+    """fields of status.attempts and status.progress that an older CRD drops"""
     uids: int = 0
     late: list[Callable[[], Object]] = field(default_factory=list)
     """creations that are still under way"""
@@ -212,9 +214,13 @@ class Client:
             raise NotFound("patch", 404, "NotFound", name)
         if found["metadata"]["uid"] != body["metadata"]["uid"]:
             raise Conflict("patch", 409, "Conflict", "uid mismatch")
-        if found.get("status") == body["status"]:
+        kept = copy.deepcopy(dict(body["status"]))
+        for part in ("attempts", "progress"):
+            for dropped in self.server.pruned.intersection(kept.get(part, ())):
+                del kept[part][dropped]
+        if found.get("status") == kept:
             return copy.deepcopy(found)
-        found["status"] = copy.deepcopy(dict(body["status"]))
+        found["status"] = kept
         return self.server.put("trainingjobs", found)
 
     def _write(self, verb: str, resource: Resource, name: str, do: Callable[[], Object]) -> Object:

@@ -711,6 +711,23 @@ def test_what_never_changes_is_refused_where_an_older_crd_let_it_through(field: 
     assert world.status["state"] == "Running"
 
 
+def test_an_older_crd_costs_no_writes_for_ever_and_ends_no_attempt() -> None:
+    """It drops what it does not know; the log says that the CRDs of this version are needed."""
+    world = World(queue="team-a", lifecycle={"stallSeconds": 60, "activeDeadlineSeconds": 5000})
+    world.server.pruned = {
+        "pendingTime", "activeTime", "activeSeconds", "advanceTime", "disruptions", "memoryErrors", "lastNode",
+    }  # fmt: skip
+    course(world, 300, every=30)
+    world.admit(world.attempts()[0])
+    rounds(world)
+    world.report(42)
+    rounds(world, 1)
+    before = len(world.operator.inbox["trainingjobs"]), world.server.version
+    course(world, 600, every=30)
+    assert (world.status["state"], attempts_of(world)["total"]) == ("Running", 1)
+    assert (len(world.operator.inbox["trainingjobs"]), world.server.version) <= (before[0], before[1] + 1)
+
+
 # --- hands of others --------------------------------------------------------------------------------------------------
 
 
