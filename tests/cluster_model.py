@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from spillway.placement import Placement
 from spillway.plan import MemoryPlan
 from spillway.planner import Overrides, make_plan
 from spillway.pod_resources import pod_resources
+from spillway.progress import ProgressReport
 from spillway_operator import worker
 from spillway_operator.api_client import (
     ApiError,
@@ -42,7 +44,7 @@ from spillway_operator.apply import Applier
 from spillway_operator.key_queue import KeyQueue
 from spillway_operator.observe import Observer
 from spillway_operator.observed import Desired, Observed, OperatorFacts
-from spillway_operator.progress_outbox import ProgressOutbox
+from spillway_operator.progress_outbox import ProgressOutbox, Received
 from spillway_operator.reconcile import reconcile
 from spillway_operator.reservations import Reservations
 from spillway_operator.store import Store, project_attempt, project_job
@@ -86,6 +88,8 @@ class Server:
     subscribers: list[Callable[[str, str, Object], None]] = field(default_factory=list)
     refuses: set[str] = field(default_factory=set)
     """plurals that admission refuses to create"""
+    pruned: set[str] = field(default_factory=set)
+    """fields of status.attempts and status.progress that an older CRD drops"""
     uids: int = 0
     late: list[Callable[[], Object]] = field(default_factory=list)
     """creations that are still under way"""
@@ -177,8 +181,10 @@ class Client:
     async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Object:
         return self._write("create", resource, body["metadata"]["name"], lambda: self._create(resource, body))
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> Object:
-        return self._write("delete", resource, name, lambda: self._delete(resource, name, uid))
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, uid: str, resource_version: int = 0
+    ) -> Object:
+        return self._write("delete", resource, name, lambda: self._delete(resource, name, uid, resource_version))
 
     async def apply_status(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Object:
         return self._write("patch", resource, name, lambda: self._apply_status(name, body))
@@ -191,12 +197,14 @@ class Client:
             raise Refused("create", 403, "Forbidden", f"{resource.plural} are forbidden: exceeded quota")
         return self.server.create(resource.plural, body)
 
-    def _delete(self, resource: Resource, name: str, uid: str) -> Object:
+    def _delete(self, resource: Resource, name: str, uid: str, resource_version: int) -> Object:
         found = self.server.get(resource.plural, name)
         if found is None:
             raise NotFound("delete", 404, "NotFound", name)
         if found["metadata"]["uid"] != uid:
             raise Conflict("delete", 409, "Conflict", "the UID in the precondition does not match")
+        if resource_version and found["metadata"]["resourceVersion"] != str(resource_version):
+            raise Conflict("delete", 409, "Conflict", "the ResourceVersion in the precondition does not match")
         self.server.mark_deleted(resource.plural, found)
         return copy.deepcopy(found)
 
@@ -206,9 +214,13 @@ class Client:
             raise NotFound("patch", 404, "NotFound", name)
         if found["metadata"]["uid"] != body["metadata"]["uid"]:
             raise Conflict("patch", 409, "Conflict", "uid mismatch")
-        if found.get("status") == body["status"]:
+        kept = copy.deepcopy(dict(body["status"]))
+        for part in ("attempts", "progress"):
+            for dropped in self.server.pruned.intersection(kept.get(part, ())):
+                del kept[part][dropped]
+        if found.get("status") == kept:
             return copy.deepcopy(found)
-        found["status"] = copy.deepcopy(dict(body["status"]))
+        found["status"] = kept
         return self.server.put("trainingjobs", found)
 
     def _write(self, verb: str, resource: Resource, name: str, do: Callable[[], Object]) -> Object:
@@ -265,7 +277,9 @@ class Operator:
         """when the operator itself wants to look again"""
         self.outbox = ProgressOutbox()
         applier = Applier(client, self.store)
-        observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now)
+        began = server.now
+        ears: Any = SimpleNamespace(hearing_seconds=lambda: server.now - began)
+        observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, ears)
         self.queue: KeyQueue[Any] = KeyQueue(clock)
         self.worker = _Worker(self, self.queue, observer, applier, reservations, self.outbox, events, exporter, _forget)
 
@@ -298,8 +312,10 @@ class Operator:
             self.deliver(plural)
 
     def _event(self, plural: str, kind: str, found: Object) -> None:
-        if plural == "trainingjobs" or (plural == "jobs" and _is_watched(found)):
-            self.inbox[plural].append((kind, found))
+        """A watch with a selector reports as deleted what loses its labels."""
+        if plural in self.inbox:
+            seen = plural == "trainingjobs" or _is_watched(found)
+            self.inbox[plural].append((kind if seen else "DELETED", found))
 
     def _timer(self, when: float, callback: Callable[..., Any], *arguments: Any) -> Any:
         self.due = when if self.due is None else min(self.due, when)
@@ -381,19 +397,27 @@ class World:
     num_nodes: int = 1
     queue: str = ""
     max_restarts: int = 2
+    lifecycle: Mapping[str, int] = field(default_factory=dict)
+    """other fields of spec.lifecycle"""
     server: Server = field(default_factory=Server)
+    uid: str = UID
+    """of the TrainingJob that has the name now"""
 
     def __post_init__(self) -> None:
         spec = json.loads(tiny_spec())
         spec["parallelism"] = {"nodes": self.num_nodes, "device": "Cpu"}
-        spec["lifecycle"] = {"maxRestarts": self.max_restarts}
+        spec["lifecycle"] = {"maxRestarts": self.max_restarts, **self.lifecycle}
         if self.queue:
             spec["scheduling"] = {"queueName": self.queue}
-        metadata = {
-            "name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1, "creationTimestamp": timestamp(0.0),
-        }  # fmt: skip
-        self.server.put("trainingjobs", {"metadata": metadata, "spec": spec})
+        self._create(spec)
         self.operator = Operator(self.server)
+
+    def _create(self, spec: Object) -> None:
+        metadata = {
+            "name": NAME, "namespace": NAMESPACE, "uid": self.uid, "generation": 1,
+            "creationTimestamp": timestamp(self.server.now),
+        }  # fmt: skip
+        self.server.put("trainingjobs", {"kind": "TrainingJob", "metadata": metadata, "spec": spec})
 
     # objects
 
@@ -409,7 +433,7 @@ class World:
 
     def attempts(self) -> list[Object]:
         """Jobs of the TrainingJob, oldest first."""
-        own = [found for found in self.server.all("jobs") if _owner(found) == UID]
+        own = [found for found in self.server.all("jobs") if _owner(found) == self.uid]
         return sorted(own, key=_attempt)
 
     def pods(self, attempt: Object | None = None) -> list[Object]:
@@ -427,11 +451,43 @@ class World:
     # the user
 
     def suspend(self, wanted: bool) -> None:
+        if self.job["spec"].get("suspend", False) != wanted:
+            self.edit(suspend=wanted)
+
+    def edit(self, **fields: object) -> None:
+        """Of the spec; what is a map is merged."""
         job = self.job
-        if job["spec"].get("suspend", False) != wanted:
-            job["spec"]["suspend"] = wanted
-            job["metadata"]["generation"] += 1
-            self.server.put("trainingjobs", job)
+        for name, value in fields.items():
+            known = job["spec"].get(name)
+            job["spec"][name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+        job["metadata"]["generation"] += 1
+        self.server.put("trainingjobs", job)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.server.get("trainingjobs", NAME) is None
+
+    def delete_job(self) -> None:
+        """kubectl delete, in the background: the garbage collector takes the children."""
+        self.server.take("trainingjobs", NAME)
+
+    def create_namesake(self, uid: str) -> None:
+        """Another TrainingJob of that name, while children of the one before may be left."""
+        spec = json.loads(tiny_spec())
+        spec["parallelism"] = {"nodes": self.num_nodes, "device": "Cpu"}
+        self.uid = uid
+        self._create(spec)
+
+    def report(self, step: int, attempt: int = 1, release: bool = True, behind: float = 0.0) -> None:
+        """As it comes from the trainer, whose clock may be behind; perhaps its turn to be written has not come."""
+        own = {"epoch": attempt, "step": step, "steps": 100, "stepSeconds": 1.0,
+               "lastStepTime": EPOCH_START + self.server.now - behind, "peak": {"device": 1}}  # fmt: skip
+        said = ProgressReport.model_validate({"spillway": own})
+        received = Received(said, self.uid, attempt, timestamp(self.server.now))
+        now = time.monotonic() + self.server.now  # the worker's clock for what it has written
+        self.operator.outbox.put(KEY, received, now)
+        if release:
+            self.operator.outbox.release(now)
 
     def delete_attempt(self, attempt: Object, foreground: bool) -> None:
         if foreground:
@@ -478,6 +534,7 @@ class World:
         for pod in self.pods():
             if pod["status"]["phase"] == "Pending" and not _is_deleting(pod) and not pod.get("lost"):
                 pod["status"] |= {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+                pod["startedAt"] = timestamp(self.server.now)
                 self.server.put("pods", pod)
 
     def end_pod(self, pod: Object, code: int, message: str = "", reason: str = "") -> None:
@@ -489,6 +546,8 @@ class World:
             "message": message,
             "finishedAt": timestamp(self.server.now),
         }
+        if "startedAt" in pod:
+            ended["startedAt"] = pod["startedAt"]
         pod["status"] = {
             "phase": "Failed" if code or reason else "Succeeded",
             "containerStatuses": [{"name": "trainer", "state": {"terminated": ended}}],
@@ -526,14 +585,32 @@ class World:
                     {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
                 )
                 self.server.mark_deleted("pods", pod, GRACE)
+        self._collect_garbage()
         owners = {found["metadata"]["uid"]: found for found in self.server.all("jobs")}
         for pod in self.pods():
             if _owner(pod) not in owners:
                 self.server.mark_deleted("pods", pod, GRACE)
                 if pod["status"]["phase"] in ("Failed", "Succeeded"):
                     self.server.take("pods", pod["metadata"]["name"])
-        for attempt in self.attempts():
+        for attempt in [found for found in self.server.all("jobs") if _owner(found)]:
             self._control_job(attempt)
+
+    def _collect_garbage(self) -> None:
+        """Children of TrainingJobs that are gone; a TrainingJob that is deleted in the foreground waits for them."""
+        jobs = {found["metadata"]["uid"]: found for found in self.server.all("trainingjobs")}
+        for plural in ("jobs", "configmaps", "services"):
+            for found in self.server.all(plural):
+                owner = jobs.get(_owner(found))
+                if not _owner(found) or (owner is not None and not _is_deleting(owner)):
+                    continue
+                if plural == "jobs":
+                    self.server.mark_deleted(plural, found)
+                else:
+                    self.server.take(plural, found["metadata"]["name"])
+        for uid, job in jobs.items():
+            kept = (_owner(found) for plural in ("jobs", "configmaps", "services") for found in self.server.all(plural))
+            if _is_deleting(job) and uid not in kept:
+                self.server.take("trainingjobs", NAME)
 
     def _control_job(self, job: Object) -> None:
         pods = self.pods(job)
@@ -562,9 +639,9 @@ class World:
             self._end_pods(live)
             self._forget_ended(pods)
             if not live:
-                status["conditions"] = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]
+                status["conditions"] = [self._outcome("Failed", "BackoffLimitExceeded")]
         elif len(succeeded) == job["spec"]["completions"]:
-            status["conditions"] = [{"type": "Complete", "status": "True", "reason": "CompletionsReached"}]
+            status["conditions"] = [self._outcome("Complete", "CompletionsReached")]
         else:
             for index in sorted(set(range(job["spec"]["completions"])) - created):
                 self._create_pod(job, index)
@@ -576,6 +653,10 @@ class World:
         status["succeeded"] = len(succeeded)
         if job != before:
             self.server.put("jobs", job)
+
+    def _outcome(self, type_: str, reason: str) -> Object:
+        now = timestamp(self.server.now)
+        return {"type": type_, "status": "True", "reason": reason, "lastTransitionTime": now}
 
     def _create_pod(self, job: Object, index: int) -> None:
         template = job["spec"]["template"]
@@ -631,6 +712,39 @@ class World:
         for pod in self.pods():
             if _is_deleting(pod) and self.server.now >= seconds_of(pod["metadata"]["deletionTimestamp"]):
                 self._kill(pod)
+
+
+# --- the ordinary course ----------------------------------------------------------------------------------------------
+
+
+def rounds(world: World, count: int = 3, seconds: float = 2.0) -> None:
+    """The ordinary course: everybody acts, the watches deliver, the operator looks."""
+    for _ in range(count):
+        world.operator.deliver_all()
+        world.look()
+        world.control()
+        world.start_pods()
+        world.terminate_pods()
+        world.control()
+        world.advance(seconds)
+    world.operator.deliver_all()
+    world.look()
+
+
+def running(**more: Any) -> World:
+    world = World(**more)
+    rounds(world)
+    assert world.status["state"] == "Running"
+    return world
+
+
+def writes(world: World) -> list[str]:
+    return [f"{write.verb} {write.kind}" for write in world.server.writes]
+
+
+def fail(world: World, code: int, message: str = "the reason", rounds_after: int = 3, **more: Any) -> None:
+    world.end_pod(world.pods(world.attempts()[-1])[0], code, termination(code, message), **more)
+    rounds(world, rounds_after)
 
 
 def termination(code: int, message: str, **more: object) -> str:

@@ -185,9 +185,10 @@ class FakeApi:
             return _status(404, f'{plural} "{rest[0]}" not found', reason="NotFound")
         if method == "GET":
             return web.json_response(found)
-        wanted = (body.get("preconditions") or body.get("metadata") or {}).get("uid")
-        if wanted is not None and wanted != found["metadata"]["uid"]:
-            return _status(409, "the uid differs", reason="Conflict")
+        wanted = body.get("preconditions") or body.get("metadata") or {}
+        for name in ("uid", "resourceVersion"):
+            if wanted.get(name, found["metadata"][name]) != found["metadata"][name]:
+                return _status(409, f"the {name} differs", reason="Conflict")
         if method == "DELETE":
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})

@@ -503,17 +503,31 @@ class Scheduling(Fields):
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")
 
 
-class Lifecycle(Fields):
-    """Deadlines and retries."""
+DEFAULT_STALL_SECONDS = 1800
+DEFAULT_RESTARTS = 5
 
-    active_deadline_seconds: Count = Field(default=0, description="Seconds that the job may run; 0 = no limit.")
-    pending_deadline_seconds: Count = Field(default=0, description="Seconds that it may wait for nodes; 0 = no limit.")
-    stall_seconds: Count = Field(default=1800, description="Seconds without a step that end an attempt; 0 = never.")
+
+class Lifecycle(Fields):
+    """Deadlines and retries. A change takes effect at once, also on an attempt that runs."""
+
+    active_deadline_seconds: Count = Field(
+        default=0, description="Seconds that all attempts together may run, waiting not counted; 0 = no limit."
+    )
+    pending_deadline_seconds: Count = Field(
+        default=0,
+        description="Seconds that the job may wait at a time, not suspended, until all pods of an attempt run; "
+        "0 = no limit.",
+    )
+    stall_seconds: Count = Field(
+        default=DEFAULT_STALL_SECONDS,
+        description="Seconds without a step that end a running attempt, which counts as a restart; at least 15, and "
+        "three predicted steps. 0 = never.",
+    )
     ttl_seconds_after_finished: Count | None = Field(
-        default=None, description="Seconds after the end until the job is deleted. Default: never."
+        default=None, description="Seconds after the end until the TrainingJob is deleted. Default: never."
     )
     max_restarts: Annotated[Count, Field(le=1000)] = Field(
-        default=5, description="Restarts after a crash; memory errors and disruptions are counted apart."
+        default=DEFAULT_RESTARTS, description="Restarts after a crash; memory errors and disruptions are counted apart."
     )
 
 

@@ -19,6 +19,15 @@ EVICTED = "Evicted"
 """by the kubelet, because the node or the pod's volume ran out of space"""
 JOB_DELETED = "JobDeleted"
 """somebody deleted the attempt's Job"""
+STALLED = "Stalled"
+"""no step for lifecycle.stallSeconds: the operator ended the attempt"""
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+"""attempts ran for lifecycle.activeDeadlineSeconds"""
+PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
+"""no attempt ran for lifecycle.pendingDeadlineSeconds"""
+
+MEMORY_ERRORS = frozenset({ExitCode.DEVICE_OUT_OF_MEMORY.reason, ExitCode.HOST_OUT_OF_MEMORY.reason, OOM_KILLED})
+"""counted apart from crashes and disruptions"""
 
 
 class Retry(Enum):
@@ -36,6 +45,7 @@ RETRIES: dict[str, Retry] = {
     ExitCode.CHECKPOINT_CORRUPT.reason: Retry.COUNTED,
     ExitCode.SPILL_IO_ERROR.reason: Retry.COUNTED,
     ExitCode.FENCED.reason: Retry.COUNTED,
+    STALLED: Retry.COUNTED,
     ExitCode.PREEMPTED.reason: Retry.FREE,
     NODE_LOST: Retry.FREE,
     POD_DELETED: Retry.FREE,

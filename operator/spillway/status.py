@@ -80,6 +80,9 @@ class Progress(Written):
     tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
     eta: Short = Field(default="", description="Time left, for people: 3h12m.")
     last_step_time: Time | None = Field(default=None, description="When the last step ended.")
+    advance_time: Time | None = Field(
+        default=None, description="When the operator heard of this step; lifecycle.stallSeconds counts from here."
+    )
 
 
 class MemoryStatus(Written):
@@ -101,9 +104,22 @@ class Attempts(Written):
     total: AttemptNumber = Field(default=0, description="Attempts so far; the number of the present one.")
     ended: AttemptNumber = Field(default=0, description="Number of the last attempt whose end is accounted for.")
     restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
+    disruptions: Count = Field(
+        default=0, description="Attempts that were taken away: nodes lost, pods and Jobs deleted, preemptions."
+    )
+    memory_errors: Count = Field(default=0, description="Attempts that ended because memory ran out.")
     last_reason: Short = Field(default="", description="Why the last attempt ended.")
+    last_node: Annotated[str, Field(max_length=253)] = Field(
+        default="", description="Node of the pod that ended the last attempt."
+    )
+    last_rank: Count | None = Field(default=None, description="Rank that failed first in the last attempt.")
     start_time: Time | None = Field(default=None, description="When the present attempt began.")
     end_time: Time | None = Field(default=None, description="When the last attempt ended.")
+    pending_time: Time | None = Field(
+        default=None, description="Since when the job waits for an attempt whose pods all run."
+    )
+    active_time: Time | None = Field(default=None, description="When all pods of the present attempt first ran.")
+    active_seconds: Count = Field(default=0, description="Seconds that the pods of ended attempts ran.")
     short_in_a_row: Count = Field(
         default=0, description="Attempts in a row that ended within 10 minutes; each doubles the pause before the next."
     )

@@ -194,6 +194,10 @@ def tiers(job: Object) -> Table:
     return made
 
 
+APART = {"disruptions": "disruptions", "memoryErrors": "memory errors"}
+"""of status.attempts: what does not count as a restart"""
+
+
 def facts(job: Object, now: datetime) -> list[str]:
     lines = []
     checkpoint, attempts = value_at(job, "status.checkpoint"), value_at(job, "status.attempts")
@@ -202,9 +206,14 @@ def facts(job: Object, now: datetime) -> list[str]:
         where = f" at {checkpoint['path']}" if checkpoint.get("path") else ""
         lines.append(f"checkpoint step {checkpoint.get('step', '?')}{where}{when}")
     if attempts and attempts.get("lastReason"):
-        counted = f"{attempts.get('restarts', 0)} of {value_at(job, 'spec.lifecycle.maxRestarts') or '?'} restarts"
+        limit = value_at(job, "spec.lifecycle.maxRestarts")
+        counted = [f"{attempts.get('restarts', 0)} of {'?' if limit is None else limit} restarts"]
+        counted += [f"{attempts[name]} {words}" for name, words in APART.items() if attempts.get(name)]
+        rank = "" if attempts.get("lastRank") is None else f"rank {attempts['lastRank']} "
+        where = f" ({rank}on {attempts['lastNode']})" if attempts.get("lastNode") else ""
         lines.append(
-            f"attempts   {attempts.get('total', '?')}, {counted}; the last one ended: {attempts['lastReason']}"
+            f"attempts   {attempts.get('total', '?')}, {', '.join(counted)}; the last one ended: "
+            f"{attempts['lastReason']}{where}"
         )
     return lines
 

@@ -21,7 +21,6 @@ from .conditions import Finding, false
 from .manifests import OWN_VARIABLES, is_own_key, text_claims
 from .observed import Claim, JobObject
 
-DEFAULT_STALL_SECONDS = 1800
 RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
 
 
@@ -63,22 +62,8 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
 
 def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     """What the operator cannot do yet, with what works instead."""
-    lifecycle = spec.lifecycle
-    later = "does not work yet; leave it out"
-    found: list[tuple[object, str, object, str]] = [
-        (spec.scheduling.gang == "Required", "scheduling.gang", "Required", "does not work yet; use Auto or Disabled"),
-        (lifecycle.active_deadline_seconds, "lifecycle.activeDeadlineSeconds", lifecycle.active_deadline_seconds,
-         later),
-        (lifecycle.pending_deadline_seconds, "lifecycle.pendingDeadlineSeconds", lifecycle.pending_deadline_seconds,
-         later),
-        (lifecycle.ttl_seconds_after_finished is not None, "lifecycle.ttlSecondsAfterFinished",
-         lifecycle.ttl_seconds_after_finished, later),
-        (lifecycle.stall_seconds not in (0, DEFAULT_STALL_SECONDS), "lifecycle.stallSeconds", lifecycle.stall_seconds,
-         later),
-    ]  # fmt: skip
-    for wrong, path, given, problem in found:
-        if wrong:
-            yield FieldProblem(f"spec.{path}", str(given), problem)
+    if spec.scheduling.gang == "Required":
+        yield FieldProblem("spec.scheduling.gang", "Required", "does not work yet; use Auto or Disabled")
 
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
@@ -96,6 +81,33 @@ def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     for path, given in paths:
         if given.startswith("/") or ".." in given.split("/"):
             yield FieldProblem(path, given, "a directory on the claim is needed: no leading '/', no '..'")
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+NEVER_CHANGE = ("model", "data", "training", "parallelism")
+ANY_TIME = ("lifecycle", "suspend", "managed_by")
+"""what a change of takes effect at once, or says nothing to an attempt"""
+
+
+def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str, ...]:
+    """Fields of which an attempt with the spec `before` uses another value, as the API spells them."""
+    return tuple(
+        str(field.alias or name)
+        for name, field in TrainingJobSpec.model_fields.items()
+        if name not in ANY_TIME and getattr(before, name) != getattr(after, name)
+    )
+
+
+def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
+    """A change that the CRD of this version refuses, and an older one let through: its checkpoints would not fit."""
+    problem = f"changed since attempt {attempt}, and never may: put back what its ConfigMap says, or make a new job"
+    problems = [
+        FieldProblem(f"spec.{name}", "another value", problem)
+        for name in changed_fields(before, after)
+        if name in NEVER_CHANGE
+    ]
+    return Refusal(c.INVALID_SPEC, tuple(problems)) if problems else None
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------

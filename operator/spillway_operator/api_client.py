@@ -117,7 +117,7 @@ NODES = Resource("/api/v1", "nodes")
 EVENTS = Resource("/apis/events.k8s.io/v1", "events")
 TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
 
-RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS}
+RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS, "TrainingJob": TRAINING_JOBS}
 """kinds that a TrainingJob's children have"""
 
 
@@ -188,13 +188,17 @@ class ApiClient:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._request("patch", resource, "PATCH", path, body, query, APPLY_TYPE)
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> Answer:
-        """The object stays, marked, until all that it owns is gone; only the one with this uid."""
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, uid: str, resource_version: int = 0
+    ) -> Answer:
+        """The object stays, marked, until all that it owns is gone; only the one with this uid, and only as it was
+        at this resourceVersion (0 = any)."""
+        version = {"resourceVersion": str(resource_version)} if resource_version else {}
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Foreground",
-            "preconditions": {"uid": uid},
+            "preconditions": {"uid": uid} | version,
         }
         return await self._request("delete", resource, "DELETE", resource.path(namespace, name), body)
 

@@ -60,6 +60,9 @@ class Applier:
 
     async def delete(self, job: JobObject, deletions: tuple[Deletion, ...]) -> None:
         for deletion in deletions:
+            if deletion.kind == "TrainingJob":
+                await self._delete_training_job(job, deletion)
+                continue
             resource = RESOURCE_OF[deletion.kind]
             try:
                 found = await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
@@ -71,6 +74,20 @@ class Applier:
             else:
                 self._gone(deletion)
             logger.info("deleted %s %s", deletion.kind, deletion.name, extra=about(job.key))
+
+    async def _delete_training_job(self, job: JobObject, deletion: Deletion) -> None:
+        """Raises Conflict when it is not what was decided on any more: the next look decides again."""
+        try:
+            found = await self._client.delete(
+                TRAINING_JOBS, job.namespace, deletion.name, deletion.uid, deletion.resource_version
+            )
+        except NotFound:
+            found = {}
+        if found.get("kind") == deletion.kind:
+            self._store.put_job(project_job(found))
+        else:
+            self._store.remove_job(job)
+        logger.info("deleted TrainingJob %s: lifecycle.ttlSecondsAfterFinished is over", job.name, extra=about(job.key))
 
     async def write_status(self, job: JobObject, status: Mapping[str, Any]) -> bool:
         """Whether anything was written: a status that says the same is left alone."""

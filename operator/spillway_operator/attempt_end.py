@@ -44,6 +44,10 @@ FREE_SHORT_ATTEMPTS = 3
 class Cause:
     reason: str
     message: str
+    node: str = ""
+    """of the pod that ended the attempt"""
+    rank: int | None = None
+    """that failed first, where the trainer says so"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,7 @@ def _own_failure(pod: PodObject) -> Cause:
             OOM_KILLED,
             f"{where}: the kernel killed a process, because the pod reached its memory limit (exit code "
             f"{ending.exit_code}); lower spec.memory.budget.host, or the batch, so that less is held",
+            pod.node,
         )
     termination = read_termination(ending)
     if termination.reason:
@@ -187,10 +192,10 @@ def _own_failure(pod: PodObject) -> Cause:
         step = "" if termination.step is None else f"step {termination.step}"
         place = ", ".join(part for part in (rank, step) if part)
         said = termination.message or f"exit code {ending.exit_code}"
-        return Cause(termination.reason, clean(f"{where}{f' ({place})' if place else ''}: {said}"))
-    return Cause(
-        RANK_CRASHED, clean(f"{where}: the trainer ended with exit code {ending.exit_code}{_last_words(ending)}")
-    )
+        message = clean(f"{where}{f' ({place})' if place else ''}: {said}")
+        return Cause(termination.reason, message, pod.node, termination.rank)
+    message = clean(f"{where}: the trainer ended with exit code {ending.exit_code}{_last_words(ending)}")
+    return Cause(RANK_CRASHED, message, pod.node)
 
 
 def _disruption(pod: PodObject) -> Cause:
@@ -198,12 +203,13 @@ def _disruption(pod: PodObject) -> Cause:
     said = clean(pod.status_message) if pod.status_message else ""
     because = f": {said}" if said else ""
     if pod.disruption in _NODE_GONE or pod.status_reason in _NODE_SHUT_DOWN:
-        return Cause(NODE_LOST, clean(f"{where}: its node was lost ({pod.disruption or pod.status_reason}){because}"))
+        lost = f"{where}: its node was lost ({pod.disruption or pod.status_reason}){because}"
+        return Cause(NODE_LOST, clean(lost), pod.node)
     if pod.status_reason == EVICTED and not pod.disruption:
         # The kubelet marks an eviction for want of space on the node as a disruption; this pod exceeded its own limit.
-        return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}"))
+        return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}"), pod.node)
     how = pod.disruption or pod.status_reason or "deleted"
-    return Cause(POD_DELETED, clean(f"{where}: taken away ({how}){because}"))
+    return Cause(POD_DELETED, clean(f"{where}: taken away ({how}){because}"), pod.node)
 
 
 def _last_words(ending: ContainerEnding) -> str:

@@ -46,6 +46,7 @@ CLAIM_NOT_WRITABLE = "ClaimNotWritable"
 CONTRACT_TOO_LARGE = "ContractTooLarge"
 NO_NUMBER = "NoNumber"
 NO_REPORT = "NoReport"
+USED_LATER = "UsedLater"
 JOB_GONE = "JobGone"
 
 CAUSES: dict[str, str] = {
@@ -64,12 +65,20 @@ CAUSES: dict[str, str] = {
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
     retries.EVICTED: "the kubelet evicted a pod, because it used more disk than it asked for",
     retries.JOB_DELETED: "somebody deleted the attempt's Job",
+    retries.STALLED: "no step came for lifecycle.stallSeconds",
+    retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
+    retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says what was "
+    "in the way",
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
+
+ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED)
+"""reasons of Running while the operator ends an attempt: said before it is done, and true whatever happens then"""
 
 REASONS: dict[str, dict[str, str]] = {
     ACCEPTED: {
         "Valid": "the spec can be carried out",
+        USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
         UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
         NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",
@@ -103,6 +112,9 @@ REASONS: dict[str, dict[str, str]] = {
         "Running": "every pod runs",
         "ContainerWaiting": "False: a container cannot start, for example because its image cannot be pulled",
         "PodsNotReady": "False: a pod has a node and does not run (yet, or any more)",
+        retries.STALLED: "no step came for lifecycle.stallSeconds: the attempt is being ended, and another one follows",
+        retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is over: the attempt writes a checkpoint and ends",
+        retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is over: the attempt is withdrawn",
         JOB_GONE: "False: the attempt's Job was deleted and a pod of it was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",
@@ -113,7 +125,8 @@ REASONS: dict[str, dict[str, str]] = {
     PROGRESSING: {
         "Waiting": "Unknown: the attempt has not reported a step yet",
         "Stepping": "steps are reported",
-        NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take",
+        NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take; "
+        "or nothing for lifecycle.stallSeconds where nobody is heard, or by a job that never was",
         "NoProgress": "False: no step for lifecycle.stallSeconds",
         "NotRunning": "False: no attempt lives",
     },
@@ -288,7 +301,7 @@ def notes(old: tuple[Condition, ...], new: tuple[Condition, ...]) -> tuple[Event
 
 
 def _note(condition: Condition) -> EventNote:
-    good = (condition.status == "True") != (condition.type in _BAD)
+    good = (condition.status == "True") != (condition.type in _BAD) and condition.reason not in ENDINGS
     return EventNote(
         type="Normal" if good else "Warning",
         reason=condition.reason,

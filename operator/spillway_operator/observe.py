@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from .acceptance import given
 from .api_client import (
@@ -65,6 +65,14 @@ class Sight:
     """an attempt of the job lost the labels that the watch selects by"""
 
 
+class Ears(Protocol):
+    """What the progress endpoint knows of its own hearing."""
+
+    def hearing_seconds(self) -> float | None: ...
+
+    def others_silent_seconds(self, key: Key) -> float: ...
+
+
 class Observer:
     def __init__(
         self,
@@ -74,6 +82,7 @@ class Observer:
         reservations: Reservations,
         facts: Callable[[], OperatorFacts],
         clock: Callable[[], float] = time.monotonic,
+        ears: Ears | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -81,6 +90,7 @@ class Observer:
         self._reservations = reservations
         self._facts = facts
         self._clock = clock
+        self._ears = ears
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
         """None when there is no such TrainingJob. `needs` are those of the last decision. Raises ApiError."""
@@ -107,6 +117,8 @@ class Observer:
                 contracts=contracts,
                 pods=await self._pods(job, attempts) if "pods" in needs else None,
                 claims=await self._claims(job) if "claims" in needs else None,
+                hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
+                others_silent_seconds=self._others_silent_seconds(key),
             ),
             unwatched,
         )
@@ -114,6 +126,13 @@ class Observer:
     def as_of_now(self, observed: Observed) -> Observed:
         """With what other jobs reserved since."""
         return replace(observed, cluster=self._cluster.view(observed.job.key))
+
+    def _others_silent_seconds(self, key: Key) -> float | None:
+        others_run = any(
+            attempt.ready and not attempt.outcome and (attempt.namespace, attempt.owner_name) != key
+            for attempt in self._store.attempts
+        )
+        return self._ears.others_silent_seconds(key) if self._ears is not None and others_run else None
 
     async def _read_job(self, job: JobObject) -> JobObject | None:
         try:
@@ -258,6 +277,7 @@ def _ending(status: Mapping[str, Any]) -> ContainerEnding | None:
                 reason=_text(ended.get("reason")),
                 message=_text(ended.get("message")),
                 finished_at=str(ended.get("finishedAt") or ""),
+                started_at=str(ended.get("startedAt") or ""),
             )
     return None
 

@@ -60,6 +60,8 @@ class AttemptObject:
     """the terminal condition that is True"""
     reason: str = ""
     """its reason"""
+    outcome_time: str = ""
+    """when that condition became True"""
     deleting: bool = False
     deletion_time: str = ""
     """deletionTimestamp: when its deletion was asked for"""
@@ -73,6 +75,7 @@ class ContainerEnding:
     message: str
     """the termination message, as found"""
     finished_at: str
+    started_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +173,22 @@ class Observed:
     """newest accepted report that is not in the status yet"""
     progress_time: str = ""
     """when it came, RFC 3339"""
+    hearing_seconds: float | None = None
+    """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
+    within that time says something about a trainer."""
+    others_silent_seconds: float | None = None
+    """since a trainer of another job was heard; None = no other attempt runs. When nobody is heard, the fault may be
+    ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    kind: Literal["Job"]
+    kind: Literal["Job", "TrainingJob"]
     name: str
     uid: str
-    """precondition. In the foreground: the Job is seen until its pods are gone."""
+    """precondition. In the foreground: the object is seen until its children are gone."""
+    resource_version: int = 0
+    """precondition, too: what was decided on; 0 = any"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,12 @@ class Operator:
             self._exporter.progress,
         )
         self._applier = Applier(self._client, self._store)
+        observer = Observer(
+            self._client, self._store, self._cluster, self._reservations, self._facts, ears=self._progress
+        )
         self._worker = Worker(
             self._queue,
-            Observer(self._client, self._store, self._cluster, self._reservations, self._facts),
+            observer,
             self._applier,
             self._reservations,
             self._outbox,

@@ -131,6 +131,9 @@ class ProgressEndpoint:
         self._clock = clock
         self._limit = PostLimit()
         self._arrived = asyncio.Event()
+        self._hears_since: float | None = None
+        self._last_heard: tuple[tuple[Key, float], ...] = ()
+        """the job that was heard last, and the last one before that was another"""
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=LONGEST_REPORT, middlewares=[self._counted])
@@ -145,7 +148,17 @@ class ProgressEndpoint:
             await web.TCPSite(runner, port=port, ssl_context=context, backlog=2048).start()
         except OSError as error:
             raise UserError(f"progress port {port}: {error}; set another one (SPILLWAY_PROGRESS_PORT)") from error
+        self._hears_since = self._clock()
         return runner
+
+    def hearing_seconds(self) -> float | None:
+        """How long posts could arrive and be believed without a break; None when nothing is served. A post that was
+        turned away for a reason of ours (no API server to check its token) ends such a time."""
+        return None if self._hears_since is None else self._clock() - self._hears_since
+
+    def others_silent_seconds(self, key: Key) -> float:
+        """Since a trainer of another job was heard; infinite when none was."""
+        return next((self._clock() - when for heard, when in self._last_heard if heard != key), float("inf"))
 
     async def flush(self) -> None:
         """Release reports as the limits allow, for ever."""
@@ -176,6 +189,8 @@ class ProgressEndpoint:
         except Exception:
             logger.exception("a progress post failed")
             response = _Refusal(500, "an error of the operator; its log says which").response()
+        if response.status >= 500 and self._hears_since is not None:
+            self._hears_since = self._clock()
         self._count(response.status)
         return response
 
@@ -208,7 +223,9 @@ class ProgressEndpoint:
             )
         if sender.attempt == sender.present_attempt:  # a zombie is told the present epoch, and not believed
             received = Received(report, sender.job_uid, sender.attempt, _now())
-            self._outbox.put(sender.key, received, self._clock())
+            now = self._clock()
+            self._last_heard = ((sender.key, now), *(last for last in self._last_heard if last[0] != sender.key))[:2]
+            self._outbox.put(sender.key, received, now)
             self._accepted(sender.key, received)
             self._arrived.set()
         else:

@@ -84,6 +84,7 @@ def _progress(
 ) -> Progress:
     reached = before.step if before is not None and before.last_step_time is not None else 0
     step = min(max(own.step, reached), steps)
+    known = before.advance_time if before is not None and before.last_step_time is not None else None
     return Progress(
         step=step,
         steps=steps,
@@ -92,6 +93,7 @@ def _progress(
         tokens_per_second=_rate(own.tokens_per_second),
         eta=_eta(report.trainer_status.estimated_remaining_seconds, own.step_seconds, steps - step),
         last_step_time=_timestamp(own.last_step_time) or time,
+        advance_time=known if known is not None and step == reached else time,
     )
 
 
@@ -105,7 +107,11 @@ def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, 
     step = max(steps * said.progress_percentage // 100, reached)
     loss = next((clean(metric.value, 64) for metric in said.metrics if metric.name == "loss"), known.loss)
     eta = "" if said.estimated_remaining_seconds is None else duration(said.estimated_remaining_seconds)
-    changes = {"step": step, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time}
+    same = known.last_step_time is not None and step == reached and known.advance_time is not None
+    changes = {
+        "step": step, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time,
+        "advance_time": known.advance_time if same else time,
+    }  # fmt: skip
     return known.model_copy(update=changes)
 
 

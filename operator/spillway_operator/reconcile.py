@@ -3,7 +3,10 @@
     an attempt lives             -> watch it: queued, starting, running, stopping
     it ended                     -> why, what that is charged to, and whether another one follows
     none lives                   -> suspended; or the next attempt: accepted, planned, created
-    the job is complete, failed  -> nothing, for ever
+    the job is complete, failed  -> nothing, for ever; deleted when its time to live is over
+
+What the operator ends by itself (a deadline, a stall) is written into the status first and done then: the decision
+outlives a crash, and the newest report is asked before it is made.
 
 An attempt is one immutable ConfigMap (its contract), a Service for more than one node, and one Indexed Job, created in
 this order before the status says so. Its number is its epoch. Whatever a crash leaves behind is carried on by the same
@@ -15,25 +18,52 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from spillway import placement
-from spillway.api import TrainingJob
+from spillway.api import DEFAULT_RESTARTS, TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
 from spillway.field_types import MAX_COUNT
-from spillway.retries import JOB_DELETED, NODE_LOST, Retry, retry_of
+from spillway.retries import (
+    JOB_DELETED,
+    MEMORY_ERRORS,
+    NODE_LOST,
+    Retry,
+    retry_of,
+)
 from spillway.status import MAX_ATTEMPTS, Attempts, TrainingJobStatus
 from spillway.units import format_seconds
 
 from . import conditions as c
 from . import manifests
-from .acceptance import Refusal, accept, claim_names, claim_problem, given
+from .acceptance import (
+    Refusal,
+    accept,
+    changed_fields,
+    changed_for_ever,
+    claim_names,
+    claim_problem,
+    given,
+)
 from .attempt_end import Cause, cause_of_end, saved_step
+from .case import Case, is_over, known_seconds, seconds_of, whole
 from .conditions import Finding, false, true, unknown
+from .deadlines import (
+    active,
+    active_seconds,
+    due_seconds,
+    end_seconds,
+    expired,
+    others_are_silent_too,
+    overrun,
+    pending,
+    silent_seconds,
+    stall_seconds,
+    stalled,
+)
 from .manifests import AttemptFiles
 from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
 from .planning import Place, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
@@ -46,10 +76,6 @@ PATIENCE_SECONDS = 10.0
 SLOWEST_LOOK_SECONDS = 300.0
 SLOWEST_POD_LOOK_SECONDS = 30.0
 """while pods do not run: no watch reports them, and why they do not may change"""
-NO_REPORT_SECONDS = 300.0
-"""without a report of a step; every step is reported, at most every 15 s"""
-NO_REPORT_STEPS = 3.0
-"""predicted steps that are waited for in any case: one may take half an hour"""
 TERMINATION_SLACK_SECONDS = 30.0
 """a pod that long after its grace period will not end by itself: its node is lost"""
 SHORT_ATTEMPT_SECONDS = 600.0
@@ -58,94 +84,7 @@ LONGEST_PAUSE_SECONDS = 300.0
 COMPLETED = ExitCode.COMPLETED.reason
 SUSPENDED_REASON = "Suspended"
 """attempts.lastReason after spec.suspend"""
-DEFAULT_RESTARTS = 5
 NOTHING = Desired()
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One look: what was seen, and the status as far as it is worked out."""
-
-    observed: Observed
-    now: str
-    spec: dict[str, Any]
-    """as found; read with `given`, because it may be wrong"""
-    before: TrainingJobStatus
-    status: TrainingJobStatus
-    place: Place
-    findings: tuple[Finding, ...] = ()
-    """over the status' conditions"""
-    because: str = ""
-    """why the last attempt ended, when another one follows"""
-
-    @property
-    def attempts(self) -> Attempts:
-        return self.status.attempts or Attempts()
-
-    @property
-    def wants_suspension(self) -> bool:
-        return self.spec.get("suspend") is True
-
-    @property
-    def num_nodes(self) -> int:
-        return _whole(given(self.spec, "parallelism.nodes"), 1)
-
-    @property
-    def steps(self) -> int:
-        return min(_whole(given(self.spec, "training.steps"), 0), MAX_COUNT)
-
-    @property
-    def owned(self) -> tuple[AttemptObject, ...]:
-        """Jobs of ours, newest first."""
-        own = (attempt for attempt in self.observed.attempts if attempt.owner_uid == self.observed.job.uid)
-        return tuple(sorted(own, key=lambda attempt: -attempt.attempt))
-
-    @property
-    def seconds_now(self) -> float:
-        return _seconds(self.now)
-
-    @property
-    def last_step_time(self) -> str | None:
-        """As this attempt reported it; None before its first report."""
-        return self.status.progress.last_step_time if self.status.progress is not None else None
-
-    @property
-    def patience_seconds(self) -> float:
-        """From one report of a step to the next."""
-        try:
-            predicted = float(self.status.plan.step_seconds) if self.status.plan is not None else 0.0
-        except ValueError:
-            predicted = 0.0
-        return max(NO_REPORT_SECONDS, NO_REPORT_STEPS * predicted)
-
-    @property
-    def report_due_seconds(self) -> float:
-        """Until a report of a step is overdue; negative after that."""
-        return self.patience_seconds - (self.seconds_now - _seconds(self.last_step_time or self.now))
-
-    @property
-    def count_is_lost(self) -> bool:
-        """status.attempts is there and cannot be: somebody else wrote it, and an older CRD let it through."""
-        return self.before.attempts is None and b'"attempts"' in self.observed.job.status
-
-    def reason(self, type_: str) -> str:
-        """Of a condition as far as it is worked out; empty when nothing is known of it."""
-        found = next((finding for finding in reversed(self.findings) if finding.type == type_), None)
-        known = found or c.find(self.status.conditions, type_)
-        return known.reason if known else ""
-
-    def seconds_since(self, type_: str, status: str) -> float:
-        """How long a condition has had this status; 0 when it has another one."""
-        known = c.find(self.before.conditions, type_)
-        if known is None or known.status != status or known.last_transition_time is None:
-            return 0.0
-        return max(0.0, self.seconds_now - _seconds(known.last_transition_time))
-
-    def changed(self, **changes: object) -> Case:
-        return replace(self, status=self.status.model_copy(update=changes))
-
-    def found(self, *findings: Finding) -> Case:
-        return replace(self, findings=(*self.findings, *findings))
 
 
 def reconcile(observed: Observed, now: str, place: Place | None = None) -> Desired:
@@ -157,18 +96,13 @@ def reconcile(observed: Observed, now: str, place: Place | None = None) -> Desir
     if surplus:
         return Desired(deletes=surplus, look_again_seconds=PATIENCE_SECONDS)
     if is_over(case.status):
-        return _write(case)
+        return _after_the_end(case)
     newest = case.owned[0] if case.owned else None
     if newest is not None and newest.attempt > case.attempts.ended:
         return _watch(case, newest)
     if case.attempts.total > case.attempts.ended:
         return _vanished(case)
     return _between_attempts(case)
-
-
-def is_over(status: TrainingJobStatus) -> bool:
-    """Complete and Failed are for ever."""
-    return c.holds(status.conditions, c.COMPLETE) or c.holds(status.conditions, c.FAILED)
 
 
 def _surplus(case: Case) -> tuple[Deletion, ...]:
@@ -197,35 +131,78 @@ def _deletion(attempt: AttemptObject) -> Deletion:
 
 
 def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per thing that can be so
+    is_news = case.observed.job.generation != case.before.observed_generation
+    if (attempt.attempt > case.attempts.total or is_news) and case.observed.contracts is None:
+        return Desired(needs=frozenset({"contracts"}))
     if attempt.attempt > case.attempts.total:
-        if case.observed.contracts is None:
-            return Desired(needs=frozenset({"contracts"}))
         case = _adopted(case, attempt)
     case = _with_report(case)
     if not case.wants_suspension:
         case = case.found(_NOT_SUSPENDED)
     if attempt.outcome == "Complete":
-        return _completed(case)
+        return _completed(case, attempt)
     if attempt.outcome == "Failed":
-        return _failed(case)
+        return _failed(case, attempt)
     if attempt.deleting:
         return _stopping(case, attempt)
     if case.wants_suspension:
         return _write(case.found(_STOPPING), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    if case.ending is not None:
+        return _write(case, deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    return _lives(_with_changes(case, attempt) if is_news else case, attempt)
+
+
+def _lives(case: Case, attempt: AttemptObject) -> Desired:
+    """Nobody wants it to end."""
     if attempt.suspended:
-        return _queued(case, attempt)
+        return _queued(pending(case), attempt)
     if case.reason(c.QUOTA_RESERVED) == "Waiting":
         return _write(case.found(true(c.QUOTA_RESERVED, "Admitted"), *_STARTING), look_again=PATIENCE_SECONDS)
     if attempt.ready + attempt.succeeded >= case.num_nodes:
-        due = case.report_due_seconds if case.last_step_time is not None else -1.0
-        return _write(case.found(*_ALL_RUN), look_again=due + 1.0 if due >= 0 else None)
-    return _not_ready(case, attempt)
+        return _running(active(case))
+    over = overrun(case)
+    return _end(case, over) if over is not None else _not_ready(case, attempt)
+
+
+def _running(case: Case) -> Desired:
+    case = case.found(*_ALL_RUN)
+    over = overrun(case)
+    if over is not None:
+        return _end(case, over)
+    silent = silent_seconds(case)
+    if silent is not None and silent >= stall_seconds(case):
+        if case.trainer_was_heard and not others_are_silent_too(case, silent):
+            cause = stalled(case, silent)
+            return _end(case.found(false(c.PROGRESSING, "NoProgress", cause.message)), cause)
+        if case.trainer_was_heard:
+            return _write(case.found(_NOBODY_HEARD), look_again=SLOWEST_POD_LOOK_SECONDS)
+        case = case.found(_NEVER_HEARD)
+    due = case.report_due_seconds if case.last_step_time is not None else -1.0
+    return _write(case, look_again=due + 1.0 if due >= 0 else None)
+
+
+def _end(case: Case, cause: Cause) -> Desired:
+    """Say that the operator ends the attempt, and why. The next round does it."""
+    running = true if case.attempts.active_time is not None else false
+    return _write(case.found(running(c.RUNNING, cause.reason, cause.message)))
 
 
 _STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unknown(c.PROGRESSING, "Waiting"))
 _ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
 _NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 _STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
+_NOBODY_HEARD = unknown(
+    c.PROGRESSING,
+    c.NO_REPORT,
+    "no step was reported for lifecycle.stallSeconds, and no other job was heard meanwhile: the fault may be the "
+    "operator's (its Service, its certificate, the network), so that no attempt is ended",
+)
+_NEVER_HEARD = unknown(
+    c.PROGRESSING,
+    c.NO_REPORT,
+    "all pods run, and no report of this job ever came: the trainer hangs, or cannot reach the operator; see its log. "
+    "lifecycle.stallSeconds ends no attempt of a job that was never heard",
+)
 _NO_NUMBER = false(
     c.PLANNED,
     c.NO_NUMBER,
@@ -239,8 +216,11 @@ def _adopted(case: Case, attempt: AttemptObject) -> Case:
     files = _read(case, attempt.attempt)
     if files is not None:
         return _begun(case, files)
-    known = {"total": attempt.attempt, "ended": attempt.attempt - 1, "start_time": attempt.creation_time}
-    return case.changed(attempts=case.attempts.model_copy(update=known)).found(*_STARTING)
+    known = {
+        "total": attempt.attempt, "ended": attempt.attempt - 1, "start_time": attempt.creation_time,
+        "active_time": None,
+    }  # fmt: skip
+    return case.changed(attempts=case.attempts.model_copy(update=known)).found(true(c.ACCEPTED, "Valid"), *_STARTING)
 
 
 def _with_report(case: Case) -> Case:
@@ -274,7 +254,9 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
     if has_run or attempt.active or attempt.ready:
         evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
         return _write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
-    return _write(case.found(*_waits_for_quota(case)))
+    waits = _waits_for_quota(case)
+    over = expired(case, waits[0].message)
+    return _end(case.found(*waits), over) if over is not None else _write(case.found(*waits))
 
 
 def _waits_for_quota(case: Case) -> tuple[Finding, ...]:
@@ -296,17 +278,25 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or _is_finished(pod) for pod in pods):
         return _write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
+    found = _pod_findings(pods, case.num_nodes, attempt)
+    case = case.found(*found)
+    if case.attempts.active_time is None:
+        case = pending(case)
+        obstacle = next((finding.message for finding in found if finding.message), "not every pod runs")
+        over = expired(case, obstacle)
+        if over is not None:
+            return _end(case, over)
     waited = min(waited, case.seconds_since(c.RUNNING, "False"), SLOWEST_POD_LOOK_SECONDS)
-    return _write(case.found(*_pod_findings(pods, case.num_nodes, attempt)), look_again=_patience(waited))
+    return _write(case, look_again=_patience(waited))
 
 
 def _began_seconds(case: Case, attempt: AttemptObject) -> float:
     """When its pods could begin: when the Job was created, or the queue admitted it."""
     admitted = c.find(case.status.conditions, c.QUOTA_RESERVED)
-    created = _seconds(attempt.creation_time)
+    created = seconds_of(attempt.creation_time)
     if admitted is None or admitted.status != "True" or admitted.last_transition_time is None:
         return created
-    return max(created, _seconds(admitted.last_transition_time))
+    return max(created, seconds_of(admitted.last_transition_time))
 
 
 def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject) -> tuple[Finding, ...]:
@@ -337,7 +327,7 @@ def _stopping(case: Case, attempt: AttemptObject) -> Desired:
     """Its Job is being deleted, by us or by somebody else: over when it is gone, or when its pods cannot live."""
     if case.wants_suspension:
         case = case.found(_STOPPING)
-    waited = case.seconds_now - _seconds(attempt.deletion_time or case.now)
+    waited = case.seconds_now - seconds_of(attempt.deletion_time or case.now)
     if _is_young(waited):
         return _write(case, look_again=min(PATIENCE_SECONDS, PATIENCE_SECONDS - waited))
     if case.observed.pods is None:
@@ -357,7 +347,7 @@ def _is_lost(pod: PodObject, now: float) -> bool:
     """Long past its grace period: the kubelet that should end it does not answer."""
     if _is_finished(pod) or not (pod.deleting and pod.deletion_time):
         return False
-    return now > _seconds(pod.deletion_time) + TERMINATION_SLACK_SECONDS
+    return now > seconds_of(pod.deletion_time) + TERMINATION_SLACK_SECONDS
 
 
 def _wait_for_ever(pods: tuple[PodObject, ...], now: float) -> bool:
@@ -366,24 +356,45 @@ def _wait_for_ever(pods: tuple[PodObject, ...], now: float) -> bool:
     return bool(lost) and all(_is_finished(pod) or _is_lost(pod, now) for pod in pods)
 
 
+# --- it is over -------------------------------------------------------------------------------------------------------
+
+
+def _after_the_end(case: Case) -> Desired:
+    """Complete or Failed: nothing but its deletion, when the spec gives it a time to live.
+
+    The time runs from the latest end that anything tells of, so that a completionTime that somebody wrote cannot
+    shorten it; where nothing tells, it runs from now.
+    """
+    if given(case.spec, "lifecycle.ttlSecondsAfterFinished") is None:
+        return _write(case)
+    ended = end_seconds(case)
+    if ended is None:
+        case, ended = case.changed(completion_time=case.now), case.seconds_now
+    left = ended + case.lifecycle_seconds("ttlSecondsAfterFinished", MAX_COUNT) - case.seconds_now
+    if left > 0:
+        return _write(case, look_again=left)
+    job = case.observed.job
+    return Desired(deletes=(Deletion("TrainingJob", job.name, job.uid, job.resource_version),))
+
+
 # --- it ended ---------------------------------------------------------------------------------------------------------
 
 
-def _completed(case: Case) -> Desired:
-    total = case.attempts.total
-    attempts = case.attempts.model_copy(update={"ended": total, "last_reason": COMPLETED, "end_time": case.now})
-    progress = at_the_end(case.status.progress, case.steps)
-    case = case.changed(attempts=attempts, progress=progress, completion_time=case.now)
+def _completed(case: Case, attempt: AttemptObject) -> Desired:
+    case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
+    total, progress = case.attempts.total, at_the_end(case.status.progress, case.steps)
+    case = case.changed(progress=progress, completion_time=case.now)
     trained = f"{case.steps} steps in {total} attempt{'s' if total > 1 else ''}"
     return _write(case.found(true(c.COMPLETE, "Completed", trained), *_none_lives("Ended")))
 
 
-def _failed(case: Case) -> Desired:
+def _failed(case: Case, attempt: AttemptObject) -> Desired:
     needs = _missing(case, "pods", "contracts")
     if needs:
         return Desired(needs=needs)
     pods, short_in_a_row = case.observed.pods or (), case.attempts.short_in_a_row
-    return _ended(_with_saved_step(case), cause_of_end(pods, case.num_nodes, short_in_a_row))
+    cause = cause_of_end(pods, case.num_nodes, short_in_a_row)
+    return _ended(_with_what_pods_say(case), cause, attempt.outcome_time)
 
 
 def _vanished(case: Case) -> Desired:
@@ -391,11 +402,12 @@ def _vanished(case: Case) -> Desired:
     needs = _missing(case, "pods", "contracts")
     if needs:
         return Desired(needs=needs)
-    case, pods = _with_saved_step(_with_report(case)), case.observed.pods or ()
+    case, pods = _with_what_pods_say(_with_report(case)), case.observed.pods or ()
     if not all(_is_finished(pod) or _is_lost(pod, case.seconds_now) for pod in pods):
         case = case.found(_STOPPING) if case.wants_suspension else case
         left = next((pod for pod in pods if pod.orphaned and not pod.deleting and not _is_finished(pod)), None)
-        return _write(case.found(_job_gone(case, left)) if left else case, look_again=PATIENCE_SECONDS)
+        case = case.found(_job_gone(case, left)) if left is not None and case.ending is None else case
+        return _write(case, look_again=PATIENCE_SECONDS)
     if case.reason(c.QUOTA_RESERVED) == c.EVICTED_BY_QUEUE:
         return _ended(case, Cause(ExitCode.PREEMPTED.reason, "the queue took the quota back"))
     return _ended(case, Cause(JOB_DELETED, "the attempt's Job was deleted"))
@@ -409,27 +421,34 @@ def _job_gone(case: Case, left: PodObject) -> Finding:
     return false(c.RUNNING, c.JOB_GONE, f"Job {gone} is gone and pod {left.name} still runs: {mend}")
 
 
-def _with_saved_step(case: Case) -> Case:
-    """With the checkpoint that pods of the attempt say they committed last: a report of it may not have come."""
-    saved = saved_step(case.observed.pods or ())
+def _with_what_pods_say(case: Case) -> Case:
+    """With the checkpoint that they say they committed last: a report of it may not have come. And with the time at
+    which the last of them began, where no look came while all of them ran."""
+    pods = case.observed.pods or ()
+    begun = [pod.ending.started_at for pod in pods if pod.ending is not None]
+    if case.attempts.active_time is None and len(begun) >= case.num_nodes and all(map(known_seconds, begun)):
+        known = {"active_time": max(begun, key=seconds_of), "pending_time": None}
+        case = case.changed(attempts=case.attempts.model_copy(update=known))
+    saved = saved_step(pods)
     if saved is None:
         return case
     after = with_saved_step(reported(case.status), saved, case.attempts.total, case.steps)
     return case.changed(**as_fields(after))
 
 
-def _ended(case: Case, cause: Cause) -> Desired:
-    """Account for the end of the present attempt, and go on with what follows from it."""
+def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
+    """Account for the end of the present attempt, at the time `end` or now, and go on with what follows from it."""
+    cause = case.ending or cause
     known, retry = case.attempts, retry_of(cause.reason)
     if case.wants_suspension and retry is not Retry.NEVER:
-        return _between_attempts(_accounted(case, SUSPENDED_REASON, short_in_a_row=0))
-    lasted = case.seconds_now - _seconds(known.start_time or case.now)
+        return _between_attempts(_accounted(case, Cause(SUSPENDED_REASON, ""), 0, end))
+    lasted = case.seconds_now - seconds_of(known.start_time or case.now)
     is_short = lasted < SHORT_ATTEMPT_SECONDS
-    case = _accounted(case, cause.reason, short_in_a_row=known.short_in_a_row + 1 if is_short else 0)
+    case = _accounted(case, cause, known.short_in_a_row + 1 if is_short else 0, end)
     if retry is Retry.NEVER:
         return _give_up(case, cause)
     if retry is Retry.COUNTED:
-        limit = _whole(given(case.spec, "lifecycle.maxRestarts"), DEFAULT_RESTARTS)
+        limit = whole(given(case.spec, "lifecycle.maxRestarts"), DEFAULT_RESTARTS)
         if known.restarts >= limit:
             return _give_up(case, Cause(cause.reason, f"lifecycle.maxRestarts = {limit} is used up; {cause.message}"))
         case = case.changed(attempts=case.attempts.model_copy(update={"restarts": known.restarts + 1}))
@@ -437,9 +456,21 @@ def _ended(case: Case, cause: Cause) -> Desired:
     return _between_attempts(replace(case, because=message).found(*_none_lives(c.RESTARTING, message)))
 
 
-def _accounted(case: Case, reason: str, short_in_a_row: int) -> Case:
-    known = case.attempts
-    changes = {"ended": known.total, "last_reason": reason, "end_time": case.now, "short_in_a_row": short_in_a_row}
+def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
+    """What status.attempts says of an attempt that ended. Counts only grow, whatever follows."""
+    known, is_free = case.attempts, retry_of(cause.reason) is Retry.FREE
+    changes = {
+        "ended": known.total,
+        "disruptions": known.disruptions + is_free,
+        "memory_errors": known.memory_errors + (cause.reason in MEMORY_ERRORS),
+        "last_reason": cause.reason,
+        "last_node": cause.node[:253],
+        "last_rank": cause.rank if cause.rank is not None and cause.rank <= MAX_COUNT else None,
+        "end_time": case.now,
+        "short_in_a_row": short_in_a_row,
+        "active_time": None,
+        "active_seconds": int(active_seconds(case, end)),
+    }
     return case.changed(attempts=known.model_copy(update=changes))
 
 
@@ -463,13 +494,16 @@ def _between_attempts(case: Case) -> Desired:
     if case.wants_suspension:
         return _suspended(case)
     case = case.found(_NOT_SUSPENDED)
+    over = overrun(case)
+    if over is not None:
+        return _give_up(case, over)
     known = case.attempts
     if known.end_time is not None:
         pause = pause_seconds(known.short_in_a_row)
-        rest = pause - (case.seconds_now - _seconds(known.end_time))
+        rest = pause - (case.seconds_now - seconds_of(known.end_time))
         if 0 < rest <= 2 * pause:  # more: the clock was set back, and nothing says how long ago the attempt ended
             return _write(case, look_again=min(rest, pause))
-    return _start(case)
+    return _start(pending(case))
 
 
 def pause_seconds(short_in_a_row: int) -> float:
@@ -482,7 +516,8 @@ def _suspended(case: Case) -> Desired:
     if case.observed.contracts is None:
         return Desired(needs=frozenset({"contracts"}))
     total = max(case.attempts.total, _newest_contract(case))
-    case = case.changed(attempts=case.attempts.model_copy(update={"total": total, "ended": total}))
+    known = {"total": total, "ended": total, "pending_time": None}
+    case = case.changed(attempts=case.attempts.model_copy(update=known))
     if given(case.spec, "scheduling.queueName") and case.reason(c.QUOTA_RESERVED):
         case = case.found(false(c.QUOTA_RESERVED, "Waiting", "spec.suspend is true"))
     outcome = accept(case.observed.job)
@@ -495,7 +530,7 @@ def _start(case: Case) -> Desired:
     """The next attempt: its contract, then the children that the contract describes."""
     outcome = accept(case.observed.job)
     if isinstance(outcome, Refusal):
-        return _write(case.found(outcome.finding()))
+        return _refuse(case, outcome)
     needs = _missing(case, "contracts", *(["claims"] if claim_names(outcome.spec) else []))
     if needs:
         return Desired(needs=needs)
@@ -513,7 +548,9 @@ def _start(case: Case) -> Desired:
     if number > MAX_ATTEMPTS:
         return _wait(case, _NO_NUMBER)
     attempts = next_attempts(case.attempts, number, case.now)
-    threads, because = _threads(case), c.clean(case.because or _why_restarting(case))
+    begun = _newest_begun(case)
+    threads = begun.job.compute_threads if begun is not None else None  # so that a resumed run rounds as it did
+    because = c.clean(case.because or _why_restarting(case))
     decided = plan_attempt(outcome, uid, cluster, facts, attempts, threads, because, case.place)
     return _wait(case, decided) if isinstance(decided, Finding) else _create(case, decided)
 
@@ -530,7 +567,9 @@ def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
         return _conflicts(case.observed.conflict)
     if case.observed.refusal:
         return false(c.SCHEDULED, "Refused", case.observed.refusal)
-    return claim_problem(job.spec, case.observed.claims or ())
+    begun = _newest_begun(case)
+    altered = begun and changed_for_ever(begun.job.spec, job.spec, begun.job.epoch)
+    return altered.finding() if altered else claim_problem(job.spec, case.observed.claims or ())
 
 
 def _conflicts(child: str) -> Finding:
@@ -538,11 +577,21 @@ def _conflicts(child: str) -> Finding:
     return false(c.ACCEPTED, c.NAME_CONFLICT, sentence)
 
 
+def _refuse(case: Case, refusal: Refusal) -> Desired:
+    """Until the spec changes, which is an event; or until the pending deadline."""
+    case = case.found(refusal.finding())
+    over = expired(case, refusal.finding().message)
+    return _write(case) if over is None else _give_up(case, over)
+
+
 def _wait(case: Case, obstacle: Finding) -> Desired:
     """Nothing is created until the obstacle is gone; looked at again, ever more seldom.
 
     Also when no plan fits: nodes are added and freed, so that is no verdict on the job.
     """
+    over = expired(case, obstacle.message)
+    if over is not None:
+        return _give_up(case.found(obstacle), over)
     waited = case.seconds_since(obstacle.type, "False")
     return _write(case.found(obstacle), look_again=_patience(waited))
 
@@ -622,14 +671,28 @@ def _read(case: Case, attempt: int) -> AttemptFiles | None:
     return None
 
 
-def _threads(case: Case) -> int | None:
-    """Of the newest attempt that was begun, so that a resumed run rounds as it did."""
+def _newest_begun(case: Case) -> AttemptFiles | None:
+    """The files of the newest attempt that was begun and can be read."""
     begun = [contract.attempt for contract in _contracts(case) if contract.attempt <= case.attempts.total]
     for number in sorted(begun, reverse=True):
         files = _read(case, number)
         if files is not None:
-            return files.job.compute_threads
+            return files
     return None
+
+
+def _with_changes(case: Case, attempt: AttemptObject) -> Case:
+    """With what the spec says otherwise than the attempt that lives, which goes on as it was made."""
+    files, outcome = _read(case, attempt.attempt), accept(case.observed.job)
+    if files is None or isinstance(outcome, Refusal):
+        return case
+    fields = [f"spec.{name}" for name in changed_fields(files.job.spec, outcome.spec)]
+    if not fields:
+        return case.found(true(c.ACCEPTED, "Valid"))
+    goes_on = (
+        f"attempt {attempt.attempt} goes on with what ConfigMap {files.name} says; the next one uses the new value"
+    )
+    return case.found(true(c.ACCEPTED, c.USED_LATER, f"{', '.join(fields)} changed: {goes_on}"))
 
 
 def _is_young(waited: float) -> bool:
@@ -640,18 +703,6 @@ def _is_young(waited: float) -> bool:
 def _patience(waited: float) -> float:
     """As long again as it took so far, within bounds."""
     return min(SLOWEST_LOOK_SECONDS, max(PATIENCE_SECONDS, waited))
-
-
-def _seconds(time: str) -> float:
-    """Unix seconds of an RFC 3339 time; 0 for what is none."""
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except ValueError:
-        return 0.0
-
-
-def _whole(value: object, default: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
@@ -678,6 +729,8 @@ def _write(
     after = case.status.model_copy(
         update={"conditions": conditions, "state": c.state(conditions), "observed_generation": job.generation}
     )
+    due = due_seconds(replace(case, status=after))
+    look_again = min((seconds for seconds in (look_again, due) if seconds is not None), default=None)
     if after == before:
         return Desired(creates=creates, deletes=deletes, look_again_seconds=look_again)
     return Desired(

@@ -194,6 +194,7 @@ def project_attempt(found: Mapping[str, Any]) -> AttemptObject:
         failed=status.get("failed") or 0,
         outcome=ended[0]["type"] if ended else "",
         reason=sys.intern(str(ended[0].get("reason", ""))) if ended else "",
+        outcome_time=str(ended[0].get("lastTransitionTime") or "") if ended else "",
         deleting="deletionTimestamp" in metadata,
         deletion_time=metadata.get("deletionTimestamp") or "",
     )

@@ -297,7 +297,7 @@ def test_without_progress_there_is_no_certificate_no_port_and_no_token_review(ma
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 IN_NAMESPACES = {
-    ("spillway.dev", "trainingjobs"): "get list watch",
+    ("spillway.dev", "trainingjobs"): "get list watch delete",
     ("spillway.dev", "trainingjobs/status"): "patch",
     ("spillway.dev", "memoryprofiles"): "get list create patch",
     ("batch", "jobs"): "get list watch create delete",

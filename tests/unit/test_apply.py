@@ -9,10 +9,10 @@ import pytest
 from fake_api import FakeApi
 from operator_parts import KEY, Counts, child, owned, put_job, with_cluster
 
-from spillway_operator.api_client import ApiClient, Unavailable
+from spillway_operator.api_client import ApiClient, Conflict, Unavailable
 from spillway_operator.apply import DONE, Applier
 from spillway_operator.observed import Deletion
-from spillway_operator.store import Store, project_attempt
+from spillway_operator.store import Store, project_attempt, project_job
 
 CONTRACT = {"job.json": "{}", "plan.json": "{}", "decision.json": "{}", "attempt.json": "{}"}
 MARKED = {"uid": "uid-demo-1", "deletionTimestamp": "2026-11-21T12:00:00Z"}
@@ -151,6 +151,37 @@ def test_a_job_that_a_deletion_finds_gone_leaves_the_store(before: str) -> None:
             api.put("jobs", {"metadata": {"name": "demo-1", "uid": "uid-of-another"}})
         await applier.delete(job, (Deletion("Job", "demo-1", "uid-demo-1"),))
         assert store.attempts_of(KEY) == ()
+
+    with_cluster(scenario)
+
+
+def test_a_training_job_is_deleted_as_it_was_decided_on_or_not_at_all() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        job = store.jobs.get(KEY)
+        assert job is not None
+        api.put("trainingjobs", {"metadata": {"name": "demo", "generation": 2}, "spec": {}})  # edited meanwhile
+        with pytest.raises(Conflict):
+            await applier.delete(job, (Deletion("TrainingJob", "demo", job.uid, job.resource_version),))
+        with pytest.raises(Conflict):
+            await applier.delete(job, (Deletion("TrainingJob", "demo", "uid-of-another"),))
+        assert "deletionTimestamp" not in api.get("trainingjobs", "demo")["metadata"]
+        found = project_job(api.get("trainingjobs", "demo"))
+        await applier.delete(found, (Deletion("TrainingJob", "demo", found.uid, found.resource_version),))
+        assert api.bodies[-1]["propagationPolicy"] == "Foreground"
+        assert store.jobs.get(KEY) is None
+
+    with_cluster(scenario)
+
+
+def test_a_training_job_that_is_gone_already_is_forgotten() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        job = store.jobs.get(KEY)
+        assert job is not None
+        api.remove("trainingjobs", "team", "demo")
+        await applier.delete(job, (Deletion("TrainingJob", "demo", job.uid, job.resource_version),))
+        assert store.jobs.get(KEY) is None
 
     with_cluster(scenario)
 

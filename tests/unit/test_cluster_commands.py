@@ -62,7 +62,15 @@ RUNNING = {
         "bytes": {"device": "1Gi", "host": "2Gi"},
     },
     "memory": {"peak": {"device": "900Mi"}},
-    "attempts": {"total": 2, "restarts": 1, "lastReason": "RankCrashed"},
+    "attempts": {
+        "total": 2,
+        "restarts": 1,
+        "disruptions": 3,
+        "memoryErrors": 0,
+        "lastReason": "RankCrashed",
+        "lastRank": 1,
+        "lastNode": "node-b",
+    },
     "checkpoint": {"step": 40, "epoch": 2, "path": "/checkpoints/tiny/step-40.e2", "time": "2026-11-21T12:04:00Z"},
     "conditions": [
         condition("Accepted", "True", "Valid"),
@@ -262,7 +270,7 @@ def test_a_job_is_shown_with_what_a_person_wants(server: FakeApiServer, capsys: 
         "optimizer on host 60 %",
         "placed     node-b has 12Gi more free host memory",
         "checkpoint step 40 at /checkpoints/tiny/step-40.e2",
-        "attempts   2, 1 of 5 restarts; the last one ended: RankCrashed",
+        "attempts   2, 1 of 5 restarts, 3 disruptions; the last one ended: RankCrashed (rank 1 on node-b)",
         "MetricsAvailable=False (Stale): no answer for 40 s",
         "Running: every pod runs",
     ):

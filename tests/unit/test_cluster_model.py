@@ -1,4 +1,5 @@
-"""Whatever happens to operator and cluster, at any moment: one live attempt, epochs that only rise, and an end.
+"""Whatever happens to operator and cluster, at any moment: one live attempt, epochs that only rise, counts that only
+grow, deadlines that are kept, and an end.
 
 The riskiest assumption of the operator, tried on the model of a cluster with its real shell (cluster_model.py).
 """
@@ -18,6 +19,7 @@ from cluster_model import (
     _attempt,
     _ended,
     _is_deleting,
+    seconds_of,
     termination,
 )
 from hypothesis import HealthCheck, settings
@@ -33,6 +35,7 @@ from hypothesis.stateful import (
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 CODES = (1, 1, 75, 75, 74, 137, 143, 64, 70)
+COUNTS = ("restarts", "disruptions", "memoryErrors", "activeSeconds")
 faults = st.builds(Fault, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans())
 
 
@@ -48,9 +51,21 @@ class ClusterMachine(RuleBasedStateMachine):
         queue=st.sampled_from(["", "", "team-a"]),
         max_restarts=st.sampled_from([0, 1, 3, 3]),
         rounds=st.integers(0, 2),
+        lifecycle=st.fixed_dictionaries(
+            {},
+            optional={
+                "activeDeadlineSeconds": st.sampled_from([30, 2000]),
+                "pendingDeadlineSeconds": st.sampled_from([30, 2000]),
+                "stallSeconds": st.sampled_from([0, 60, 1000]),
+            },
+        ),
     )
-    def begin(self, num_nodes: int, queue: str, max_restarts: int, rounds: int) -> None:
-        self.world = World(num_nodes, queue, max_restarts)
+    def begin(
+        self, num_nodes: int, queue: str, max_restarts: int, rounds: int, lifecycle: dict[str, int] | None = None
+    ) -> None:
+        self.world = World(num_nodes, queue, max_restarts, lifecycle or {})
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.step = 0
         self.contracts: dict[int, dict[str, str]] = {}
         self.jobs_seen: dict[str, int] = {}
         """uid -> attempt"""
@@ -94,6 +109,8 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.restart_operator()
         self.world.look()
         steady = self.world.status["state"] in ("Running", "Queued", "Suspended", "Complete", "Failed")
+        due = self.world.operator.due  # a deadline
+        steady = steady and (due is None or due > self.world.server.now + 60)
         if steady and not any(pod.get("lost") or _is_deleting(pod) for pod in self.world.pods()):
             self.world.advance(60)
             self.world.look()
@@ -180,6 +197,15 @@ class ClusterMachine(RuleBasedStateMachine):
     def a_node_is_lost(self, which: int) -> None:
         self._with_pod(which, self.world.lose_node)
 
+    # trainers report
+
+    @precondition(has_running_pods)
+    @rule(steps=st.sampled_from([0, 1, 7]), is_late=st.booleans())
+    def a_trainer_reports(self, steps: int, is_late: bool = False) -> None:
+        """`steps` more than before, or a post without a new one; it may not have had its turn to be written."""
+        self.step += steps
+        self.world.report(self.step, _attempt(self.running_pods()[-1]), release=not is_late)
+
     # users and the queue
 
     @precondition(lambda self: self.world.attempts())
@@ -190,6 +216,32 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(wanted=st.booleans())
     def the_user_suspends_or_resumes(self, wanted: bool) -> None:
         self.world.suspend(wanted)
+
+    @rule(
+        field=st.sampled_from(["activeDeadlineSeconds", "pendingDeadlineSeconds", "stallSeconds", "maxRestarts"]),
+        value=st.sampled_from([0, 60, 1000]),
+    )
+    def the_user_changes_the_lifecycle(self, field: str, value: int) -> None:
+        if field == "maxRestarts":
+            self.world.max_restarts = max(self.world.max_restarts, value)
+        self.world.edit(lifecycle={field: value})
+
+    @precondition(lambda self: self.world.server.all("configmaps"))
+    @rule()
+    def somebody_deletes_an_old_configmap(self) -> None:
+        """Of an attempt whose end is in the status: nothing but the number of threads rests on it."""
+        ended = self.world.status.get("attempts", {}).get("ended", 0)
+        for found in self.world.server.all("configmaps"):
+            if found["metadata"].get("ownerReferences") and _attempt(found) <= ended:
+                self.world.server.take("configmaps", found["metadata"]["name"])
+                return
+
+    @precondition(lambda self: self.world.attempts())
+    @rule()
+    def somebody_takes_the_labels_off_a_job(self) -> None:
+        job = self.world.attempts()[-1]
+        job["metadata"]["labels"] = {"spillway.dev/attempt": str(_attempt(job))}
+        self.world.server.put("jobs", job)
 
     @precondition(lambda self: self.world.queue and self.world.attempts())
     @rule(admits=st.booleans())
@@ -228,6 +280,23 @@ class ClusterMachine(RuleBasedStateMachine):
         self.the_status_says_what_was_decided()
         self.the_end_is_for_ever()
         self.restarts_stay_within_their_budget()
+        self.counts_only_grow()
+        self.time_is_counted_once()
+
+    @invariant()
+    def counts_only_grow(self) -> None:
+        counted = self.world.status.get("attempts", {})
+        for name in COUNTS:
+            assert counted.get(name, 0) >= self.counts[name], name
+            self.counts[name] = counted.get(name, 0)
+
+    @invariant()
+    def time_is_counted_once(self) -> None:
+        """No more than what passed; and a job either waits or runs, or does neither."""
+        counted = self.world.status.get("attempts", {})
+        assert counted.get("activeSeconds", 0) <= self.world.server.now
+        assert not (counted.get("activeTime") and counted.get("pendingTime"))
+        assert not counted.get("activeTime") or counted["total"] > counted["ended"]
 
     @invariant()
     def at_most_one_attempt_lives(self) -> None:
@@ -333,6 +402,27 @@ class ClusterMachine(RuleBasedStateMachine):
         world.restart_operator()
         world.settle()
         assert len(world.server.writes) - before <= 1  # a last deletion at most
+        self.a_finished_job_is_deleted_in_its_time_and_never_run_again()
+
+    def a_finished_job_is_deleted_in_its_time_and_never_run_again(self) -> None:
+        world, creations = self.world, self.num_creations()
+        world.edit(lifecycle={"ttlSecondsAfterFinished": 900})
+        left = seconds_of(world.status["completionTime"]) + 900 - world.server.now
+        if left > 1:
+            world.advance(left - 1)
+            world.settle()
+            assert not world.is_gone and not _is_deleting(world.job)
+        world.advance(max(1, left))
+        for _ in range(8):
+            world.operator.deliver_all()
+            world.look()
+            world.restart_operator()
+            world.terminate_pods()
+            world.advance(60)
+            world.control()
+        lost = any(pod.get("lost") for pod in world.pods())  # the garbage collector waits for it
+        assert world.is_gone or (lost and _is_deleting(world.job))
+        assert self.num_creations() == creations
 
 
 def test_one_live_attempt_and_rising_epochs_whatever_happens() -> None:
@@ -361,6 +451,8 @@ def disturb(machine: ClusterMachine, chance: Random) -> None:
         lambda: machine.admission_refuses(chance.choice(["jobs", "configmaps", "services"])),
         machine.the_operator_is_killed,
         lambda: machine.operator_looks(fault(chance)),
+        lambda: machine.the_user_changes_the_lifecycle(chance.choice(["stallSeconds", "maxRestarts"]), 1000),
+        machine.somebody_deletes_an_old_configmap,
     ]
     if machine.world.attempts():
         happens += [lambda: machine.somebody_deletes_the_attempts_job(chance.random() < 0.5)] * 3
@@ -373,6 +465,9 @@ def disturb(machine: ClusterMachine, chance: Random) -> None:
             lambda: machine.a_pod_is_deleted(which),
             lambda: machine.a_pod_is_deleted(which),
             lambda: machine.a_node_is_lost(which),
+            lambda: machine.time_passes(400),
+            lambda: machine.a_trainer_reports(chance.choice([0, 1, 7]), chance.random() < 0.5),
+            lambda: machine.a_trainer_reports(1),
         ]
     chance.choice(happens)()
 
@@ -397,7 +492,8 @@ def fault(chance: Random) -> Fault:
 def test_long_histories_keep_every_promise() -> None:
     for seed in range(2000 if FULL else 40):
         chance, machine = Random(seed), ClusterMachine()
-        machine.begin(chance.randint(1, 2), chance.choice(["", "", "team-a"]), max_restarts=50, rounds=2)
+        lifecycle = {"stallSeconds": chance.choice([0, 60, 1800])}
+        machine.begin(chance.randint(1, 2), chance.choice(["", "", "team-a"]), 50, 2, lifecycle)
         try:
             for _ in range(25):
                 disturb(machine, chance)

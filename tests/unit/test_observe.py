@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,14 +37,14 @@ DECISION = f'{{"configMap": "demo-1", "nodes": ["node-0"], "podMemory": "5Gi", "
 class Bench:
     """An observer on a fake cluster; `seconds` is its clock."""
 
-    def __init__(self, client: ApiClient, node_reader: bool = False) -> None:
+    def __init__(self, client: ApiClient, node_reader: bool = False, ears: Any = None) -> None:
         self.seconds = 1000.0
         self.store = Store()
         self.metrics = MetricsSource()
         self.reservations = Reservations(metrics_interval_seconds=15.0)
         self.cluster = Cluster(client, self.metrics, self.reservations, node_reader, lambda: self.seconds)
         self.observer = Observer(
-            client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds
+            client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds, ears
         )
 
     async def look(self, *needs: str) -> Sight:
@@ -66,6 +67,22 @@ def test_while_an_attempt_lives_nothing_is_read() -> None:
         assert sight.observed.contracts is sight.observed.pods is sight.observed.claims is None
         assert [attempt.name for attempt in sight.observed.attempts] == ["demo-1"]
         assert sight.observed.facts == FACTS
+
+    with_cluster(scenario)
+
+
+def test_what_was_heard_of_others_counts_only_while_others_run() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client, ears=SimpleNamespace(hearing_seconds=lambda: 7.0, others_silent_seconds=lambda key: 5.0))
+        bench.store.put_job(put_job(api))
+        put_attempt(bench, api, active=1, ready=1)
+        other = child("Job", 9, status={"ready": 0})
+        other["metadata"]["ownerReferences"] = owned("another")
+        bench.store.put_attempt(project_attempt(api.put("jobs", other)))
+        seen = (await bench.look()).observed
+        assert (seen.hearing_seconds, seen.others_silent_seconds) == (7.0, None), "the other one waits"
+        bench.store.put_attempt(project_attempt(api.put("jobs", other | {"status": {"ready": 1}})))
+        assert (await bench.look()).observed.others_silent_seconds == 5.0
 
     with_cluster(scenario)
 

@@ -300,6 +300,43 @@ def test_without_the_api_server_a_post_is_told_to_come_again(certificates: Path)
     at_the_endpoint(certificates / "one", scenario)
 
 
+def test_a_post_that_could_not_be_believed_for_a_reason_of_ours_begins_the_time_of_hearing_anew(
+    certificates: Path,
+) -> None:
+    """Silence within that time says something about a trainer; before it, nothing does."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.seconds += 500.0
+        assert bench.endpoint.hearing_seconds() == 500.0
+        await bench.post(token=None)
+        assert bench.endpoint.hearing_seconds() == 500.0, "a stranger's post is no reason"
+        bench.api.fail("POST", "tokenreviews", 500, times=9)
+        assert (await bench.post())[0] == 503
+        assert bench.endpoint.hearing_seconds() == 0.0
+        bench.seconds += 7.0
+        assert bench.endpoint.hearing_seconds() == 7.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_who_else_was_heard_is_known(certificates: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        other = ("team", "another")
+        assert bench.endpoint.others_silent_seconds(KEY) == float("inf")
+        await bench.post()
+        bench.seconds += 9.0
+        assert bench.endpoint.others_silent_seconds(KEY) == float("inf"), "its own post is no other's"
+        assert bench.endpoint.others_silent_seconds(other) == 9.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_an_endpoint_that_serves_nothing_hears_nothing() -> None:
+    unused: Any = None
+    endpoint = ProgressEndpoint(unused, ProgressOutbox(), unused, unused, unused)
+    assert endpoint.hearing_seconds() is None
+
+
 def test_other_paths_and_methods_answer_in_json(certificates: Path) -> None:
     async def scenario(bench: Bench) -> None:
         async with aiohttp.ClientSession(connector=bench.trusting()) as session:

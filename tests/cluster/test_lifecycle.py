@@ -1,0 +1,111 @@
+"""spec.lifecycle on the real cluster: what ends by itself, and what is left of it."""
+
+from __future__ import annotations
+
+import time
+
+from installed import Document, Installed, changed, example, named
+
+from spillway.errors import ExitCode
+from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
+
+LONG = 100_000
+"""steps: it runs until it is made to end"""
+SECONDS = 40.0
+"""for each test"""
+TRAINERS = (
+    "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
+    "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
+)
+"""sends a signal to the ranks of a pod, not to the launcher"""
+
+
+def training(spillway: Installed, namespace: str, job: Document) -> Document:
+    """Create it; the job once a step of it is in the status."""
+    spillway.create(job)
+    name = job["metadata"]["name"]
+    return spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, name)
+
+
+def signalled(spillway: Installed, namespace: str, name: str, signal: str) -> None:
+    pod = spillway.children("pod", namespace, name)[0]["metadata"]["name"]
+    spillway.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
+
+
+def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, namespace: str) -> None:
+    spillway.bed.claim("one-pod", namespace)
+    kept = {"checkpoint__claim": "one-pod", "checkpoint__everySteps": LONG}
+    job = example("one-pod", namespace, training__steps=LONG, **kept)
+    training(spillway, namespace, named(changed(job, namespace, lifecycle={"activeDeadlineSeconds": 8}), "too-long"))
+    ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
+    failed = spillway.condition(namespace, "too-long", "Failed")
+    assert failed["reason"] == DEADLINE_EXCEEDED, failed
+    assert "lifecycle.activeDeadlineSeconds = 8 is over" in failed["message"]
+    attempts, checkpoint = ended["status"]["attempts"], ended["status"]["checkpoint"]
+    assert attempts["total"] == 1 and attempts["restarts"] == 0 and attempts["activeSeconds"] >= 8
+    # The next one by everySteps is far away: this one was written because the attempt was asked to end.
+    assert checkpoint["step"] >= ended["status"]["progress"]["step"] - 1 > 0
+    assert spillway.children("job", namespace, "too-long") == []
+
+
+def test_a_pending_deadline_names_what_was_in_the_way(spillway: Installed, namespace: str) -> None:
+    deadline = {"pendingDeadlineSeconds": 12}
+    nowhere = example("one-pod", namespace, checkpoint__claim="nowhere", lifecycle=deadline)
+    unknown = example("one-pod", namespace, checkpoint__claim=None, image="registry.invalid/none:1", lifecycle=deadline)
+    spillway.create(named(nowhere, "no-claim"))
+    spillway.create(named(unknown, "no-image"))
+    for name, said in (("no-claim", "PersistentVolumeClaim nowhere"), ("no-image", "registry.invalid/none:1")):
+        spillway.wait(namespace, name, "Failed", SECONDS)
+        failed = spillway.condition(namespace, name, "Failed")
+        assert failed["reason"] == PENDING_DEADLINE_EXCEEDED, failed
+        assert said in failed["message"]
+        assert spillway.children("job", namespace, name) == []
+
+
+def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installed, namespace: str) -> None:
+    job = example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG)
+    job = named(changed(job, namespace, lifecycle={"stallSeconds": 15, "maxRestarts": 1}), "stopped")
+    training(spillway, namespace, job)
+    signalled(spillway, namespace, "stopped", "SIGSTOP")
+    began = time.monotonic()
+    spillway.until(
+        lambda found: any(c["type"] == "Running" and c["reason"] == STALLED for c in found["status"]["conditions"]),
+        namespace, "stopped", SECONDS,
+    )  # fmt: skip
+    assert time.monotonic() - began > 10
+    said = spillway.condition(namespace, "stopped", "Running")["message"]
+    assert "no step after step" in said and "lifecycle.stallSeconds = 15" in said
+    signalled(spillway, namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: the grace period is idle time
+    found = spillway.until(lambda job: job["status"]["attempts"]["total"] == 2, namespace, "stopped", SECONDS)
+    attempts = found["status"]["attempts"]
+    assert (attempts["lastReason"], attempts["restarts"], attempts["disruptions"]) == (STALLED, 1, 0)
+
+
+def test_a_finished_job_is_deleted_with_its_children_in_its_time(spillway: Installed, namespace: str) -> None:
+    job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"ttlSecondsAfterFinished": 5})
+    spillway.create(named(changed(job, namespace, data={"text": {"path": "/nowhere"}}), "brief"))
+    ended = spillway.wait(namespace, "brief", "Failed", SECONDS)
+    assert spillway.condition(namespace, "brief", "Failed")["reason"] == ExitCode.USER_ERROR.reason
+    assert ended["status"]["completionTime"]
+    spillway.bed.kubectl(
+        "wait", "--for=delete", "trainingjobs.spillway.dev/brief", "-n", namespace, f"--timeout={int(SECONDS)}s"
+    )
+    for kind in ("job", "configmap", "pod"):
+        deadline = time.monotonic() + 10
+        while spillway.children(kind, namespace, "brief"):
+            assert time.monotonic() < deadline, f"a {kind} is left"
+            time.sleep(0.3)
+
+
+def test_a_deadline_takes_effect_on_an_attempt_that_runs(spillway: Installed, namespace: str) -> None:
+    job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "cut")
+    training(spillway, namespace, job)
+    pods = {pod["metadata"]["uid"] for pod in spillway.children("pod", namespace, "cut")}
+    patch = ("patch", "trainingjobs.spillway.dev/cut", "-n", namespace, "--type=merge", "-p")
+    spillway.bed.kubectl(*patch, '{"spec": {"lifecycle": {"activeDeadlineSeconds": 100000, "maxRestarts": 9}}}')
+    generation = spillway.job(namespace, "cut")["metadata"]["generation"]
+    spillway.until(lambda found: found["status"]["observedGeneration"] == generation, namespace, "cut", SECONDS)
+    assert {pod["metadata"]["uid"] for pod in spillway.children("pod", namespace, "cut")} == pods, "no restart"
+    spillway.bed.kubectl(*patch, '{"spec": {"lifecycle": {"activeDeadlineSeconds": 1}}}')
+    spillway.wait(namespace, "cut", "Failed", SECONDS)
+    assert spillway.condition(namespace, "cut", "Failed")["reason"] == DEADLINE_EXCEEDED
