@@ -6,6 +6,7 @@ command needs it.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -213,6 +214,16 @@ def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
         return cluster.get(jobs_path(namespace, name))
     except Refused as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
-            wanted = "see `spillway status -A`, or give its --namespace"
+            wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
             raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
         raise
+
+
+def nearest(cluster: Cluster, namespace: str, name: str) -> str:
+    """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
+    try:
+        jobs = cluster.get(jobs_path(namespace)).get("items", [])
+    except (Refused, Unreachable):
+        return ""
+    near = difflib.get_close_matches(name, [job["metadata"]["name"] for job in jobs], n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? Else " if near else ""
