@@ -208,6 +208,20 @@ def top(
     raise typer.Exit(top_command.top(options))
 
 
+@app.command(help="What is wrong with machine and cluster, and its fix.")
+def doctor(
+    directory: Annotated[Path, typer.Option(metavar="DIR", help="Where runs will spill.")] = Path(),
+    job: Annotated[Path | None, typer.Option(metavar="JOB", help="Look at the claims that it names, too.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import doctor_command  # noqa: PLC0415
+
+    options = doctor_command.DoctorOptions(directory, job, context, namespace, output)
+    raise typer.Exit(doctor_command.doctor(options))
+
+
 @checkpoints.command(help="Every committed checkpoint, newest first.")
 def ls(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415

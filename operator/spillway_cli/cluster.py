@@ -186,14 +186,22 @@ def kubeconfig_files() -> str:
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
+def is_configured() -> bool:
+    """Whether there is a kubeconfig, or a pod around this process."""
+    return any(Path(file).exists() for file in kubeconfig_files().split(os.pathsep)) or runs_in_pod()
+
+
+def runs_in_pod() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def load(configuration: Any, context: str | None) -> str:
     """Fill `configuration`; returns the context's namespace."""
     from kubernetes import config  # noqa: PLC0415
 
     library: Any = config  # its functions carry no types
     files = kubeconfig_files()
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    if context is None and in_pod and not any(Path(file).exists() for file in files.split(os.pathsep)):
+    if context is None and runs_in_pod() and not any(Path(file).exists() for file in files.split(os.pathsep)):
         library.load_incluster_config(configuration)
         return NAMESPACE_FILE.read_text(encoding="utf-8").strip() if NAMESPACE_FILE.exists() else "default"
     library.load_kube_config(files, context, configuration, persist_config=False)

@@ -1,4 +1,4 @@
-"""`spillway top` beside a real `spillway run`, with and without a terminal."""
+"""`spillway top` beside a real `spillway run`, with and without a terminal; `spillway doctor` with real torch."""
 
 from __future__ import annotations
 
@@ -139,3 +139,19 @@ def test_on_a_terminal_a_signal_ends_the_view_and_leaves_the_terminal_clean(
     os.close(main)
     os.close(side)
     assert running.process.poll() is None, "looking stops nobody"
+
+
+def test_doctor_asks_the_trainer_and_ends_in_time(tmp_path: Path) -> None:
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "none"), "XDG_STATE_HOME": str(tmp_path)}
+    environment.pop("KUBERNETES_SERVICE_HOST", None)
+    before = time.monotonic()
+    command = spillway("doctor", "--directory", str(tmp_path), "-o", "json")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    seconds = time.monotonic() - before
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0, done.stdout
+    assert seconds < 10, f"{seconds:.1f} s"
+    assert findings["native"]["severity"] in ("ok", "warning") and "io_uring" in done.stdout
+    assert findings["kubeconfig"]["severity"] == "note"
+    assert list(tmp_path.iterdir()) == []
+    print(f"\ndoctor: {seconds:.1f} s")

@@ -591,7 +591,7 @@ def test_every_exit_code_is_documented(code: ExitCode) -> None:
 
 
 COMMANDS = (
-    ["plan"], ["run"], ["demo"], ["report"], ["submit"], ["status"], ["logs"], ["top"],
+    ["plan"], ["run"], ["demo"], ["report"], ["submit"], ["status"], ["logs"], ["top"], ["doctor"],
     ["calibrate"],
     ["ckpt", "ls"], ["ckpt", "verify"], ["ckpt", "export"],
 )  # fmt: skip
