@@ -210,7 +210,7 @@ def top(
 
 @app.command(help="What is wrong with machine and cluster, and its fix.")
 def doctor(
-    directory: Annotated[Path, typer.Option(metavar="DIR", help="Where runs will spill.")] = Path(),
+    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
     job: Annotated[Path | None, typer.Option(metavar="JOB", help="Look at the claims that it names, too.")] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from spillway.api import TrainingJob, load_job
 from spillway.errors import SpillwayError
@@ -39,8 +38,8 @@ COLOURS = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yello
 class DoctorOptions:
     """The command line of `spillway doctor`."""
 
-    directory: Path
-    """where runs would spill"""
+    directory: Path | None
+    """where runs would spill; none = here"""
     job: Path | None
     """whose claims are looked at"""
     context: str | None
@@ -129,18 +128,16 @@ class Gathering:
 
 
 def say(console: Console, findings: Sequence[Finding], seconds: float) -> None:
-    """By area; the fix below each finding that has one."""
+    """By area; the fix below each finding that has one. The words say what the colour says."""
+    check_width = max(len(finding.check) for finding in findings)
     for area in dict.fromkeys(finding.area for finding in findings):
         console.print(area)
-        grid = Table.grid(padding=(0, 2))
         for finding in findings:
             if finding.area == area:
-                severity = finding.severity
-                # The words say it; colour is for those who see it.
-                grid.add_row(f"  {severity.value}", finding.check, finding.message, style=COLOURS[severity])
+                begin = f"  {finding.severity.value:<7}  {finding.check:<{check_width}}  "
+                console.print(f"{begin}{finding.message}", style=COLOURS[finding.severity])
                 if finding.fix:
-                    grid.add_row("", "", f"fix: {finding.fix}")
-        console.print(grid)
+                    console.print(f"{'':<{len(begin)}}fix: {finding.fix}")
     counted = [
         plural(sum(finding.severity is severity for finding in findings), severity.value)
         for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)

@@ -52,12 +52,12 @@ def fact(found: Mapping[str, object], name: str, kind: type[Fact]) -> Fact | Mis
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def machine_tasks(directory: Path) -> dict[str, Task]:
+def machine_tasks(directory: Path | None) -> dict[str, Task]:
     return {
         "versions": versions,
         "native": native,
         "kernel": kernel,
-        "disk": partial(disk, directory),
+        "disk": partial(disk, directory or Path(), directory is not None),
         "memory": memory,
         "cores": cores,
         "memlock": locked_memory,
@@ -125,7 +125,7 @@ def kernel(root: Path = ROOT) -> Kernel:
     )
 
 
-def disk(directory: Path) -> Disk:
+def disk(directory: Path, is_named: bool = True) -> Disk:
     """Writes one block, which nobody finds afterwards."""
     try:
         status = os.statvfs(directory)
@@ -133,9 +133,9 @@ def disk(directory: Path) -> Disk:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(BLOCK_BYTES))
             file.flush()
-        return Disk(str(directory), free, writes_directly(directory))
+        return Disk(str(directory), free, writes_directly(directory), is_named)
     except OSError as error:
-        return Disk(str(directory), 0, False, error.strerror or str(error))
+        return Disk(str(directory), 0, False, is_named, error.strerror or str(error))
 
 
 def writes_directly(directory: Path) -> bool:
@@ -175,7 +175,11 @@ def profile() -> Profile:
         return Profile("" if path is None else str(path), exists=False)
     own = own_profile(usable_cores(ROOT))
     if own.spec is None:
-        return Profile(str(path), exists=True, problem=own.sentence.removeprefix("left aside: ").partition(";")[0])
+        return Profile(
+            str(path),
+            exists=True,
+            problem=own.sentence.removeprefix("left aside: ").partition("; `spillway calibrate`")[0],
+        )
     return Profile(str(path), exists=True, measured_time=read_profile(path).spec.measured_time or "")
 
 
@@ -228,8 +232,7 @@ def of_prefix(found: Mapping[str, object], prefix: str) -> Iterable[tuple[str, O
 
 
 def items(cluster: Cluster, path: str, **query: object) -> list[Object]:
-    found: list[Object] = cluster.get(path, **query).get("items", [])
-    return found
+    return cluster.get(path, **query).get("items") or []
 
 
 def schemas(openapi: Object) -> dict[str, Object]:

@@ -57,6 +57,8 @@ class Disk:
     free_bytes: int
     direct: bool
     """O_DIRECT works there"""
+    is_named: bool = True
+    """with --directory; else it is the current one, where nobody may want to spill"""
     problem: str = ""
     """why nothing can be written there"""
 
@@ -199,7 +201,8 @@ def spill_directory(disk: Disk | Missing) -> Iterator[Finding]:
         yield unknown(check, disk)
         return
     if disk.problem:
-        yield finding(check, ERROR, f"{disk.directory}: nothing can be written there: {disk.problem}", elsewhere)
+        severity = ERROR if disk.is_named else WARNING
+        yield finding(check, severity, f"{disk.directory}: nothing can be written there: {disk.problem}", elsewhere)
         return
     free = f"{format_bytes(disk.free_bytes)} free"
     if disk.free_bytes < LEAST_DISK_BYTES:

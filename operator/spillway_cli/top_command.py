@@ -7,6 +7,7 @@ look is printed in plain lines.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -23,9 +24,9 @@ from rich.live import Live
 
 from spillway.errors import UserError
 
-from .cluster import Unreachable, connect
+from .cluster import Gone, Unreachable, connect
 from .console import Format, print_json, result_console
-from .run_directory import existing_run
+from .run_directory import RunDirectory, existing_run
 from .top_cluster import FleetSource, JobSource
 from .top_run import RunSource
 from .top_view import RunView, as_json, fleet, picture
@@ -59,9 +60,13 @@ class Look:
 
 def top(options: TopOptions) -> int:
     """Show until Ctrl-C, or until what is shown has ended; returns 0. Raises UserError when nothing can be shown."""
-    look = source(options)
+    if options.all_namespaces and (options.name or options.namespace):
+        raise UserError("command line: -A is for the jobs of all namespaces; leave out the name and --namespace")
+    if math.isnan(options.interval_seconds):
+        raise UserError("command line: --interval nan is no number of seconds; leave it out for 2")
     with ended_by_signals():
         try:
+            look = source(options)
             if options.format is Format.JSON:
                 print_documents(look, options)
             else:
@@ -76,11 +81,9 @@ def top(options: TopOptions) -> int:
 def source(options: TopOptions) -> Callable[[], Look]:
     """What to look at. Raises UserError for a directory that is no run, and where there is no cluster."""
     name = options.name
-    if options.all_namespaces and (name or options.namespace):
-        raise UserError("command line: -A is for the jobs of all namespaces; leave out the name and --namespace")
     of_a_cluster = options.namespace is not None or options.context is not None
     if name is not None and not of_a_cluster and names_a_directory(name):
-        run = RunSource(existing_run(Path(name)))
+        run = RunSource(run_at(name))
         return lambda: look_at_one(run.look())
     cluster = connect(options.context)
     namespace = options.namespace or cluster.namespace
@@ -95,6 +98,15 @@ def source(options: TopOptions) -> Callable[[], Look]:
 def names_a_directory(name: str) -> bool:
     """A path is a run directory's, and so is a word that names a directory here: a job of that name takes -n."""
     return os.sep in name or name in (".", "..") or Path(name).is_dir()
+
+
+def run_at(name: str) -> RunDirectory:
+    """Raises UserError when there is no run."""
+    try:
+        return existing_run(Path(name))
+    except UserError as error:
+        job = "" if os.sep in name else f"; for the TrainingJob {name} give its --namespace"
+        raise UserError(f"{error}{job}") from error
 
 
 def look_at_one(view: RunView) -> Look:
@@ -121,6 +133,10 @@ def looks(look: Callable[[], Look], options: TopOptions) -> Iterator[tuple[Look,
         problem = ""
         try:
             seen = look()
+        except Gone as error:
+            if seen is None:
+                raise
+            raise UserError(f"TrainingJob {options.name} was deleted") from error
         except Unreachable as error:
             if seen is None:
                 raise
@@ -144,10 +160,11 @@ def print_documents(look: Callable[[], Look], options: TopOptions) -> None:
 def show(look: Callable[[], Look], options: TopOptions, console: Console) -> None:
     """On a screen of its own where there is a terminal; what has ended, or was asked for once, stays on it."""
     live: Live | None = None
+    redraws = console.is_terminal and not console.is_dumb_terminal
     with ExitStack() as screen:
         for seen, problem in looks(look, options):
             drawn = Group(seen.draw(console), *([problem] if problem else []))
-            if options.once or seen.is_over or not console.is_terminal:
+            if options.once or seen.is_over or not redraws:
                 screen.close()
                 console.print(drawn)
                 if not (options.once or seen.is_over):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from spillway.errors import ExitCode
+from spillway.job import JobFile
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Tier
 
@@ -19,6 +22,7 @@ from .run_log import Follower, RunLog, Start, Step
 from .top_view import Rates, RunView, TierView
 
 WINDOW_STEPS = 20
+Content = TypeVar("Content")
 LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 
 
@@ -108,6 +112,27 @@ def tiers_of(plan: MemoryPlan | None, last: StepMetrics | None, peaks: Mapping[s
     )
 
 
+class Unchanged(Generic[Content]):
+    """A small file that is written as a whole: read and checked once, and again when it is another one."""
+
+    def __init__(self, reader: Callable[[Path], Content]) -> None:
+        self._reader = reader
+        self._known: tuple[int, int] | None = None
+        self._content: Content | None = None
+
+    def read(self, path: Path) -> Content | None:
+        """None when there is no such file."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            self._known, self._content = None, None
+            return None
+        if (status.st_ino, status.st_mtime_ns) != self._known:
+            self._content = self._reader(path)
+            self._known = status.st_ino, status.st_mtime_ns
+        return self._content
+
+
 @dataclass(slots=True)
 class RunSource:
     """Looks again and again at one run directory; each look reads what was appended since the last."""
@@ -121,6 +146,8 @@ class RunSource:
     _last: StepMetrics | None = field(init=False)
     _peaks: dict[str, int] = field(init=False)
     _steps: int = 0
+    _job: Unchanged[JobFile | None] = field(default_factory=lambda: Unchanged(read_job_file))
+    _plan: Unchanged[MemoryPlan] = field(default_factory=lambda: Unchanged(read_plan))
 
     def __post_init__(self) -> None:
         self._begin()
@@ -131,8 +158,7 @@ class RunSource:
 
     def look(self) -> RunView:
         """The run now. Raises UserError when job.json or plan.json are of another version."""
-        job = read_job_file(self.run.job_file)
-        plan = read_plan(self.run.plan_file) if self.run.plan_file.exists() else None
+        job, plan = self._job.read(self.run.job_file), self._plan.read(self.run.plan_file)
         steps = self._steps if job is None else job.spec.training.steps
         if self._follower.was_replaced() or steps != self._steps:
             self._steps = steps

@@ -136,17 +136,17 @@ def as_json(view: RunView) -> dict[str, object]:
 
 
 def picture(view: RunView, console: Console) -> RenderableType:
-    """How far it is, where its memory is, how fast bytes move, where a step's time goes, what is wrong."""
+    """How far it is, what is wrong, where its memory is, where a step's time goes, how fast bytes move."""
     bars = console.is_terminal
     parts: list[RenderableType] = [headline(view)]
     parts += [progress(view, bars)] if view.steps or view.step else []
+    parts += ["", *view.sentences] if view.sentences else []  # above what a small screen cuts off
     if any(one.is_used for one in view.tiers):
         parts += ["", tiers_table(view.tiers, bars)]
     if view.rates is not None:
         parts += ["", phases_table(view.rates, bars)]
         parts += ["", links_table(view.rates)] if view.rates.link_bytes_per_second else []
-    if view.sentences or view.unknown:
-        parts += ["", *view.sentences, *(f"not known: {one}" for one in view.unknown)]
+    parts += ["", *(f"not known: {one}" for one in view.unknown)] if view.unknown else []
     return Group(*(printable(part) if isinstance(part, str) else part for part in parts))
 
 

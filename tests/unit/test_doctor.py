@@ -88,7 +88,8 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         ({"native": THREADS_ONLY, "kernel": Kernel("5.4.1", None, 0, "madvise")}, "note", "too old", "5.6"),
         ({"disk": Disk("/spill", GIB // 2, True)}, "warning", "only 512 MiB free", "make room"),
         ({"disk": Disk("/spill", 9 * GIB, False)}, "warning", "no O_DIRECT", "ext4 or xfs"),
-        ({"disk": Disk("/spill", 0, False, "Permission denied")}, "error", "Permission denied", "--directory"),
+        ({"disk": Disk("/spill", 0, False, True, "Permission denied")}, "error", "Permission denied", "--directory"),
+        ({"disk": Disk(".", 0, False, False, "Permission denied")}, "warning", "Permission denied", "--directory"),
         ({"disk": Missing("no answer in time")}, "warning", "no answer in time", "again"),
         ({"memory": Memory(64 * GIB, GIB // 4, True)}, "warning", "a cgroup limit binds", "container's memory limit"),
         ({"memory": Memory(64 * GIB, GIB // 4, False)}, "warning", "256 MiB available", "end what holds it"),
@@ -443,7 +444,7 @@ def test_a_kubeconfig_that_cannot_be_used_is_an_error(
     if not arguments:
         (tmp_path / "none").write_text("[1, 2]")
     assert run_app(["doctor", *arguments]) == 1
-    assert "error  kubeconfig" in capsys.readouterr().out
+    assert "error    kubeconfig" in capsys.readouterr().out
 
 
 def test_a_sound_cluster_is_looked_at_with_requests_that_change_nothing(

@@ -231,9 +231,20 @@ def test_a_reader_that_goes_away_ends_the_view(run: RunDirectory) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_directory_that_is_no_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_run_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_app(["top", str(tmp_path)]) == 64
     assert "no run here" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    assert run_app(["top", "corpus"]) == 64
+    assert "for the TrainingJob corpus give its --namespace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--interval", "nan"], ["--interval", "0"], ["-A", "-n", "x"], ["-A", "tiny"]])
+def test_what_makes_no_sense_is_refused(words: list[str], run: RunDirectory) -> None:
+    assert run_app(["top", *words]) == 64
 
 
 def test_looking_turns_no_run_away(run: RunDirectory) -> None:
@@ -371,7 +382,21 @@ def test_the_view_of_a_job_ends_with_it_and_outlives_the_api_server(
     assert run_app(["top", "tiny", "--interval", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "shutting down; try again later; this is what was seen last" in text
-    assert text.rstrip().endswith("Complete=True (Completed)")
+    last = text[text.rindex("tiny in team-a") :]
+    assert "Complete=True (Completed)" in last and "seen last" not in last
+
+
+def test_a_job_that_is_deleted_ends_the_view(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.jobs["team-a", "tiny"] = job(**STATUS)
+    looks = itertools.count()
+
+    def delete(path: str) -> None:
+        if path.endswith("/tiny") and next(looks) == 1:
+            server.jobs.clear()
+
+    server.before = delete
+    assert run_app(["top", "tiny", "--interval", "0.1"]) == 64
+    assert capsys.readouterr().err == "spillway: TrainingJob tiny was deleted\n"
 
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
