@@ -11,6 +11,7 @@ from typing import Any
 from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS, Kind, definition
 
+from .cluster import NO_CLUSTER
 from .doctor_findings import STALE_DAYS, Finding, Missing, Severity, days_since, plural
 from .job_status import conditions, has_ended, printable, that_matter, value_at
 
@@ -117,7 +118,7 @@ def unseen(check: str, what: str, missing: Missing) -> Finding:
 def server(facts: ClusterFacts) -> Iterator[Finding]:
     if isinstance(facts.version, Missing):
         fix = "mend the connection, or name another kubeconfig (KUBECONFIG) or --context"
-        yield finding("api server", ERROR, facts.version.why, fix)
+        yield finding("api server", ERROR, facts.version.why.removesuffix(f"; {NO_CLUSTER}"), fix)
         return
     version = str(facts.version.get("gitVersion", "?"))
     minor = re.match(r"v?1\.(\d+)", version)

@@ -29,7 +29,10 @@ PAGE_SECONDS = 4.0
 LONGEST_PAGE_LINES = 20_000
 WINDOW_PAGES = 15
 """rates are those between the newest page of metrics and the oldest of so many"""
-NOT_CREATED = "not looked at"
+NOT_LOOKED_AT = "not looked at"
+"""the state of a job before the operator's first look"""
+JobKey = tuple[str, str]
+"""namespace and name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,15 @@ def whole(value: object) -> int:
 def job_view(
     job: Object, pods: Sequence[Object] | None, now: datetime, pages: Sequence[Page] = (), unknown: Iterable[str] = ()
 ) -> RunView:
-    """A job by its status; `pods`: of all jobs, None = they could not be listed; `pages`: oldest first."""
+    """A job by its status; `pods`: of its newest attempt, None = they could not be listed; `pages`: oldest first."""
     status = job.get("status") or {}
-    own = newest_pods(job, pods or ())
-    placed = tuple(sorted({str(node) for pod in own if (node := value_at(pod, "spec.nodeName"))}))
+    placed = tuple(sorted({str(node) for pod in pods or () if (node := value_at(pod, "spec.nodeName"))}))
     planned = tuple(str(node) for node in value_at(job, "status.plan.nodes") or ())[:1]
     ended = has_ended(job)
     return RunView(
         name=str(job["metadata"]["name"]),
         namespace=str(job["metadata"].get("namespace", "")),
-        state=str(status.get("state") or NOT_CREATED),
+        state=str(status.get("state") or NOT_LOOKED_AT),
         attempt=whole(value_at(job, "status.attempts.total")),
         step=whole(value_at(job, "status.progress.step")),
         steps=whole(value_at(job, "status.progress.steps")) or whole(value_at(job, "spec.training.steps")),
@@ -114,17 +116,23 @@ def tier_view(tier: Tier, job: Object, page: Page | None) -> TierView:
     )
 
 
-def newest_pods(job: Object, pods: Iterable[Object]) -> list[Object]:
-    """Of the job's newest attempt that has pods, by node."""
-    name, namespace = job["metadata"]["name"], job["metadata"].get("namespace", "")
-    own = [
-        pod
-        for pod in pods
-        if (value_at(pod, "metadata.labels") or {}).get(JOB_LABEL) == name
-        and value_at(pod, "metadata.namespace") == namespace
-    ]
-    newest = max(map(attempt_of, own), default=0)
-    return sorted((pod for pod in own if attempt_of(pod) == newest), key=node_of)
+def newest_pods(pods: Iterable[Object]) -> dict[JobKey, list[Object]]:
+    """By job: those of its newest attempt that has pods, by node."""
+    of_jobs: dict[JobKey, list[Object]] = {}
+    for pod in pods:
+        metadata = pod["metadata"]
+        key = str(metadata.get("namespace", "")), str((metadata.get("labels") or {}).get(JOB_LABEL, ""))
+        of_jobs.setdefault(key, []).append(pod)
+    return {key: newest_attempt(own) for key, own in of_jobs.items()}
+
+
+def newest_attempt(pods: Sequence[Object]) -> list[Object]:
+    newest = max(map(attempt_of, pods))
+    return sorted((pod for pod in pods if attempt_of(pod) == newest), key=node_of)
+
+
+def key_of(job: Object) -> JobKey:
+    return str(job["metadata"].get("namespace", "")), str(job["metadata"]["name"])
 
 
 def metrics_path(pod: Object) -> str | None:
@@ -204,7 +212,10 @@ class FleetSource:
         now = datetime.now(UTC)
         jobs = self.cluster.get(jobs_path(self.namespace)).get("items", [])
         pods, unknown = list_pods(self.cluster, self.namespace, OWN_PODS) if jobs else ([], ())
-        return [job_view(job, pods, now) for job in jobs], unknown
+        if pods is None:
+            return [job_view(job, None, now) for job in jobs], unknown
+        own = newest_pods(pods)
+        return [job_view(job, own.get(key_of(job), []), now) for job in jobs], unknown
 
 
 def list_pods(cluster: Cluster, namespace: str | None, selector: str) -> tuple[list[Object] | None, tuple[str, ...]]:
@@ -231,11 +242,11 @@ class JobSource:
         """Raises Gone when there is no such job."""
         job = get_job(self.cluster, self.namespace, self.name)
         pods, unknown = list_pods(self.cluster, self.namespace, f"{JOB_LABEL}={self.name}")
-        own = newest_pods(job, pods or ())
+        own = newest_pods(pods or ()).get(key_of(job), [])
         missing = "" if has_ended(job) else self._ask_trainer(own)
         if missing:
             unknown = (*unknown, f"rates, phases and the bytes held now: {missing}")
-        return job_view(job, pods, datetime.now(UTC), tuple(self._pages), unknown)
+        return job_view(job, None if pods is None else own, datetime.now(UTC), tuple(self._pages), unknown)
 
     def _ask_trainer(self, pods: Sequence[Object]) -> str:
         """Keep the page of the first node's pod; returns why there is none."""

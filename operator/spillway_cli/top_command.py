@@ -29,7 +29,7 @@ from .console import Format, print_json, result_console
 from .run_directory import RunDirectory, existing_run
 from .top_cluster import FleetSource, JobSource
 from .top_run import RunSource
-from .top_view import RunView, as_json, fleet, picture
+from .top_view import WIDEST, RunView, as_json, fleet, picture
 
 Document = dict[str, object]
 
@@ -160,6 +160,8 @@ def print_documents(look: Callable[[], Look], options: TopOptions) -> None:
 def show(look: Callable[[], Look], options: TopOptions, console: Console) -> None:
     """On a screen of its own where there is a terminal; what has ended, or was asked for once, stays on it."""
     live: Live | None = None
+    if not console.is_terminal:
+        console.width = WIDEST
     redraws = console.is_terminal and not console.is_dumb_terminal
     with ExitStack() as screen:
         for seen, problem in looks(look, options):

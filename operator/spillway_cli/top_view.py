@@ -24,6 +24,8 @@ from .progress import format_loss
 from .run_summary import finite
 
 UNKNOWN = "-"
+WIDEST = 10_000
+"""columns of what is printed where there is no screen: no cell is cut"""
 BAR_WIDTH, SMALL_BAR_WIDTH = 30, 6
 STATES = ("Running", "Restarting", "Starting", "Planning", "Queued", "Refused", "Suspended", "Failed", "Complete")
 """in the order of the fleet: what moves first, what has ended last"""
@@ -259,17 +261,20 @@ def totals(views: Sequence[RunView]) -> str:
 
 
 def fitting(views: Sequence[RunView], columns: Sequence[Column], console: Console) -> Table:
-    """The table of as many columns as the console is wide, the least important left out."""
+    """The table of as many columns as the terminal is wide, the least important left out."""
     kept = [one for one in columns if any(one.cell(view, False) != "" for view in views)]
     while True:
         made = table(*(one.heading for one in kept))
         for view in views:
             made.add_row(*(one.cell(view, console.is_terminal) for one in kept))
-        widest = Measurement.get(console, console.options.update(width=10_000), made).maximum
         removable = max((one.weight for one in kept), default=0)
-        if widest <= console.width or not removable:
+        if not removable or not console.is_terminal or width_of(made, console) <= console.width:
             return made
         kept = [one for one in kept if one.weight != removable]
+
+
+def width_of(made: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(width=WIDEST), made).maximum
 
 
 def tier_cell(tier: Tier) -> Callable[[RunView, bool], RenderableType]:

@@ -420,6 +420,19 @@ def test_the_fleet_has_a_row_per_job_and_where_it_runs(
     assert "team-b" not in capsys.readouterr().out
 
 
+def test_without_a_terminal_no_cell_and_no_column_is_cut(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long, place = "n" * 56, "p" * 63
+    server.jobs[place, long] = job(long, place, **STATUS)
+    server.jobs["team-a", long] = job(long, **STATUS)
+    server.add_pod("tiny-2-0", long, 2, 0, "Running", [])
+    assert run_app(["top", "-A", "--once"]) == 0
+    text = capsys.readouterr().out
+    assert long in text and place in text and "…" not in text
+    assert text.splitlines()[1].split()[-2:] == ["NODE", "AGE"]
+
+
 def test_without_the_right_to_pods_the_planned_node_is_shown_as_such(
     server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
