@@ -131,7 +131,7 @@ def test_after_a_resume_the_newest_step_is_the_resumed_ones(run: RunDirectory) -
     write(run, 2, 25, 26)
     view = RunSource(run).look()
     assert (view.step, view.restarts, view.attempt) == (26, 1, 2)
-    assert view.rates is not None and "last 2" in view.rates.over
+    assert view.rates is not None and view.rates.over == "a step (mean of the last 2)"
 
 
 def test_a_directory_that_was_begun_anew_is_read_anew(run: RunDirectory) -> None:
@@ -259,6 +259,10 @@ def test_looking_turns_no_run_away(run: RunDirectory) -> None:
         with exclusive(run):
             assert is_taken(run)
     assert not is_taken(run)
+    other = os.open(run.path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_SH)
+    assert not is_taken(run), "somebody else who looks is no run"
+    os.close(other)
     assert LOCK_TRIES > 1
 
 
