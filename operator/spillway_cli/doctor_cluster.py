@@ -317,7 +317,7 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Finding]:
     troubled = 0
     for job in facts.jobs:
         name = f"{job['metadata'].get('namespace', '')}/{job['metadata']['name']}"
-        for one in [] if has_ended(job) else that_matter(job):
+        for one in that_matter(job):  # of one that has ended: its outcome only
             reason = str(one.get("reason"))
             if reason in FIXES:
                 troubled += 1

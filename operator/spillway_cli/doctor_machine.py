@@ -149,10 +149,7 @@ def packages(machine: Machine) -> Iterator[Finding]:
 
 def is_older(version: str | None, least: str | None) -> bool:
     """By their leading numbers: 2.11.0+cpu against 2.11."""
-    if version is None or least is None:
-        return False
-    found, wanted = numbers(version), numbers(least)
-    return found[: len(wanted)] < wanted
+    return version is not None and least is not None and numbers(version) < numbers(least)
 
 
 def numbers(version: str) -> tuple[int, ...]:

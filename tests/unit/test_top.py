@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,13 @@ def test_a_directory_that_is_no_run_is_a_sentence(
 
 
 @pytest.mark.parametrize("words", [["--interval", "nan"], ["--interval", "0"], ["-A", "-n", "x"], ["-A", "tiny"]])
-def test_what_makes_no_sense_is_refused(words: list[str], run: RunDirectory) -> None:
-    assert run_app(["top", *words]) == 64
+def test_what_makes_no_sense_is_refused(
+    words: list[str], run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, 1, 1, 5)
+    target = [] if "-n" in words or "tiny" in words else [str(run.path)]
+    assert run_app(["top", *words, *target]) == 64
+    assert "command line: " in capsys.readouterr().err or "--interval" in words
 
 
 def test_looking_turns_no_run_away(run: RunDirectory) -> None:
@@ -320,6 +326,8 @@ def test_rates_are_those_between_two_looks() -> None:
     assert rates.seconds == pytest.approx(2.0)
     assert rates.over == "a step (mean of the last 4)"
     assert top_cluster.rates_between(first, first) is None, "no step between them"
+    evaluated = replace(first, phase_seconds={**first.phase_seconds, "evaluation": 3.0})
+    assert top_cluster.rates_between(first, evaluated) is None, "seconds, and still no step"
     assert top_cluster.rates_between(last, first) is None, "another process"
 
 
@@ -503,6 +511,7 @@ def test_a_narrow_screen_keeps_whole_columns(width: int) -> None:
     assert all(len(line) <= width for line in lines) and "…" not in text
     assert lines[1].split()[:3] == ["NAME", "STATE", "STEP"]
     assert ("AGE" in lines[1]) == (width >= 120)
+    assert ("DEVICE" in lines[1]) == (width >= 60) and ("LOSS" in lines[1]) == (width >= 80)
 
 
 def test_without_a_terminal_nothing_is_cut_and_there_is_no_bar() -> None:
@@ -513,6 +522,6 @@ def test_without_a_terminal_nothing_is_cut_and_there_is_no_bar() -> None:
 
 def test_what_others_wrote_moves_no_cursor() -> None:
     console = screen(200)
-    evil = view("tiny", sentences=("\x1b[2Jgone",), nodes=("\x1b]0;x\x07",))
+    evil = view("\x1b[2Jtiny", sentences=("\x1b[2Jgone",), nodes=("\x1b]0;x\x07",))
     for shown in (top_view.picture(evil, console), top_view.fleet([evil], (), "team-a", console)):
         assert "\x1b[2J" not in text_of(console, shown) and "\x07" not in text_of(console, shown)
