@@ -7,7 +7,6 @@ look is printed in plain lines.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -62,8 +61,6 @@ def top(options: TopOptions) -> int:
     """Show until Ctrl-C, or until what is shown has ended; returns 0. Raises UserError when nothing can be shown."""
     if options.all_namespaces and (options.name or options.namespace):
         raise UserError("command line: -A is for the jobs of all namespaces; leave out the name and --namespace")
-    if math.isnan(options.interval_seconds):
-        raise UserError("command line: --interval nan is no number of seconds; leave it out for 2")
     with ended_by_signals():
         try:
             look = source(options)
