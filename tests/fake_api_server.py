@@ -45,6 +45,12 @@ class FakeApiServer:
     logs: dict[str, list[str]] = field(default_factory=dict)
     """lines without time stamps; line number N has second N"""
     events: list[Object] = field(default_factory=list)
+    objects: dict[str, Object] = field(default_factory=dict)
+    """path -> what a GET of it answers, before everything else"""
+    pages: dict[str, str] = field(default_factory=dict)
+    """path -> text, as a pod behind the proxy answers"""
+    forbidden: set[str] = field(default_factory=set)
+    """"create pods", "get pods/log": what a review of one's own rights denies"""
     requests: list[tuple[str, str, dict[str, str], Object]] = field(default_factory=list)
     refuses: dict[str, Object] = field(default_factory=dict)
     """method -> Status that answers it"""
@@ -80,8 +86,11 @@ class FakeApiServer:
     def add_pod(self, name: str, job: str, attempt: int, node: int, phase: str, lines: list[str]) -> None:
         labels = {"spillway.dev/job": job, "spillway.dev/attempt": str(attempt)}
         labels["batch.kubernetes.io/job-completion-index"] = str(node)
+        labels["app.kubernetes.io/managed-by"] = "spillway"
         metadata = {"name": name, "namespace": "team-a", "labels": labels}
-        self.pods.append({"metadata": metadata, "status": {"phase": phase}})
+        ports = [{"name": "metrics", "containerPort": 9400}]
+        spec = {"nodeName": f"node-{node}", "containers": [{"name": "trainer", "ports": ports}]}
+        self.pods.append({"metadata": metadata, "spec": spec, "status": {"phase": phase}})
         self.logs[name] = lines
 
     # --- answers ------------------------------------------------------------------------------------------------------
@@ -95,6 +104,12 @@ class FakeApiServer:
             self.send(handler, refusal(401, "Unauthorized", "Unauthorized"))
         elif handler.command in self.refuses:
             self.send(handler, self.refuses[handler.command])
+        elif url.path in self.pages:
+            self.send_text(handler, self.pages[url.path])
+        elif url.path.endswith("/selfsubjectaccessreviews"):
+            self.send(handler, {"status": {"allowed": asked_for(content) not in self.forbidden}, "code": 201})
+        elif handler.command == "POST" and url.path.endswith("/pods"):
+            self.send(handler, self.objects.get(f"POST {url.path}", {**content, "code": 201}))
         elif url.path.endswith("/log") and (name := url.path.split("/")[-2]) in self.logs:
             self.send_log(handler, name, query)
         elif handler.command == "POST":
@@ -102,7 +117,9 @@ class FakeApiServer:
         else:
             self.send(handler, self.found(url.path, query))
 
-    def found(self, path: str, query: dict[str, str]) -> Object:
+    def found(self, path: str, query: dict[str, str]) -> Object:  # noqa: PLR0911 - one for each path
+        if path in self.objects:
+            return self.objects[path]
         match path.strip("/").split("/"):
             case ["apis", _, _, "trainingjobs"]:
                 return {"items": list(self.jobs.values())}
@@ -115,7 +132,11 @@ class FakeApiServer:
                 return {"items": self.events}
             case ["api", "v1", "namespaces", _, "pods"]:
                 return {"items": [pod for pod in self.pods if selected(pod, query["labelSelector"])]}
-        return self.found_pod(path)
+            case ["api", "v1", "pods"]:
+                return {"items": [pod for pod in self.pods if selected(pod, query["labelSelector"])]}
+            case ["api", "v1", "namespaces", _, "pods", *_]:
+                return self.found_pod(path)
+        return refusal(404, "NotFound", "the server could not find the requested resource")
 
     def found_pod(self, path: str) -> Object:
         name = path.split("/")[6]
@@ -143,6 +164,12 @@ class FakeApiServer:
         handler.end_headers()
         handler.wfile.write(body)
 
+    def send_text(self, handler: http.server.BaseHTTPRequestHandler, text: str) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(text.encode())))
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
     def send_log(self, handler: http.server.BaseHTTPRequestHandler, name: str, query: dict[str, str]) -> None:
         lines = [f"{stamp(number)} {line}\n".encode() for number, line in enumerate(self.logs[name])]
         wanted = [line for line in lines if line.split(b" ")[0].decode() >= query.get("sinceTime", "")]
@@ -152,6 +179,12 @@ class FakeApiServer:
         if self.breaks_logs_after is not None:
             wanted, self.breaks_logs_after = wanted[: self.breaks_logs_after], None
         handler.wfile.write(b"".join(wanted))
+
+
+def asked_for(review: Object) -> str:
+    """ "get pods/log" """
+    asked = review["spec"]["resourceAttributes"]
+    return f"{asked['verb']} {asked['resource']}" + (f"/{asked['subresource']}" if asked["subresource"] else "")
 
 
 def stamp(number: int) -> str:

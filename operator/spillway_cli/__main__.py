@@ -223,6 +223,38 @@ def logs(
     raise typer.Exit(logs_command.logs(logs_command.LogsOptions(job, context, namespace, follow, rank_node, attempt)))
 
 
+@app.command(help="Live: jobs of a cluster, one of them, or a local run.")
+def top(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[JOB|RUN]", help="A TrainingJob, or the directory of a run; none: all.")
+    ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    all_namespaces: Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of every namespace.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One look.")] = False,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import top_command  # noqa: PLC0415
+
+    options = top_command.TopOptions(name, context, namespace, all_namespaces, interval, once, output)
+    raise typer.Exit(top_command.top(options))
+
+
+@app.command(help="What is wrong with machine and cluster, and its fix.")
+def doctor(
+    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
+    job: Annotated[Path | None, typer.Option(metavar="JOB", help="Look at the claims that it names, too.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import doctor_command  # noqa: PLC0415
+
+    options = doctor_command.DoctorOptions(directory, job, context, namespace, output)
+    raise typer.Exit(doctor_command.doctor(options))
+
+
 @checkpoints.command(help="Every committed checkpoint, newest first.")
 def ls(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415

@@ -6,6 +6,7 @@ command needs it.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -185,14 +186,22 @@ def kubeconfig_files() -> str:
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
+def is_configured() -> bool:
+    """Whether there is a kubeconfig, or a pod around this process."""
+    return any(Path(file).exists() for file in kubeconfig_files().split(os.pathsep)) or runs_in_pod()
+
+
+def runs_in_pod() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def load(configuration: Any, context: str | None) -> str:
     """Fill `configuration`; returns the context's namespace."""
     from kubernetes import config  # noqa: PLC0415
 
     library: Any = config  # its functions carry no types
     files = kubeconfig_files()
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    if context is None and in_pod and not any(Path(file).exists() for file in files.split(os.pathsep)):
+    if context is None and runs_in_pod() and not any(Path(file).exists() for file in files.split(os.pathsep)):
         library.load_incluster_config(configuration)
         return NAMESPACE_FILE.read_text(encoding="utf-8").strip() if NAMESPACE_FILE.exists() else "default"
     library.load_kube_config(files, context, configuration, persist_config=False)
@@ -213,6 +222,16 @@ def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
         return cluster.get(jobs_path(namespace, name))
     except Refused as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
-            wanted = "see `spillway status -A`, or give its --namespace"
+            wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
             raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
         raise
+
+
+def nearest(cluster: Cluster, namespace: str, name: str) -> str:
+    """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
+    try:
+        jobs = cluster.get(jobs_path(namespace)).get("items", [])
+    except (Refused, Unreachable):
+        return ""
+    near = difflib.get_close_matches(name, [job["metadata"]["name"] for job in jobs], n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? Else " if near else ""

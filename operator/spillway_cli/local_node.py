@@ -25,7 +25,7 @@ class LocalResources:
 
 def probe(directory: Path, root: Path = Path("/")) -> LocalResources:
     """What this process can use; `directory` is where it will spill. `root` is / except in tests."""
-    available = meminfo_available_bytes(root)
+    available = meminfo_bytes(root, "MemAvailable")
     headrooms = [available, *cgroup_headroom_bytes(root)]
     status = os.statvfs(directory)
     return LocalResources(usable_cores(root), max(0, min(headrooms)), status.f_bavail * status.f_frsize)
@@ -41,13 +41,14 @@ def usable_cores(root: Path) -> int:
     return max(1, cores)
 
 
-def meminfo_available_bytes(root: Path) -> int:
-    """MemAvailable of /proc/meminfo."""
+def meminfo_bytes(root: Path, name: str) -> int:
+    """MemAvailable or MemTotal of /proc/meminfo."""
     for line in read_text(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
+        found, _, value = line.partition(":")
+        if found == name:
             return int(value.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = "SC_PHYS_PAGES" if name == "MemTotal" else "SC_AVPHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cgroup_headroom_bytes(root: Path) -> list[int]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from spillway.errors import UserError
+
+LOCK_TRIES, LOCK_PAUSE_SECONDS = 3, 0.05
+"""`spillway top` holds the lock for the moment of its look, and must not turn a run away"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def exclusive(run: RunDirectory) -> Iterator[int]:
     """
     descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
         raise UserError(
@@ -113,6 +117,28 @@ def exclusive(run: RunDirectory) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int) -> None:
+    """Raises BlockingIOError when it is taken for longer than a look of `is_taken`."""
+    for _ in range(LOCK_TRIES - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(LOCK_PAUSE_SECONDS)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_taken(run: RunDirectory) -> bool:
+    """Whether a run, or a trainer that outlived it, holds the directory."""
+    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)  # and the shared lock with it
 
 
 _EPOCH_NAME = re.compile(r"(?:epoch-|attempt-|step-[0-9]+\.e)([0-9]+)(?:\.json)?")

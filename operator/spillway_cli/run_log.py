@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,14 +205,25 @@ class Follower:
     """Reads a growing run.jsonl from where the last call ended. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._offset, self._inode = path, 0, 0
         self.log = RunLog()
+
+    def was_replaced(self) -> bool:
+        """Whether what was read so far is gone: the file was removed, cut, or is another one now."""
+        if not self._offset:
+            return False
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return status.st_ino != self._inode or status.st_size < self._offset
 
     def new_events(self) -> Iterator[Event]:
         """Events of the whole lines appended since the last call; a line without its end waits for the next call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):

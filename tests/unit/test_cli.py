@@ -86,7 +86,14 @@ def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", str(ROOT / "examples" / "demo.yaml"), "--node", "h100"], ["ckpt", "ls", "."]]
+    "arguments",
+    [
+        ["--help"],
+        ["plan", str(ROOT / "examples" / "demo.yaml"), "--node", "h100"],
+        ["ckpt", "ls", "."],
+        ["top", "."],
+        ["doctor"],
+    ],
 )
 def test_command_imports_no_torch(arguments: list[str]) -> None:
     code = (
@@ -669,7 +676,8 @@ def test_every_exit_code_is_documented(code: ExitCode) -> None:
 
 
 COMMANDS = (
-    ["plan"], ["run"], ["demo"], ["report"], ["submit"], ["status"], ["logs"],
+    ["plan"], ["run"], ["demo"], ["report"], ["submit"], ["status"], ["logs"], ["top"], ["doctor"],
+    ["calibrate"],
     ["ckpt", "ls"], ["ckpt", "verify"], ["ckpt", "export"],
 )  # fmt: skip
 

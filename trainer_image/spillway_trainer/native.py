@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import json
 import os
 from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
@@ -359,3 +360,17 @@ def _scalars_struct(scalars: AdamWScalars) -> AdamWScalarsStruct:
         eps=float32(scalars.eps),
         step_size=scalars.step_size,
     )
+
+
+def describe() -> dict[str, object]:
+    """What is in use here, and what there is."""
+    return {
+        "isa": isa(),
+        "instructionSets": instruction_sets(),
+        "engine": io_engine(),
+        "engines": io_engines(),
+    }
+
+
+if __name__ == "__main__":  # `spillway doctor` asks a process of its own
+    print(json.dumps(describe()))
