@@ -21,7 +21,7 @@ from spillway.units import MIB
 
 AGREEMENT = 0.05
 NUM_RANKS = 2
-STEPS = 400
+STEPS = 4000
 LEAST_DISK_BYTES = 8 * MIB
 """what the pod's disk holds at least once the corpus and the slabs are there"""
 """long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
