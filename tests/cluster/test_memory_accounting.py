@@ -22,9 +22,9 @@ from spillway.units import MIB
 AGREEMENT = 0.05
 NUM_RANKS = 2
 STEPS = 4000
+"""long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
 LEAST_DISK_BYTES = 8 * MIB
 """what the pod's disk holds at least once the corpus and the slabs are there"""
-"""long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
 
 
 def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespace: str) -> None:
