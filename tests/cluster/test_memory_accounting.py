@@ -90,8 +90,8 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
 
 
 def kubelets_view(spillway: Installed, namespace: str, since: datetime) -> dict[str, int]:
-    """What /stats/summary says of the only pod of the namespace, once it has seen its disk, and its memory after `since`:
-    what it says can be ten seconds old, and be of a trainer that still imports its libraries."""
+    """What /stats/summary says of the only pod of the namespace, once it has seen its disk, and its memory after
+    `since`: what it says can be ten seconds old, and be of a trainer that still imports its libraries."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         summary = json.loads(spillway.bed.kubectl("get", "--raw", "/api/v1/nodes/node-0/proxy/stats/summary"))

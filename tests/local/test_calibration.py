@@ -98,7 +98,7 @@ def test_a_run_is_planned_with_the_profile_and_then_corrects_it(calibrated: Cali
     assert done.returncode == 0, done.stderr
     (told,) = json.loads(done.stdout)["runs"]
     before, after, measured = (told[key] for key in ("predictedBefore", "predictedAfter", "measuredStepSeconds"))
-    # Steps of 30 ms on a busy machine: how near it comes is for benchmarks/step_time.py, that it came nearer is not.
+    # Nearer, or near enough: steps of 30 ms on a busy machine scatter, and how near is for benchmarks/step_time.py.
     assert abs(after - measured) <= max(abs(before - measured), 0.25 * measured)
     assert read_profile(corrected).spec.source == "Training"
 
