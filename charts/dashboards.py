@@ -24,8 +24,8 @@ SOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 VARIABLES = (NAMESPACE_LABEL, JOB_LABEL)
 RATE_WINDOW = "$__rate_interval"
 RANGE = "$__range"
-RESOLUTION = "15s"
-"""of subqueries: as often as metrics are read; the server's own default may be longer than a job"""
+RESOLUTION = "5s"
+"""of subqueries: shorter than any job that is worth looking at; the server's own default may be longer than one"""
 
 
 @dataclass(frozen=True, slots=True)

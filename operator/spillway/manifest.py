@@ -118,7 +118,7 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
     except yaml.MarkedYAMLError as error:
         _refuse(source, _place(error.problem_mark), "", f"this is no YAML: {error.problem or error.context}")
     except RecursionError:
-        _refuse(source, "the file", "", "nested too deeply; a manifest has a dozen levels")
+        _refuse(source, "the file", "", "nested too deeply, or an alias in itself; a manifest has a dozen levels")
     except (yaml.YAMLError, ValueError) as error:
         _refuse(source, "the file", "", f"this is no YAML: {str(error).splitlines()[0]}")
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from spillway.units import MIB
 
 AGREEMENT = 0.05
 NUM_RANKS = 2
-STEPS = 400
+STEPS = 4000
+"""long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
 LEAST_DISK_BYTES = 8 * MIB
 """what the pod's disk holds at least once the corpus and the slabs are there"""
-"""long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
 
 
 def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespace: str) -> None:
@@ -43,7 +44,7 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
     plan = MemoryPlan.model_validate_json(contract["plan.json"])
     resources = pod_resources(JobFile.model_validate_json(contract["job.json"]).spec, plan, NUM_RANKS)
 
-    kubelet = kubelets_view(spillway, namespace)
+    kubelet = kubelets_view(spillway, namespace, datetime.now(UTC))
     group = memory_group(pod["metadata"]["uid"])
     used, peak = (int((group / f"memory.{name}_in_bytes").read_text("ascii")) for name in ("usage", "max_usage"))
     statistics = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
@@ -88,8 +89,9 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
         assert measured >= (planned - in_flight[Tier(tier)]) * (1 - AGREEMENT), (rank, tier, measured, planned)
 
 
-def kubelets_view(spillway: Installed, namespace: str) -> dict[str, int]:
-    """What /stats/summary says of the only pod of the namespace, once it has seen its disk."""
+def kubelets_view(spillway: Installed, namespace: str, since: datetime) -> dict[str, int]:
+    """What /stats/summary says of the only pod of the namespace, once it has seen its disk, and its memory after
+    `since`: what it says can be ten seconds old, and be of a trainer that still imports its libraries."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         summary = json.loads(spillway.bed.kubectl("get", "--raw", "/api/v1/nodes/node-0/proxy/stats/summary"))
@@ -97,6 +99,8 @@ def kubelets_view(spillway: Installed, namespace: str) -> dict[str, int]:
             disk = int(found.get("ephemeral-storage", {}).get("usedBytes", 0))
             if found["podRef"]["namespace"] == namespace and disk > 2 * LEAST_DISK_BYTES:
                 memory: dict[str, Any] = found["memory"]
+                if datetime.fromisoformat(memory["time"]) < since:
+                    break
                 return {
                     "working_set": int(memory["workingSetBytes"]), "rss": int(memory["rssBytes"]),
                     "disk": disk,

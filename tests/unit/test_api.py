@@ -372,9 +372,9 @@ def test_a_leading_zero_does_not_make_a_number_octal() -> None:
         ("a: b: c", "this is no YAML"),
         ("a: 1\n---\nb: 2\n", "one TrainingJob a file"),
         ("a: !!python/object/apply:os.system [ls]", "this is no YAML"),
-        ("a: &x {b: *x}", "this is no YAML"),
+        ("a: &x {b: *x}", "an alias in itself"),
         ("a: &a [1, 2]\n" + "".join(f"{k}: &{k} [{('*' + j + ', ') * 9}]\n" for j, k in pairwise("abcdefgh")), "20000"),
-        ("[" * 4000, "this is no YAML"),
+        ("[" * 4000, "nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_manifest_is_explained(manifest: str, words: str) -> None:
