@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from allocator_peak import allocated_peak
 
 from spillway.job import JobFile
 from spillway.metrics import StepMetrics
@@ -121,20 +122,6 @@ def spill_file_bytes(directory: Path) -> int:
     return held
 
 
-def allocator_peak(job: JobFile, plan: MemoryPlan, directory: Path) -> int:
-    """Highest bytes of torch's CPU allocator above the start, from its own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(job, plan, Listener()).tiers.close()
-    trace = directory / "trace.json"
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
-
-
 def read(directory: Path, name: str) -> tuple[JobFile, MemoryPlan]:
     job, plan = (directory / f"{name}-{what}.json" for what in ("job", "plan"))
     return JobFile.model_validate_json(job.read_text()), MemoryPlan.model_validate_json(plan.read_text())
@@ -164,7 +151,11 @@ def main(here: str, *yardsticks: str) -> None:
     del assembly, slab
     gc.collect()
     if "torch" in yardsticks:
-        figures["torch"] = allocator_peak(job, plan, directory)
+
+        def again() -> None:
+            run(job, plan, Listener()).tiers.close()
+
+        figures["torch"] = allocated_peak(again, directory)
     print(json.dumps(figures))
 
 

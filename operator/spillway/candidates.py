@@ -43,13 +43,12 @@ from spillway.footprint import (
     home_staging_bytes,
     host_bytes,
     host_home_bytes,
+    kept_boundary_bytes,
     nvme_bytes,
     nvme_home_bytes,
     nvme_staging_bytes,
     padded,
-    spilled_boundary_bytes,
     states_bytes_per_parameter,
-    waiting_frontier_bytes,
 )
 from spillway.hardware import NodeSpec
 from spillway.model_shape import DTYPE_BYTES, FLOAT32_BYTES, ModelShape
@@ -408,7 +407,7 @@ def _orders(work: Workload) -> Iterator[tuple[Order, Answer]]:
     yield "InOrder", Answer.KEEP
     if work.num_micro_batches > 1:
         yield "WeightStationary", Answer.KEEP
-        if work.handed_on_bytes:
+        if any(work.handed_on_bytes):
             yield "WeightStationary", Answer.HOST
 
 
@@ -590,7 +589,7 @@ class Search:
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer)
         if group.streaming.boundaries is Answer.HOST:
-            room -= spilled_boundary_bytes(work, blocks, group.streaming) - waiting_frontier_bytes(work)
+            room -= kept_boundary_bytes(work, blocks, Answer.HOST)
         streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME])
         room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
         nvme_room = budget[Tier.NVME] - nvme_home_bytes(work, streaming)

@@ -193,15 +193,11 @@ class Workload:
     def _sizes(self, per_token: Sizes) -> list[int]:
         return [self.tokens * size for size in per_token]
 
-    def waiting_output_bytes(self, segment: Segment) -> int:
-        """What `segment` hands on and is worth moving."""
-        sizes = self._sizes((*segment.made_bytes, *segment.passed_bytes))
-        return sum(size for size in sizes if size >= self.minimum_bytes)
-
     @cached_property
-    def handed_on_bytes(self) -> int:
-        """Of one micro-batch, all that segments hand on and is worth moving."""
-        return sum(self.waiting_output_bytes(segment) for segment in self.shape.segments)
+    def handed_on_bytes(self) -> tuple[int, ...]:
+        """Of one micro-batch, what each segment hands on and is worth moving."""
+        found = (self._sizes((*one.made_bytes, *one.passed_bytes)) for one in self.shape.segments)
+        return tuple(sum(size for size in sizes if size >= self.minimum_bytes) for sizes in found)
 
     @cached_property
     def forward_flops(self) -> float:
@@ -625,21 +621,23 @@ def frontier_bytes(work: Workload) -> int:
 
 
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
-    """Weight-stationary, with boundaries that wait beside the device: the frontier, and the inputs of every recomputed
-    block, which are boundaries that backward needs. What segments hand on unchanged is copied once for each of them,
-    also for moved blocks. Tensors that are not worth moving stay on the device."""
+    """Weight-stationary, with boundaries that wait beside the device: the frontier, and what stays of it for backward.
+    Tensors that are not worth moving stay on the device."""
     if streaming.boundaries is Answer.KEEP:
         return 0
-    batches = work.num_micro_batches
-    copies = padded(work.sum_of("passed_large", 0, blocks.moved))
-    inputs = recomputed_input_bytes(work, blocks, streaming.boundaries)
-    return waiting_frontier_bytes(work) + batches * (inputs + copies)
+    return waiting_frontier_bytes(work) + kept_boundary_bytes(work, blocks, streaming.boundaries)
 
 
 def waiting_frontier_bytes(work: Workload) -> int:
     """The part of the frontier that is worth moving."""
-    widest = max(work.waiting_output_bytes(segment) for segment in work.shape.segments)
-    return (work.num_micro_batches + 1) * padded(widest)
+    return (work.num_micro_batches + 1) * padded(max(work.handed_on_bytes))
+
+
+def kept_boundary_bytes(work: Workload, blocks: Blocks, tier: Answer) -> int:
+    """The inputs of every recomputed block, which wait on `tier` until backward needs them. What segments hand on
+    unchanged is copied once for each of them, also for moved blocks."""
+    copies = padded(work.sum_of("passed_large", 0, blocks.moved))
+    return work.num_micro_batches * (recomputed_input_bytes(work, blocks, tier) + copies)
 
 
 def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Answer) -> int:

@@ -95,17 +95,18 @@ def has_rates(profile: NodeProfileSpec) -> bool:
     )
 
 
-def rates_sentence(profile: NodeProfileSpec) -> str:
-    """measured rates; or 3 of 9 measured, and whose the others are."""
+def rates_sentence(profile: NodeProfileSpec, where: str = "") -> str:
+    """measured rates; or 3 of 9 measured, and whose the others are. `where`: on which day, in which file."""
     given = {name: getattr(profile, name) for name in CATALOG_RATES}
     given |= {name: getattr(profile.link, name) for name in LINK_RATES}
     missing = [_camel(name) for name, rate in given.items() if rate is None]
     if not has_rates(profile):
-        return "rates of the catalog"
+        return "catalog rates"
     if not missing:
-        return "measured rates"
+        return f"rates measured {where}" if where else "measured rates"
     shown = ", ".join(missing[:MOST_NAMED]) + (f" and {len(missing) - MOST_NAMED} more" * (len(missing) > MOST_NAMED))
-    return f"{len(given) - len(missing)} of {len(given)} rates measured; of the catalog: {shown}"
+    measured_there = f"rates measured {where}".rstrip()
+    return f"{len(given) - len(missing)} of {len(given)} {measured_there}; of the catalog: {shown}"
 
 
 def _camel(name: str) -> str:

@@ -193,7 +193,7 @@ def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
     micro-batch."""
     if streaming.boundaries is Answer.KEEP:
         return 0
-    return work.num_micro_batches * work.handed_on_bytes
+    return work.num_micro_batches * sum(work.handed_on_bytes)
 
 
 @dataclass(frozen=True, slots=True)

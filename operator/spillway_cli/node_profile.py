@@ -99,9 +99,8 @@ def own_profile(cores: int, given: Path | None = None) -> OwnProfile:
             raise
         reason = "; ".join(line.strip() for line in str(error).splitlines())
         return OwnProfile(None, f"left aside: {reason}; `spillway calibrate` makes it anew. Rates of the catalog")
-    when = f" on {profile.spec.measured_time[:10]}" if profile.spec.measured_time else ""
-    sentence = rates_sentence(profile.spec).replace("measured rates", "rates measured")
-    return OwnProfile(profile.spec, sentence.replace("rates measured", f"rates measured{when} ({path})"))
+    when = f"on {profile.spec.measured_time[:10]} " if profile.spec.measured_time else ""
+    return OwnProfile(profile.spec, rates_sentence(profile.spec, f"{when}({path})"))
 
 
 def default_path_or_none() -> Path | None:
@@ -137,7 +136,7 @@ def named_node(name: str) -> NamedNode:
     if os.sep not in name and path.suffix not in {".yaml", ".yml", ".json"}:
         return NamedNode(resolve_node(name), "catalog rates")
     spec = read_profile(path).spec
-    rates = rates_sentence(spec).replace("rates of the catalog", "catalog rates")
+    rates = rates_sentence(spec)
     if spec.device_kind == "Cpu":
         return NamedNode(measured(spec, resolve_node("cpu")), rates)
     if spec.device_memory is None:

@@ -16,21 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillway_trainer import native
 from spillway_trainer.spill_file import SpillFile
 
 MIB = 1 << 20
 NUM_KILLS, SEED = (100 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 15), 1
-
-
-@pytest.fixture(params=["io_uring", "threads", "python"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif request.param not in native.io_engines():
-        pytest.skip(f"the engine {request.param} does not work here (no native library, or the system refuses it)")
-    monkeypatch.setenv(native.IO_ENGINE, request.param)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -64,6 +53,19 @@ def write_and_read_for_ever(directory: Path, progress: int) -> None:
         file.read_batch([(0, memory[8 * MIB :], checksum, "x")])
 
 
+def started(directory: Path) -> tuple[int, int]:
+    """A child process that does so: its id, and the pipe that its progress comes from."""
+    progress, child_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            write_and_read_for_ever(directory, child_end)
+        finally:
+            os._exit(1)
+    os.close(child_end)
+    return child, progress
+
+
 def used_bytes(directory: Path) -> int:
     volume = os.statvfs(directory)
     return (volume.f_blocks - volume.f_bfree) * volume.f_frsize
@@ -73,14 +75,7 @@ def test_a_killed_process_leaves_no_byte_in_the_spill_directory(volume: Path, en
     choose = random.Random(SEED)
     before = used_bytes(volume)
     for _ in range(NUM_KILLS):
-        progress, child_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                write_and_read_for_ever(volume, child_end)
-            finally:
-                os._exit(1)
-        os.close(child_end)
+        child, progress = started(volume)
         for _ in range(choose.randrange(12)):  # none: while the file is being opened
             assert os.read(progress, 1) == b".", "the child ended by itself"
         os.kill(child, signal.SIGKILL)
@@ -95,14 +90,7 @@ def test_a_killed_process_leaves_no_byte_in_the_spill_directory(volume: Path, en
 
 def test_a_killed_process_leaves_no_name_and_no_open_file(tmp_path: Path, engine: str) -> None:
     """What can be seen without a file system of one's own."""
-    progress, child_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            write_and_read_for_ever(tmp_path, child_end)
-        finally:
-            os._exit(1)
-    os.close(child_end)
+    child, progress = started(tmp_path)
     assert os.read(progress, 3)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

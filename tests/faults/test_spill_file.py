@@ -27,14 +27,7 @@ MIB = 1 << 20
 NUM_OPERATIONS, SEED = (1_000_000 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 10_000), 1
 
 
-@pytest.fixture(params=["io_uring", "threads", "python"], autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif request.param not in native.io_engines():
-        pytest.skip(f"the engine {request.param} does not work here (no native library, or the system refuses it)")
-    monkeypatch.setenv(native.IO_ENGINE, request.param)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def memory(nbytes: int, seed: int | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from allocator_peak import allocated_peak
 from huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of
 from torch import Tensor, nn
 
@@ -85,20 +85,6 @@ def test_each_segment_saves_what_inspection_found(model: str, compute: str) -> N
         assert measured[segment.name] <= TOKENS * segment.saved_bytes_per_token <= measured[segment.name] + rounding, (
             segment.name
         )
-
-
-def allocated_peak(run: Callable[[], None], tmp_path: Path) -> int:
-    """Highest bytes of torch's CPU allocator above the start, from its own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    trace = tmp_path / "trace.json"
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
 
 
 def block_of(shape: ModelShape) -> Segment:

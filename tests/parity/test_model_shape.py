@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allocator_peak import allocated_peak
 from job_documents import job
 from torch import Tensor
 
@@ -119,20 +119,6 @@ def test_the_first_block_also_saves_the_rotary_tables(compute: str) -> None:
     sizes, shape = config("plain"), model_shape(config("plain"), compute)
     measured = saved_bytes(build(sizes, compute), sizes)
     assert measured["block0"] - measured["block1"] == shape.table_bytes(LENGTH)
-
-
-def allocated_peak(run: Callable[[], None], tmp_path: Path) -> int:
-    """Highest bytes of torch's CPU allocator above the start, from its own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    trace = tmp_path / "trace.json"
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
 
 
 def predicted_peak(shape: ModelShape) -> int:
