@@ -67,6 +67,16 @@ def wait_for_address(spillway: Installed, pod: str) -> None:
         time.sleep(0.1)
 
 
+def wait_for_restart(spillway: Installed, pod: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not any(
+        one["metadata"]["name"] == pod and one["status"]["containerStatuses"][0]["lastState"].get("terminated")
+        for one in spillway.operator_pods()
+    ):
+        assert time.monotonic() < deadline, "it lives on without its lease"
+        time.sleep(0.2)
+
+
 def test_a_leader_that_is_deleted_hands_over_and_progress_follows(spillway: Installed, namespace: str) -> None:
     first, since, began = spillway.leader(), spillway.bed.audit_position(), time.monotonic()
     wait_for_address(spillway, first)
@@ -98,10 +108,7 @@ def test_a_leader_that_stands_still_longer_than_its_lease_writes_nothing_when_it
         resumed = spillway.bed.audit_position()
         os.kill(process, signal.SIGCONT)
     served_by_the_new_leader(spillway, namespace, "after", began)
-    deadline = time.monotonic() + SECONDS
-    while os.path.exists(f"/proc/{process}"):
-        assert time.monotonic() < deadline, "it lives on without its lease"
-        time.sleep(0.1)
+    wait_for_restart(spillway, first)
     print(f"\nleader stopped: another one leads after {without:.1f} s, serves a new job after {seconds:.1f} s")
     late = [request for request in spillway.bed.requests(resumed, OPERATOR_USER) if request.pod == first]
     assert [request for request in late if request.mutating and request.resource != "leases"] == []
