@@ -236,7 +236,7 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
-    ("events.k8s.io", "events"): "create",
+    ("events.k8s.io", "events"): "list create",
 }
 IN_THE_CLUSTER = {
     "node-reader": {("", "nodes"): "list", ("spillway.dev", "nodeprofiles"): "list"},
