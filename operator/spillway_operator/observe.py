@@ -308,7 +308,9 @@ def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from status.get("containerStatuses") or ()
 
 
-_NEW_POD = re.compile(r'^(Error creating: )?(pods? "[^"]*" is (forbidden|invalid): )?', re.IGNORECASE)
+_NEW_POD = re.compile(
+    r'^(\(combined from similar events\): )?(Error creating: )?(pods? "[^"]*" is (forbidden|invalid): )?', re.IGNORECASE
+)
 """before the sentence that matters. The name is another one at every try, and the status would change as often."""
 
 

@@ -199,6 +199,9 @@ def test_why_pods_are_missing_is_the_newest_event_of_their_job_without_the_name_
         assert (await bench.look()).observed.pods_refusal == "", "not asked for"
         api.put("events", refused_pod(uid, 'Error creating: admission webhook "w" denied the request: no', 57))
         assert (await bench.look("pods")).observed.pods_refusal == 'admission webhook "w" denied the request: no'
+        combined = "(combined from similar events): " + forbidden.format("ccccc", "exceeded quota: again")
+        api.put("events", refused_pod(uid, combined, 58))
+        assert (await bench.look("pods")).observed.pods_refusal == "exceeded quota: again"
         api.fail("GET", "/events", 403)
         assert (await bench.look("pods")).observed.pods_refusal == "", "not ours to see"
         api.put("pods", pod(1, 0))
