@@ -1,7 +1,4 @@
-"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses.
-
-Helm comes from PATH or from the test bed's cache (`make cluster-up` puts one there).
-"""
+"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses."""
 
 from __future__ import annotations
 
@@ -9,106 +6,40 @@ import base64
 import json
 import os
 import re
-import shutil
 import ssl
-import subprocess
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from rendered_chart import (
+    CHART,
+    HELMS,
+    MATRIX,
+    NAMESPACE,
+    NO_HELM,
+    RELEASE,
+    ROOT,
+    Object,
+    helm,
+    of_kind,
+    only,
+    rendered,
+    settings_of,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "spillway"
 VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-RELEASE, NAMESPACE = "demo", "training-system"
 FULL_NAME = "demo-spillway"
 MAX_CONFIG_MAP_BYTES = 2**20
 
-Object = dict[str, Any]
-
-MATRIX: dict[str, tuple[str, ...]] = {
-    "defaults": (),
-    "two namespaces": ("watchNamespaces={team-a,team-b}",),
-    "least": (
-        "crds.enabled=false",
-        "nodeReader.enabled=false",
-        "progress.enabled=false",
-        "userRoles.enabled=false",
-        "dashboards.enabled=false",
-        "watchNamespaces={team-a}",
-    ),
-    "most": (
-        "monitoring.enabled=true",
-        "monitoring.labels.release=prometheus",
-        "prometheus.url=http://prometheus.monitoring.svc:9090",
-        "progress.tls.secretName=own-certificate",
-        "imagePullSecrets[0].name=registry",
-        "serviceAccount.name=runner",
-        "serviceAccount.annotations.role=trainer",
-        "priorityClassName=high",
-        "podLabels.team=ml",
-        "podAnnotations.note=x",
-        "nodeSelector.pool=system",
-        "tolerations[0].operator=Exists",
-        "dashboards.annotations.grafana_folder=Training",
-        "fullnameOverride=own-name",
-        "crds.keep=false",
-    ),
-    "digest": (f"image.digest=sha256:{'a' * 64}", f"trainer.image.digest=sha256:{'b' * 64}"),
-}
-
-
-def _helms() -> dict[str, str]:
-    """Helm by major version, as far as this machine has it."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    built = sorted((cache_home / "spillway" / "testbed").glob("*/bin/helm*"), key=lambda path: path.stat().st_mtime)
-    candidates = [shutil.which("helm"), *(str(path) for path in built if os.access(path, os.X_OK) and path.is_file())]
-    found = {}
-    for path in filter(None, candidates):
-        said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout
-        if match := re.match(r"v(\d+)\.", said):
-            found[match[1]] = path
-    return found
-
-
-HELMS = _helms()
-pytestmark = pytest.mark.skipif(
-    not HELMS, reason="no helm in PATH and none in the test bed's cache: `make cluster-up` puts one there"
-)
+pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
 def major(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def helm(major: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HELMS[major], *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
-def _settings(values: tuple[str, ...]) -> list[str]:
-    return [word for value in values for word in ("--set", value)]
-
-
-@cache
-def rendered(major: str, values: tuple[str, ...] = ()) -> tuple[Object, ...]:
-    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *_settings(values))
-    assert done.returncode == 0, done.stderr
-    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
-
-
-def of_kind(objects: tuple[Object, ...], kind: str) -> list[Object]:
-    return [found for found in objects if found["kind"] == kind]
-
-
-def only(objects: tuple[Object, ...], kind: str) -> Object:
-    (found,) = of_kind(objects, kind)
-    return found
 
 
 def operator_pod(objects: tuple[Object, ...]) -> Object:
@@ -163,7 +94,7 @@ def test_the_notes_name_the_next_command(major: str) -> None:
     if major == "3":
         pytest.skip("Helm 3 renders notes only with a cluster")
     arguments = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client"]
-    done = helm(major, *arguments, *_settings(("watchNamespaces={team-a}",)))
+    done = helm(major, *arguments, *settings_of(("watchNamespaces={team-a}",)))
     notes = done.stdout.partition("NOTES:")[2]
     assert f"kubectl --namespace {NAMESPACE} rollout status deployment/{FULL_NAME}" in notes, done.stderr
     (example,) = re.findall(r"kubectl --namespace team-a apply -f (\S+)", notes)
@@ -339,7 +270,7 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
-    ("events.k8s.io", "events"): "create",
+    ("events.k8s.io", "events"): "list create",
 }
 OF_THE_LEADER = {
     ("coordination.k8s.io", "leases", FULL_NAME): "get update",
