@@ -177,7 +177,9 @@ class FakeApi:
         body["metadata"]["namespace"] = namespace
         return web.json_response(self.put(plural, body), status=201)
 
-    def _one(self, method: str, plural: str, namespace: str, rest: list[str], body: Object) -> web.Response:
+    def _one(  # noqa: PLR0911 - one line per kind of answer
+        self, method: str, plural: str, namespace: str, rest: list[str], body: Object
+    ) -> web.Response:
         found = self.objects.get((plural, namespace, rest[0]))
         if found is None and method == "PATCH" and len(rest) == 1:  # server-side apply creates
             return self._create(plural, namespace, body)
