@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from crash_proxy import Crash, CrashProxy
-from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, on_fake_nodes
+from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, running_for_an_hour
 from operator_process import OperatorProcess, write_kubeconfig
 
 from spillway_trainer.launch import free_ports
@@ -75,13 +75,6 @@ def two_pods(namespace: str, name: str) -> Document:
 
 def one_pod(namespace: str, name: str) -> Document:
     return running_for_an_hour(named(example("one-pod", namespace), name))
-
-
-def running_for_an_hour(job: Document) -> Document:
-    """Its fake pods outlast the test: an end would be a reason to write."""
-    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
-    job["spec"]["podOverrides"] = {"annotations": delays}
-    return on_fake_nodes(job)
 
 
 def counts(alone: Installed, namespace: str, kind: str) -> Counter[str]:
