@@ -68,8 +68,8 @@ class FakeApi:
     """watches stay open and report nothing"""
     status_defaults: Object = field(default_factory=dict)
     """what the server adds to every status that is written, as defaults of a schema would"""
-    pruned: list[str] = field(default_factory=list)
-    """fields of a status that the schema does not know: "attempts.ended" """
+    undeclared: list[str] = field(default_factory=list)
+    """fields of a status that the schema does not know: "attempts.ended"; an apply is refused because of them"""
     url: str = ""
     bodies: list[Any] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
@@ -180,7 +180,9 @@ class FakeApi:
         body["metadata"]["namespace"] = namespace
         return web.json_response(self.put(plural, body), status=201)
 
-    def _one(self, method: str, plural: str, namespace: str, rest: list[str], body: Object) -> web.Response:
+    def _one(  # noqa: PLR0911 - one line per kind of answer
+        self, method: str, plural: str, namespace: str, rest: list[str], body: Object
+    ) -> web.Response:
         found = self.objects.get((plural, namespace, rest[0]))
         if found is None and method == "PATCH" and len(rest) == 1:  # server-side apply creates
             return self._create(plural, namespace, body)
@@ -201,13 +203,11 @@ class FakeApi:
         part = "status" if rest[1:] == ["status"] else "spec"
         changed[part] = body.get(part)
         if part == "status":
+            unknown = next((field for field in self.undeclared if _has(changed[part], field)), None)
+            if unknown is not None:  # the API server's own words; it names one field at a time
+                about = f"failed to create typed patch object ({namespace}/{rest[0]}; spillway.dev/v1alpha1)"
+                return _status(500, f"{about}: .status.{unknown}: field not declared in schema")
             changed[part] = self.status_defaults | changed[part]
-            for path in self.pruned:
-                *above, last = path.split(".")
-                inner = changed[part]
-                for name in above:
-                    inner = inner.get(name, {})
-                inner.pop(last, None)
         return web.json_response(self.put(plural, changed))
 
     def _selected(self, plural: str, namespace: str, query: dict[str, str]) -> list[Object]:
@@ -247,6 +247,11 @@ class FakeApi:
         for kind, namespace, query, news in self._watchers:
             if kind == plural and namespace in ("", found["metadata"].get("namespace")) and _matches(found, query):
                 news.put_nowait({"type": event, "object": found})
+
+
+def _has(found: object, path: str) -> bool:
+    name, _, below = path.partition(".")
+    return isinstance(found, dict) and name in found and (not below or _has(found[name], below))
 
 
 def _matches(found: Object, query: dict[str, str]) -> bool:

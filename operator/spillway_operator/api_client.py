@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -27,6 +29,12 @@ LONGEST_WAIT_SECONDS = 10.0
 PAGE_SIZE = 200
 MOST_LISTINGS = 3
 """of one list, when its pages expire meanwhile"""
+UNDECLARED = re.compile(r"(\.[\w.\[\]=\"-]+): field not declared in schema")
+"""what server-side apply says to a field that an older CRD does not have; it names one or some of them"""
+MOST_UNDECLARED = 32
+"""tries to apply one object without the fields that were named"""
+UNDECLARED_SECONDS = 300.0
+"""for which they are left out from the start; then newer CRDs may be there"""
 FIELD_MANAGER = "spillway-operator"
 JSON_TYPE = "application/json"
 APPLY_TYPE = "application/apply-patch+yaml"
@@ -146,6 +154,8 @@ class ApiClient:
         self._count = count
         self._seconds_left = seconds_left
         self._session: aiohttp.ClientSession | None = None
+        self._undeclared: dict[str, tuple[float, frozenset[str]]] = {}
+        """plural -> until when these fields are left out of what is applied"""
 
     async def __aenter__(self) -> ApiClient:
         secure = self._credentials.server.startswith("https:")
@@ -200,14 +210,29 @@ class ApiClient:
 
     async def apply(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of an object that is the operator's own."""
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._request("patch", resource, "PATCH", resource.path(namespace, name), body, query, APPLY_TYPE)
+        return await self._apply(resource, resource.path(namespace, name), body)
 
     async def apply_status(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of the whole status; `metadata.uid` in `body` is a precondition."""
-        path = resource.path(namespace, name, "status")
+        return await self._apply(resource, resource.path(namespace, name, "status"), body)
+
+    async def _apply(self, resource: Resource, path: str, body: Mapping[str, Any]) -> Answer:
+        """Without the fields that the installed CRD does not declare: other writes lose those, an apply is refused."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._request("patch", resource, "PATCH", path, body, query, APPLY_TYPE)
+        until, left_out = self._undeclared.get(resource.plural, (0.0, frozenset[str]()))
+        if monotonic() > until:
+            left_out = frozenset()
+        for left in reversed(range(MOST_UNDECLARED)):
+            try:
+                sent = without_fields(body, left_out)
+                return await self._request("patch", resource, "PATCH", path, sent, query, APPLY_TYPE)
+            except Unavailable as error:
+                named = {re.sub(r"\[[^\]]*\]", "", found) for found in UNDECLARED.findall(error.message)}
+                if not left or not named - left_out:
+                    raise
+                left_out |= named
+                self._undeclared[resource.plural] = (monotonic() + UNDECLARED_SECONDS, left_out)
+        raise AssertionError
 
     async def delete(
         self, resource: Resource, namespace: str, name: str, uid: str, resource_version: int = 0
@@ -272,6 +297,17 @@ class ApiClient:
                 continue
             return _checked(where, response.status, found)
         raise AssertionError
+
+
+def without_fields(body: Mapping[str, Any], fields: frozenset[str], at: str = "") -> dict[str, Any]:
+    """A copy without the fields of these paths (".status.attempts.ended"); items of a list have the list's own path."""
+
+    def inner(value: object, path: str) -> object:
+        if isinstance(value, Mapping):
+            return without_fields(value, fields, path)
+        return [inner(item, path) for item in value] if isinstance(value, list) else value
+
+    return {name: inner(value, f"{at}.{name}") for name, value in body.items() if f"{at}.{name}" not in fields}
 
 
 def _checked(where: str, code: int, found: bytes) -> Answer:

@@ -120,12 +120,12 @@ class Applier:
             self._store.remove_attempt(known)
 
     def _warn_of_lost(self, key: Key, sent: Mapping[str, Any], kept: object) -> None:
-        """A CRD of an older version drops the fields that it does not know: decisions that rest on them fail."""
+        """Fields that a CRD of an older version does not know are not kept: decisions that rest on them fail."""
         lost = list(_lost(sent, kept, "status"))
         if lost and key not in self._warned:
             self._warned.add(key)
             logger.error(
-                "the API server dropped %s: install the CRDs of this version", ", ".join(lost), extra=about(key)
+                "the CRD of TrainingJob has no %s: install the CRDs of this version", ", ".join(lost), extra=about(key)
             )
 
     async def _create(self, job: JobObject, manifest: Manifest) -> Applied:

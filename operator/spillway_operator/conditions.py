@@ -158,7 +158,8 @@ REASONS: dict[str, dict[str, str]] = {
     },
     FAILED: {"NotFailed": "False: nothing final happened", **CAUSES},
     READY: {
-        "Running": "every pod runs, or the job is complete or suspended: nothing is waited for",
+        "Running": "every pod runs and is not about to be ended, or the job is complete or suspended: nothing is "
+        "waited for",
         "NotReady": "False: something is waited for, or the job failed",
     },
     RECONCILING: {
@@ -260,7 +261,10 @@ def _summary(held: dict[str, Finding]) -> tuple[Finding, ...]:
     if is_(ACCEPTED, "False") and held[ACCEPTED].reason in (INVALID_SPEC, UNSUPPORTED):
         message = held[ACCEPTED].message
         return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Refused", message)
-    if is_(COMPLETE) or is_(SUSPENDED) or is_(RUNNING):
+    ending = (SUSPENDED in held and held[SUSPENDED].reason == STOPPING) or (
+        RUNNING in held and held[RUNNING].reason in ENDINGS
+    )
+    if is_(COMPLETE) or is_(SUSPENDED) or (is_(RUNNING) and not ending):
         return true(READY, "Running"), false(RECONCILING, "Settled"), false(STALLED, "NotStalled")
     return false(READY, "NotReady"), true(RECONCILING, "InProgress"), false(STALLED, "NotStalled")
 

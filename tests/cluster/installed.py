@@ -27,6 +27,11 @@ HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
 KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
 REPLICAS = 2
 """of the operator, as the chart has them"""
+TRAINERS = (
+    "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
+    "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
+)
+"""sends a signal to the ranks of a pod, not to the launcher"""
 PAIR_SECONDS = 90.0
 """two ranks of a tiny model on two shared cores, from creation to Complete"""
 
@@ -78,6 +83,11 @@ class Installed:
     def children(self, kind: str, namespace: str, name: str) -> list[Document]:
         found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
         return found
+
+    def signal(self, namespace: str, name: str, signal: str) -> None:
+        """To the ranks in a job's pod."""
+        pod = self.children("pod", namespace, name)[0]["metadata"]["name"]
+        self.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
 
     def writes(self, since: int, namespace: str) -> list[Request]:
         """What the operator wrote in a namespace, events and memory profiles apart."""
@@ -151,6 +161,15 @@ class OperatorImage:
 
 
 def install(bed: Bed, image: OperatorImage) -> Installed:
+    bed.helm(
+        "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
+        "--values", write_values(bed, image), "--wait", "--timeout", "90s",
+    )  # fmt: skip
+    return Installed(bed)
+
+
+def write_values(bed: Bed, image: OperatorImage) -> Path:
+    """A values file for this bed."""
     repository, tag = image.name.rsplit(":", 1)
     values = {
         "image": {"repository": repository, "tag": tag},
@@ -159,11 +178,7 @@ def install(bed: Bed, image: OperatorImage) -> Installed:
     }
     file = bed.state.data / "values.json"
     file.write_text(json.dumps(values), encoding="utf-8")
-    bed.helm(
-        "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
-        "--values", file, "--wait", "--timeout", "90s",
-    )  # fmt: skip
-    return Installed(bed)
+    return file
 
 
 def example(name: str, namespace: str, **changes: object) -> Document:
@@ -190,6 +205,14 @@ def changed(job: Document, namespace: str, **changes: object) -> Document:
 
 def named(job: Document, name: str) -> Document:
     return {**job, "metadata": {**job["metadata"], "name": name}}
+
+
+def running_for_an_hour(job: Document) -> Document:
+    """On fake nodes, and its pods outlast the test: an end would be a reason to write."""
+    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
+    job = copy.deepcopy(job)
+    job["spec"]["podOverrides"] = {"annotations": delays}
+    return on_fake_nodes(job)
 
 
 def on_fake_nodes(job: Document) -> Document:

@@ -15,11 +15,6 @@ SECONDS = 60.0
 """for each test"""
 ACTIVE_SECONDS = 25
 """enough for a trainer to import torch on a busy machine and to report a step"""
-TRAINERS = (
-    "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
-    "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
-)
-"""sends a signal to the ranks of a pod, not to the launcher"""
 
 
 def training(spillway: Installed, namespace: str, job: Document) -> Document:
@@ -29,16 +24,12 @@ def training(spillway: Installed, namespace: str, job: Document) -> Document:
     return spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, name)
 
 
-def signalled(spillway: Installed, namespace: str, name: str, signal: str) -> None:
-    pod = spillway.children("pod", namespace, name)[0]["metadata"]["name"]
-    spillway.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
-
-
 def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, namespace: str) -> None:
     spillway.bed.claim("one-pod", namespace)
     kept = {"checkpoint__claim": "one-pod", "checkpoint__everySteps": LONG}
     job = example("one-pod", namespace, training__steps=LONG, **kept)
-    training(spillway, namespace, named(changed(job, namespace, lifecycle={"activeDeadlineSeconds": ACTIVE_SECONDS}), "too-long"))
+    limited = changed(job, namespace, lifecycle={"activeDeadlineSeconds": ACTIVE_SECONDS})
+    training(spillway, namespace, named(limited, "too-long"))
     ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
     failed = spillway.condition(namespace, "too-long", "Failed")
     assert failed["reason"] == DEADLINE_EXCEEDED, failed
@@ -68,7 +59,7 @@ def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installe
     job = example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG)
     job = named(changed(job, namespace, lifecycle={"stallSeconds": 15, "maxRestarts": 1}), "stopped")
     training(spillway, namespace, job)
-    signalled(spillway, namespace, "stopped", "SIGSTOP")
+    spillway.signal(namespace, "stopped", "SIGSTOP")
     began = time.monotonic()
     spillway.until(
         lambda found: any(c["type"] == "Running" and c["reason"] == STALLED for c in found["status"]["conditions"]),
@@ -77,7 +68,7 @@ def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installe
     assert time.monotonic() - began > 10
     said = spillway.condition(namespace, "stopped", "Running")["message"]
     assert "no step after step" in said and "lifecycle.stallSeconds = 15" in said
-    signalled(spillway, namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: the grace period is idle time
+    spillway.signal(namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: the grace period is idle time
     found = spillway.until(lambda job: job["status"]["attempts"]["total"] == 2, namespace, "stopped", SECONDS)
     attempts = found["status"]["attempts"]
     assert (attempts["lastReason"], attempts["restarts"], attempts["disruptions"]) == (STALLED, 1, 0)

@@ -28,6 +28,7 @@ from installed import (
     example,
     named,
     on_fake_nodes,
+    running_for_an_hour,
 )
 from operator_process import OperatorProcess, write_kubeconfig
 
@@ -98,13 +99,6 @@ def two_pods(namespace: str, name: str) -> Document:
 
 def one_pod(namespace: str, name: str) -> Document:
     return running_for_an_hour(named(example("one-pod", namespace), name))
-
-
-def running_for_an_hour(job: Document) -> Document:
-    """Its fake pods outlast the test: an end would be a reason to write."""
-    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
-    job["spec"]["podOverrides"] = {"annotations": delays}
-    return on_fake_nodes(job)
 
 
 def counts(alone: Installed, namespace: str, kind: str) -> Counter[str]:

@@ -71,3 +71,13 @@ def test_nothing_was_forbidden(spillway: Installed) -> None:
     }
     if refused:
         pytest.fail(f"the API server refused {sorted(refused)}")
+
+
+def test_nobody_but_the_user_writes_a_spec(spillway: Installed) -> None:
+    """GitOps tools would undo it: of a TrainingJob the operator writes the status, and deletes it after its time."""
+    written = {
+        (request.verb, request.subresource)
+        for request in spillway.bed.requests(0, OPERATOR_USER)
+        if request.mutating and request.resource == "trainingjobs"
+    }
+    assert written <= {("patch", "status"), ("delete", "")}, written

@@ -220,9 +220,15 @@ def test_the_certificate_is_for_the_name_that_trainers_call(major: str, tmp_path
         handshake(tmp_path, "someone-else.svc")
 
 
-def test_the_certificate_outlives_the_release(major: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [((), True), (("crds.enabled=false",), True), (("crds.enabled=false", "crds.keep=false"), True),
+     (("crds.keep=false",), False)],
+)  # fmt: skip
+def test_the_certificate_outlives_the_release_where_jobs_do(major: str, values: tuple[str, ...], kept: bool) -> None:
     """Trainers that run trust its authority; the next installation looks it up."""
-    assert only(rendered(major), "Secret")["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    annotations = only(rendered(major, values), "Secret")["metadata"].get("annotations")
+    assert annotations == ({"helm.sh/resource-policy": "keep"} if kept else None)
 
 
 def handshake(folder: Path, host: str) -> bool:

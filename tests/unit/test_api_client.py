@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from fake_api import FakeApi
@@ -158,3 +159,40 @@ def test_a_list_can_be_selected_by_label() -> None:
         assert (await client.list(JOBS, "", name_of, "a=b")).items == ("ours",)
 
     with_cluster(scenario)
+
+
+def test_a_field_that_the_crd_lacks_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        api.put("trainingjobs", {"metadata": {"name": "a"}})
+        body = {"metadata": {"name": "a"}, "status": {"state": "Running", "plan": {"node": "x"}}}
+        api.undeclared = ["plan.node"]
+        await client.apply_status(TRAINING_JOBS, "team", "a", body)
+        assert api.get("trainingjobs", "a")["status"] == {"state": "Running", "plan": {}}
+        api.undeclared = []  # newer CRDs were installed
+        await client.apply_status(TRAINING_JOBS, "team", "a", body)
+        assert api.get("trainingjobs", "a")["status"] == {"state": "Running", "plan": {}}
+        later = time.monotonic() + api_client.UNDECLARED_SECONDS + 1
+        monkeypatch.setattr(api_client, "monotonic", lambda: later)
+        await client.apply_status(TRAINING_JOBS, "team", "a", body)
+        assert api.get("trainingjobs", "a")["status"] == body["status"]
+
+    with_cluster(scenario)
+
+
+def test_an_error_that_names_no_new_field_is_no_reason_to_leave_one_out() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, counts: Counts) -> None:
+        api.put("trainingjobs", {"metadata": {"name": "a"}})
+        api.fail("PATCH", "trainingjobs", 500)
+        with pytest.raises(Unavailable):
+            await client.apply_status(TRAINING_JOBS, "team", "a", {"metadata": {"name": "a"}, "status": {}})
+        assert counts["patch", "trainingjobs/status", 500] == 1
+
+    with_cluster(scenario)
+
+
+def test_fields_are_left_out_below_lists_too() -> None:
+    body = {"status": {"conditions": [{"type": "Ready", "new": 1}, {"type": "Failed"}], "plan": {"new": 2}}}
+    assert api_client.without_fields(body, frozenset({".status.conditions.new"})) == {
+        "status": {"conditions": [{"type": "Ready"}, {"type": "Failed"}], "plan": {"new": 2}}
+    }
+    assert body["status"]["conditions"][0] == {"type": "Ready", "new": 1}, "a copy"

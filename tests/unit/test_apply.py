@@ -186,16 +186,25 @@ def test_a_training_job_that_is_gone_already_is_forgotten() -> None:
     with_cluster(scenario)
 
 
-def test_a_status_that_an_older_crd_cuts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_field_that_an_older_crd_lacks_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         store, applier = started(api, client)
-        api.pruned = ["attempts.ended"]
+        api.undeclared = ["attempts.ended", "attempts.restarts"]
         for step in range(3):
             job = store.jobs.get(KEY)
             assert job is not None
-            await applier.write_status(job, {"state": str(step), "attempts": {"total": 1, "ended": 1}})
-        said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-        assert said == ["the API server dropped status.attempts.ended: install the CRDs of this version"]
+            sent = {"state": str(step), "attempts": {"total": 1, "ended": 1, "restarts": 0}}
+            assert await applier.write_status(job, sent)
+            assert api.get("trainingjobs", "demo")["status"] == {"state": str(step), "attempts": {"total": 1}}
+            known = store.jobs.get(KEY)
+            assert known is not None
+            assert not await applier.write_status(known, sent), "nothing is written for ever"
+        assert api.count("PATCH") == 3 + 2, "each field is refused once"
+        said = [record.getMessage() for record in caplog.records if "has no" in record.getMessage()]
+        assert said == [
+            "the CRD of TrainingJob has no status.attempts.ended, status.attempts.restarts: install the CRDs of this "
+            "version"
+        ]
 
     with_cluster(scenario)
 

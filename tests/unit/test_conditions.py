@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spillway import retries
 from spillway.errors import RANK_CRASHED, ExitCode
 from spillway.retries import RETRIES
 from spillway.status import Condition
@@ -105,6 +106,8 @@ def test_the_list_is_in_the_order_of_the_page() -> None:
         ((), "False", "True", "False"),
         ((true(c.ACCEPTED, "Valid"), false(c.RUNNING, "Starting")), "False", "True", "False"),
         ((true(c.RUNNING, "Running"),), "True", "False", "False"),
+        ((true(c.RUNNING, "Running"), false(c.SUSPENDED, c.STOPPING)), "False", "True", "False"),
+        ((true(c.RUNNING, retries.STALLED),), "False", "True", "False"),
         ((true(c.COMPLETE, "Completed"), false(c.RUNNING, "Ended")), "True", "False", "False"),
         ((true(c.SUSPENDED, c.SUSPENDED_BY_USER),), "True", "False", "False"),
         ((true(c.FAILED, RANK_CRASHED, "why"),), "False", "False", "True"),

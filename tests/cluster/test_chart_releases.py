@@ -1,0 +1,352 @@
+"""A release's life with jobs running, by Helm 3 and Helm 4: an earlier chart, upgrade, rollback, uninstall, once more.
+
+The earlier chart is frozen in tests/fixtures/chart-0.0.9; its CRD lacks `spec.lifecycle.stallSeconds` and a few status
+fields, and its roles a right. Both charts run the operator of this checkout: no image of an earlier one is kept.
+
+Helm 4 goes with trainers on the real kubelet, Helm 3 with fake pods; under SPILLWAY_SWEEPS=full both go with trainers,
+and through ten upgrades and ten rollbacks each.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from installed import (
+    CHART,
+    RELEASE,
+    SYSTEM_NAMESPACE,
+    Document,
+    Installed,
+    OperatorImage,
+    example,
+    install,
+    named,
+    running_for_an_hour,
+    write_values,
+)
+
+from testbed.client import Bed
+from testbed.errors import Failed
+from testbed.layout import REPOSITORY
+
+EARLIER = REPOSITORY / "tests" / "fixtures" / "chart-0.0.9"
+FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+ROUNDS = 10 if FULL else 1
+"""upgrades, and as many rollbacks"""
+FAKE = tuple(f"fake-{index}" for index in range(5))
+TRAINS, ENDS, SLEEPS, DONE = "trains", "ends-alone", "sleeps", "done"
+TRAINERS = (TRAINS, ENDS)
+CRDS = {f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles")}
+CERTIFICATE = f"{RELEASE}-progress-tls"
+LONG = 100_000
+"""steps: it runs until the namespace goes"""
+QUIET_SECONDS = 5.0
+SECONDS = 240.0
+"""for each change to be seen: a busy machine takes its time"""
+TIMEOUT = f"{int(SECONDS)}s"
+COMES_AND_GOES = ("Event", "Endpoints", "EndpointSlice", "Lease", "IPAddress", "APIService")
+"""kinds that the cluster itself makes and removes (an APIService per group of CRDs); a Lease of the release's namespace
+counts nevertheless"""
+
+Named = tuple[str, str, str]
+"""kind, namespace, name"""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A job and its children at one moment."""
+
+    state: str
+    attempts: int
+    step: int
+    stall_seconds: int | None
+    active_time: str | None
+    ready: str
+    children: frozenset[str]
+    """uids of its pods, its Job and its ConfigMap"""
+
+
+@dataclass
+class Life:
+    """What was seen after each stage, by job."""
+
+    stages: dict[str, dict[str, Seen]] = field(default_factory=dict)
+    writes_when_quiet: dict[str, list[str]] = field(default_factory=dict)
+    unknown_field: str = ""
+    """what the API server said to the new field under the earlier chart"""
+    patched: int = 0
+    left: set[Named] = field(default_factory=set)
+    left_without_keep: set[Named] = field(default_factory=set)
+    second_release: str = ""
+    """what Helm said to another release beside this one"""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    bed: Bed
+    program: str
+    values: Path
+
+    def do(self, command: str, chart: Path, *settings: str, name: str = RELEASE) -> str:
+        return self.bed.helm(
+            command, name, chart, "--namespace", SYSTEM_NAMESPACE, "--values", self.values, "--timeout", TIMEOUT,
+            *settings, program=self.program,
+        )  # fmt: skip
+
+    def rollback(self) -> None:
+        waiting = ("--wait", "--timeout", TIMEOUT)
+        self.bed.helm("rollback", RELEASE, "--namespace", SYSTEM_NAMESPACE, *waiting, program=self.program)
+
+    def uninstall(self) -> None:
+        waiting = ("--wait", "--ignore-not-found", "--timeout", TIMEOUT)
+        self.bed.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, *waiting, program=self.program)
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def everything(bed: Bed, but: str) -> set[Named]:
+    """Every object of the cluster, but those of one namespace and those that come and go by themselves."""
+    kinds = bed.kubectl("api-resources", "--verbs=list", "-o", "name").split()
+    columns = "K:.kind,S:.metadata.namespace,N:.metadata.name,D:.metadata.deletionTimestamp"
+    listed = bed.kubectl("get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", f"custom-columns={columns}")
+    found = set()
+    for kind, namespace, name, deleted in (line.split() for line in listed.splitlines() if line.strip()):
+        passing = kind in COMES_AND_GOES and not (kind == "Lease" and namespace == SYSTEM_NAMESPACE)
+        if namespace != but and not passing and deleted == "<none>":
+            found.add((kind, namespace.replace("<none>", ""), name))
+    return found
+
+
+def none_there(bed: Bed, program: str) -> None:
+    """No release, none of its namespace, no CRD."""
+    Release(bed, program, Path()).uninstall()
+    bed.kubectl("delete", "namespace", SYSTEM_NAMESPACE, "--ignore-not-found", f"--timeout={TIMEOUT}")
+    bed.kubectl("delete", "crd", *CRDS, "--ignore-not-found", f"--timeout={TIMEOUT}")
+    bed.kubectl("create", "namespace", SYSTEM_NAMESPACE)
+    bed.kubectl("wait", "--for=create", "serviceaccount/default", "-n", SYSTEM_NAMESPACE, f"--timeout={TIMEOUT}")
+    bed.kubectl("wait", "--for=create", "configmap/kube-root-ca.crt", "-n", SYSTEM_NAMESPACE, f"--timeout={TIMEOUT}")
+
+
+def left_behind(bed: Bed, before: set[Named], but: str) -> set[Named]:
+    """What is there and was not, once the operator's pod has gone."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        left = everything(bed, but) - before
+        if not any(kind == "Pod" for kind, _, _ in left) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
+def seen(spillway: Installed, namespace: str) -> dict[str, Seen]:
+    children: dict[str, set[str]] = {}
+    for item in spillway.bed.get("pods,jobs,configmaps", "-n", namespace, "-l", "spillway.dev/job")["items"]:
+        children.setdefault(item["metadata"]["labels"]["spillway.dev/job"], set()).add(item["metadata"]["uid"])
+    found = {}
+    for job in spillway.bed.get("trainingjobs.spillway.dev", "-n", namespace)["items"]:
+        name, status = job["metadata"]["name"], job.get("status", {})
+        attempts = status.get("attempts", {})
+        conditions = {condition["type"]: condition["status"] for condition in status.get("conditions", [])}
+        found[name] = Seen(
+            state=status.get("state", ""),
+            attempts=attempts.get("total", 0),
+            step=status.get("progress", {}).get("step", 0),
+            stall_seconds=job["spec"]["lifecycle"].get("stallSeconds"),
+            active_time=attempts.get("activeTime"),
+            ready=conditions.get("Ready", ""),
+            children=frozenset(children.get(name, set())),
+        )
+    return found
+
+
+# --- a life -----------------------------------------------------------------------------------------------------------
+
+
+def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers: bool) -> Life:
+    began, life, spillway = time.monotonic(), Life(), Installed(bed)
+    release = Release(bed, program, write_values(bed, image))
+    none_there(bed, program)
+    before = everything(bed, but=namespace)
+
+    release.do("install", EARLIER, "--wait")
+    create_jobs(spillway, namespace, trainers)
+    life.unknown_field = refused_field(spillway, namespace)
+    look(life, spillway, namespace, "earlier chart")
+    keeps_quiet(life, spillway, namespace, "earlier chart")
+    for turn in range(ROUNDS):
+        release.do("upgrade", CHART, "--wait")
+        if not turn:
+            patch = ("--type=merge", "-p", '{"spec": {"lifecycle": {"stallSeconds": 3600}}}')
+            bed.kubectl("patch", f"trainingjobs.spillway.dev/{FAKE[0]}", "-n", namespace, *patch)
+        look(life, spillway, namespace, f"upgrade {turn + 1}", trainers)
+        release.rollback()
+        look(life, spillway, namespace, f"rollback {turn + 1}", trainers)
+    keeps_quiet(life, spillway, namespace, "rolled back")
+
+    release.uninstall()
+    life.left = left_behind(bed, before, but=namespace)
+    if trainers:
+        spillway.signal(namespace, ENDS, "SIGCONT")
+        bed.kubectl("wait", "--for=condition=Complete", f"job/{ENDS}-1", "-n", namespace, f"--timeout={TIMEOUT}")
+    life.stages["uninstalled"] = seen(spillway, namespace)
+    release.do("install", CHART, "--wait")
+    if trainers:
+        spillway.wait(namespace, ENDS, "Complete", SECONDS)
+    look(life, spillway, namespace, "installed again", trainers)
+
+    life.second_release = second_release(release)
+    release.do("upgrade", CHART, "--set", "crds.enabled=false", "--wait")
+    look(life, spillway, namespace, "without CRDs in the release")
+    # CRDs that left a release are somebody else's to Helm, until it is told otherwise.
+    release.do("upgrade", CHART, "--set", "crds.keep=false", "--take-ownership", "--wait")
+    release.uninstall()
+    bed.kubectl("wait", "--for=delete", "pod", "-l", "spillway.dev/job", "-n", namespace, f"--timeout={TIMEOUT}")
+    life.left_without_keep = left_behind(bed, before, but=namespace)
+    life.seconds = time.monotonic() - began
+    return life
+
+
+def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
+    one = example("one-pod", namespace, checkpoint__claim=None)
+    suspended = named(one, SLEEPS)
+    suspended["spec"] = {**one["spec"], "suspend": True}
+    jobs = [named(running_for_an_hour(one), name) for name in FAKE] + [suspended, named(ends_at_once(one), DONE)]
+    if trainers:
+        training = one["spec"]["training"]
+        for name, steps in ((TRAINS, LONG), (ENDS, 400)):
+            jobs.append({**named(one, name), "spec": {**one["spec"], "training": {**training, "steps": steps}}})
+    for job in jobs:
+        spillway.create(job)
+    if trainers:
+        for name in TRAINERS:
+            spillway.until(lambda job: job["status"].get("progress", {}).get("step", 0) > 0, namespace, name, SECONDS)
+            if name == ENDS:  # as long as there is an operator; it goes on without one
+                spillway.signal(namespace, ENDS, "SIGSTOP")
+    for name in FAKE:
+        spillway.wait(namespace, name, "Running", SECONDS)
+    spillway.wait(namespace, SLEEPS, "Suspended", SECONDS)
+    spillway.wait(namespace, DONE, "Complete", SECONDS)
+
+
+def ends_at_once(job: Document) -> Document:
+    job = running_for_an_hour(job)
+    del job["spec"]["podOverrides"]
+    return job
+
+
+def refused_field(spillway: Installed, namespace: str) -> str:
+    """What the API server says to a manifest of the present version."""
+    job = named(example("one-pod", namespace, checkpoint__claim=None, lifecycle={"stallSeconds": 60}), "too-new")
+    try:
+        spillway.create(job)
+    except Failed as error:
+        return str(error)
+    return ""
+
+
+def look(life: Life, spillway: Installed, namespace: str, stage: str, trainers: bool = False) -> None:
+    """Record what is seen once the operator that is there now has heard of a new step, and has looked at every job."""
+    if trainers:
+        last = max(jobs[TRAINS].step for jobs in life.stages.values())
+        spillway.until(lambda job: job["status"]["progress"]["step"] > last, namespace, TRAINS, SECONDS)
+    time.sleep(1.0)  # what a new operator has to say it says at once
+    life.stages[stage] = seen(spillway, namespace)
+
+
+def keeps_quiet(life: Life, spillway: Installed, namespace: str, stage: str) -> None:
+    since = spillway.bed.audit_position()
+    time.sleep(QUIET_SECONDS)
+    writes = spillway.writes(since, namespace)
+    life.writes_when_quiet[stage] = [f"{w.verb} {w.resource} {w.name}" for w in writes if w.name not in TRAINERS]
+
+
+def second_release(release: Release) -> str:
+    """Refused, because the CRDs are another release's; allowed when they are left to it, or taken."""
+    try:
+        release.do("install", CHART, "--dry-run=server", name="other")
+    except Failed as error:
+        release.do("install", CHART, "--dry-run=server", "--set", "crds.enabled=false", name="other")
+        release.do("install", CHART, "--dry-run=server", "--take-ownership", name="other")
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module", params=["helm", "helm3"])
+def life(request: pytest.FixtureRequest, testbed: Bed, operator_image: OperatorImage, module_namespace: str) -> Life:
+    trainers = FULL or request.param == "helm"
+    try:
+        found = lived(testbed, operator_image, request.param, module_namespace, trainers)
+    finally:
+        Release(testbed, request.param, Path()).uninstall()
+        install(testbed, operator_image)
+    reduced = "" if FULL else "; reduced, SPILLWAY_SWEEPS=full runs ten of each and trainers with both Helms"
+    with_ = "trainers and fake pods" if trainers else "fake pods"
+    print(f"\n{request.param}: {ROUNDS} upgrades and rollbacks over {with_} in {found.seconds:.0f} s{reduced}")
+    return found
+
+
+def test_upgrade_rollback_uninstall_and_installing_again_start_no_attempt_and_end_none(life: Life) -> None:
+    first = life.stages["earlier chart"]
+    for stage, jobs in life.stages.items():
+        assert jobs.keys() == first.keys(), stage
+        for name, job in jobs.items():
+            assert job.attempts == first[name].attempts == (0 if name == SLEEPS else 1), (stage, name)
+            assert job.children == first[name].children, (stage, name)
+
+
+def test_every_job_keeps_its_state_through_all_of_it(life: Life) -> None:
+    wanted = {**dict.fromkeys(FAKE, "Running"), SLEEPS: "Suspended", DONE: "Complete"}
+    for stage, jobs in life.stages.items():
+        assert {name: jobs[name].state for name in wanted} == wanted, stage
+        assert {jobs[name].ready for name in wanted} == {"True"}, stage
+
+
+def test_training_goes_on_under_every_chart_and_without_one(life: Life) -> None:
+    if TRAINS not in life.stages["earlier chart"]:
+        pytest.skip("fake pods only; SPILLWAY_SWEEPS=full has trainers here, too")
+    heard = [jobs[TRAINS].step for stage, jobs in life.stages.items() if not stage.startswith("without CRDs")]
+    later = [step for stage, step in zip(life.stages, heard, strict=False) if stage != "uninstalled"]
+    assert sorted(set(later)) == later, heard
+
+
+def test_a_job_that_ends_while_there_is_no_operator_is_complete_once_there_is_one(life: Life) -> None:
+    if ENDS not in life.stages["earlier chart"]:
+        pytest.skip("fake pods only; SPILLWAY_SWEEPS=full has trainers here, too")
+    assert life.stages["uninstalled"][ENDS].state == "Running", "nobody was there to say more"
+    assert life.stages["installed again"][ENDS].state == "Complete"
+
+
+def test_a_new_field_takes_effect_with_jobs_of_the_earlier_chart_present(life: Life) -> None:
+    assert 'unknown field "spec.lifecycle.stallSeconds"' in life.unknown_field
+    for stage, jobs in life.stages.items():
+        new = not stage.startswith(("earlier", "rollback", "uninstalled"))
+        for name, job in jobs.items():
+            assert (job.stall_seconds is not None) == new, (stage, name)
+            assert new or job.active_time is None, (stage, name)
+    upgraded = life.stages["upgrade 1"]
+    assert upgraded[FAKE[0]].stall_seconds == 3600
+    assert upgraded[FAKE[1]].stall_seconds == 1800, "the default"
+    assert all(upgraded[name].active_time for name in FAKE), "a new status field"
+
+
+def test_an_operator_whose_crd_lacks_its_fields_does_not_write_for_ever(life: Life) -> None:
+    assert {stage: writes for stage, writes in life.writes_when_quiet.items() if writes} == {}
+
+
+def test_uninstall_leaves_crds_jobs_and_the_certificate_that_running_trainers_trust(life: Life) -> None:
+    crds = {("CustomResourceDefinition", "", name) for name in CRDS}
+    assert life.left == crds | {("Secret", SYSTEM_NAMESPACE, CERTIFICATE)}
+
+
+def test_without_crds_keep_uninstall_leaves_nothing(life: Life) -> None:
+    assert life.left_without_keep == set()
+
+
+def test_a_second_release_is_refused_where_the_crds_are_anothers(life: Life) -> None:
+    assert "invalid ownership metadata" in life.second_release
+    assert "customresourcedefinition" in life.second_release.lower()
