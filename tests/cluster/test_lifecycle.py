@@ -38,7 +38,11 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
     spillway.bed.claim("one-pod", namespace)
     kept = {"checkpoint__claim": "one-pod", "checkpoint__everySteps": LONG}
     job = example("one-pod", namespace, training__steps=LONG, **kept)
-    training(spillway, namespace, named(changed(job, namespace, lifecycle={"activeDeadlineSeconds": ACTIVE_SECONDS}), "too-long"))
+    training(
+        spillway,
+        namespace,
+        named(changed(job, namespace, lifecycle={"activeDeadlineSeconds": ACTIVE_SECONDS}), "too-long"),
+    )
     ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
     failed = spillway.condition(namespace, "too-long", "Failed")
     assert failed["reason"] == DEADLINE_EXCEEDED, failed
