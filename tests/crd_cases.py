@@ -358,7 +358,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.memory", 0): RuleCase(
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.mode": "Disabled"},
-        ("spec.memory.budget", "mode Disabled needs budget.host"),
+        ("spec.memory.budget.host", "required with mode Disabled"),
     ),
     (TRAINING_JOB.kind, "spec.env", 0): RuleCase(
         {"spec.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},

@@ -26,6 +26,7 @@ from spillway.field_types import (
     Number,
     Positive,
     Quantity,
+    SomeBytes,
     SomeCores,
     StringMap,
     Text,
@@ -33,11 +34,13 @@ from spillway.field_types import (
     exactly_one,
     refuse,
 )
-from spillway.manifest import dotted, parse, read_text
+from spillway.manifest import dotted, parse, read_text, shown
 from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
+MANAGER = "spillway.dev/operator"
+"""spec.managedBy of the jobs that are ours"""
 MIN_TEXT_VOCABULARY = 257
 """tokens of a byte-level tokenizer: every byte, and the end of text"""
 MAX_NAME_LENGTH = 52
@@ -327,13 +330,9 @@ class Parallelism(Fields):
 class Budget(Fields):
     """Bytes that the job may use. Default of each: what the node has."""
 
-    device: Annotated[Quantity, Field(gt=0)] | None = Field(default=None, description="Memory of each device, bytes.")
-    host: Annotated[Quantity, Field(ge=0)] | None = Field(
-        default=None, description="Host memory of each node, bytes; its ranks share it."
-    )
-    nvme: Annotated[Quantity, Field(ge=0)] | None = Field(
-        default=None, description="NVMe space of each node, bytes; its ranks share it."
-    )
+    device: SomeBytes | None = Field(default=None, description="Memory of each device, bytes.")
+    host: Quantity | None = Field(default=None, description="Host memory of each node, bytes; its ranks share it.")
+    nvme: Quantity | None = Field(default=None, description="NVMe space of each node, bytes; its ranks share it.")
 
 
 class OptimizerMemory(Fields):
@@ -598,7 +597,7 @@ class TrainingJobSpec(Fields):
     scheduling: Scheduling = Field(default=Scheduling(), description="Which nodes, when.")
     lifecycle: Lifecycle = Field(default=Lifecycle(), description="Deadlines and retries.")
     managed_by: Annotated[Name, Field(max_length=63)] = Field(
-        default="spillway.dev/operator", description="Controller that runs the job; others leave it alone."
+        default=MANAGER, description="Controller that runs the job; others leave it alone."
     )
     suspend: Flag = Field(default=False, description="End the running attempt at a checkpoint, start none.")
 
@@ -696,7 +695,7 @@ class NodeProfileSpec(Fields):
     num_devices: Annotated[Positive, Field(le=64)] | None = Field(
         default=None, description="Devices. Default: what the node can allocate."
     )
-    device_memory: Annotated[Quantity, Field(gt=0)] | None = Field(
+    device_memory: SomeBytes | None = Field(
         default=None, description="Usable memory of a device, bytes; on a CPU it is part of hostMemory."
     )
     bfloat16_flops_per_second: Rate | None = Field(default=None, description="Achieved rate of bfloat16 training.")
@@ -712,7 +711,7 @@ class NodeProfileSpec(Fields):
     num_cores: Annotated[Positive, Field(le=4096)] | None = Field(
         default=None, description="Cores. Default: what the node can allocate."
     )
-    host_memory: Annotated[Quantity, Field(gt=0)] | None = Field(
+    host_memory: SomeBytes | None = Field(
         default=None, description="Host memory for pods, bytes. Default: what the node can allocate."
     )
     dram_bytes_per_second: Rate | None = Field(
@@ -891,7 +890,7 @@ def _given(job: TrainingJob, path: str) -> str:
     value: Any = job.model_dump(mode="json")
     for part in path.split("."):
         value = value[part]
-    return value if isinstance(value, str) else "" if value is None else str(value)
+    return value if isinstance(value, str) else shown(value)
 
 
 _CLUSTER_ONLY = (

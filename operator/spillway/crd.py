@@ -25,8 +25,12 @@ from spillway.api import (
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
     VERSION,
+    Data,
     MemoryProfileSpec,
+    Model,
     NodeProfileSpec,
+    Parallelism,
+    Training,
     TrainingJobSpec,
 )
 from spillway.field_types import quoted
@@ -60,8 +64,18 @@ def _one_of(*names: str) -> Schema:
     return _rule(rule, needed, f"{needed}; found %s", f"[{found}].filter(name, name != '')")
 
 
-def _immutable(name: str, kind: str = "TrainingJob") -> Schema:
-    return _rule("self == oldSelf", f"{name} never changes; make a new {kind}")
+def _immutable(name: str, model: type[BaseModel]) -> Schema:
+    changed = ", ".join(_if_changed(field.alias or "", field.default is None) for field in model.model_fields.values())
+    never = f"{name} never changes; make a new TrainingJob"
+    return _rule("self == oldSelf", never, f"%s changed, but {never}", f"[{changed}].filter(name, name != '')")
+
+
+def _if_changed(name: str, may_lack: bool = False) -> str:
+    """CEL: the field's name when its value changed, else ''."""
+    differs = f"self.{name} != oldSelf.{name}"
+    if may_lack:
+        differs = f"has(self.{name}) != has(oldSelf.{name}) || (has(self.{name}) && {differs})"
+    return f"{differs} ? '{name}' : ''"
 
 
 def _immutable_text(kind: str) -> Schema:
@@ -76,7 +90,7 @@ def _no_reserved_keys() -> Schema:
 
 
 _LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")
-_CHANGED = ", ".join(f"self.{name} != oldSelf.{name} ? '{name}' : ''" for name in _LOCKED_UNLESS_SUSPENDED)
+_CHANGED = ", ".join(map(_if_changed, _LOCKED_UNLESS_SUSPENDED))
 _WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
 
 JOB_RULES: dict[str, list[Schema]] = {
@@ -119,7 +133,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             ".parallelism",
         ),
     ],
-    "spec.model": [_immutable("model"), _one_of("config", "source", "entrypoint")],
+    "spec.model": [_immutable("model", Model), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [
         _rule(
             "self.numHeads < 1 || self.hiddenSize % self.numHeads == 0",
@@ -137,11 +151,11 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
     ],
     "spec.model.source": [_one_of("claim", "path")],
-    "spec.data": [_immutable("data"), _one_of("text", "tokens", "huggingFace", "entrypoint", "builtin")],
+    "spec.data": [_immutable("data", Data), _one_of("text", "tokens", "huggingFace", "entrypoint", "builtin")],
     "spec.data.text": [_one_of("claim", "path")],
     "spec.data.tokens": [_one_of("claim", "path")],
     "spec.training": [
-        _immutable("training"),
+        _immutable("training", Training),
         _rule(
             "self.schedule.warmupSteps <= self.steps",
             "at most steps",
@@ -150,13 +164,13 @@ JOB_RULES: dict[str, list[Schema]] = {
             ".schedule.warmupSteps",
         ),
     ],
-    "spec.parallelism": [_immutable("parallelism")],
+    "spec.parallelism": [_immutable("parallelism", Parallelism)],
     "spec.memory": [
         # The API server tries rules on the bare default, {}, too.
         _rule(
             "!has(self.mode) || self.mode != 'Disabled' || (has(self.budget) && has(self.budget.host))",
-            "mode Disabled needs budget.host, because nothing is planned",
-            at=".budget",
+            "required with mode Disabled, because nothing is planned",
+            at=".budget.host",
         ),
     ],
     "spec.env": [

@@ -75,6 +75,9 @@ def quoted(value: float) -> str:
     return repr(value)
 
 
+_MORE_THAN_NONE = {
+    "x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": POSITIVE_QUANTITY_PATTERN, "minimum": 1,
+}  # fmt: skip
 Number = Annotated[
     float,
     BeforeValidator(_to_float),
@@ -86,26 +89,19 @@ Quantity = Annotated[
     int,
     BeforeValidator(_to_bytes),
     PlainSerializer(format_quantity, return_type=str),
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
+    WithJsonSchema(
+        {"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN, "minimum": 0}
+    ),
 ]
+SomeBytes = Annotated[Quantity, Field(gt=0), WithJsonSchema(_MORE_THAN_NONE)]
+"""more than none"""
 Cores = Annotated[
     float,
     BeforeValidator(_to_cores),
     PlainSerializer(format_cores, return_type=str),
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
-SomeCores = Annotated[
-    Cores,
-    Field(gt=0.0),
-    WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "maxLength": _MAX_LENGTH,
-            "pattern": POSITIVE_QUANTITY_PATTERN,
-            "minimum": 1,
-        }
-    ),
-]
+SomeCores = Annotated[Cores, Field(gt=0.0), WithJsonSchema(_MORE_THAN_NONE)]
 """more than none"""
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]

@@ -201,12 +201,12 @@ def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, docum
     if detail["type"] == "rules":
         for field, problem in context["problems"]:
             inner = (*location, *field.split(".")) if field else location
-            yield FieldProblem(dotted(inner), _shown(_value_at(document, inner)), _with_line(problem, inner, lines))
+            yield FieldProblem(dotted(inner), shown(_value_at(document, inner)), _with_line(problem, inner, lines))
         return
     if detail["type"] == "extra_forbidden":
         yield FieldProblem(dotted(location), "", _with_line(_unknown_field(model, location), location, lines))
         return
-    given = "" if detail["type"] == "missing" else _shown(detail["input"])
+    given = "" if detail["type"] == "missing" else shown(detail["input"])
     yield FieldProblem(dotted(location), given, _with_line(_problem(detail, context), location, lines))
 
 
@@ -248,9 +248,11 @@ def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
 def _wrong_choice(given: object, expected: str) -> str:
     """`expected` is pydantic's list: "'Auto', 'Keep' or 'Host'"."""
     choices = re.findall(r"'([^']*)'", expected)
-    allowed = f"one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.6)
+    named = ", ".join(choice or '""' for choice in choices)
+    allowed = f"one of {named}" if len(choices) > 1 else f"must be {named}"
+    lower = str(given).lower()
+    by_lower = {choice.lower(): choice for choice in choices if choice[:1].lower() == lower[:1]}  # GPU is no Cpu
+    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.6)
     return f"{allowed}; did you mean {by_lower[near[0]]}?" if near and len(choices) > 1 else allowed
 
 
@@ -297,7 +299,8 @@ def _value_at(document: object, location: Location) -> object:
     return document
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as a sentence about it names it: short, as the user wrote it."""
     if value is None:
         return ""
     if isinstance(value, dict):

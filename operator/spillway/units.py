@@ -37,7 +37,11 @@ def parse_quantity(text: str) -> int:
 
 def parse_cores(text: str) -> float:
     """Cores of a Kubernetes quantity: "500m" -> 0.5; less than a thousandth of a core rounds up to one."""
-    return _rounded_up(text, 1000 * _exact(text)) / 1000
+    try:
+        exact = _exact(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number of cores: write for example 2 or 500m") from None
+    return _rounded_up(text, 1000 * exact) / 1000
 
 
 def _exact(text: str) -> Fraction:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from spillway.api import TrainingJob, load_job
+from spillway.api import MANAGER, TrainingJob, load_job
 from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway_operator.acceptance import refusal
 
 from .cluster import Cluster, Object, Refused, connect, jobs_path
 from .console import message_console, print_json, result_console
@@ -44,6 +45,7 @@ class SubmitOptions:
 def submit(options: SubmitOptions) -> int:
     """Create the job; returns 0, or with --wait how the job ended. Raises UserError when it is refused."""
     job = load_job(options.job)
+    refuse_what_no_cluster_does(job, str(options.job))
     if options.wait and options.dry_run:
         raise UserError("command line: --wait and --dry-run exclude each other: nothing is created to wait for")
     cluster = connect(options.context)
@@ -53,6 +55,13 @@ def submit(options: SubmitOptions) -> int:
     if not options.wait:
         return 0
     return watch_to_the_end(cluster, namespace, job.metadata.name, message_console())
+
+
+def refuse_what_no_cluster_does(job: TrainingJob, source: str) -> None:
+    """What the operator would refuse a moment later, in its words. Raises InvalidJob."""
+    refused = refusal(job) if job.spec.managed_by == MANAGER else None
+    if refused is not None:
+        raise InvalidJob(source, refused.problems)
 
 
 def namespace_of(job: TrainingJob, asked: str | None, cluster: Cluster, source: str) -> str:

@@ -63,11 +63,16 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
         job = validate(TrainingJob, document, name)
     except InvalidJob as error:
         return Refusal(c.INVALID_SPEC, error.problems)
+    return refusal(job) or job
+
+
+def refusal(job: TrainingJob) -> Refusal | None:
+    """Why a job that is valid by itself cannot be carried out in a cluster; `spillway submit` asks before, too."""
     problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_not_yet(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))
-    return Refusal(c.INVALID_SPEC, taken) if taken else job
+    return Refusal(c.INVALID_SPEC, taken) if taken else None
 
 
 def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
@@ -125,17 +130,27 @@ def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: i
 
 def claim_names(spec: TrainingJobSpec) -> tuple[str, ...]:
     """PersistentVolumeClaims that the pods mount."""
-    checkpoint = (spec.checkpoint.claim,) if spec.checkpoint.claim is not None else ()
-    return tuple(sorted({*checkpoint, *text_claims(spec)}))
+    return tuple(sorted({name for _, name in _named_claims(spec)}))
+
+
+def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
+    """Fields that name one, and the name."""
+    if spec.checkpoint.claim is not None:
+        yield "spec.checkpoint.claim", spec.checkpoint.claim
+    for name in text_claims(spec):
+        yield "spec.data.text.claim", name
 
 
 def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
     """What is wrong with the claims for now; others can mend it without a change of the job."""
     found = {claim.name: claim for claim in claims}
-    missing = [name for name in claim_names(spec) if name not in found or not found[name].exists]
+    missing = [
+        f"{field} = {name}: there is no PersistentVolumeClaim {name}; create it"
+        for field, name in _named_claims(spec)
+        if name not in found or not found[name].exists
+    ]
     if missing:
-        names = ", ".join(missing)
-        return false(c.PLANNED, c.CLAIM_NOT_FOUND, f"there is no PersistentVolumeClaim {names}; create it")
+        return false(c.PLANNED, c.CLAIM_NOT_FOUND, "; ".join(missing))
     kept = spec.checkpoint.claim
     if kept is not None:
         problem = _checkpoint_claim_problem(kept, spec.parallelism.nodes, found[kept].access_modes)

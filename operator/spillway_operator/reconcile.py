@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from spillway import placement
-from spillway.api import DEFAULT_RESTARTS, TrainingJob
+from spillway.api import DEFAULT_RESTARTS, MANAGER, TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
 from spillway.field_types import MAX_COUNT
 from spillway.retries import (
@@ -69,8 +69,6 @@ from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Man
 from .planning import Place, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
 from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report, with_saved_step
 
-MANAGER = "spillway.dev/operator"
-"""spec.managedBy of the jobs that are ours"""
 PATIENCE_SECONDS = 10.0
 """until an attempt that does not run is looked at pod by pod"""
 SLOWEST_LOOK_SECONDS = 300.0

@@ -78,5 +78,5 @@ def test_cores_are_thousandths_rounded_up(text: str, cores: float, shown: str) -
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "1 core"])
 def test_what_is_no_quantity_is_no_number_of_cores(text: str) -> None:
-    with pytest.raises(ValueError, match="is no quantity"):
+    with pytest.raises(ValueError, match="is no number of cores: write for example 2 or 500m"):
         parse_cores(text)
