@@ -23,6 +23,7 @@ from . import (
     node,
     packages,
     prometheus,
+    second_node,
 )
 from .errors import Failed
 from .layout import REPOSITORY, State
@@ -36,6 +37,7 @@ class Wanted:
     fake_nodes: int = 0
     fake_gpus: int = 0
     prometheus: bool = False
+    second_node: bool = False
 
 
 def up(state: State, wanted: Wanted) -> None:
@@ -68,6 +70,8 @@ def _start(state: State, wanted: Wanted) -> None:
     api.apply(state, [*network.manifests(), *host_mount.manifests()])
     network.start_services(state)
     node.wait_ready(state, kubelet)
+    if wanted.second_node:
+        second_node.ensure(state)
     if wanted.prometheus:
         prometheus.ensure(state)
     if wanted.fake_nodes:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .layout import ADDRESS, API_SERVER, FIRST_SERVICE_ADDRESS, NODE, State
+from .layout import ADDRESS, API_SERVER, FIRST_SERVICE_ADDRESS, NODE, SECOND_ADDRESS, SECOND_NODE, State
 from .processes import run
 
 VALID_DAYS = "30"
@@ -43,7 +43,10 @@ PROXY = Identity("proxy", "system:kube-proxy")
 DNS = Identity("dns", "spillway-testbed:dns")
 PROMETHEUS = Identity("prometheus", "spillway-testbed:prometheus")
 KUBELET = Identity("kubelet", f"system:node:{NODE}", "system:nodes", f"DNS:{NODE},IP:{ADDRESS}")
-CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET)
+SECOND_KUBELET = Identity(
+    "kubelet-1", f"system:node:{SECOND_NODE}", "system:nodes", f"DNS:{SECOND_NODE},IP:{SECOND_ADDRESS}"
+)
+CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET, SECOND_KUBELET)
 
 SERVICE_NAMES = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
 SERVER = Identity(

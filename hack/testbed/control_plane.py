@@ -12,6 +12,8 @@ from .processes import Process, start, wait_until
 START_SECONDS = 60
 AUDIT_LOG_MEBIBYTES = "4096"
 """tests count requests in it, so it must not be rotated"""
+NODE_GRACE_SECONDS = 20
+"""a node that said nothing for so long is NotReady: four renewals of its lease (50 by default, as many)"""
 FAST_CLIENT = ("--kube-api-qps=300", "--kube-api-burst=600")
 """with the default of 20 requests a second, a job of 400 pods starts three times slower"""
 
@@ -52,6 +54,8 @@ def start_controllers(state: State) -> None:
             *_client_flags(certificates.kubeconfig(state, CONTROLLER_MANAGER)),
             "--use-service-account-credentials=true",
             "--allocate-node-cidrs=false",
+            f"--node-monitor-grace-period={NODE_GRACE_SECONDS}s",
+            "--node-monitor-period=2s",
             "--concurrent-job-syncs=20",
             f"--service-account-private-key-file={state.certificates / SERVICE_ACCOUNTS}.key",
             f"--root-ca-file={_certificate(state, AUTHORITY)}",

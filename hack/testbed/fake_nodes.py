@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import api
 from .binaries import STAGES
 from .layout import FAKE_POD_RANGE, State
+from .node import LEASE_SECONDS
 from .processes import start, wait_until
 
 START_SECONDS = 60
@@ -24,7 +25,7 @@ def ensure(state: State, count: int) -> None:
             f"--kubeconfig={state.kubeconfig}",
             f"--config={state.bin / STAGES}",
             f"--manage-nodes-with-annotation-selector={'='.join(OWNED)}",
-            "--node-lease-duration-seconds=40",
+            f"--node-lease-duration-seconds={LEASE_SECONDS}",
             f"--cidr={FAKE_POD_RANGE}",
             "--node-ip=10.245.255.1",
             "--server-address=127.0.0.1:10247",

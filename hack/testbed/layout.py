@@ -12,11 +12,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 NODE = "node-0"
 """the real node's name"""
+SECOND_NODE = "node-1"
+"""of the second one, which `--second-node` adds"""
 BRIDGE = "cni0"
 ADDRESS = "10.244.0.1"
 """of the bridge: API server, kubelet, DNS and Prometheus listen here and nowhere else"""
+SECOND_ADDRESS = "10.244.0.2"
+"""of the second node's kubelet, on the same bridge"""
 POD_RANGE = "10.244.0.0/24"
-FIRST_POD_ADDRESS = "10.244.0.10"
+POD_ADDRESSES = ("10.244.0.10", "10.244.0.159")
+"""first and last of the real node's pods"""
+SECOND_POD_ADDRESSES = ("10.244.0.160", "10.244.0.250")
 SERVICE_RANGE = "10.96.0.0/16"
 FIRST_SERVICE_ADDRESS = "10.96.0.1"
 FAKE_POD_RANGE = "10.245.0.0/16"
@@ -79,7 +85,12 @@ class State:
 
     @property
     def containerd_socket(self) -> Path:
+        """of the first node"""
         return self.sockets / "containerd.sock"
+
+    @property
+    def second_containerd_socket(self) -> Path:
+        return self.sockets / "containerd-1.sock"
 
     @property
     def data(self) -> Path:

@@ -13,7 +13,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from .errors import Failed, Refused, Unavailable
-from .layout import ADDRESS, BRIDGE, POD_RANGE, SERVICE_RANGE, State
+from .layout import ADDRESS, BRIDGE, POD_RANGE, SECOND_NODE, SERVICE_RANGE, State
 from .processes import boot_id, kill, run, start_ticks_of, wait_until
 
 SYSCTLS = (
@@ -40,7 +40,8 @@ FOLDERS = (
 )
 """removed by `down` if `up` did not find them"""
 CGROUPS = Path("/sys/fs/cgroup")
-PODS = "kubepods"
+PODS = ("kubepods", SECOND_NODE)
+"""cgroups of the first node's pods and of the second one's, on version 1 in each hierarchy"""
 NAMESPACES = Path("/run/netns")
 CHAINS = "KUBE-"
 FIREWALLS = ("iptables", "ip6tables")
@@ -52,7 +53,7 @@ until `down`, this machine gets
              iptables chains {CHAINS}* for {SERVICE_RANGE}
   sysctls    {", ".join(SYSCTLS[:5])},
              {", ".join(SYSCTLS[5:])}
-  the rest   cgroups {PODS}; mounts below the state folder; {", ".join(FOLDERS[:4])}
+  the rest   cgroups {", ".join(PODS)}; mounts below the state folder; {", ".join(FOLDERS[:4])}
 for good     Debian packages that are missing; built programs in the user's cache folder
 """
 
@@ -88,8 +89,8 @@ def check(state: State) -> None:
                 raise Refused(f"process {path.parent.name} is a kubelet that this test bed did not start: {advice}")
     if Path(f"/sys/class/net/{BRIDGE}").exists():
         raise Refused(f"network link {BRIDGE} exists: {advice}")
-    if _pod_cgroups():
-        raise Refused(f"cgroup {_pod_cgroups()[0]} exists: {advice}")
+    if pod_cgroups(*PODS):
+        raise Refused(f"cgroup {pod_cgroups(*PODS)[0]} exists: {advice}")
     for words in map(str.split, run(["ip", "-4", "route", "show", "table", "all"]).splitlines()):
         with suppress(ValueError):  # a type of route, or `default`
             if any(ip_network(words[0]).overlaps(ip_network(ours)) for ours in (POD_RANGE, SERVICE_RANGE)):
@@ -113,13 +114,14 @@ def record(state: State) -> None:
 def restore(state: State) -> None:
     """Put everything back. Every process that was recorded has ended by now; works from any half-made state."""
     before = Before(**json.loads(state.machine.read_text(encoding="utf-8")))
-    _end_containers(state)
+    for socket, pods in zip((state.containerd_socket, state.second_containerd_socket), PODS, strict=True):
+        end_containers(socket, pods)
     _unmount(state)
     _remove_network(before)
     for command in FIREWALLS:
         _restore_firewall(command, before.tables[command])
-    for folder in _pod_cgroups():
-        _remove_cgroup(folder)
+    for folder in pod_cgroups(*PODS):
+        remove_cgroup(folder)
     if before.boot == boot_id():
         for name, path in _sysctls().items():
             if path.read_text(encoding="ascii").strip() != before.sysctls.get(name):
@@ -129,17 +131,16 @@ def restore(state: State) -> None:
             _remove(Path(name))
 
 
-def _end_containers(state: State) -> None:
-    """Processes of pods by their cgroups, which `up` made; shims by our socket in their arguments."""
-    socket = str(state.containerd_socket)
+def end_containers(socket: Path, pods: str) -> None:
+    """Of one node: its shims, which have containerd's socket in their arguments; processes below the cgroup `pods`."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = path.read_bytes().decode(errors="replace").split("\0")
-            if Path(words[0]).name == SHIM and socket in words:
+            if Path(words[0]).name == SHIM and str(socket) in words:
                 kill(int(path.parent.name))
 
     def inside() -> list[int]:
-        listed = [file for folder in _pod_cgroups() for file in folder.rglob("cgroup.procs")]
+        listed = [file for folder in pod_cgroups(pods) for file in folder.rglob("cgroup.procs")]
         return sorted({int(pid) for file in listed for pid in file.read_text(encoding="ascii").split()})
 
     def empty() -> bool:
@@ -211,12 +212,13 @@ def _tables(command: str) -> dict[str, list[str]]:
     return found
 
 
-def _pod_cgroups() -> list[Path]:
-    """On version 1 one in each hierarchy, on version 2 one."""
-    return [path for path in (CGROUPS / PODS, *CGROUPS.glob(f"*/{PODS}")) if path.is_dir()]
+def pod_cgroups(*names: str) -> list[Path]:
+    """On version 1 one of each name in each hierarchy, on version 2 one."""
+    roots = (CGROUPS, *sorted(CGROUPS.glob("*/")))
+    return [root / name for root in roots for name in names if (root / name).is_dir()]
 
 
-def _remove_cgroup(folder: Path) -> None:
+def remove_cgroup(folder: Path) -> None:
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         inner.rmdir()
     folder.rmdir()

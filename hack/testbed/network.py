@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import certificates
 from .certificates import DNS, PROXY
-from .layout import ADDRESS, BRIDGE, FIRST_POD_ADDRESS, NODE, POD_RANGE, State, write_setting
+from .layout import ADDRESS, BRIDGE, NODE, POD_RANGE, State, write_setting
 from .processes import run, start
 
 FORWARDING = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")
@@ -25,8 +25,9 @@ def make_bridge() -> None:
             setting.write_text("1", encoding="ascii")
 
 
-def write_pod_network(state: State) -> Path:
-    """The folder of the network plugin's configuration."""
+def write_pod_network(state: State, node: str, addresses: tuple[str, str]) -> Path:
+    """The folder of the network plugin's configuration: a node's pods get one of `addresses`, first to last."""
+    first, last = addresses
     plugin = {
         "type": "bridge",
         "bridge": BRIDGE,
@@ -35,13 +36,13 @@ def write_pod_network(state: State) -> Path:
         "ipMasq": False,
         "ipam": {
             "type": "host-local",
-            "dataDir": str(state.data / "addresses"),
-            "ranges": [[{"subnet": POD_RANGE, "rangeStart": FIRST_POD_ADDRESS, "gateway": ADDRESS}]],
+            "dataDir": str(state.data / node / "addresses"),
+            "ranges": [[{"subnet": POD_RANGE, "rangeStart": first, "rangeEnd": last, "gateway": ADDRESS}]],
             "routes": [{"dst": "0.0.0.0/0"}],
         },
     }
     content = {"cniVersion": "0.4.0", "name": "pods", "plugins": [plugin]}
-    return write_setting(state.settings / "cni" / "10-pods.conflist", content).parent
+    return write_setting(state.settings / node / "cni" / "10-pods.conflist", content).parent
 
 
 def start_services(state: State) -> None:

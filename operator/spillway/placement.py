@@ -175,10 +175,11 @@ def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
     """True when the taint keeps pods away for good."""
     if taint.effect == "PreferNoSchedule" or taint.key.startswith(TRANSIENT_TAINTS):
         return False
-    return not any(_tolerates(toleration, taint) for toleration in tolerations)
+    return not any(tolerates(toleration, taint) for toleration in tolerations)
 
 
-def _tolerates(toleration: Toleration, taint: Taint) -> bool:
+def tolerates(toleration: Toleration, taint: Taint) -> bool:
+    """As the scheduler and the node lifecycle controller see it, however long it is tolerated."""
     if toleration.effect not in ("", taint.effect):
         return False
     if toleration.operator == "Exists":

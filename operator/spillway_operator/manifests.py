@@ -15,8 +15,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spillway.api import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
+from spillway.cluster_view import Taint
 from spillway.errors import UserError
 from spillway.job import JOB_VERSION, JobFile
+from spillway.placement import tolerates
 from spillway.plan import PLAN_VERSION, MemoryPlan
 from spillway.pod_resources import PodResources, pod_resources
 from spillway.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
@@ -45,6 +47,9 @@ TOKEN_FILE = "token"  # noqa: S105
 TOKEN_SECONDS = 3600
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 USER_ID = 1000
+NODE_LOST_SECONDS = 60
+"""from the taint of a node that does not answer to the deletion of its pods"""
+NODE_LOST_TAINTS = tuple(Taint(f"node.kubernetes.io/{key}", "", "NoExecute") for key in ("not-ready", "unreachable"))
 """of user, group and volumes; the image has it"""
 LARGEST_CONTRACT = 1_000_000
 """bytes of a ConfigMap's data; the API server refuses 1 MiB"""
@@ -431,16 +436,24 @@ def _spill_volume(spec: TrainingJobSpec, resources: PodResources) -> dict[str, A
 
 
 def _scheduling(files: AttemptFiles) -> dict[str, Any]:
-    """The user's selector, tolerations and the node class bind; live headroom only prefers, because figures age."""
+    """The user's selector, tolerations and the node class bind; live headroom only prefers, because figures age.
+
+    A pod whose node stops answering is given up after NODE_LOST_SECONDS, not after the five minutes that the API
+    server would add: its peers wait for it, and a checkpoint is there to go on from. What the user says of these
+    taints stands alone, because of two tolerations the shorter one counts.
+    """
     scheduling = files.job.spec.scheduling
     found: dict[str, Any] = {}
     if scheduling.node_selector:
         found["nodeSelector"] = dict(scheduling.node_selector)
-    if scheduling.tolerations:
-        found["tolerations"] = [
-            {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
-            for toleration in scheduling.tolerations
-        ]
+    found["tolerations"] = [
+        {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
+        for toleration in scheduling.tolerations
+    ] + [
+        {"key": taint.key, "operator": "Exists", "effect": taint.effect, "tolerationSeconds": NODE_LOST_SECONDS}
+        for taint in NODE_LOST_TAINTS
+        if not any(tolerates(toleration, taint) for toleration in scheduling.tolerations)
+    ]
     terms = [
         {
             "weight": preferred.weight,

@@ -298,3 +298,33 @@ def test_a_jobs_own_image_goes_before_the_charts() -> None:
 def test_a_contract_that_fits_no_configmap_is_refused_with_its_size() -> None:
     with pytest.raises(UserError, match=r"a ConfigMap holds 1 MiB: shorten spec\.env"):
         children(files(), owner(), replace(FACTS, progress_ca="x" * 1_000_000))
+
+
+def tolerations(*given: dict[str, Any]) -> dict[str, Any]:
+    """taint -> what tolerates its NoExecute"""
+    found = pod({"spec.scheduling.tolerations": list(given)})["tolerations"]
+    return {each.get("key", ""): each for each in found if each.get("effect", "NoExecute") == "NoExecute"}
+
+
+def test_a_pod_leaves_a_node_that_does_not_answer_after_a_minute() -> None:
+    found = tolerations()
+    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        assert found[key]["tolerationSeconds"] == manifests.NODE_LOST_SECONDS == 60
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute",
+          "tolerationSeconds": 600}, ["node.kubernetes.io/not-ready"]),
+        ({"operator": "Exists"}, []),
+        ({"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoSchedule"},
+         ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"]),
+    ],
+    ids=["longer", "everything", "scheduling only"],
+)  # fmt: skip
+def test_what_the_user_tolerates_of_a_lost_node_stands_alone(given: dict[str, Any], added: list[str]) -> None:
+    """Of two tolerations of one taint Kubernetes counts the shorter one."""
+    found = pod({"spec.scheduling.tolerations": [given]})["tolerations"]
+    assert [each["key"] for each in found if each.get("tolerationSeconds") == 60] == added
+    assert [each for each in found if each.get("tolerationSeconds") != 60] == [given]
