@@ -18,6 +18,7 @@ from . import (
     fake_nodes,
     host_mount,
     images,
+    kueue,
     machine,
     network,
     node,
@@ -36,6 +37,7 @@ class Wanted:
     fake_nodes: int = 0
     fake_gpus: int = 0
     prometheus: bool = False
+    kueue: bool = False
 
 
 def up(state: State, wanted: Wanted) -> None:
@@ -74,6 +76,8 @@ def _start(state: State, wanted: Wanted) -> None:
         fake_nodes.ensure(state, wanted.fake_nodes)
     if wanted.fake_gpus:
         fake_gpus.ensure(state, wanted.fake_gpus)
+    if wanted.kueue:
+        kueue.ensure(state)
 
 
 def down(state: State) -> bool:

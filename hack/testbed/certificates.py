@@ -43,7 +43,8 @@ PROXY = Identity("proxy", "system:kube-proxy")
 DNS = Identity("dns", "spillway-testbed:dns")
 PROMETHEUS = Identity("prometheus", "spillway-testbed:prometheus")
 KUBELET = Identity("kubelet", f"system:node:{NODE}", "system:nodes", f"DNS:{NODE},IP:{ADDRESS}")
-CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET)
+KUEUE = Identity("kueue", "spillway-testbed:kueue", hosts=f"IP:{ADDRESS}")
+CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET, KUEUE)
 
 SERVICE_NAMES = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
 SERVER = Identity(

@@ -497,7 +497,9 @@ class Scheduling(Fields):
         default="", description="PriorityClass of the pods."
     )
     gang: Literal["Auto", "Required", "Disabled"] = Field(
-        default="Auto", description="Start all pods or none. Auto: where the cluster can."
+        default="Auto",
+        description="Start all pods or none. Auto: by the queue; without one, an attempt that gets nodes for some of "
+        "its pods gives them back. Required: more than one node need a queue. Disabled: it keeps them and waits.",
     )
     node_selector: StringMap = Field(default={}, description="Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")

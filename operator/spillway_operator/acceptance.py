@@ -53,17 +53,23 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
         job = validate(TrainingJob, document, name)
     except InvalidJob as error:
         return Refusal(c.INVALID_SPEC, error.problems)
-    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_not_yet(job.spec)]
+    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_without_guarantee(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))
     return Refusal(c.INVALID_SPEC, taken) if taken else job
 
 
-def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """What the operator cannot do yet, with what works instead."""
-    if spec.scheduling.gang == "Required":
-        yield FieldProblem("spec.scheduling.gang", "Required", "does not work yet; use Auto or Disabled")
+def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """What nothing can promise for this job, with what works instead."""
+    scheduling, nodes = spec.scheduling, spec.parallelism.nodes
+    if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.gang",
+            "Required",
+            f"nothing starts {nodes} pods all at once or none without a queue: give scheduling.queueName (Kueue), or "
+            "use Auto: an attempt that gets nodes for some of its pods only gives them back",
+        )
 
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:

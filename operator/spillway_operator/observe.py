@@ -26,6 +26,7 @@ from .api_client import (
     is_path_segment,
 )
 from .cluster import Cluster
+from .conditions import SCHEDULED
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
     AttemptObject,
@@ -36,6 +37,7 @@ from .observed import (
     Observed,
     OperatorFacts,
     PodObject,
+    WaitingGang,
 )
 from .reservations import Reservations
 from .store import (
@@ -118,6 +120,7 @@ class Observer:
                 pods=await self._pods(job, attempts) if "pods" in needs else None,
                 claims=await self._claims(job) if "claims" in needs else None,
                 hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
+                waiting_gangs=self._waiting_gangs(key) if "waiting_gangs" in needs else None,
                 others_silent_seconds=self._others_silent_seconds(key),
             ),
             unwatched,
@@ -133,6 +136,11 @@ class Observer:
             for attempt in self._store.attempts
         )
         return self._ears.others_silent_seconds(key) if self._ears is not None and others_run else None
+
+    def _waiting_gangs(self, key: Key) -> tuple[WaitingGang, ...]:
+        """Looked for in the text first: there may be thousands of jobs, and few that wait for nodes."""
+        found = (waiting_gang(job) for job in self._store.jobs if b'"Unschedulable"' in job.status and job.key != key)
+        return tuple(gang for gang in found if gang is not None)
 
     async def _read_job(self, job: JobObject) -> JobObject | None:
         try:
@@ -201,6 +209,20 @@ def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
         condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True"
         for condition in conditions
     )
+
+
+def waiting_gang(job: JobObject) -> WaitingGang | None:
+    """A job of several pods whose present attempt the scheduler finds no nodes for; None for every other one."""
+    spec, status = json.loads(job.spec), json.loads(job.status)
+    nodes = given(spec, "parallelism.nodes")
+    several = isinstance(nodes, int) and nodes > 1 and given(spec, "scheduling.gang") != "Disabled"
+    if job.deleting or not several or not isinstance(status, dict):
+        return None
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == SCHEDULED and condition.get("reason") == "Unschedulable":
+            since = str(condition.get("lastTransitionTime") or "")
+            return WaitingGang(job.namespace, job.name, job.uid, job.creation_time, since)
+    return None
 
 
 def project_contract(found: Mapping[str, Any]) -> Contract:

@@ -149,6 +149,18 @@ class OperatorFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingGang:
+    """Another job with several pods, for which the scheduler finds no nodes."""
+
+    namespace: str
+    name: str
+    uid: str
+    creation_time: str
+    since: str
+    """when its condition Scheduled became False"""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """All that is known of one TrainingJob at one moment."""
 
@@ -176,6 +188,8 @@ class Observed:
     hearing_seconds: float | None = None
     """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
     within that time says something about a trainer."""
+    waiting_gangs: tuple[WaitingGang, ...] | None = None
+    """all that the watches know of; None = not asked for"""
     others_silent_seconds: float | None = None
     """since a trainer of another job was heard; None = no other attempt runs. When nobody is heard, the fault may be
     ours."""
@@ -212,7 +226,7 @@ class Desired:
     events: tuple[EventNote, ...] = ()
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """what must be observed before the next decision: "contracts", "pods", "claims" """
+    """what must be observed before the next decision: "contracts", "pods", "claims", "waiting_gangs" """
 
     @property
     def changes_nothing(self) -> bool:
