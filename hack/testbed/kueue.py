@@ -1,8 +1,8 @@
 """Kueue: its manager as a process of the bed, its kinds, rights and webhooks from the module's own files.
 
 Of its integrations only batch/v1 Jobs: what the operator makes. Nothing but a Job with the label
-kueue.x-k8s.io/queue-name is touched, nor refused while Kueue is away. Its release for the same Kubernetes asks for one
-module that the checksum database does not know, so the bed has the last one before.
+kueue.x-k8s.io/queue-name is touched, nor refused while Kueue is away. It is 0.18, because Kueue 0.19 needs a module of
+which Go's checksum database has no sum.
 """
 
 from __future__ import annotations

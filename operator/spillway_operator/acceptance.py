@@ -63,6 +63,12 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
 def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     """What nothing can promise for this job, with what works instead."""
     scheduling, nodes = spec.scheduling, spec.parallelism.nodes
+    if scheduling.workload_priority_class_name and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.workloadPriorityClassName",
+            scheduling.workload_priority_class_name,
+            "orders the jobs of a queue: give scheduling.queueName, or use priorityClassName",
+        )
     if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
         yield FieldProblem(
             "spec.scheduling.gang",

@@ -114,6 +114,7 @@ SERVICES = Resource("/api/v1", "services")
 PODS = Resource("/api/v1", "pods")
 CLAIMS = Resource("/api/v1", "persistentvolumeclaims")
 NODES = Resource("/api/v1", "nodes")
+WORKLOADS = Resource("/apis/kueue.x-k8s.io/v1beta2", "workloads")
 EVENTS = Resource("/apis/events.k8s.io/v1", "events")
 TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
 

@@ -20,6 +20,7 @@ from .api_client import (
     JOBS,
     PODS,
     TRAINING_JOBS,
+    WORKLOADS,
     ApiClient,
     NotFound,
     Refused,
@@ -52,6 +53,8 @@ from .store import (
 )
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
+"""on a Workload: the uid of the Job that it stands for"""
 CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim")
 """of a spec: the claims that its pods mount"""
 LONGEST_TEXT = 4096
@@ -120,6 +123,7 @@ class Observer:
                 pods=await self._pods(job, attempts) if "pods" in needs else None,
                 claims=await self._claims(job) if "claims" in needs else None,
                 hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
+                queue_says=await self._queue_says(job, attempts) if "queue_says" in needs else None,
                 waiting_gangs=self._waiting_gangs(key) if "waiting_gangs" in needs else None,
                 others_silent_seconds=self._others_silent_seconds(key),
             ),
@@ -183,6 +187,20 @@ class Observer:
         found = await self._client.list(PODS, job.namespace, lambda pod: _pod_of(name, pod), selector)
         return tuple(sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name)))
 
+    async def _queue_says(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> str:
+        """Kueue's own sentence; empty where it says nothing, is not there, or is not ours to see."""
+        newest = max(
+            (each for each in attempts if each.owner_uid == job.uid), key=lambda each: each.attempt, default=None
+        )
+        if newest is None:
+            return ""
+        selector = f"{WORKLOAD_JOB_LABEL}={newest.uid}"
+        try:
+            found = await self._client.list(WORKLOADS, job.namespace, project_workload, selector)
+        except (NotFound, Refused):
+            return ""
+        return next(filter(None, found.items), "")
+
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
         return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])
 
@@ -237,6 +255,15 @@ def project_contract(found: Mapping[str, Any]) -> Contract:
         decision_json=str(data.get("decision.json", "")),
         attempt_json=str(data.get("attempt.json", "")),
     )
+
+
+def project_workload(found: Mapping[str, Any]) -> str:
+    """Why Kueue has not admitted it; empty when it says nothing, or has."""
+    if (found.get("spec") or {}).get("active") is False:
+        return f"Workload {found['metadata']['name']} is deactivated: spec.active is false"
+    conditions = (found.get("status") or {}).get("conditions") or ()
+    waits = (each for each in conditions if each.get("type") == "QuotaReserved" and each.get("status") == "False")
+    return next((_text(condition.get("message")) for condition in waits), "")
 
 
 def project_pod(found: Mapping[str, Any]) -> PodObject:

@@ -188,6 +188,8 @@ class Observed:
     hearing_seconds: float | None = None
     """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
     within that time says something about a trainer."""
+    queue_says: str | None = None
+    """why the queue has not admitted the newest attempt, in its own words; None = not asked for"""
     waiting_gangs: tuple[WaitingGang, ...] | None = None
     """all that the watches know of; None = not asked for"""
     others_silent_seconds: float | None = None
@@ -226,7 +228,8 @@ class Desired:
     events: tuple[EventNote, ...] = ()
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """what must be observed before the next decision: "contracts", "pods", "claims", "waiting_gangs" """
+    """what must be observed before the next decision: "contracts", "pods", "claims", "queue_says",
+    "waiting_gangs" """
 
     @property
     def changes_nothing(self) -> bool:

@@ -255,14 +255,26 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
     if has_run or attempt.active or attempt.ready:
         evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
         return _write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    waited = case.seconds_since(c.QUOTA_RESERVED, "False")
+    in_a_queue = bool(given(case.spec, "scheduling.queueName"))
+    if in_a_queue and not _is_young(waited) and case.observed.queue_says is None:
+        return Desired(needs=frozenset({"queue_says"}))
     waits = _waits_for_quota(case)
     over = expired(case, waits[0].message)
-    return _end(case.found(*waits), over) if over is not None else _write(case.found(*waits))
+    if over is not None:
+        return _end(case.found(*waits), over)
+    return _write(case.found(*waits), look_again=_patience(waited) if in_a_queue else None)
 
 
 def _waits_for_quota(case: Case) -> tuple[Finding, ...]:
     queue = given(case.spec, "scheduling.queueName")
     why = f"waits for quota in the queue {queue}" if queue else "somebody suspended the attempt's Job"
+    said = case.observed.queue_says
+    if queue and said is None:  # not asked this time: what it said last stands
+        known = c.find(case.before.conditions, c.QUOTA_RESERVED)
+        why = known.message if known is not None and known.message.startswith(why) else why
+    elif queue and said:
+        why = f"{why}: {said}"
     return false(c.QUOTA_RESERVED, "Waiting", why), false(c.RUNNING, "Queued")
 
 

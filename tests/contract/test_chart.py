@@ -305,6 +305,7 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
+    ("kueue.x-k8s.io", "workloads"): "list",
     ("events.k8s.io", "events"): "create",
 }
 IN_THE_CLUSTER = {
