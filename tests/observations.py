@@ -24,7 +24,14 @@ def job_object(changes: dict[str, Any] | None = None, status: dict[str, Any] | N
 
 def observed(changes: dict[str, Any] | None = None, status: dict[str, Any] | None = None, **more: Any) -> Observed:
     """Everything that can be asked for was looked at, and is empty."""
-    fields: dict[str, Any] = {"attempts": (), "contracts": (), "pods": (), "claims": ()} | more
+    fields: dict[str, Any] = {
+        "attempts": (),
+        "contracts": (),
+        "pods": (),
+        "claims": (),
+        "waiting_gangs": (),
+        "queue_says": "",
+    } | more
     return Observed(job=job_object(changes, status), facts=FACTS, cluster=ClusterView(), **fields)
 
 

@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--fake-gpus", type=int, default=0, metavar="N", help=f"nvidia.com/gpu on {NODE}")
     up.add_argument("--prometheus", action="store_true", help=f"Prometheus at {PROMETHEUS}, and a node exporter")
     up.add_argument("--second-node", action="store_true", help=f"a real node {SECOND_NODE} in namespaces of its own")
+    up.add_argument("--kueue", action="store_true", help="Kueue, which queues Jobs that name a queue")
     up.set_defaults(run=_up)
 
     commands.add_parser("down", help="end it and put the machine back").set_defaults(run=_down)
@@ -54,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(found: State, arguments: argparse.Namespace) -> ExitCode:
     started = time.monotonic()
-    bed.up(found, bed.Wanted(arguments.fake_nodes, arguments.fake_gpus, arguments.prometheus, arguments.second_node))
+    wanted = bed.Wanted(
+        arguments.fake_nodes, arguments.fake_gpus, arguments.prometheus, arguments.second_node, arguments.kueue
+    )
+    bed.up(found, wanted)
     print(f"up in {time.monotonic() - started:.1f} s\n  export KUBECONFIG={found.kubeconfig} PATH={found.bin}:$PATH")
     return ExitCode.DONE
 

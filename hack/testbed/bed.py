@@ -18,6 +18,7 @@ from . import (
     fake_nodes,
     host_mount,
     images,
+    kueue,
     machine,
     network,
     node,
@@ -38,6 +39,7 @@ class Wanted:
     fake_gpus: int = 0
     prometheus: bool = False
     second_node: bool = False
+    kueue: bool = False
 
 
 def up(state: State, wanted: Wanted) -> None:
@@ -78,6 +80,8 @@ def _start(state: State, wanted: Wanted) -> None:
         fake_nodes.ensure(state, wanted.fake_nodes)
     if wanted.fake_gpus:
         fake_gpus.ensure(state, wanted.fake_gpus)
+    if wanted.kueue:
+        kueue.ensure(state)
 
 
 def down(state: State) -> bool:

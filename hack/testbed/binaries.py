@@ -1,7 +1,8 @@
 """The programs of the test bed, built once from pinned Go modules into a cache outside the tree.
 
-The cache's key is a hash of every module file, every source and the compiler's version, so that two checkouts share
-what is equal and never what is not.
+Each program's key is a hash of all that it is made from (its module's files, the flags, the compiler's version), so
+that two checkouts share what is equal and never what is not, and a new program builds nothing but itself. A bed sees
+one folder of links to them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .errors import Unavailable
@@ -33,6 +35,11 @@ VERSION_PACKAGES = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/versi
 LINKER_FLAGS = ("-s", "-w")
 STAGES = "kwok-stages.yaml"
 """what KWOK makes of fake nodes and their pods; from the module's own files"""
+KUEUE_FILES = {
+    "kueue-crds.yaml": ("crd/bases/*.yaml",),
+    "kueue.yaml": ("rbac/role.yaml", "webhook/manifests.yaml"),
+}
+"""Kueue's kinds; and its manager's rights and webhooks: from the module's own files, below config/components"""
 STAGE_FILES = (
     "node/fast/node-initialize",
     "node/heartbeat-with-lease/node-heartbeat-with-lease",
@@ -82,8 +89,22 @@ PROGRAMS = (
         "github.com/prometheus/prometheus/cmd/prometheus",
         tags="remove_all_sd,enable_kubernetes_sd",
     ),
+    Program("kueue", "kueue", "sigs.k8s.io/kueue/cmd/kueue"),
     Program("fake-device-plugin", "device-plugin", "."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One file of the folder, and how to make it."""
+
+    name: str
+    key: str
+    make: Callable[[Path], None]
+
+    @property
+    def made(self) -> Path:
+        return cache() / "programs" / f"{self.name}-{self.key}"
 
 
 def ensure() -> Path:
@@ -92,27 +113,68 @@ def ensure() -> Path:
     A second caller waits for the first. Raises Unavailable when there is neither a compiler nor a way to get one.
     """
     cache().mkdir(parents=True, exist_ok=True)
-    compiler = _Compiler.find()
-    folder = cache() / _key(compiler.version) / "bin"
-    steps: list[tuple[str, Callable[[Path], None]]] = [
-        (program.name, lambda target, program=program: compiler.build(program, target))  # type: ignore[misc]
-        for program in PROGRAMS
-    ]
-    steps += [(STAGES, compiler.copy_stages), ("pause", _build_pause), ("helm", _unpack_helm), ("helm3", _unpack_helm3)]
-    if all((folder / name).exists() for name, _ in steps):
+    steps = _steps(_Compiler.find())
+    folder = cache() / "folders" / _hash(*(step.made.name for step in steps))
+    if all((folder / step.name).exists() for step in steps):  # a link to nothing does not exist
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     with _locked(cache() / "lock"):
-        missing = [(name, make) for name, make in steps if not (folder / name).exists()]
-        if missing:
-            print(f"building {len(missing)} of {len(steps)} programs into {folder}", flush=True)
-        for name, make in missing:
-            started = time.monotonic()
-            unfinished = folder / f".{name}"
-            make(unfinished)
-            unfinished.rename(folder / name)
-            print(f"  {name:<24} {time.monotonic() - started:6.1f} s", flush=True)
+        _make([step for step in steps if not step.made.exists()], len(steps))
+        folder.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            link = folder / f".{step.name}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("..", "..", "programs", step.made.name))
+            link.rename(folder / step.name)
     return folder
+
+
+def _steps(compiler: _Compiler) -> list[Step]:
+    def program_key(program: Program) -> str:
+        return _hash(compiler.version, platform.machine(), program, _flags(program), *_module_files(program.module))
+
+    return [
+        *(Step(each.name, program_key(each), partial(compiler.build, each)) for each in PROGRAMS),
+        Step(STAGES, _hash(STAGE_FILES, *_module_files("kwok")), compiler.copy_stages),
+        *(
+            Step(name, _hash(chosen, *_module_files("kueue")), partial(compiler.copy_kueue_files, chosen))
+            for name, chosen in KUEUE_FILES.items()
+        ),
+        Step("pause", _hash(platform.machine(), PAUSE_SOURCE.read_text(encoding="utf-8")), _build_pause),
+        Step("helm", _hash(HELM_SHA256), _unpack_helm),
+        Step("helm3", _hash(HELM3_SHA256), _unpack_helm3),
+    ]
+
+
+def _make(missing: list[Step], of_all: int) -> None:
+    if missing:
+        print(f"building {len(missing)} of {of_all} programs into {cache() / 'programs'}", flush=True)
+    for step in missing:
+        started = time.monotonic()
+        step.made.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = step.made.with_name(f".{step.made.name}")
+        step.make(unfinished)
+        unfinished.rename(step.made)
+        print(f"  {step.name:<24} {time.monotonic() - started:6.1f} s", flush=True)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:16]
+
+
+def _module_files(module: str) -> list[tuple[str, str]]:
+    """Names and contents of what a program of the module is built from."""
+    found = (path for path in (MODULES / module).iterdir() if path.suffix in (".mod", ".sum", ".go"))
+    return [(path.name, path.read_text(encoding="utf-8")) for path in sorted(found)]
+
+
+def _flags(program: Program) -> list[str]:
+    """For the linker."""
+    if program.module != "kubernetes":
+        return [*LINKER_FLAGS]
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    facts = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
+    said = [f"{package}.{name}={value}" for package in VERSION_PACKAGES for name, value in facts.items()]
+    return [*LINKER_FLAGS, *(word for fact in said for word in ("-X", fact))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,36 +195,28 @@ class _Compiler:
         return _Compiler(None, "go" + GO_WHEEL.partition("==")[2])
 
     def build(self, program: Program, target: Path) -> None:
-        version = f"v{KUBERNETES_VERSION}"
-        major, minor, _ = KUBERNETES_VERSION.split(".")
-        flags = [*LINKER_FLAGS]
-        if program.module == "kubernetes":
-            for package in VERSION_PACKAGES:
-                flags += ["-X", f"{package}.gitVersion={version}", "-X", f"{package}.gitMajor={major}"]
-                flags += ["-X", f"{package}.gitMinor={minor}", "-X", f"{package}.gitTreeState=clean"]
-        options = ["-mod=readonly", "-trimpath", "-tags", program.tags, "-ldflags", " ".join(flags)]
+        options = ["-mod=readonly", "-trimpath", "-tags", program.tags, "-ldflags", " ".join(_flags(program))]
         self._go(["build", *options, "-o", str(target), program.package], program.module)
 
     def copy_stages(self, target: Path) -> None:
-        self._go(["mod", "download", "sigs.k8s.io/kwok"], "kwok")
-        module = Path(self._go(["list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok"], "kwok").strip())
+        module = self._sources("sigs.k8s.io/kwok", "kwok")
         stages = [(module / "kustomize" / "stage" / f"{name}.yaml").read_text(encoding="utf-8") for name in STAGE_FILES]
         target.write_text("\n---\n".join(stages), encoding="utf-8")
+
+    def copy_kueue_files(self, chosen: tuple[str, ...], target: Path) -> None:
+        components = self._sources("sigs.k8s.io/kueue", "kueue") / "config" / "components"
+        files = [path for pattern in chosen for path in sorted(components.glob(pattern))]
+        target.write_text("\n---\n".join(path.read_text(encoding="utf-8") for path in files), encoding="utf-8")
+
+    def _sources(self, name: str, module: str) -> Path:
+        """The folder of a dependency."""
+        self._go(["mod", "download", name], module)
+        return Path(self._go(["list", "-m", "-f", "{{.Dir}}", name], module).strip())
 
     def _go(self, arguments: list[str], module: str) -> str:
         go = self.installed or _go_from_wheel()
         settings = {"GOTOOLCHAIN": "local", "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
         return run([go, *arguments], directory=MODULES / module, environment=settings)
-
-
-def _key(go_version: str) -> str:
-    sources = [*MODULES.glob("*/go.mod"), *MODULES.glob("*/go.sum"), *MODULES.glob("*/*.go")]
-    chosen = (PROGRAMS, KUBERNETES_VERSION, VERSION_PACKAGES, LINKER_FLAGS, STAGE_FILES, HELM_SHA256)
-    found = hashlib.sha256(f"{go_version} {platform.machine()} {chosen}".encode())
-    for path in sorted([*sources, PAUSE_SOURCE]):
-        content = path.read_bytes()
-        found.update(f"\0{path.relative_to(REPOSITORY)}\0{len(content)}\0".encode() + content)
-    return found.hexdigest()[:16]
 
 
 def _build_pause(target: Path) -> None:

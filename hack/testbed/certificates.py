@@ -46,7 +46,8 @@ KUBELET = Identity("kubelet", f"system:node:{NODE}", "system:nodes", f"DNS:{NODE
 SECOND_KUBELET = Identity(
     "kubelet-1", f"system:node:{SECOND_NODE}", "system:nodes", f"DNS:{SECOND_NODE},IP:{SECOND_ADDRESS}"
 )
-CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET, SECOND_KUBELET)
+KUEUE = Identity("kueue", "spillway-testbed:kueue", hosts=f"IP:{ADDRESS}")
+CLIENTS = (ADMINISTRATOR, CONTROLLER_MANAGER, SCHEDULER, PROXY, DNS, PROMETHEUS, KUBELET, SECOND_KUBELET, KUEUE)
 
 SERVICE_NAMES = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
 SERVER = Identity(

@@ -522,8 +522,15 @@ class Scheduling(Fields):
     priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="PriorityClass of the pods."
     )
+    workload_priority_class_name: Annotated[Text, Field(max_length=63)] = Field(
+        default="",
+        description="Kueue WorkloadPriorityClass: the job's place in the queue, apart from its pods' priority. "
+        "Default: that of priorityClassName.",
+    )
     gang: Literal["Auto", "Required", "Disabled"] = Field(
-        default="Auto", description="Start all pods or none. Auto: where the cluster can."
+        default="Auto",
+        description="Start all pods or none. Auto: by the queue; without one, an attempt that gets nodes for some of "
+        "its pods gives them back. Required: more than one node need a queue. Disabled: it keeps them and waits.",
     )
     node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")

@@ -19,6 +19,8 @@ EVICTED = "Evicted"
 """by the kubelet, because the node or the pod's volume ran out of space"""
 JOB_DELETED = "JobDeleted"
 """somebody deleted the attempt's Job"""
+GANG_YIELDED = "GangYielded"
+"""only some of its pods had nodes: the operator gave them back"""
 STALLED = "Stalled"
 """no step for lifecycle.stallSeconds: the operator ended the attempt"""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -50,6 +52,7 @@ RETRIES: dict[str, Retry] = {
     NODE_LOST: Retry.FREE,
     POD_DELETED: Retry.FREE,
     JOB_DELETED: Retry.FREE,
+    GANG_YIELDED: Retry.FREE,
 }
 """every other reason: NEVER"""
 

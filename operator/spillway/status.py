@@ -67,6 +67,11 @@ class PlanStatus(Written):
     )
     metrics_age: Short = Field(default="", description="Age of the metrics behind it, for people: 4s.")
     metrics_source: Short = Field(default="", description="Where they came from: Prometheus, Scrape, or empty.")
+    gang: Literal["", "Queue", "Yield"] = Field(
+        default="",
+        description="How the pods start all or none. Queue: the queue admits all of them or none. Yield: an attempt "
+        "that gets nodes for some of them gives those back. Empty: one pod, or scheduling.gang is Disabled.",
+    )
     observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
 
 

@@ -68,17 +68,29 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
 
 def refusal(job: TrainingJob) -> Refusal | None:
     """Why a job that is valid by itself cannot be carried out in a cluster; `spillway submit` asks before, too."""
-    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_not_yet(job.spec)]
+    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_without_guarantee(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))
     return Refusal(c.INVALID_SPEC, taken) if taken else None
 
 
-def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """What the operator cannot do yet, with what works instead."""
-    if spec.scheduling.gang == "Required":
-        yield FieldProblem("spec.scheduling.gang", "Required", "does not work yet; use Auto or Disabled")
+def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """What nothing can promise for this job, with what works instead."""
+    scheduling, nodes = spec.scheduling, spec.parallelism.nodes
+    if scheduling.workload_priority_class_name and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.workloadPriorityClassName",
+            scheduling.workload_priority_class_name,
+            "orders the jobs of a queue: give scheduling.queueName, or use priorityClassName",
+        )
+    if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.gang",
+            "Required",
+            f"nothing starts {nodes} pods all at once or none without a queue: give scheduling.queueName (Kueue), or "
+            "use Auto: an attempt that gets nodes for some of its pods only gives them back",
+        )
 
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:

@@ -67,6 +67,7 @@ CAUSES: dict[str, str] = {
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
     retries.EVICTED: "the kubelet evicted a pod, because it used more disk than it asked for",
     retries.JOB_DELETED: "somebody deleted the attempt's Job",
+    retries.GANG_YIELDED: "only some of its pods had nodes, and they were given back for an older job, or in time",
     retries.STALLED: "no step came for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
     retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says what was "
@@ -74,7 +75,7 @@ CAUSES: dict[str, str] = {
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
 
-ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED)
+ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED, retries.GANG_YIELDED)
 """reasons of Running while the operator ends an attempt: said before it is done, and true whatever happens then"""
 
 REASONS: dict[str, dict[str, str]] = {
@@ -121,6 +122,8 @@ REASONS: dict[str, dict[str, str]] = {
         retries.STALLED: "no step came for lifecycle.stallSeconds: the attempt is being ended, and another one follows",
         retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is over: the attempt writes a checkpoint and ends",
         retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is over: the attempt is withdrawn",
+        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it gives them back, and another one "
+        "follows",
         JOB_GONE: "False: the attempt's Job was deleted and a pod of it was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",

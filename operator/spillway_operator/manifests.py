@@ -32,6 +32,7 @@ JOB_UID_LABEL = "spillway.dev/job-uid"
 ATTEMPT_LABEL = "spillway.dev/attempt"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 
 CONTAINER = "trainer"
 CONTRACT_DIRECTORY = "/etc/spillway"
@@ -244,10 +245,13 @@ def indexed_job(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> 
 
     With a queue it is born suspended and never written again: the queue resumes it.
     """
-    queue = files.job.spec.scheduling.queue_name
+    scheduling = files.job.spec.scheduling
+    queue = scheduling.queue_name
     metadata = _metadata(files, owner)
     if queue:
         metadata["labels"][QUEUE_LABEL] = queue
+    if queue and scheduling.workload_priority_class_name:
+        metadata["labels"][QUEUE_PRIORITY_LABEL] = scheduling.workload_priority_class_name
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": files.job.num_nodes,

@@ -22,6 +22,7 @@ from .api_client import (
     JOBS,
     PODS,
     TRAINING_JOBS,
+    WORKLOADS,
     ApiClient,
     NotFound,
     Refused,
@@ -29,6 +30,7 @@ from .api_client import (
 )
 from .case import whole
 from .cluster import Cluster
+from .conditions import SCHEDULED
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
     AttemptObject,
@@ -39,6 +41,7 @@ from .observed import (
     Observed,
     OperatorFacts,
     PodObject,
+    WaitingGang,
 )
 from .reservations import Reservations
 from .store import (
@@ -53,6 +56,8 @@ from .store import (
 )
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
+"""on a Workload: the uid of the Job that it stands for"""
 CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim")
 """of a spec: the claims that its pods mount"""
 LONGEST_TEXT = 4096
@@ -123,6 +128,8 @@ class Observer:
                 pods_refusal=await self._pods_refusal(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
                 hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
+                queue_says=await self._queue_says(job, attempts) if "queue_says" in needs else None,
+                waiting_gangs=self._waiting_gangs(key) if "waiting_gangs" in needs else None,
                 others_silent_seconds=self._others_silent_seconds(key),
             ),
             unwatched,
@@ -138,6 +145,11 @@ class Observer:
             for attempt in self._store.attempts
         )
         return self._ears.others_silent_seconds(key) if self._ears is not None and others_run else None
+
+    def _waiting_gangs(self, key: Key) -> tuple[WaitingGang, ...]:
+        """Looked for in the text first: there may be thousands of jobs, and few that wait for nodes."""
+        found = (waiting_gang(job) for job in self._store.jobs if b'"Unschedulable"' in job.status and job.key != key)
+        return tuple(gang for gang in found if gang is not None)
 
     async def _read_job(self, job: JobObject) -> JobObject | None:
         try:
@@ -196,6 +208,20 @@ class Observer:
             return ""
         return max(found.items, default=("", ""))[1]
 
+    async def _queue_says(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> str:
+        """Kueue's own sentence; empty where it says nothing, is not there, or is not ours to see."""
+        newest = max(
+            (each for each in attempts if each.owner_uid == job.uid), key=lambda each: each.attempt, default=None
+        )
+        if newest is None:
+            return ""
+        selector = f"{WORKLOAD_JOB_LABEL}={newest.uid}"
+        try:
+            found = await self._client.list(WORKLOADS, job.namespace, project_workload, selector)
+        except (NotFound, Refused):
+            return ""
+        return next(filter(None, found.items), "")
+
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
         return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])
 
@@ -224,6 +250,20 @@ def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
     )
 
 
+def waiting_gang(job: JobObject) -> WaitingGang | None:
+    """A job of several pods whose present attempt the scheduler finds no nodes for; None for every other one."""
+    spec, status = json.loads(job.spec), json.loads(job.status)
+    nodes = given(spec, "parallelism.nodes")
+    several = isinstance(nodes, int) and nodes > 1 and given(spec, "scheduling.gang") != "Disabled"
+    if job.deleting or not several or not isinstance(status, dict):
+        return None
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == SCHEDULED and condition.get("reason") == "Unschedulable":
+            since = str(condition.get("lastTransitionTime") or "")
+            return WaitingGang(job.namespace, job.name, job.uid, job.creation_time, since)
+    return None
+
+
 def project_contract(found: Mapping[str, Any]) -> Contract:
     """An attempt's ConfigMap."""
     metadata, data = found["metadata"], found.get("data") or {}
@@ -236,6 +276,15 @@ def project_contract(found: Mapping[str, Any]) -> Contract:
         decision_json=str(data.get("decision.json", "")),
         attempt_json=str(data.get("attempt.json", "")),
     )
+
+
+def project_workload(found: Mapping[str, Any]) -> str:
+    """Why Kueue has not admitted it; empty when it says nothing, or has."""
+    if (found.get("spec") or {}).get("active") is False:
+        return f"Workload {found['metadata']['name']} is deactivated: spec.active is false"
+    conditions = (found.get("status") or {}).get("conditions") or ()
+    waits = (each for each in conditions if each.get("type") == "QuotaReserved" and each.get("status") == "False")
+    return next((_text(condition.get("message")) for condition in waits), "")
 
 
 def project_pod(found: Mapping[str, Any]) -> PodObject:

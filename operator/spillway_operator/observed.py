@@ -149,6 +149,18 @@ class OperatorFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingGang:
+    """Another job with several pods, for which the scheduler finds no nodes."""
+
+    namespace: str
+    name: str
+    uid: str
+    creation_time: str
+    since: str
+    """when its condition Scheduled became False"""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """All that is known of one TrainingJob at one moment."""
 
@@ -179,6 +191,10 @@ class Observed:
     hearing_seconds: float | None = None
     """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
     within that time says something about a trainer."""
+    queue_says: str | None = None
+    """why the queue has not admitted the newest attempt, in its own words; None = not asked for"""
+    waiting_gangs: tuple[WaitingGang, ...] | None = None
+    """all that the watches know of; None = not asked for"""
     others_silent_seconds: float | None = None
     """since a trainer of another job was heard; None = no other attempt runs. When nobody is heard, the fault may be
     ours."""
@@ -215,7 +231,8 @@ class Desired:
     events: tuple[EventNote, ...] = ()
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """what must be observed before the next decision: "contracts", "pods", "claims" """
+    """what must be observed before the next decision: "contracts", "pods", "claims", "queue_says",
+    "waiting_gangs" """
 
     @property
     def changes_nothing(self) -> bool:

@@ -13,6 +13,7 @@ from spillway.status import Attempts, PlanStatus, TierQuantities
 from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
 
 from . import conditions as c
+from . import gangs
 from .conditions import Finding, false, true, unknown
 from .manifests import AttemptFiles, Decision, MetricsSeen, Preferred, attempt_files
 from .observed import JobObject, OperatorFacts
@@ -47,7 +48,8 @@ def plan_attempt(
         because=because,
     )
     threads = threads or placed.plan.optimizer.num_threads
-    return attempt_files(job, uid, placed.plan, plan_status(placed, cluster), decision, threads, facts)
+    planned = plan_status(placed, cluster).model_copy(update={"gang": gangs.kind_of(job.spec)})
+    return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
 
 
 def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:

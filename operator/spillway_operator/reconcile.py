@@ -28,6 +28,7 @@ from spillway.api import DEFAULT_RESTARTS, MANAGER, TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
 from spillway.field_types import MAX_COUNT
 from spillway.retries import (
+    GANG_YIELDED,
     JOB_DELETED,
     MEMORY_ERRORS,
     NODE_LOST,
@@ -38,7 +39,7 @@ from spillway.status import MAX_ATTEMPTS, Attempts, TrainingJobStatus
 from spillway.units import format_seconds
 
 from . import conditions as c
-from . import manifests
+from . import gangs, manifests
 from .acceptance import (
     Refusal,
     accept,
@@ -253,18 +254,30 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
     if has_run or attempt.active or attempt.ready:
         evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
         return _write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
+    waited = case.seconds_since(c.QUOTA_RESERVED, "False")
+    in_a_queue = bool(given(case.spec, "scheduling.queueName"))
+    if in_a_queue and not _is_young(waited) and case.observed.queue_says is None:
+        return Desired(needs=frozenset({"queue_says"}))
     waits = _waits_for_quota(case)
     over = expired(case, waits[0].message)
-    return _end(case.found(*waits), over) if over is not None else _write(case.found(*waits))
+    if over is not None:
+        return _end(case.found(*waits), over)
+    return _write(case.found(*waits), look_again=_patience(waited) if in_a_queue else None)
 
 
 def _waits_for_quota(case: Case) -> tuple[Finding, ...]:
     queue = given(case.spec, "scheduling.queueName")
     why = f"waits for quota in the queue {queue}" if queue else "somebody suspended the attempt's Job"
+    said = case.observed.queue_says
+    if queue and said is None:  # not asked this time: what it said last stands
+        known = c.find(case.before.conditions, c.QUOTA_RESERVED)
+        why = known.message if known is not None and known.message.startswith(why) else why
+    elif queue and said:
+        why = f"{why}: {said}"
     return false(c.QUOTA_RESERVED, "Waiting", why), false(c.RUNNING, "Queued")
 
 
-def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
+def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per thing that can be so
     """Not every pod runs, yet or any more: after a while the pods say why."""
     waited = case.seconds_now - _began_seconds(case, attempt)
     if _is_young(waited):
@@ -282,7 +295,9 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
     if case.attempts.active_time is None:
         case = pending(case)
         obstacle = next((finding.message for finding in found if finding.message), "not every pod runs")
-        over = expired(case, obstacle)
+        if gangs.holds_in_part(case, pods) and case.observed.waiting_gangs is None:
+            return Desired(needs=frozenset({"waiting_gangs"}))
+        over = expired(case, obstacle) or gangs.yields(case, pods)
         if over is not None:
             return _end(case, over)
     waited = min(waited, case.seconds_since(c.RUNNING, "False"), SLOWEST_POD_LOOK_SECONDS)
@@ -507,7 +522,17 @@ def _between_attempts(case: Case) -> Desired:
         rest = pause - (case.seconds_now - seconds_of(known.end_time))
         if 0 < rest <= 2 * pause:  # more: the clock was set back, and nothing says how long ago the attempt ended
             return _write(case, look_again=min(rest, pause))
-    return _start(pending(case))
+    return _hold(case) if known.last_reason == GANG_YIELDED else _start(pending(case))
+
+
+def _hold(case: Case) -> Desired:
+    """It yielded: the older jobs that wait for nodes go first, for a while."""
+    if case.observed.waiting_gangs is None:
+        return Desired(needs=frozenset({"waiting_gangs"}))
+    held = case.seconds_now - seconds_of(case.attempts.end_time or case.now)
+    if gangs.goes_first(case) is None or not 0 <= held < gangs.LONGEST_HOLD_SECONDS:
+        return _start(pending(case))
+    return _write(case, look_again=PATIENCE_SECONDS)
 
 
 def pause_seconds(short_in_a_row: int) -> float:

@@ -25,19 +25,19 @@ from testbed.errors import ExitCode, Unavailable  # noqa: E402
 from testbed.layout import state  # noqa: E402
 from testbed.machine import SYSCTLS  # noqa: E402
 
-WANTED = whole_bed.Wanted(fake_nodes=4, fake_gpus=4, prometheus=True)
+WANTED = whole_bed.Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
 CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
 
 
 @pytest.fixture(scope="session")
 def testbed() -> Iterator[Bed]:
-    """Started if it does not run, with fake nodes, fake GPUs and Prometheus; ended only if started here."""
+    """Started if it does not run, with fake nodes, fake GPUs, Prometheus and Kueue; ended only if started here."""
     if os.environ.get("SPILLWAY_NO_CLUSTER"):
         pytest.skip("no control plane: SPILLWAY_NO_CLUSTER is set")
     running = state().machine.exists()
     before = machine_state()
     # In a process of its own, whose children are not ours to wait for.
-    flags = ["--fake-nodes", str(WANTED.fake_nodes), "--fake-gpus", str(WANTED.fake_gpus), "--prometheus"]
+    flags = ["--fake-nodes", str(WANTED.fake_nodes), "--fake-gpus", str(WANTED.fake_gpus), "--prometheus", "--kueue"]
     ended = testbed_command("up", *flags)
     if ended.returncode in CANNOT:
         pytest.skip(f"no control plane: {ended.stderr.strip()}")

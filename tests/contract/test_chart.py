@@ -276,6 +276,7 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
+    ("kueue.x-k8s.io", "workloads"): "list",
     ("events.k8s.io", "events"): "list create",
 }
 OF_THE_LEADER = {

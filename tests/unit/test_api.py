@@ -58,7 +58,8 @@ spec:
   runtimeClassName: ""
   podOverrides: {labels: {a: b}, annotations: {c: d}, serviceAccountName: trainer}
   command: []
-  scheduling: {queueName: "", priorityClassName: "", gang: Auto, nodeSelector: {}, tolerations: [{operator: Exists}]}
+  scheduling: {queueName: "", priorityClassName: "", workloadPriorityClassName: "", gang: Auto, nodeSelector: {},
+               tolerations: [{operator: Exists}]}
   lifecycle: {activeDeadlineSeconds: 0, pendingDeadlineSeconds: 0, stallSeconds: 1800, ttlSecondsAfterFinished: null,
               maxRestarts: 5}
   managedBy: spillway.dev/operator

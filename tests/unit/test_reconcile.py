@@ -582,7 +582,8 @@ def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
         ({"spec.parallelism": {"strategy": "Fsdp"}}, "spec.parallelism.strategy"),
         ({"spec.spill": {"encryption": "Ephemeral"}}, "spec.spill.encryption"),
         ({"spec.command": ["train.py"]}, "spec.command"),
-        ({"spec.scheduling": {"gang": "Required"}}, "spec.scheduling.gang"),
+        ({"spec.scheduling": {"gang": "Required"}, "spec.parallelism": {"nodes": 2}}, "spec.scheduling.gang"),
+        ({"spec.scheduling": {"workloadPriorityClassName": "high"}}, "spec.scheduling.workloadPriorityClassName"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_yet_is_refused_with_a_sentence(changes: dict[str, Any], path: str) -> None:

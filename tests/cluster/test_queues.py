@@ -1,0 +1,317 @@
+"""Queues: a real Kueue decides when an attempt begins and when it must go; the operator writes no Job twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from installed import OPERATOR_USER, Document, Installed, changed, example, named, on_fake_nodes
+
+from spillway.units import parse_quantity
+
+SECONDS = 120.0
+"""for each step of a test: a trainer starts on a busy machine"""
+LONG = 100_000
+"""steps: it runs until it is made to end"""
+QUEUE = "team"
+KINDS = "kueue.x-k8s.io/v1beta2"
+
+
+def kueue(kind: str, name: str, namespace: str = "", **fields: object) -> Document:
+    metadata = {"name": name, **({"namespace": namespace} if namespace else {})}
+    return {"apiVersion": KINDS, "kind": kind, "metadata": metadata, **fields}
+
+
+def cluster_queue(name: str, memory: str, flavors: tuple[str, ...], **more: object) -> Document:
+    """Memory is what jobs compete for; of the rest there is enough."""
+    quotas = {"cpu": "100", "memory": memory, "ephemeral-storage": "1000Gi"}
+    groups = [
+        {
+            "coveredResources": list(quotas),
+            "flavors": [
+                {"name": flavor, "resources": [{"name": key, "nominalQuota": quota} for key, quota in quotas.items()]}
+                for flavor in flavors
+            ],
+        }
+    ]
+    preemption = {"withinClusterQueue": "LowerPriority"}
+    return kueue(
+        "ClusterQueue", name, spec={"namespaceSelector": {}, "resourceGroups": groups, "preemption": preemption, **more}
+    )
+
+
+@pytest.fixture
+def queue(spillway: Installed, namespace: str) -> Iterator[Callable[..., None]]:
+    """Makes the queue `team` of the namespace, or another quota of it; everything is taken away afterwards."""
+    made: set[str] = set()
+
+    def make(memory: str, flavors: dict[str, dict[str, str]] | None = None, **more: object) -> None:
+        labels = flavors or {"any": {}}
+        names = tuple(f"{namespace}-{flavor}" for flavor in labels)
+        spillway.bed.apply(
+            *(
+                kueue("ResourceFlavor", name, spec=_flavor(found))
+                for name, found in zip(names, labels.values(), strict=True)
+            ),
+            cluster_queue(namespace, memory, names, **more),
+            kueue("LocalQueue", QUEUE, namespace, spec={"clusterQueue": namespace}),
+        )
+        made.update(names)
+
+    yield make
+    spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", "--all", "-n", namespace, "--timeout=90s")
+    spillway.bed.kubectl("delete", "localqueue", QUEUE, "-n", namespace)
+    spillway.bed.kubectl("delete", "clusterqueue", namespace, "--wait=false")
+    spillway.bed.kubectl("delete", "resourceflavor", *sorted(made), "--wait=false")
+
+
+def _flavor(labels: dict[str, str]) -> dict[str, object]:
+    if not labels:
+        return {}
+    toleration = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
+    return {"nodeLabels": labels, "tolerations": [toleration]}
+
+
+def job(name: str, namespace: str, **fields: object) -> Document:
+    found = example("one-pod", namespace, scheduling={"queueName": QUEUE}, **fields)
+    return named(found, name)
+
+
+def pod_memory(spillway: Installed, namespace: str, name: str) -> int:
+    found = spillway.until(lambda job: job["status"].get("plan", {}).get("podMemory"), namespace, name, SECONDS)
+    return parse_quantity(found["status"]["plan"]["podMemory"])
+
+
+def quota_is(reason: str, said: str = "") -> Callable[[Document], bool]:
+    """Of the condition QuotaReserved."""
+
+    def holds(found: Document) -> bool:
+        conditions = {each["type"]: each for each in found["status"].get("conditions", ())}
+        known = conditions.get("QuotaReserved", {})
+        return bool(known.get("reason") == reason and said in known.get("message", ""))
+
+    return holds
+
+
+def step(found: Document) -> int:
+    return int(found["status"].get("progress", {}).get("step", 0))
+
+
+def workloads(spillway: Installed, namespace: str) -> list[Document]:
+    found: list[Document] = spillway.bed.get("workloads.kueue.x-k8s.io", "-n", namespace)["items"]
+    return found
+
+
+def writes_of_jobs(spillway: Installed, since: int, namespace: str) -> set[str]:
+    """What the operator did to batch/v1 Jobs."""
+    return {
+        request.verb
+        for request in spillway.bed.requests(since, OPERATOR_USER)
+        if request.mutating and request.resource == "jobs" and request.namespace == namespace
+    }
+
+
+def test_the_second_job_waits_for_quota_and_runs_when_the_first_ends(
+    spillway: Installed, namespace: str, queue: Callable[..., None]
+) -> None:
+    since = spillway.bed.audit_position()
+    queue("4Gi")
+    spillway.create(job("first", namespace, training__steps=150))
+    one = pod_memory(spillway, namespace, "first")
+    queue(str(one * 3 // 2))
+    spillway.until(step, namespace, "first", SECONDS)
+    spillway.create(job("second", namespace))
+    # In Kueue's own words, after the ten seconds that every attempt is given.
+    waiting = spillway.until(quota_is("Waiting", "insufficient"), namespace, "second", SECONDS)
+    message = next(c["message"] for c in waiting["status"]["conditions"] if c["type"] == "QuotaReserved")
+    assert message.startswith(f"waits for quota in the queue {QUEUE}: ") and "memory" in message, message
+    assert waiting["status"]["state"] == "Queued" and not spillway.children("pod", namespace, "second")
+    spillway.wait(namespace, "first", "Complete", SECONDS)
+    ended = spillway.wait(namespace, "second", "Complete", SECONDS)
+    assert ended["status"]["attempts"]["total"] == 1
+    assert quota_is("Admitted")(ended)
+    assert writes_of_jobs(spillway, since, namespace) == {"create"}, "a Job was born suspended and written again"
+
+
+def test_a_preempted_job_checkpoints_queues_again_and_resumes(
+    spillway: Installed, namespace: str, queue: Callable[..., None]
+) -> None:
+    since = spillway.bed.audit_position()
+    high = f"{namespace}-high"
+    spillway.bed.apply(kueue("WorkloadPriorityClass", high, value=1000, description="goes first"))
+    queue("4Gi")
+    spillway.bed.claim("kept", namespace)
+    kept = {"checkpoint__claim": "kept", "checkpoint__everySteps": LONG}
+    spillway.create(job("low", namespace, training__steps=400, **kept))
+    queue(str(pod_memory(spillway, namespace, "low") * 3 // 2))
+    spillway.until(step, namespace, "low", SECONDS)
+    urgent = job("urgent", namespace, training__steps=60)
+    urgent["spec"]["scheduling"]["workloadPriorityClassName"] = high
+    spillway.create(urgent)
+    seen = spillway.until(lambda found: found["status"]["attempts"]["total"] == 2, namespace, "low", SECONDS)
+    attempts = seen["status"]["attempts"]
+    assert (attempts["ended"], attempts["restarts"], attempts["disruptions"]) == (1, 0, 1), attempts
+    assert attempts["lastReason"] == "Preempted"
+    saved = seen["status"]["checkpoint"]["step"]
+    assert saved > 0, "by everySteps the next one is far away: it was written because the attempt had to go"
+    assert quota_is("Waiting")(seen)
+    (urgent_pod,) = spillway.children("pod", namespace, "urgent")
+    assert urgent_pod["spec"].get("priorityClassName") is None, "the queue's order is not the pods' priority"
+    spillway.wait(namespace, "urgent", "Complete", SECONDS)
+    ended = spillway.wait(namespace, "low", "Complete", SECONDS)
+    assert ended["status"]["attempts"]["total"] == 2 and ended["status"]["attempts"]["restarts"] == 0
+    log = spillway.bed.kubectl("logs", "-n", namespace, "-l", "spillway.dev/job=low", "--tail=-1")
+    assert f"step {saved}" in log, "it went on from its checkpoint"
+    reasons = {event.get("reason") for event in spillway.bed.get("events", "-n", namespace)["items"]}
+    assert "EvictedByQueue" in reasons
+    assert writes_of_jobs(spillway, since, namespace) == {"create", "delete"}
+    spillway.bed.kubectl("delete", "workloadpriorityclass", high)
+
+
+def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
+    spillway: Installed, namespace: str, queue: Callable[..., None]
+) -> None:
+    queue("1Mi")
+    for name in ("suspended", "deleted"):
+        spillway.create(job(name, namespace))
+        spillway.until(quota_is("Waiting"), namespace, name, SECONDS)
+    _suspend(spillway, namespace, "suspended", True)
+    spillway.bed.kubectl("delete", "trainingjobs.spillway.dev/deleted", "-n", namespace, "--timeout=60s")
+    spillway.wait(namespace, "suspended", "Suspended", SECONDS)
+    spillway.until(lambda _: not workloads(spillway, namespace), namespace, "suspended", SECONDS)
+    queue("4Gi")
+    _suspend(spillway, namespace, "suspended", False)
+    ended = spillway.wait(namespace, "suspended", "Complete", SECONDS)
+    assert (ended["status"]["attempts"]["total"], ended["status"]["attempts"]["restarts"]) == (2, 0)
+
+
+def test_an_admitted_job_can_be_suspended_asks_for_more_and_gives_the_quota_back(
+    spillway: Installed, namespace: str, queue: Callable[..., None]
+) -> None:
+    """The new attempt's Job is another one, and so is its Workload: it asks for what the new budget makes of it."""
+    queue("4Gi")
+    spillway.bed.claim("kept", namespace)
+    kept = {"checkpoint__claim": "kept", "checkpoint__everySteps": LONG}
+    spillway.create(job("grows", namespace, training__steps=300, **kept))
+    before = pod_memory(spillway, namespace, "grows")
+    spillway.until(step, namespace, "grows", SECONDS)
+    _suspend(spillway, namespace, "grows", True)
+    suspended = spillway.wait(namespace, "grows", "Suspended", SECONDS)
+    saved = suspended["status"]["checkpoint"]["step"]
+    spillway.until(lambda _: not workloads(spillway, namespace), namespace, "grows", SECONDS)
+    queue(str(before * 5 // 4))
+    larger = json.dumps({"spec": {"suspend": False, "memory": {"budget": {"host": "512Mi"}}}})
+    spillway.bed.kubectl("patch", "trainingjobs.spillway.dev/grows", "-n", namespace, "--type=merge", "-p", larger)
+    # More than the whole queue has: Kueue says so, and so does the job.
+    waiting = spillway.until(quota_is("Waiting", "memory"), namespace, "grows", SECONDS)
+    after = parse_quantity(waiting["status"]["plan"]["podMemory"])
+    assert after > before * 5 // 4, (before, after)
+    (workload,) = workloads(spillway, namespace)
+    (pod_set,) = workload["spec"]["podSets"]
+    asked = pod_set["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
+    (attempt,) = spillway.children("job", namespace, "grows")
+    assert asked == attempt["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
+    queue("4Gi")
+    ended = spillway.wait(namespace, "grows", "Complete", SECONDS)
+    assert (ended["status"]["attempts"]["total"], ended["status"]["attempts"]["restarts"]) == (2, 0)
+    assert saved > 0
+
+
+@pytest.mark.parametrize("how", ["deactivated", "drained"])
+def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
+    spillway: Installed, namespace: str, queue: Callable[..., None], how: str
+) -> None:
+    queue("4Gi")
+    spillway.bed.claim("kept", namespace)
+    kept = {"checkpoint__claim": "kept", "checkpoint__everySteps": LONG}
+    spillway.create(job("taken", namespace, training__steps=LONG, **kept))
+    spillway.until(step, namespace, "taken", SECONDS)
+    if how == "drained":
+        queue("4Gi", stopPolicy="HoldAndDrain")
+    else:
+        (workload,) = workloads(spillway, namespace)
+        name = f"workloads.kueue.x-k8s.io/{workload['metadata']['name']}"
+        spillway.bed.kubectl("patch", name, "-n", namespace, "--type=merge", "-p", '{"spec": {"active": false}}')
+    seen = spillway.until(lambda found: found["status"]["attempts"]["total"] == 2, namespace, "taken", SECONDS)
+    attempts = seen["status"]["attempts"]
+    assert (attempts["lastReason"], attempts["restarts"]) == ("Preempted", 0)
+    assert seen["status"]["checkpoint"]["step"] > 0
+    if how == "drained":  # the whole queue stands still; a new attempt of a deactivated one is a new Workload
+        spillway.until(quota_is("Waiting", "stopped"), namespace, "taken", SECONDS)
+        queue("4Gi", stopPolicy="None")
+    resumed = spillway.until(lambda found: found["status"]["state"] == "Running", namespace, "taken", SECONDS)
+    assert resumed["status"]["attempts"]["total"] == 2
+
+
+def test_the_plan_of_a_queued_job_holds_in_every_flavor_it_can_get(
+    spillway: Installed, namespace: str, queue: Callable[..., None]
+) -> None:
+    """Which flavor it gets, and so which nodes, the queue decides after the plan was made: the Job names no host."""
+    nodes = [node["metadata"]["name"] for node in spillway.bed.get("nodes", "-l", "type=kwok")["items"]][:2]
+    for flavor, node in zip(("one", "two"), nodes, strict=True):
+        spillway.bed.kubectl("label", "node", node, f"spillway.test/flavor={namespace}-{flavor}")
+    labels = {flavor: {"spillway.test/flavor": f"{namespace}-{flavor}"} for flavor in ("one", "two")}
+    queue("4Gi", labels)
+    made = on_fake_nodes(job("first", namespace))
+    made["spec"]["scheduling"]["queueName"] = QUEUE
+    spillway.create(made)
+    queue(str(pod_memory(spillway, namespace, "first") * 3 // 2), labels)
+    spillway.until(lambda _: bool(_nodes_of(spillway, namespace, "first")), namespace, "first", SECONDS)
+    spillway.create(named(made, "second"))
+    spillway.until(lambda _: bool(_nodes_of(spillway, namespace, "second")), namespace, "second", SECONDS)
+    assert _nodes_of(spillway, namespace, "first") + _nodes_of(spillway, namespace, "second") == nodes
+    for name in ("first", "second"):
+        (attempt,) = spillway.children("job", namespace, name)
+        required = attempt["spec"]["template"]["spec"].get("affinity", {}).get("nodeAffinity", {})
+        assert "kubernetes.io/hostname" not in json.dumps(
+            required.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        )
+    for node in nodes:
+        spillway.bed.kubectl("label", "node", node, "spillway.test/flavor-")
+
+
+def _nodes_of(spillway: Installed, namespace: str, name: str) -> list[str]:
+    pods = spillway.children("pod", namespace, name)
+    return [pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName")]
+
+
+def _suspend(spillway: Installed, namespace: str, name: str, wanted: bool) -> None:
+    patch = json.dumps({"spec": {"suspend": wanted}})
+    spillway.bed.kubectl("patch", f"trainingjobs.spillway.dev/{name}", "-n", namespace, "--type=merge", "-p", patch)
+
+
+def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Installed, namespace: str) -> None:
+    """Without a queue: each gets nodes for one or two of its pods, and the younger gives them back."""
+    since = spillway.bed.audit_position()
+    made = []
+    for name in ("older", "younger"):
+        spillway.bed.claim(name, namespace)
+        made.append(
+            changed(
+                named(example("two-pod", namespace), name),
+                namespace,
+                checkpoint__claim=name,
+                resources={"cpu": _two_fifths_of_the_node(spillway)},
+            )
+        )
+    for each in made:
+        spillway.create(each)
+    for name in ("older", "younger"):
+        ended = spillway.wait(namespace, name, "Complete", 2 * SECONDS)
+        assert ended["status"]["attempts"]["restarts"] == 0
+        assert ended["status"]["plan"]["gang"] == "Yield"
+    assert writes_of_jobs(spillway, since, namespace) <= {"create", "delete"}
+
+
+def _two_fifths_of_the_node(spillway: Installed) -> str:
+    """CPU that three pods fit the free rest of the real node and four do not."""
+    node = spillway.bed.get("node", "node-0")
+    cores = node["status"]["allocatable"]["cpu"]
+    total = int(cores[:-1]) if cores.endswith("m") else int(cores) * 1000
+    used = 0
+    for pod in spillway.bed.get("pods", "-A", "--field-selector=spec.nodeName=node-0,status.phase=Running")["items"]:
+        for container in pod["spec"]["containers"]:
+            asked = container.get("resources", {}).get("requests", {}).get("cpu", "0")
+            used += int(asked[:-1]) if asked.endswith("m") else int(float(asked) * 1000)
+    return f"{(total - used) * 2 // 7}m"
