@@ -27,7 +27,6 @@ from installed import (
     Installed,
     example,
     named,
-    on_fake_nodes,
     running_for_an_hour,
 )
 from operator_process import OperatorProcess, write_kubeconfig
