@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chart_values import MATRIX, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "spillway"
@@ -30,37 +31,6 @@ FULL_NAME = "demo-spillway"
 MAX_CONFIG_MAP_BYTES = 2**20
 
 Object = dict[str, Any]
-
-MATRIX: dict[str, tuple[str, ...]] = {
-    "defaults": (),
-    "two namespaces": ("watchNamespaces={team-a,team-b}",),
-    "least": (
-        "crds.enabled=false",
-        "nodeReader.enabled=false",
-        "progress.enabled=false",
-        "userRoles.enabled=false",
-        "dashboards.enabled=false",
-        "watchNamespaces={team-a}",
-    ),
-    "most": (
-        "monitoring.enabled=true",
-        "monitoring.labels.release=prometheus",
-        "prometheus.url=http://prometheus.monitoring.svc:9090",
-        "progress.tls.secretName=own-certificate",
-        "imagePullSecrets[0].name=registry",
-        "serviceAccount.name=runner",
-        "serviceAccount.annotations.role=trainer",
-        "priorityClassName=high",
-        "podLabels.team=ml",
-        "podAnnotations.note=x",
-        "nodeSelector.pool=system",
-        "tolerations[0].operator=Exists",
-        "dashboards.annotations.grafana_folder=Training",
-        "fullnameOverride=own-name",
-        "crds.keep=false",
-    ),
-    "digest": (f"image.digest=sha256:{'a' * 64}", f"trainer.image.digest=sha256:{'b' * 64}"),
-}
 
 
 def _helms() -> dict[str, str]:
@@ -91,13 +61,9 @@ def helm(major: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([HELMS[major], *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
-def _settings(values: tuple[str, ...]) -> list[str]:
-    return [word for value in values for word in ("--set", value)]
-
-
 @cache
 def rendered(major: str, values: tuple[str, ...] = ()) -> tuple[Object, ...]:
-    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *_settings(values))
+    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *settings(values))
     assert done.returncode == 0, done.stderr
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
 
@@ -147,6 +113,14 @@ def test_names_of_cluster_scoped_objects_hold_the_releases_namespace(major: str)
             assert found["metadata"]["name"].startswith(f"{NAMESPACE}-{FULL_NAME}-")
 
 
+@pytest.mark.skipif(len(HELMS) < 2, reason="one major version of Helm is here")
+@pytest.mark.parametrize("cell", MATRIX)
+def test_every_helm_renders_the_same(cell: str) -> None:
+    """But for the certificate, which each makes anew."""
+    first, *others = ([o for o in rendered(major, MATRIX[cell]) if o["kind"] != "Secret"] for major in sorted(HELMS))
+    assert [sorted(other, key=str) for other in others] == [sorted(first, key=str)] * len(others)
+
+
 def test_lint_finds_nothing_wrong(major: str) -> None:
     done = helm(major, "lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout
@@ -156,7 +130,7 @@ def test_the_notes_name_the_next_command(major: str) -> None:
     if major == "3":
         pytest.skip("Helm 3 renders notes only with a cluster")
     arguments = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client"]
-    done = helm(major, *arguments, *_settings(("watchNamespaces={team-a}",)))
+    done = helm(major, *arguments, *settings(("watchNamespaces={team-a}",)))
     notes = done.stdout.partition("NOTES:")[2]
     assert f"kubectl --namespace {NAMESPACE} rollout status deployment/{FULL_NAME}" in notes, done.stderr
     (example,) = re.findall(r"kubectl --namespace team-a apply -f (\S+)", notes)
