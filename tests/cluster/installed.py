@@ -86,11 +86,11 @@ class Installed:
         pod = self.children("pod", namespace, name)[0]["metadata"]["name"]
         self.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
 
-    def writes(self, since: int, namespace: str) -> list[Request]:
+    def writes(self, since: int, namespace: str, user: str = OPERATOR_USER) -> list[Request]:
         """What the operator wrote in a namespace, events and memory profiles apart."""
         return [
             request
-            for request in self.bed.requests(since, OPERATOR_USER)
+            for request in self.bed.requests(since, user)
             if request.mutating
             and request.namespace == namespace
             and request.resource not in ("events", "memoryprofiles", "tokenreviews")
