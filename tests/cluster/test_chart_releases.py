@@ -54,8 +54,9 @@ SECONDS = 300.0
 """for each change to be seen: a busy machine takes its time"""
 TIMEOUT = f"{int(SECONDS)}s"
 COMES_AND_GOES = ("Event", "Endpoints", "EndpointSlice", "Lease", "IPAddress", "APIService")
-"""kinds that the cluster itself makes and removes (an APIService per group of CRDs); a Lease of the release's namespace
-counts nevertheless"""
+"""kinds that the cluster itself makes and removes (an APIService per group of CRDs); those of the release's namespace
+count nevertheless"""
+KEPT = ("CustomResourceDefinition", "Secret")
 
 Named = tuple[str, str, str]
 """kind, namespace, name"""
@@ -127,7 +128,7 @@ def everything(bed: Bed, but: str) -> set[Named]:
     listed = bed.kubectl("get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", f"custom-columns={columns}")
     found = set()
     for kind, namespace, name, deleted in (line.split() for line in listed.splitlines() if line.strip()):
-        passing = kind in COMES_AND_GOES and not (kind == "Lease" and namespace == SYSTEM_NAMESPACE)
+        passing = kind in COMES_AND_GOES and (namespace != SYSTEM_NAMESPACE or kind == "Event")
         if namespace != but and not passing and deleted == "<none>":
             found.add((kind, namespace.replace("<none>", ""), name))
     return found
@@ -144,13 +145,13 @@ def none_there(bed: Bed, program: str) -> None:
 
 
 def left_behind(bed: Bed, before: set[Named], but: str) -> set[Named]:
-    """What is there and was not, once the operator's pod has gone."""
+    """What is there and was not, once the cluster has collected what the release's objects owned."""
     deadline = time.monotonic() + SECONDS
     while True:
         left = everything(bed, but) - before
-        if not any(kind == "Pod" for kind, _, _ in left) or time.monotonic() > deadline:
+        if all(kind in KEPT for kind, _, _ in left) or time.monotonic() > deadline:
             return left
-        time.sleep(0.5)
+        time.sleep(1.0)
 
 
 def seen(spillway: Installed, namespace: str) -> dict[str, Seen]:
@@ -278,11 +279,12 @@ def keeps_quiet(life: Life, spillway: Installed, namespace: str, stage: str) -> 
 
 def second_release(release: Release) -> str:
     """Refused, because the CRDs are another release's; allowed when they are left to it, or taken."""
+    apart = ("--dry-run=server", "--set", "serviceAccount.name=other")
     try:
-        release.install(CHART, "--dry-run=server", name="other")
+        release.install(CHART, *apart, name="other")
     except Failed as error:
-        release.install(CHART, "--dry-run=server", "--set", "crds.enabled=false", name="other")
-        release.install(CHART, "--dry-run=server", "--take-ownership", name="other")
+        release.install(CHART, *apart, "--set", "crds.enabled=false", name="other")
+        release.install(CHART, *apart, "--take-ownership", name="other")
         return str(error)
     return ""
 
