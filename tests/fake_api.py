@@ -252,7 +252,17 @@ def _has(found: object, path: str) -> bool:
 def _matches(found: Object, query: dict[str, str]) -> bool:
     labels = found["metadata"].get("labels") or {}
     wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
-    return all(labels.get(name) == value for name, value in wanted.items())
+    fields = dict(part.split("=", 1) for part in query.get("fieldSelector", "").split(",") if part)
+    return all(labels.get(name) == value for name, value in wanted.items()) and all(
+        _field(found, path) == value for path, value in fields.items()
+    )
+
+
+def _field(found: Object, path: str) -> object:
+    value: Any = found
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _status(code: int, message: str, headers: dict[str, str] | None = None, reason: str = "") -> web.Response:

@@ -172,12 +172,19 @@ class ApiClient:
         return await self._request("get", Resource("", path), "GET", path)
 
     async def list(
-        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str = ""
+        self,
+        resource: Resource,
+        namespace: str,
+        project: Callable[[Answer], T],
+        label_selector: str = "",
+        field_selector: str = "",
     ) -> Listing[T]:
         """Every object, page by page; each is projected as its page arrives, so that no whole list is ever held."""
+        selectors = {"labelSelector": label_selector, "fieldSelector": field_selector}
+        query = {name: selector for name, selector in selectors.items() if selector}
         for listing in range(1, MOST_LISTINGS + 1):
             try:
-                return await self._list_once(resource, namespace, project, label_selector)
+                return await self._list_once(resource, namespace, project, query)
             except Expired:
                 if listing == MOST_LISTINGS:
                     raise
@@ -228,9 +235,9 @@ class ApiClient:
         return await self._request("delete", resource, "DELETE", resource.path(namespace, name), body)
 
     async def _list_once(
-        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str
+        self, resource: Resource, namespace: str, project: Callable[[Answer], T], selectors: Mapping[str, str]
     ) -> Listing[T]:
-        query = {"limit": str(PAGE_SIZE)} | ({"labelSelector": label_selector} if label_selector else {})
+        query = {"limit": str(PAGE_SIZE), **selectors}
         items: list[T] = []
         while True:
             page = await self._request("list", resource, "GET", resource.path(namespace), None, query)

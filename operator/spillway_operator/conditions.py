@@ -48,6 +48,7 @@ NO_NUMBER = "NoNumber"
 NO_REPORT = "NoReport"
 USED_LATER = "UsedLater"
 JOB_GONE = "JobGone"
+PODS_REFUSED = "PodsRefused"
 
 CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
@@ -103,6 +104,8 @@ REASONS: dict[str, dict[str, str]] = {
         "Waiting": "Unknown: the attempt was created, its pods not looked at yet",
         "Scheduled": "every pod has a node",
         "NoPods": "False: the attempt's Job has no pods yet; its events say why",
+        PODS_REFUSED: "False: the API server refuses pods of the attempt (quota, LimitRange, Pod Security, another "
+        "policy); the message is its own; the Job controller tries again",
         "Unschedulable": "False: the scheduler finds no node; the message is its own",
         "Refused": "False: the API server refused an object of the attempt; the message is its own",
         "NoAttempt": "False: no attempt lives",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spillway.api import GROUP, VERSION, TrainingJob, TrainingJobSpec
+from spillway.api import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
@@ -29,9 +29,6 @@ JOB_UID_LABEL = "spillway.dev/job-uid"
 ATTEMPT_LABEL = "spillway.dev/attempt"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-OWN_LABEL_DOMAINS = ("spillway.dev/", "kueue.x-k8s.io/", "batch.kubernetes.io/", "apps.kubernetes.io/")
-"""labels and annotations below these mean something to this operator, to the queue or to the Job controller"""
-OWN_LABELS = (MANAGED_BY_LABEL, "job-name", "controller-uid")
 
 CONTAINER = "trainer"
 CONTRACT_DIRECTORY = "/etc/spillway"
@@ -50,15 +47,6 @@ USER_ID = 1000
 """of user, group and volumes; the image has it"""
 LARGEST_CONTRACT = 1_000_000
 """bytes of a ConfigMap's data; the API server refuses 1 MiB"""
-
-OWN_VARIABLES = frozenset(
-    {
-        URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE, "TMPDIR", "HOME", "JOB_COMPLETION_INDEX",
-        "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-        "MASTER_ADDR", "MASTER_PORT",
-    }
-)  # fmt: skip
-"""environment variables that the attempt sets itself; a job that sets them is refused"""
 
 
 class Preferred(BaseModel):
@@ -275,8 +263,8 @@ def own_labels(files: AttemptFiles) -> dict[str, str]:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a label or annotation is ours, the queue's or the Job controller's to set."""
-    return key in OWN_LABELS or key.startswith(OWN_LABEL_DOMAINS)
+    """Whether a label or annotation is not the job's to set."""
+    return key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES)
 
 
 # --- the pod ----------------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or _is_finished(pod) for pod in pods):
         return _write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
-    found = _pod_findings(pods, case.num_nodes, attempt)
+    found = _pod_findings(pods, case.num_nodes, attempt, case.observed.pods_refusal)
     case = case.found(*found)
     if case.attempts.active_time is None:
         case = pending(case)
@@ -299,7 +299,12 @@ def _began_seconds(case: Case, attempt: AttemptObject) -> float:
     return max(created, seconds_of(admitted.last_transition_time))
 
 
-def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject) -> tuple[Finding, ...]:
+def _pod_findings(
+    pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject, refusal: str
+) -> tuple[Finding, ...]:
+    if refusal and len(pods) < num_nodes:
+        why = f"Job {attempt.name} may not create {'its' if not pods else 'more'} pods: {refusal}"
+        return false(c.SCHEDULED, c.PODS_REFUSED, why), false(c.RUNNING, "Starting")
     if not pods:
         why = f"the attempt's Job has no pods yet; kubectl describe job {attempt.name} -n {attempt.namespace} says why"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")

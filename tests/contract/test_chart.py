@@ -1,7 +1,4 @@
-"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses.
-
-Helm comes from PATH or from the test bed's cache (`make cluster-up` puts one there).
-"""
+"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses."""
 
 from __future__ import annotations
 
@@ -9,72 +6,40 @@ import base64
 import json
 import os
 import re
-import shutil
 import ssl
-import subprocess
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from chart_values import MATRIX, settings
+from rendered_chart import (
+    CHART,
+    HELMS,
+    MATRIX,
+    NAMESPACE,
+    NO_HELM,
+    RELEASE,
+    ROOT,
+    Object,
+    helm,
+    of_kind,
+    only,
+    rendered,
+    settings_of,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "spillway"
 VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-RELEASE, NAMESPACE = "demo", "training-system"
 FULL_NAME = "demo-spillway"
 MAX_CONFIG_MAP_BYTES = 2**20
 
-Object = dict[str, Any]
-
-
-def _helms() -> dict[str, str]:
-    """Helm by major version, as far as this machine has it."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    built = sorted((cache_home / "spillway" / "testbed").glob("*/bin/helm*"), key=lambda path: path.stat().st_mtime)
-    candidates = [shutil.which("helm"), *(str(path) for path in built if os.access(path, os.X_OK) and path.is_file())]
-    found = {}
-    for path in filter(None, candidates):
-        said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout
-        if match := re.match(r"v(\d+)\.", said):
-            found[match[1]] = path
-    return found
-
-
-HELMS = _helms()
-pytestmark = pytest.mark.skipif(
-    not HELMS, reason="no helm in PATH and none in the test bed's cache: `make cluster-up` puts one there"
-)
+pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
 def major(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def helm(major: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HELMS[major], *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
-@cache
-def rendered(major: str, values: tuple[str, ...] = ()) -> tuple[Object, ...]:
-    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *settings(values))
-    assert done.returncode == 0, done.stderr
-    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
-
-
-def of_kind(objects: tuple[Object, ...], kind: str) -> list[Object]:
-    return [found for found in objects if found["kind"] == kind]
-
-
-def only(objects: tuple[Object, ...], kind: str) -> Object:
-    (found,) = of_kind(objects, kind)
-    return found
 
 
 def operator_pod(objects: tuple[Object, ...]) -> Object:
@@ -130,7 +95,7 @@ def test_the_notes_name_the_next_command(major: str) -> None:
     if major == "3":
         pytest.skip("Helm 3 renders notes only with a cluster")
     arguments = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client"]
-    done = helm(major, *arguments, *settings(("watchNamespaces={team-a}",)))
+    done = helm(major, *arguments, *settings_of(("watchNamespaces={team-a}",)))
     notes = done.stdout.partition("NOTES:")[2]
     assert f"kubectl --namespace {NAMESPACE} rollout status deployment/{FULL_NAME}" in notes, done.stderr
     (example,) = re.findall(r"kubectl --namespace team-a apply -f (\S+)", notes)
@@ -285,7 +250,7 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
-    ("events.k8s.io", "events"): "create",
+    ("events.k8s.io", "events"): "list create",
 }
 IN_THE_CLUSTER = {
     "node-reader": {("", "nodes"): "list", ("spillway.dev", "nodeprofiles"): "list"},
