@@ -94,9 +94,14 @@ def seen(standing: Standing, found: Mapping[str, Any] | None, now: float) -> Sta
     )
 
 
-def taken(found: Mapping[str, Any] | None, name: str, identity: str, now: datetime) -> dict[str, Any]:
+def first(name: str, owner: Mapping[str, str] | None) -> dict[str, Any]:
+    """A Lease that nobody holds; it goes with its owner, so that an uninstalled release leaves none."""
+    metadata = {"name": name} | ({"ownerReferences": [owner]} if owner else {})
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+
+
+def taken(found: Mapping[str, Any], identity: str, now: datetime) -> dict[str, Any]:
     """The Lease to write for `identity`, made of what was found; "" hands it back."""
-    found = found or {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": name}}
     time_now = now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = dict(found.get("spec") or {})
     holder = before.pop("holderIdentity", None)
@@ -117,6 +122,7 @@ class Election:
     namespace: str
     name: str
     identity: str
+    owner: Mapping[str, str] | None = None
     clock: Callable[[], float] = boot_seconds
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     leads: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -185,7 +191,7 @@ class Election:
             logger.info("stands by: pod %s leads", self._standing.holder)
 
     async def _write(self, holder: str) -> None:
-        body = taken(self._found, self.name, holder, datetime.now(UTC))
+        body = taken(self._found or first(self.name, self.owner), holder, datetime.now(UTC))
         if self._found is None:
             self._found = await self.client.create(LEASES, self.namespace, body)
         else:
