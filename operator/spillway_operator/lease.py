@@ -147,14 +147,14 @@ class Election:
                     await self._look()
             except (ApiError, TimeoutError) as error:
                 self._is_known = False
-                logger.warning("Lease %s/%s: %s", self.namespace, self.name, error or "no answer in time")
+                logger.warning("Lease %s/%s: %s", self.namespace, self.name, str(error) or "no answer in time")
             if decide(self._standing, self.clock()) is Step.LOST:
                 raise LeaseLost(self._why_lost())
             await self.sleep(RENEW_SECONDS if self.leads.is_set() and self._is_known else LOOK_SECONDS)
 
     async def release(self) -> None:
         """Hand it back, so that another one leads within a second. Nothing is written by this process after that."""
-        if self._standing.renewed is None:
+        if not self.seconds_left():
             return
         self._standing = replace(self._standing, renewed=None)
         try:
@@ -165,7 +165,7 @@ class Election:
                     await self._write("")
                     logger.info("Lease %s/%s is handed back", self.namespace, self.name)
         except (ApiError, TimeoutError) as error:
-            logger.warning("Lease %s/%s was not handed back: %s", self.namespace, self.name, error or "no answer")
+            logger.warning("Lease %s/%s was not handed back: %s", self.namespace, self.name, str(error) or "no answer")
 
     async def _look(self) -> None:
         if not (self.leads.is_set() and self._is_known):
