@@ -24,12 +24,15 @@ GROUPS = {
     "/apis/batch/v1": ["jobs"],
     "/apis/spillway.dev/v1alpha1": ["trainingjobs", "nodeprofiles", "memoryprofiles"],
     "/apis/events.k8s.io/v1": ["events"],
+    "/apis/coordination.k8s.io/v1": ["leases"],
+    "/apis/discovery.k8s.io/v1": ["endpointslices"],
     "/apis/apiextensions.k8s.io/v1": ["customresourcedefinitions"],
     "/apis/authentication.k8s.io/v1": ["tokenreviews"],
 }
 KINDS = {
     "configmaps": "ConfigMap", "services": "Service", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
     "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
+    "leases": "Lease", "endpointslices": "EndpointSlice",
     "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
     "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
 }  # fmt: skip
@@ -195,6 +198,8 @@ class FakeApi:
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})
         changed = {**found, "metadata": dict(found["metadata"])}
+        if plural == "endpointslices":  # the one kind that has no spec
+            changed |= {name: value for name, value in body.items() if name != "metadata"}
         part = "status" if rest[1:] == ["status"] else "spec"
         changed[part] = body.get(part)
         if part == "status":

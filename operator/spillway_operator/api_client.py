@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ PODS = Resource("/api/v1", "pods")
 CLAIMS = Resource("/api/v1", "persistentvolumeclaims")
 NODES = Resource("/api/v1", "nodes")
 EVENTS = Resource("/apis/events.k8s.io/v1", "events")
+LEASES = Resource("/apis/coordination.k8s.io/v1", "leases")
+ENDPOINT_SLICES = Resource("/apis/discovery.k8s.io/v1", "endpointslices")
 TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
 
 RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS, "TrainingJob": TRAINING_JOBS}
@@ -138,11 +141,18 @@ class Listing(Generic[T]):
 
 
 class ApiClient:
-    """`count(verb, resource, code)` is called once per request that went out."""
+    """`count(verb, resource, code)` is called once per request that went out. `seconds_left()` is the time for which
+    writing is allowed: a write is not sent after it, and given up at its end."""
 
-    def __init__(self, credentials: Credentials, count: Callable[[str, str, int], None]) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        count: Callable[[str, str, int], None],
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self._credentials = credentials
         self._count = count
+        self._seconds_left = seconds_left
         self._session: aiohttp.ClientSession | None = None
         self._undeclared: dict[str, tuple[float, frozenset[str]]] = {}
         """plural -> until when these fields are left out of what is applied"""
@@ -154,7 +164,6 @@ class ApiClient:
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             headers={"User-Agent": FIELD_MANAGER, "Accept": JSON_TYPE},
             json_serialize=_compact,
         )
@@ -193,6 +202,11 @@ class ApiClient:
     async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Answer:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("create", resource, "POST", resource.path(namespace), body, query)
+
+    async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+        """The whole object; `metadata.resourceVersion` in `body` is a precondition."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._request("update", resource, "PUT", resource.path(namespace, name), body, query)
 
     async def apply(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of an object that is the operator's own."""
@@ -265,10 +279,14 @@ class ApiClient:
         counted = resource.plural + ("/status" if path.endswith("/status") else "")
         where = f"{verb} {path}"
         for left in reversed(range(MOST_TRIES)):
+            seconds = min(TIMEOUT_SECONDS, self._seconds_left() if method != "GET" else TIMEOUT_SECONDS)
+            if seconds <= 0:
+                raise Unavailable(where, 0, "NotLeading", "not sent: another operator may lead by now")
             try:
                 async with self._session.request(
-                    method, self._credentials.server + path, json=body, params=query, headers=headers
-                ) as response:
+                    method, self._credentials.server + path, json=body, params=query, headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=seconds),
+                ) as response:  # fmt: skip
                     found = await response.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._count(verb, counted, 0)

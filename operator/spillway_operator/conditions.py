@@ -47,6 +47,7 @@ CONTRACT_TOO_LARGE = "ContractTooLarge"
 NO_NUMBER = "NoNumber"
 NO_REPORT = "NoReport"
 USED_LATER = "UsedLater"
+CONTRACT_NOT_READ = "ContractNotRead"
 JOB_GONE = "JobGone"
 PODS_REFUSED = "PodsRefused"
 
@@ -80,6 +81,8 @@ REASONS: dict[str, dict[str, str]] = {
     ACCEPTED: {
         "Valid": "the spec can be carried out",
         USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
+        CONTRACT_NOT_READ: "the attempt that lives was begun by a newer operator, or its ConfigMap was made by hand: "
+        "it goes on, and changes of the spec are not compared with it",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
         UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
         NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",

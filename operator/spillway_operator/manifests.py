@@ -7,6 +7,7 @@ The ConfigMap is written first and never changed: the other two are built from w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spillway.api import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
-from spillway.job import JobFile
-from spillway.plan import MemoryPlan
+from spillway.job import JOB_VERSION, JobFile
+from spillway.plan import PLAN_VERSION, MemoryPlan
 from spillway.pod_resources import PodResources, pod_resources
 from spillway.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.status import Attempts, PlanStatus
@@ -168,6 +169,24 @@ def read_contract(contract: Contract) -> AttemptFiles | None:
         )
     except ValidationError:
         return None
+
+
+def why_not_read(contract: Contract) -> str:
+    """A sentence about a contract that `read_contract` does not read."""
+    for name, text, version in (
+        (JOB_KEY, contract.job_json, JOB_VERSION),
+        (PLAN_KEY, contract.plan_json, PLAN_VERSION),
+    ):
+        try:
+            said = json.loads(text).get("version")
+        except (ValueError, RecursionError, AttributeError):
+            continue
+        if isinstance(said, int) and said > version:
+            return (
+                f"ConfigMap {contract.name}: {name} has version {said}, and this operator reads up to {version}; a "
+                "newer one began the attempt, which goes on. Upgrade again before it is to be changed"
+            )
+    return f"ConfigMap {contract.name} does not hold what an operator writes; the attempt goes on"
 
 
 # --- ConfigMap, Service, Job ------------------------------------------------------------------------------------------

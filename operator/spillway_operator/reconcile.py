@@ -216,11 +216,12 @@ def _adopted(case: Case, attempt: AttemptObject) -> Case:
     files = _read(case, attempt.attempt)
     if files is not None:
         return _begun(case, files)
+    accepted = _not_read(case, attempt.attempt) or true(c.ACCEPTED, "Valid")
     known = {
         "total": attempt.attempt, "ended": attempt.attempt - 1, "start_time": attempt.creation_time,
         "active_time": None,
     }  # fmt: skip
-    return case.changed(attempts=case.attempts.model_copy(update=known)).found(true(c.ACCEPTED, "Valid"), *_STARTING)
+    return case.changed(attempts=case.attempts.model_copy(update=known)).found(accepted, *_STARTING)
 
 
 def _with_report(case: Case) -> Case:
@@ -676,6 +677,14 @@ def _read(case: Case, attempt: int) -> AttemptFiles | None:
     return None
 
 
+def _not_read(case: Case, attempt: int) -> Finding | None:
+    """What to say of a contract that is there and that this operator cannot read."""
+    for contract in _contracts(case):
+        if contract.attempt == attempt and manifests.read_contract(contract) is None:
+            return true(c.ACCEPTED, c.CONTRACT_NOT_READ, manifests.why_not_read(contract))
+    return None
+
+
 def _newest_begun(case: Case) -> AttemptFiles | None:
     """The files of the newest attempt that was begun and can be read."""
     begun = [contract.attempt for contract in _contracts(case) if contract.attempt <= case.attempts.total]
@@ -689,6 +698,9 @@ def _newest_begun(case: Case) -> AttemptFiles | None:
 def _with_changes(case: Case, attempt: AttemptObject) -> Case:
     """With what the spec says otherwise than the attempt that lives, which goes on as it was made."""
     files, outcome = _read(case, attempt.attempt), accept(case.observed.job)
+    unread = _not_read(case, attempt.attempt) if files is None else None
+    if unread is not None:
+        return case.found(unread)
     if files is None or isinstance(outcome, Refusal):
         return case
     fields = [f"spec.{name}" for name in changed_fields(files.job.spec, outcome.spec)]
