@@ -168,7 +168,12 @@ class Client:
         return copy.deepcopy(found)
 
     async def list(
-        self, resource: Resource, namespace: str, project: Callable[[Object], Any], label_selector: str = ""
+        self,
+        resource: Resource,
+        namespace: str,
+        project: Callable[[Object], Any],
+        label_selector: str = "",
+        field_selector: str = "",
     ) -> Listing[Any]:
         wanted = [term.split("=", 1) for term in label_selector.split(",") if term]
         found = [

@@ -350,10 +350,35 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         ("spec.training.schedule.warmupSteps", "11 must be at most steps (10)"),
     ),
     (TRAINING_JOB.kind, "spec.parallelism", 0): _never_changes("spec.parallelism", "spec.parallelism.nodes", 2),
+    (TRAINING_JOB.kind, "spec", 2): RuleCase(
+        {"spec.parallelism.nodes": 128, "spec.parallelism.devicesPerNode": 8},
+        {"spec.parallelism.nodes": 256, "spec.parallelism.devicesPerNode": 8},
+        ("spec.parallelism", "at most 1024 ranks; nodes x devicesPerNode is 256 x 8 = 2048"),
+    ),
     (TRAINING_JOB.kind, "spec.memory", 0): RuleCase(
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.mode": "Disabled"},
         ("spec.memory.budget", "mode Disabled needs budget.host"),
+    ),
+    (TRAINING_JOB.kind, "spec.env", 0): RuleCase(
+        {"spec.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},
+        {"spec.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
+        ("spec.env", "the values have 40000 characters; at most 32768: refer to a Secret"),
+    ),
+    (TRAINING_JOB.kind, "spec.env[]", 1): RuleCase(
+        {"spec.env": [{"name": "MASTER", "value": "1"}]},
+        {"spec.env": [{"name": "MASTER_ADDR", "value": "1"}]},
+        ("spec.env[0].name", "the operator sets MASTER_ADDR itself"),
+    ),
+    (TRAINING_JOB.kind, "spec.podOverrides.labels", 0): RuleCase(
+        {"spec.podOverrides.labels": {"team": "a", "spillway.dev": "b"}},
+        {"spec.podOverrides.labels": {"spillway.dev/job-uid": "another"}},
+        ("spec.podOverrides.labels", "are reserved: spillway.dev/"),
+    ),
+    (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
+        {"spec.podOverrides.annotations": {"team": "a"}},
+        {"spec.podOverrides.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
+        ("spec.podOverrides.annotations", "are reserved", "container.apparmor.security.beta.kubernetes.io/"),
     ),
     (TRAINING_JOB.kind, "spec.env[]", 0): _one_of(
         "spec.env[0]",

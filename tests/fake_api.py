@@ -24,12 +24,15 @@ GROUPS = {
     "/apis/batch/v1": ["jobs"],
     "/apis/spillway.dev/v1alpha1": ["trainingjobs", "nodeprofiles", "memoryprofiles"],
     "/apis/events.k8s.io/v1": ["events"],
+    "/apis/coordination.k8s.io/v1": ["leases"],
+    "/apis/discovery.k8s.io/v1": ["endpointslices"],
     "/apis/apiextensions.k8s.io/v1": ["customresourcedefinitions"],
     "/apis/authentication.k8s.io/v1": ["tokenreviews"],
 }
 KINDS = {
     "configmaps": "ConfigMap", "services": "Service", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
     "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
+    "leases": "Lease", "endpointslices": "EndpointSlice",
     "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
     "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
 }  # fmt: skip
@@ -195,6 +198,8 @@ class FakeApi:
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})
         changed = {**found, "metadata": dict(found["metadata"])}
+        if plural == "endpointslices":  # the one kind that has no spec
+            changed |= {name: value for name, value in body.items() if name != "metadata"}
         part = "status" if rest[1:] == ["status"] else "spec"
         changed[part] = body.get(part)
         if part == "status":
@@ -252,7 +257,17 @@ def _has(found: object, path: str) -> bool:
 def _matches(found: Object, query: dict[str, str]) -> bool:
     labels = found["metadata"].get("labels") or {}
     wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
-    return all(labels.get(name) == value for name, value in wanted.items())
+    fields = dict(part.split("=", 1) for part in query.get("fieldSelector", "").split(",") if part)
+    return all(labels.get(name) == value for name, value in wanted.items()) and all(
+        _field(found, path) == value for path, value in fields.items()
+    )
+
+
+def _field(found: Object, path: str) -> object:
+    value: Any = found
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _status(code: int, message: str, headers: dict[str, str] | None = None, reason: str = "") -> web.Response:

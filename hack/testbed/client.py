@@ -29,6 +29,8 @@ class Request:
     name: str
     user: str
     agent: str
+    pod: str
+    """that the user's token is bound to"""
     code: int
     at: str
     """when the API server received it: RFC 3339, microseconds"""
@@ -129,6 +131,18 @@ class Bed:
         )
         return folder
 
+    def container_process(self, namespace: str, pod: str, container: str = "") -> int:
+        """Id, on this machine, of the first process of a container that runs; "" for the pod's only one."""
+        found = api.read(self.state, f"/api/v1/namespaces/{namespace}/pods/{pod}") or {}
+        statuses = found.get("status", {}).get("containerStatuses", ())
+        identity = next(one["containerID"] for one in statuses if container in ("", one["name"])).rpartition("/")[2]
+        listed = run(["ctr", "--address", self.state.containerd_socket, "--namespace", "k8s.io", "tasks", "list"])
+        return next(int(words[1]) for words in map(str.split, listed.splitlines()) if words[0] == identity)
+
+    def read(self, path: str) -> dict[str, Any]:
+        """What the API server holds at `path`, quicker than kubectl; empty while there is nothing."""
+        return api.read(self.state, path) or {}
+
     def kill(self, component: str) -> None:
         """kill -9 one of the bed's processes, as `testbed status` names it; `restart` brings it back."""
         end(self.state, recorded(self.state)[component])
@@ -153,6 +167,7 @@ def _request(event: dict[str, Any]) -> Request:
         name=about.get("name", ""),
         user=event["user"].get("username", ""),
         agent=event.get("userAgent", ""),
+        pod="".join(event["user"].get("extra", {}).get("authentication.kubernetes.io/pod-name", ())),
         code=event.get("responseStatus", {}).get("code", 0),
         at=event["requestReceivedTimestamp"],
         allowed=event.get("annotations", {}).get("authorization.k8s.io/decision") != "forbid",

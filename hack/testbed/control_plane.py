@@ -90,7 +90,7 @@ def _server_flags(state: State) -> list[str]:
         f"--service-cluster-ip-range={SERVICE_RANGE}",
         "--allow-privileged=true",
         "--authorization-mode=Node,RBAC",
-        "--enable-admission-plugins=NodeRestriction",
+        "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
         f"--client-ca-file={authority}",
         *pair("tls-cert-file", "tls-private-key-file", SERVER.name),
         *pair("kubelet-client-certificate", "kubelet-client-key", KUBELET_CLIENT.name),

@@ -93,7 +93,7 @@ def _kubelet(state: State) -> dict[str, object]:
         "volumeStatsAggPeriod": "10s",  # an emptyDir over its limit is evicted after 20 s instead of 50
         "makeIPTablesUtilChains": False,
         "maxPods": 110,
-        "crashLoopBackOff": {"maxContainerRestartPeriod": "20s"},
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
     }
 
 

@@ -21,6 +21,7 @@ from spillway.field_types import (
     Fields,
     Flag,
     Fraction,
+    LabelMap,
     Name,
     Number,
     Positive,
@@ -33,6 +34,7 @@ from spillway.field_types import (
     refuse,
 )
 from spillway.manifest import dotted, parse, read_text
+from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
@@ -40,6 +42,24 @@ MIN_TEXT_VOCABULARY = 257
 """tokens of a byte-level tokenizer: every byte, and the end of text"""
 MAX_NAME_LENGTH = 52
 """pod host names, <name>-<attempt>-<index>, must fit 63 characters"""
+MAX_RANKS = 1024
+MAX_SPEC_BYTES = 64 << 10
+"""as JSON: every look at a job reads it, and every attempt carries it in a ConfigMap"""
+MAX_ENV_BYTES = 32 << 10
+"""of all values together"""
+RESERVED_PREFIXES = (
+    "spillway.dev/", "kueue.x-k8s.io/", "batch.kubernetes.io/", "apps.kubernetes.io/",
+    "container.apparmor.security.beta.kubernetes.io/", "seccomp.security.alpha.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+)  # fmt: skip
+"""Labels and annotations below these mean something to this operator, to the queue or to the Job controller, or loosen
+what a container may do."""
+RESERVED_KEYS = ("app.kubernetes.io/managed-by", "job-name", "controller-uid")
+RESERVED_VARIABLES = (
+    URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE, "TMPDIR", "HOME", "JOB_COMPLETION_INDEX", "RANK", "LOCAL_RANK",
+    "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""environment variables that the attempt sets itself; a job that sets them is refused"""
 
 
 # --- spec.model -------------------------------------------------------------------------------------------------------
@@ -285,12 +305,19 @@ Strategy = Literal["Auto", "Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 class Parallelism(Fields):
     """How many devices, and what each of them holds."""
 
-    nodes: Annotated[Positive, Field(le=4096)] = Field(default=1, description="Nodes; one pod each.")
+    nodes: Annotated[Positive, Field(le=MAX_RANKS)] = Field(default=1, description="Nodes; one pod each.")
     devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
     device: Literal["Auto", "Cuda", "Cpu"] = Field(default="Auto", description="Kind of device.")
     strategy: Strategy = Field(
         default="Auto", description="What ranks share: Ddp and Fsdp are torch's, Zero1 to Zero3 DeepSpeed's."
     )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.world_size > MAX_RANKS:
+            found = f"nodes x devicesPerNode is {self.nodes} x {self.devices_per_node} = {self.world_size}"
+            refuse([("", f"at most {MAX_RANKS} ranks; {found}")])
+        return self
 
     @property
     def world_size(self) -> int:
@@ -466,7 +493,7 @@ class Resources(Fields):
 class PodOverrides(Fields):
     """The parts of the pod that a job may change."""
 
-    labels: StringMap = Field(default={}, description="Labels added to the pods.")
+    labels: LabelMap = Field(default={}, description="Labels added to the pods.")
     annotations: StringMap = Field(default={}, description="Annotations added to the pods.")
     service_account_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="ServiceAccount of the pods. Default: the namespace's."
@@ -499,7 +526,7 @@ class Scheduling(Fields):
     gang: Literal["Auto", "Required", "Disabled"] = Field(
         default="Auto", description="Start all pods or none. Auto: where the cluster can."
     )
-    node_selector: StringMap = Field(default={}, description="Labels that a node must have.")
+    node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")
 
 
@@ -553,7 +580,8 @@ class TrainingJobSpec(Fields):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )  # fmt: skip
     env: tuple[Variable, ...] = Field(
-        default=(), max_length=128, description="Environment variables of the trainer.",
+        default=(), max_length=256,
+        description=f"Environment variables of the trainer; their values have {MAX_ENV_BYTES} bytes at most, together.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )  # fmt: skip
     resources: Resources = Field(default=Resources(), description="Requests that the plan does not decide.")
@@ -585,6 +613,9 @@ class TrainingJobSpec(Fields):
         learned = config is not None and config.architecture in ("gpt2", "bert")
         if config is not None and learned and training.sequence_length > config.max_positions:
             problems.append(("training.sequenceLength", f"at most model.config.maxPositions ({config.max_positions})"))
+        size = sum(len(variable.value or "") for variable in self.env)
+        if size > MAX_ENV_BYTES:
+            problems.append(("env", f"the values have {size} characters; at most {MAX_ENV_BYTES}: refer to a Secret"))
         refuse(problems)
         return self
 

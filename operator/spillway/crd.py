@@ -18,7 +18,12 @@ from pydantic import BaseModel
 
 from spillway.api import (
     GROUP,
+    MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
+    MAX_RANKS,
+    RESERVED_KEYS,
+    RESERVED_PREFIXES,
+    RESERVED_VARIABLES,
     VERSION,
     MemoryProfileSpec,
     NodeProfileSpec,
@@ -63,6 +68,13 @@ def _immutable_text(kind: str) -> Schema:
     return _rule("self == oldSelf", "never changes", f"%s never becomes %s; make a new {kind}", "oldSelf, self")
 
 
+def _no_reserved_keys() -> Schema:
+    reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
+    reserved += "".join(f" || key == '{key}'" for key in RESERVED_KEYS)
+    allowed = "keys with a meaning of their own are reserved"
+    return _rule(f"!self.exists(key, {reserved})", f"{allowed}: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}")
+
+
 _LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")
 _CHANGED = ", ".join(f"self.{name} != oldSelf.{name} ? '{name}' : ''" for name in _LOCKED_UNLESS_SUSPENDED)
 _WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
@@ -98,6 +110,13 @@ JOB_RULES: dict[str, list[Schema]] = {
             "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
             f"self.training.globalBatchSize, self.training.microBatchSize * {_WORLD}",
             ".training.globalBatchSize",
+        ),
+        _rule(
+            f"{_WORLD} <= {MAX_RANKS}",
+            f"at most {MAX_RANKS} ranks, nodes x devicesPerNode",
+            f"at most {MAX_RANKS} ranks; nodes x devicesPerNode is %d x %d = %d",
+            f"self.parallelism.nodes, self.parallelism.devicesPerNode, {_WORLD}",
+            ".parallelism",
         ),
     ],
     "spec.model": [_immutable("model"), _one_of("config", "source", "entrypoint")],
@@ -140,7 +159,26 @@ JOB_RULES: dict[str, list[Schema]] = {
             at=".budget",
         ),
     ],
-    "spec.env[]": [_one_of("value", "valueFrom")],
+    "spec.env": [
+        _rule(
+            f"self.map(one, has(one.value) ? size(one.value) : 0).sum() <= {MAX_ENV_BYTES}",
+            f"the values have {MAX_ENV_BYTES} characters at most, together: refer to a Secret",
+            f"the values have %d characters; at most {MAX_ENV_BYTES}: refer to a Secret",
+            "self.map(one, has(one.value) ? size(one.value) : 0).sum()",
+        )
+    ],
+    "spec.env[]": [
+        _one_of("value", "valueFrom"),
+        _rule(
+            f"!(self.name in {list(RESERVED_VARIABLES)})",
+            f"the operator sets these itself: {', '.join(RESERVED_VARIABLES)}",
+            "the operator sets %s itself; leave it out",
+            "self.name",
+            ".name",
+        ),
+    ],
+    "spec.podOverrides.labels": [_no_reserved_keys()],
+    "spec.podOverrides.annotations": [_no_reserved_keys()],
     "spec.managedBy": [_immutable_text("TrainingJob")],
 }
 """CEL by field; transition rules see the stored object as oldSelf"""

@@ -120,6 +120,14 @@ ClaimName = Annotated[
 StringMap = Annotated[
     dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=1024)]], Field(max_length=64)
 ]
+LabelMap = Annotated[
+    dict[
+        Annotated[str, Field(max_length=317)],
+        Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")],
+    ],
+    Field(max_length=64),
+]
+"""values that the API server takes for a label's"""
 
 
 def refuse(problems: list[tuple[str, str]]) -> None:

@@ -117,6 +117,9 @@ OPERATOR_DECISION_SECONDS = Metric(
     "histogram",
     "Seconds per decision (planning included): the loop waits for it.",
 )
+OPERATOR_LEADER = Metric(
+    OPERATOR_PREFIX + "leader", "gauge", "1 for the operator that leads, 0 for one that stands by."
+)
 OPERATOR_QUEUE_DEPTH = Metric(OPERATOR_PREFIX + "queue_depth", "gauge", "TrainingJobs that wait for a look.")
 OPERATOR_LOOP_LAG = Metric(
     OPERATOR_PREFIX + "loop_lag_seconds", "gauge", "Longest wait of the event loop in the last minute."

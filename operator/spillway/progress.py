@@ -25,6 +25,8 @@ Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """as the status counts them: what a report says must fit there"""
 Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
 
+PROGRESS_VERSION: Literal[1] = 1
+"""this one and the one before are accepted: trainers outlive an upgrade of the operator"""
 URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
 """holds the path of a file with the token, which is renewed while the pod lives"""
@@ -73,7 +75,7 @@ class CommittedCheckpoint(Message):
 class TrainingProgress(Message):
     """Our own key: what Kubeflow's protocol has no words for."""
 
-    version: Literal[1] = 1
+    version: Literal[0, 1] = PROGRESS_VERSION
     epoch: Annotated[int, Field(ge=1, le=2**31)]
     step: Steps
     steps: Steps
@@ -96,6 +98,7 @@ class ProgressReport(Message):
 class ProgressAnswer(Message):
     """The operator's answer; corrections of the plan will travel here."""
 
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=0)] = PROGRESS_VERSION
+    """of any operator: a trainer that runs outlives upgrades, and the epoch means the same in all of them"""
     epoch: int
     """the attempt that the operator regards as the present one"""

@@ -61,6 +61,7 @@ FIXES = {
     "NoProgress": "see `spillway logs`: the operator ends the attempt",
     "Unschedulable": "free or add a node, or lower what the job asks for",
     "Refused": "do what the API server's sentence asks for: quota, LimitRange, Pod Security or an admission policy",
+    "PodsRefused": "do what the sentence asks for: raise the quota or the LimitRange's maximum, or lower the request",
     "ContainerWaiting": "see that the image can be pulled (spec.image, spec.imagePullSecrets)",
 }
 """reason -> what to do"""

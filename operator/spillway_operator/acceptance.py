@@ -12,13 +12,20 @@ from functools import lru_cache
 from typing import Any
 
 from spillway import api
-from spillway.api import GROUP, VERSION, TrainingJob, TrainingJobSpec
+from spillway.api import (
+    GROUP,
+    MAX_SPEC_BYTES,
+    RESERVED_VARIABLES,
+    VERSION,
+    TrainingJob,
+    TrainingJobSpec,
+)
 from spillway.errors import FieldProblem, InvalidJob
 from spillway.manifest import validate
 
 from . import conditions as c
 from .conditions import Finding, false
-from .manifests import OWN_VARIABLES, is_own_key, text_claims
+from .manifests import is_own_key, text_claims
 from .observed import Claim, JobObject
 
 RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
@@ -43,6 +50,9 @@ def accept(job: JobObject) -> TrainingJob | Refusal:
 
 @lru_cache(maxsize=256)
 def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
+    if len(spec) > MAX_SPEC_BYTES:
+        allowed = f"at most {MAX_SPEC_BYTES:,}; put what is long into a Secret, an image or a claim"
+        return Refusal(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
     document = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "TrainingJob",
@@ -69,7 +79,7 @@ def _not_yet(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     """Names that the attempt sets itself, and paths that leave their directory."""
     for variable in spec.env:
-        if variable.name in OWN_VARIABLES:
+        if variable.name in RESERVED_VARIABLES:
             yield FieldProblem("spec.env", variable.name, "the operator sets this variable itself; leave it out")
     for field, keys in (("labels", spec.pod_overrides.labels), ("annotations", spec.pod_overrides.annotations)):
         for key in keys:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ PODS = Resource("/api/v1", "pods")
 CLAIMS = Resource("/api/v1", "persistentvolumeclaims")
 NODES = Resource("/api/v1", "nodes")
 EVENTS = Resource("/apis/events.k8s.io/v1", "events")
+LEASES = Resource("/apis/coordination.k8s.io/v1", "leases")
+ENDPOINT_SLICES = Resource("/apis/discovery.k8s.io/v1", "endpointslices")
 TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
 
 RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS, "TrainingJob": TRAINING_JOBS}
@@ -138,11 +141,18 @@ class Listing(Generic[T]):
 
 
 class ApiClient:
-    """`count(verb, resource, code)` is called once per request that went out."""
+    """`count(verb, resource, code)` is called once per request that went out. `seconds_left()` is the time for which
+    writing is allowed: a write is not sent after it, and given up at its end."""
 
-    def __init__(self, credentials: Credentials, count: Callable[[str, str, int], None]) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        count: Callable[[str, str, int], None],
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self._credentials = credentials
         self._count = count
+        self._seconds_left = seconds_left
         self._session: aiohttp.ClientSession | None = None
         self._undeclared: dict[str, tuple[float, frozenset[str]]] = {}
         """plural -> until when these fields are left out of what is applied"""
@@ -154,7 +164,6 @@ class ApiClient:
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             headers={"User-Agent": FIELD_MANAGER, "Accept": JSON_TYPE},
             json_serialize=_compact,
         )
@@ -172,12 +181,19 @@ class ApiClient:
         return await self._request("get", Resource("", path), "GET", path)
 
     async def list(
-        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str = ""
+        self,
+        resource: Resource,
+        namespace: str,
+        project: Callable[[Answer], T],
+        label_selector: str = "",
+        field_selector: str = "",
     ) -> Listing[T]:
         """Every object, page by page; each is projected as its page arrives, so that no whole list is ever held."""
+        selectors = {"labelSelector": label_selector, "fieldSelector": field_selector}
+        query = {name: selector for name, selector in selectors.items() if selector}
         for listing in range(1, MOST_LISTINGS + 1):
             try:
-                return await self._list_once(resource, namespace, project, label_selector)
+                return await self._list_once(resource, namespace, project, query)
             except Expired:
                 if listing == MOST_LISTINGS:
                     raise
@@ -186,6 +202,11 @@ class ApiClient:
     async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Answer:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("create", resource, "POST", resource.path(namespace), body, query)
+
+    async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+        """The whole object; `metadata.resourceVersion` in `body` is a precondition."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._request("update", resource, "PUT", resource.path(namespace, name), body, query)
 
     async def apply(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of an object that is the operator's own."""
@@ -228,9 +249,9 @@ class ApiClient:
         return await self._request("delete", resource, "DELETE", resource.path(namespace, name), body)
 
     async def _list_once(
-        self, resource: Resource, namespace: str, project: Callable[[Answer], T], label_selector: str
+        self, resource: Resource, namespace: str, project: Callable[[Answer], T], selectors: Mapping[str, str]
     ) -> Listing[T]:
-        query = {"limit": str(PAGE_SIZE)} | ({"labelSelector": label_selector} if label_selector else {})
+        query = {"limit": str(PAGE_SIZE), **selectors}
         items: list[T] = []
         while True:
             page = await self._request("list", resource, "GET", resource.path(namespace), None, query)
@@ -258,10 +279,14 @@ class ApiClient:
         counted = resource.plural + ("/status" if path.endswith("/status") else "")
         where = f"{verb} {path}"
         for left in reversed(range(MOST_TRIES)):
+            seconds = min(TIMEOUT_SECONDS, self._seconds_left() if method != "GET" else TIMEOUT_SECONDS)
+            if seconds <= 0:
+                raise Unavailable(where, 0, "NotLeading", "not sent: another operator may lead by now")
             try:
                 async with self._session.request(
-                    method, self._credentials.server + path, json=body, params=query, headers=headers
-                ) as response:
+                    method, self._credentials.server + path, json=body, params=query, headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=seconds),
+                ) as response:  # fmt: skip
                     found = await response.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._count(verb, counted, 0)

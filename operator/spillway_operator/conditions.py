@@ -47,7 +47,9 @@ CONTRACT_TOO_LARGE = "ContractTooLarge"
 NO_NUMBER = "NoNumber"
 NO_REPORT = "NoReport"
 USED_LATER = "UsedLater"
+CONTRACT_NOT_READ = "ContractNotRead"
 JOB_GONE = "JobGone"
+PODS_REFUSED = "PodsRefused"
 
 CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
@@ -79,6 +81,8 @@ REASONS: dict[str, dict[str, str]] = {
     ACCEPTED: {
         "Valid": "the spec can be carried out",
         USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
+        CONTRACT_NOT_READ: "the attempt that lives was begun by a newer operator, or its ConfigMap was made by hand: "
+        "it goes on, and changes of the spec are not compared with it",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
         UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
         NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",
@@ -103,6 +107,8 @@ REASONS: dict[str, dict[str, str]] = {
         "Waiting": "Unknown: the attempt was created, its pods not looked at yet",
         "Scheduled": "every pod has a node",
         "NoPods": "False: the attempt's Job has no pods yet; its events say why",
+        PODS_REFUSED: "False: the API server refuses pods of the attempt (quota, LimitRange, Pod Security, another "
+        "policy); the message is its own; the Job controller tries again",
         "Unschedulable": "False: the scheduler finds no node; the message is its own",
         "Refused": "False: the API server refused an object of the attempt; the message is its own",
         "NoAttempt": "False: no attempt lives",

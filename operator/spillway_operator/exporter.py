@@ -31,6 +31,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class Gauges:
     """What is true at the moment of a scrape."""
 
+    leads: bool
     queue_depth: int
     loop_lag_seconds: float
     watch_age_seconds: Mapping[str, float]
@@ -84,6 +85,7 @@ class Exporter(Collector):
         if self._gauges is None:
             return
         now = self._gauges()
+        yield _gauge(metrics.OPERATOR_LEADER, {"": int(now.leads)})
         yield _gauge(metrics.OPERATOR_QUEUE_DEPTH, {"": now.queue_depth})
         yield _gauge(metrics.OPERATOR_LOOP_LAG, {"": now.loop_lag_seconds})
         yield _gauge(metrics.OPERATOR_WATCH_AGE, now.watch_age_seconds)

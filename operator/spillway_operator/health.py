@@ -50,12 +50,12 @@ class LoopLag:
 
 
 class HealthServer:
-    """`problem()` says why the operator is not alive, or ""; `is_ready()` whether the first complete list is there."""
+    """`problem()` says why the operator is not alive, or ""; `not_ready()` why it is not ready, or ""."""
 
-    def __init__(self, exporter: Exporter, problem: Callable[[], str], is_ready: Callable[[], bool]) -> None:
+    def __init__(self, exporter: Exporter, problem: Callable[[], str], not_ready: Callable[[], str]) -> None:
         self._exporter = exporter
         self._problem = problem
-        self._is_ready = is_ready
+        self._not_ready = not_ready
 
     async def serve(self, port: int) -> web.AppRunner:
         """Start answering. Raises UserError when the port cannot be had."""
@@ -72,14 +72,14 @@ class HealthServer:
         return runner
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        problem = self._problem()
-        return web.Response(text=problem or "ok", status=503 if problem else 200)
+        return _said(self._problem())
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        ready = self._is_ready()
-        return web.Response(
-            text="ok" if ready else "the first complete list is not there yet", status=200 if ready else 503
-        )
+        return _said(self._not_ready())
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._exporter.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def _said(problem: str) -> web.Response:
+    return web.Response(text=problem or "ok", status=503 if problem else 200)

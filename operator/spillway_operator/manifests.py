@@ -7,16 +7,17 @@ The ConfigMap is written first and never changed: the other two are built from w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spillway.api import GROUP, VERSION, TrainingJob, TrainingJobSpec
+from spillway.api import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
-from spillway.job import JobFile
-from spillway.plan import MemoryPlan
+from spillway.job import JOB_VERSION, JobFile
+from spillway.plan import PLAN_VERSION, MemoryPlan
 from spillway.pod_resources import PodResources, pod_resources
 from spillway.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.status import Attempts, PlanStatus
@@ -29,9 +30,6 @@ JOB_UID_LABEL = "spillway.dev/job-uid"
 ATTEMPT_LABEL = "spillway.dev/attempt"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-OWN_LABEL_DOMAINS = ("spillway.dev/", "kueue.x-k8s.io/", "batch.kubernetes.io/", "apps.kubernetes.io/")
-"""labels and annotations below these mean something to this operator, to the queue or to the Job controller"""
-OWN_LABELS = (MANAGED_BY_LABEL, "job-name", "controller-uid")
 
 CONTAINER = "trainer"
 CONTRACT_DIRECTORY = "/etc/spillway"
@@ -50,15 +48,6 @@ USER_ID = 1000
 """of user, group and volumes; the image has it"""
 LARGEST_CONTRACT = 1_000_000
 """bytes of a ConfigMap's data; the API server refuses 1 MiB"""
-
-OWN_VARIABLES = frozenset(
-    {
-        URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE, "TMPDIR", "HOME", "JOB_COMPLETION_INDEX",
-        "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-        "MASTER_ADDR", "MASTER_PORT",
-    }
-)  # fmt: skip
-"""environment variables that the attempt sets itself; a job that sets them is refused"""
 
 
 class Preferred(BaseModel):
@@ -182,6 +171,24 @@ def read_contract(contract: Contract) -> AttemptFiles | None:
         return None
 
 
+def why_not_read(contract: Contract) -> str:
+    """A sentence about a contract that `read_contract` does not read."""
+    for name, text, version in (
+        (JOB_KEY, contract.job_json, JOB_VERSION),
+        (PLAN_KEY, contract.plan_json, PLAN_VERSION),
+    ):
+        try:
+            said = json.loads(text).get("version")
+        except (ValueError, RecursionError, AttributeError):
+            continue
+        if isinstance(said, int) and said > version:
+            return (
+                f"ConfigMap {contract.name}: {name} has version {said}, and this operator reads up to {version}; a "
+                "newer one began the attempt, which goes on. Upgrade again before it is to be changed"
+            )
+    return f"ConfigMap {contract.name} does not hold what an operator writes; the attempt goes on"
+
+
 # --- ConfigMap, Service, Job ------------------------------------------------------------------------------------------
 
 
@@ -275,8 +282,8 @@ def own_labels(files: AttemptFiles) -> dict[str, str]:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a label or annotation is ours, the queue's or the Job controller's to set."""
-    return key in OWN_LABELS or key.startswith(OWN_LABEL_DOMAINS)
+    """Whether a label or annotation is not the job's to set."""
+    return key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES)
 
 
 # --- the pod ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ attempts before a new one, the pods of an attempt that failed or does not get re
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from .acceptance import given
 from .api_client import (
     CLAIMS,
     CONFIG_MAPS,
+    EVENTS,
     JOBS,
     PODS,
     TRAINING_JOBS,
@@ -25,6 +27,7 @@ from .api_client import (
     Refused,
     is_path_segment,
 )
+from .case import whole
 from .cluster import Cluster
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
@@ -108,6 +111,7 @@ class Observer:
             attempts, unwatched = await self._read_attempts(job, contracts)
             await self._cluster.refresh(job.namespace)
         self._reservations.settle(job, attempts, self._clock())
+        pods = await self._pods(job, attempts) if "pods" in needs else None
         return Sight(
             Observed(
                 job=job,
@@ -115,7 +119,8 @@ class Observer:
                 facts=self._facts(),
                 cluster=self._cluster.view(key),
                 contracts=contracts,
-                pods=await self._pods(job, attempts) if "pods" in needs else None,
+                pods=pods,
+                pods_refusal=await self._pods_refusal(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
                 hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
                 others_silent_seconds=self._others_silent_seconds(key),
@@ -174,6 +179,22 @@ class Observer:
         selector = f"{JOB_UID_LABEL}={job.uid},{ATTEMPT_LABEL}={newest}"
         found = await self._client.list(PODS, job.namespace, lambda pod: _pod_of(name, pod), selector)
         return tuple(sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name)))
+
+    async def _pods_refusal(
+        self, job: JobObject, attempts: tuple[AttemptObject, ...], pods: tuple[PodObject, ...] | None
+    ) -> str:
+        """What the Job controller was told when it wanted to create the pods that are missing; "" where none are, where
+        it was told nothing, and where events are not ours to see. Whoever may write events writes this."""
+        living = [found for found in attempts if found.owner_uid == job.uid and not (found.outcome or found.suspended)]
+        if pods is None or not living or len(pods) >= whole(given(json.loads(job.spec), "parallelism.nodes"), 1):
+            return ""
+        newest = max(living, key=lambda attempt: attempt.attempt)
+        selector = f"regarding.kind=Job,regarding.uid={newest.uid},reason=FailedCreate"
+        try:
+            found = await self._client.list(EVENTS, job.namespace, _told_at, field_selector=selector)
+        except Refused:
+            return ""
+        return max(found.items, default=("", ""))[1]
 
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
         return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])
@@ -285,6 +306,19 @@ def _ending(status: Mapping[str, Any]) -> ContainerEnding | None:
 def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from status.get("initContainerStatuses") or ()
     yield from status.get("containerStatuses") or ()
+
+
+_NEW_POD = re.compile(
+    r'^(\(combined from similar events\): )?(Error creating: )?(pods? "[^"]*" is (forbidden|invalid): )?', re.IGNORECASE
+)
+"""before the sentence that matters. The name is another one at every try, and the status would change as often."""
+
+
+def _told_at(event: Mapping[str, Any]) -> tuple[str, str]:
+    """When the event last happened, RFC 3339, and what it says."""
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("deprecatedLastTimestamp"), event.get("eventTime"))
+    return max(str(time or "") for time in times), _text(_NEW_POD.sub("", str(event.get("note") or "")))
 
 
 def _text(found: object) -> str:

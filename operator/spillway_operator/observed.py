@@ -163,6 +163,9 @@ class Observed:
     missing then is gone, and a new attempt may follow."""
     pods: tuple[PodObject, ...] | None = None
     """of the newest attempt, by label, also when its Job is gone; None = not asked for"""
+    pods_refusal: str = ""
+    """why the API server let the Job controller create no pod (quota, LimitRange, Pod Security, a policy): the newest
+    event of the Job that says so; asked for with `pods`, where some are missing"""
     claims: tuple[Claim, ...] | None = None
     """None = not asked for"""
     conflict: str = ""

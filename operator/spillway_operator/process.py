@@ -1,9 +1,11 @@
 """The operator's process: wires its parts, starts them in order, and ends when one of them does.
 
-    credentials -> client -> store + queue -> first complete list -> watches -> workers
+    credentials -> client -> Lease -> progress endpoint, store + queue -> first complete list -> watches -> workers
 
-Workers start after the first complete list, so that nothing is decided from half of what there is. Every background
-task runs for ever: one that ends takes the process with it, because a half-dead operator looks alive to everybody.
+An operator that stands by answers probes and looks at the Lease, nothing else: what it knew would be old, and to list
+everything takes about as long as to notice that it leads. Workers start after the first complete list, so that nothing
+is decided from half of what there is. Every background task runs for ever: one that ends takes the process with it,
+because a half-dead operator looks alive to everybody.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import signal
 import time
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
+
+from aiohttp import web
 
 from spillway.api import GROUP, VERSION
 
@@ -30,11 +35,13 @@ from .exporter import Exporter, Gauges
 from .handlers import watch
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
 from .key_queue import KeyQueue
+from .lease import Election, LeaseLost
 from .log import is_not_found
 from .memory_profiles import MemoryProfiles
 from .metrics_source import MetricsSource
 from .observe import Observer
 from .observed import OperatorFacts
+from .progress_address import ProgressAddress
 from .progress_endpoint import Certificate, ProgressEndpoint
 from .progress_outbox import ProgressOutbox
 from .reservations import Reservations
@@ -74,7 +81,11 @@ class Operator:
         self._store = Store()
         self._kinds = watched_kinds(self._store)
         self._queue: KeyQueue[Key] = KeyQueue()
-        self._client = ApiClient(self._credentials, self._exporter.request)
+        self._lease_client = ApiClient(self._credentials, self._exporter.request)
+        self._election = self._elects()
+        seconds_left = _for_ever if self._election is None else self._election.seconds_left
+        self._seconds_left = seconds_left
+        self._client = ApiClient(self._credentials, self._exporter.request, seconds_left)
         self._audit = Audit(self._client, self._kinds, self._namespaces, self._queue.add, self._exporter)
         targets = ScrapeTargets(self._client, self._namespaces)
         self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds, targets)
@@ -89,7 +100,9 @@ class Operator:
             self._queue.add,
             self._profiles.reported,
             self._exporter.progress,
+            knows_attempts=self._listed.is_set,
         )
+        self._address = self._published()
         self._applier = Applier(self._client, self._store)
         observer = Observer(
             self._client, self._store, self._cluster, self._reservations, self._facts, ears=self._progress
@@ -108,24 +121,32 @@ class Operator:
     async def run(self) -> int:
         """Until SIGTERM (0), or until a task that should run for ever ends (1)."""
         self._take_signals()
-        async with self._client:
-            health = HealthServer(self._exporter, self._problem, self._listed.is_set)
-            servers = [await health.serve(self._settings.health_port)]
-            if self._certificate is not None and self._settings.progress_url:
-                servers.append(await self._progress.serve(self._settings.progress_port, self._certificate.context))
+        async with self._client, self._lease_client:
+            health = await HealthServer(self._exporter, self._problem, self._not_ready).serve(
+                self._settings.health_port
+            )
             self._exporter.collect_from(self._gauges)
-            tasks = self._start()
+            election = [asyncio.create_task(self._election.run(), name="lease")] if self._election is not None else []
+            tasks = [asyncio.create_task(self._lag.run(), name="loop lag")]
+            if self._certificate is not None:
+                tasks.append(asyncio.create_task(self._certificate.run(), name="certificate"))
+            progress = None
             try:
-                return await self._supervise(tasks)
+                if self._election is not None:
+                    code = await self._supervise([*election, *tasks], self._election.leads)
+                    if code is not None:
+                        return code
+                if self._certificate is not None and self._settings.progress_url:
+                    progress = await self._progress.serve(self._settings.progress_port, self._certificate.context)
+                tasks += self._start()
+                return await self._supervise([*election, *tasks]) or 0
             finally:
-                await self._end(tasks)
-                for server in servers:
-                    await server.cleanup()
+                await self._end(election, tasks, progress)
+                await health.cleanup()
 
     def _start(self) -> list[asyncio.Task[Any]]:
         """Tasks of ours are older than kopf, which ends every younger one when it ends."""
         running: dict[str, Coroutine[Any, Any, None]] = {
-            "loop lag": self._lag.run(),
             "events": self._events.run(),
             "progress": self._progress.flush(),
             "memory profiles": self._profiles.run(),
@@ -133,21 +154,29 @@ class Operator:
         }
         if self._settings.prometheus_url:
             running["metrics"] = self._metrics.run()
-        if self._certificate is not None:
-            running["certificate"] = self._certificate.run()
+        if self._address is not None:
+            running["progress address"] = self._after_first_list(self._address.run())
         running |= {f"worker {n}": self._after_first_list(self._worker.run()) for n in range(self._settings.workers)}
         running["watches"] = self._list_and_watch()
         return [asyncio.create_task(work, name=name) for name, work in running.items()]
 
-    async def _supervise(self, tasks: list[asyncio.Task[Any]]) -> int:
+    async def _supervise(self, tasks: list[asyncio.Task[Any]], reached: asyncio.Event | None = None) -> int | None:
+        """The exit code, or None once `reached` is set."""
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        ended, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        on_the_way = asyncio.create_task((reached or asyncio.Event()).wait(), name="reached")
+        ended, _ = await asyncio.wait([stopped, on_the_way, *tasks], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        on_the_way.cancel()
         if stopped in ended:
             logger.info("stopping: looks under way end within %g s", ENDING_SECONDS)
             return 0
-        for task in ended:
+        if ended == {on_the_way}:
+            return None
+        for task in ended - {on_the_way}:
             error = None if task.cancelled() else task.exception()
+            if isinstance(error, LeaseLost):
+                logger.critical("the process ends, so that nothing is written beside another leader: %s", error)
+                continue
             if is_not_found(error):
                 logger.critical(
                     "the API server no longer serves what is watched: install the CRD %s.%s again (docs/install.md); "
@@ -160,15 +189,42 @@ class Operator:
             )
         return 1
 
-    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Looks under way finish; nothing new is begun."""
+    async def _end(
+        self, election: list[asyncio.Task[Any]], tasks: list[asyncio.Task[Any]], progress: web.AppRunner | None
+    ) -> None:
+        """Looks under way finish and nothing new is begun; then the lease is handed back, before anything that only
+        this process waits for."""
         deadline = time.monotonic() + ENDING_SECONDS
         self._queue.close()
-        while self._queue.num_working and time.monotonic() < deadline:
+        while self._queue.num_working and self._seconds_left() > 0 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self._address is not None and progress is not None and self._seconds_left() > 0:
+            await self._address.withdraw()
+        if progress is not None:
+            await progress.cleanup()
+        if self._election is not None:
+            election[0].cancel()
+            await asyncio.wait(election)
+            await self._election.release()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=KOPF_SECONDS)
+
+    def _elects(self) -> Election | None:
+        """None for an operator that is alone."""
+        given = self._settings
+        if not given.lease_name:
+            return None
+        owner = self._credentials.account
+        return Election(self._lease_client, given.pod_namespace, given.lease_name, given.pod_uid, owner)
+
+    def _published(self) -> ProgressAddress | None:
+        given = self._settings
+        if not given.progress_service:
+            return None
+        return ProgressAddress(
+            self._client, given.pod_namespace, given.progress_service, given.pod_ip, given.progress_port
+        )
 
     async def _list_and_watch(self) -> None:
         """The first complete list, then the watches: kopf would never find a kind that is installed after its start."""
@@ -236,6 +292,16 @@ class Operator:
         for part in (self._queue, self._reservations, self._progress, self._profiles, self._applier):
             part.forget(key)
 
+    @property
+    def _leads(self) -> bool:
+        return self._election is None or self._election.leads.is_set()
+
+    def _not_ready(self) -> str:
+        """Who stands by is ready to lead: else no rollout of two would end."""
+        if self._election is not None and not self._leads:
+            return "" if self._election.has_looked else "the Lease could not be read yet"
+        return "" if self._listed.is_set() else "the first complete list is not there yet"
+
     def _problem(self) -> str:
         """Why the process should be started anew; "" when it is well."""
         if self._audit.watch_is_dead:
@@ -248,6 +314,7 @@ class Operator:
         now = time.monotonic()
         listed = self._audit.last_time
         return Gauges(
+            leads=self._leads,
             queue_depth=len(self._queue),
             loop_lag_seconds=self._lag.longest,
             watch_age_seconds={plural: now - heard for plural, heard in self._heard.items()},
@@ -255,3 +322,7 @@ class Operator:
             metrics_age_seconds=self._metrics.snapshot(now).age_seconds,
             jobs=Counter(json.loads(job.status).get("state") or "Unknown" for job in self._store.jobs),
         )
+
+
+def _for_ever() -> float:
+    return math.inf

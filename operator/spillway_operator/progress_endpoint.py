@@ -39,6 +39,8 @@ RELOAD_SECONDS = 10.0
 """between two looks at the certificate's files"""
 KEEP_ALIVE_SECONDS = 75.0
 """longer than the trainer's posting interval, so that a job keeps its connection"""
+END_SECONDS = 1.0
+"""for posts under way when the endpoint ends"""
 
 
 class _Refusal(Exception):
@@ -112,7 +114,7 @@ class PostLimit:
 
 class ProgressEndpoint:
     """`enqueue(key)` is called when a report of `key` may be written, `accepted` with each one that is believed,
-    `count(code)` once per post."""
+    `count(code)` once per post. Until `knows_attempts()` nobody is told that it belongs to none."""
 
     def __init__(
         self,
@@ -122,7 +124,9 @@ class ProgressEndpoint:
         accepted: Callable[[Key, Received], None],
         count: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
+        knows_attempts: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._knows_attempts = knows_attempts
         self._reviews = reviews
         self._outbox = outbox
         self._enqueue = enqueue
@@ -142,7 +146,9 @@ class ProgressEndpoint:
 
     async def serve(self, port: int, context: ssl.SSLContext | None) -> web.AppRunner:
         """Start answering. Raises UserError when the port cannot be had."""
-        runner = web.AppRunner(self.application(), access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS)
+        runner = web.AppRunner(
+            self.application(), access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=END_SECONDS
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, port=port, ssl_context=context, backlog=2048).start()
@@ -196,6 +202,8 @@ class ProgressEndpoint:
 
     async def _post(self, request: web.Request) -> web.Response:
         try:
+            if not self._knows_attempts():
+                raise _Refusal(503, "the operator has only begun; try again", retry_after=1)
             sender = await self._reviews.sender(_bearer(request))
             if not self._limit.allows(sender.key, self._clock()):
                 raise _Refusal(429, f"more than {POSTS_PER_SECOND:g} posts a second", retry_after=1)

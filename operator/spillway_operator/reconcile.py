@@ -216,11 +216,12 @@ def _adopted(case: Case, attempt: AttemptObject) -> Case:
     files = _read(case, attempt.attempt)
     if files is not None:
         return _begun(case, files)
+    accepted = _not_read(case, attempt.attempt) or true(c.ACCEPTED, "Valid")
     known = {
         "total": attempt.attempt, "ended": attempt.attempt - 1, "start_time": attempt.creation_time,
         "active_time": None,
     }  # fmt: skip
-    return case.changed(attempts=case.attempts.model_copy(update=known)).found(true(c.ACCEPTED, "Valid"), *_STARTING)
+    return case.changed(attempts=case.attempts.model_copy(update=known)).found(accepted, *_STARTING)
 
 
 def _with_report(case: Case) -> Case:
@@ -278,7 +279,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or _is_finished(pod) for pod in pods):
         return _write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
-    found = _pod_findings(pods, case.num_nodes, attempt)
+    found = _pod_findings(pods, case.num_nodes, attempt, case.observed.pods_refusal)
     case = case.found(*found)
     if case.attempts.active_time is None:
         case = pending(case)
@@ -299,7 +300,12 @@ def _began_seconds(case: Case, attempt: AttemptObject) -> float:
     return max(created, seconds_of(admitted.last_transition_time))
 
 
-def _pod_findings(pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject) -> tuple[Finding, ...]:
+def _pod_findings(
+    pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject, refusal: str
+) -> tuple[Finding, ...]:
+    if refusal and len(pods) < num_nodes:
+        why = f"Job {attempt.name} may not create {'its' if not pods else 'more'} pods: {refusal}"
+        return false(c.SCHEDULED, c.PODS_REFUSED, why), false(c.RUNNING, "Starting")
     if not pods:
         why = f"the attempt's Job has no pods yet; kubectl describe job {attempt.name} -n {attempt.namespace} says why"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")
@@ -671,6 +677,14 @@ def _read(case: Case, attempt: int) -> AttemptFiles | None:
     return None
 
 
+def _not_read(case: Case, attempt: int) -> Finding | None:
+    """What to say of a contract that is there and that this operator cannot read."""
+    for contract in _contracts(case):
+        if contract.attempt == attempt and manifests.read_contract(contract) is None:
+            return true(c.ACCEPTED, c.CONTRACT_NOT_READ, manifests.why_not_read(contract))
+    return None
+
+
 def _newest_begun(case: Case) -> AttemptFiles | None:
     """The files of the newest attempt that was begun and can be read."""
     begun = [contract.attempt for contract in _contracts(case) if contract.attempt <= case.attempts.total]
@@ -684,6 +698,9 @@ def _newest_begun(case: Case) -> AttemptFiles | None:
 def _with_changes(case: Case, attempt: AttemptObject) -> Case:
     """With what the spec says otherwise than the attempt that lives, which goes on as it was made."""
     files, outcome = _read(case, attempt.attempt), accept(case.observed.job)
+    unread = _not_read(case, attempt.attempt) if files is None else None
+    if unread is not None:
+        return case.found(unread)
     if files is None or isinstance(outcome, Refusal):
         return case
     fields = [f"spec.{name}" for name in changed_fields(files.job.spec, outcome.spec)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -56,6 +57,15 @@ class Settings(BaseSettings):
         default=None,
         description=f"Directory with {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} of the progress endpoint.",
     )
+    lease_name: str = Field(
+        default="", description="Lease that the operator must hold to work, for several of them; empty = it is alone."
+    )
+    pod_namespace: str = Field(default="", description="Namespace of the operator's pod, and of its Lease.")
+    pod_uid: str = Field(default="", description="UID of the operator's pod: who it is among several.")
+    pod_ip: str = Field(default="", description="Address of the operator's pod.")
+    progress_service: str = Field(
+        default="", description="Service whose address is the operator that leads; empty = it follows no leader."
+    )
     health_port: Port = Field(
         default=8080, description="Port of /healthz, /readyz and /metrics (HTTP); 0 = any free one."
     )
@@ -99,6 +109,27 @@ class Settings(BaseSettings):
             if not (self.tls_directory / name).is_file():
                 raise ValueError(f"{PREFIX}TLS_DIRECTORY = {self.tls_directory}: has no file {name}")
         return self
+
+    @model_validator(mode="after")
+    def _one_of_several_is_known(self) -> Self:
+        needs = {
+            "lease_name": ("pod_namespace", "pod_uid"),
+            "progress_service": ("lease_name", "pod_ip", "progress_url"),
+        }
+        for field, needed in needs.items():
+            for missing in (name for name in needed if getattr(self, field) and not getattr(self, name)):
+                raise ValueError(f"{variable(field)} needs {variable(missing)}, which is not set")
+        return self
+
+    @field_validator("pod_ip")
+    @classmethod
+    def _is_address(cls, given: str) -> str:
+        if given:
+            try:
+                ip_address(given)
+            except ValueError:
+                raise ValueError("must be an IPv4 or IPv6 address") from None
+        return given
 
 
 def variable(field: str) -> str:

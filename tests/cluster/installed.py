@@ -20,6 +20,7 @@ CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
 RELEASE = "spillway"
 SYSTEM_NAMESPACE = "spillway-system"
+OF_THE_OPERATOR = "app.kubernetes.io/name=spillway"
 OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
 HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
 """this machine's programs and this checkout's Python: quick, and said so in results"""
@@ -29,6 +30,8 @@ TRAINERS = (
     "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
 )
 """sends a signal to the ranks of a pod, not to the launcher"""
+REPLICAS = 2
+"""of the operator, as the chart has them"""
 PAIR_SECONDS = 90.0
 """two ranks of a tiny model on two shared cores, from creation to Complete"""
 
@@ -97,27 +100,54 @@ class Installed:
         ]
 
     def logs(self) -> str:
-        return self.bed.kubectl("logs", f"deployment/{RELEASE}", "-n", SYSTEM_NAMESPACE, "--tail=60")
+        return self.bed.kubectl("logs", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE, "--tail=60", "--prefix")
+
+    def operator_pods(self) -> list[Document]:
+        """That are not about to end."""
+        found = self.bed.read(f"/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector={OF_THE_OPERATOR}")
+        return [pod for pod in found.get("items", []) if "deletionTimestamp" not in pod["metadata"]]
+
+    def lease(self) -> Document:
+        """Its spec."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases/{RELEASE}"
+        found: Document = self.bed.read(path).get("spec", {})
+        return found
+
+    def leader(self, seconds: float = 60.0, other_than: str = "") -> str:
+        """Name of the pod that leads, once there is one."""
+        deadline = time.monotonic() + seconds
+        while True:
+            holder = self.lease().get("holderIdentity")
+            names = [pod["metadata"]["name"] for pod in self.operator_pods() if pod["metadata"]["uid"] == holder]
+            if names and names[0] != other_than:
+                return str(names[0])
+            assert time.monotonic() < deadline, f"no leader in {seconds:.0f} s: {self.lease()}\n{self.logs()}"
+            time.sleep(0.1)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """No operator in the cluster meanwhile."""
-        self._scale(0)
+        with self.scaled(0):
+            yield
+
+    @contextmanager
+    def scaled(self, replicas: int) -> Iterator[None]:
+        self._scale(replicas)
         try:
             yield
         finally:
-            self._scale(1)
+            self._scale(REPLICAS)
 
     def _scale(self, replicas: int) -> None:
         deployment = f"deployment/{RELEASE}"
         self.bed.kubectl("scale", deployment, "-n", SYSTEM_NAMESPACE, f"--replicas={replicas}")
+        self.bed.kubectl("rollout", "status", deployment, "-n", SYSTEM_NAMESPACE, "--timeout=90s")
+        deadline = time.monotonic() + 60
+        while len(self.bed.get("pods", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE)["items"]) != replicas:
+            assert time.monotonic() < deadline, "pods of the operator that should be gone are there"
+            time.sleep(0.2)
         if replicas:
-            self.bed.kubectl("rollout", "status", deployment, "-n", SYSTEM_NAMESPACE, "--timeout=60s")
-        else:
-            self.bed.kubectl(
-                "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/name=spillway", "-n", SYSTEM_NAMESPACE,
-                "--timeout=60s",
-            )  # fmt: skip
+            self.leader()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import json
 
 import pytest
 import yaml
-from chart_values import MATRIX, settings
-from installed import CHART, RELEASE
+from rendered_chart import CHART, MATRIX, RELEASE, settings_of
 
 from testbed.client import Bed
 
@@ -17,7 +16,7 @@ FOREIGN = ("PodMonitor", "ServiceMonitor")
 
 @pytest.mark.parametrize("cell", MATRIX)
 def test_the_api_server_knows_every_field_of_every_object(testbed: Bed, namespace: str, cell: str) -> None:
-    text = testbed.helm("template", RELEASE, CHART, "--namespace", namespace, *settings(MATRIX[cell]))
+    text = testbed.helm("template", RELEASE, str(CHART), "--namespace", namespace, *settings_of(MATRIX[cell]))
     objects = [found for found in yaml.safe_load_all(text) if found and found["kind"] not in FOREIGN]
     for found in objects:  # watched namespaces need not be there
         if "namespace" in found["metadata"]:

@@ -1,10 +1,16 @@
-"""kill -9 of the operator, at every write of a start and at random moments: nothing twice, nothing missing."""
+"""kill -9 of the operator, at every write of a start and at random moments: nothing twice, nothing missing.
+
+As a process of this machine behind a proxy, where the moment can be chosen; and as the container of its pod, which the
+kubelet starts anew.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +19,22 @@ from pathlib import Path
 
 import pytest
 from crash_proxy import Crash, CrashProxy
-from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, running_for_an_hour
+from installed import (
+    OPERATOR_USER,
+    RELEASE,
+    SYSTEM_NAMESPACE,
+    Document,
+    Installed,
+    example,
+    named,
+    running_for_an_hour,
+)
 from operator_process import OperatorProcess, write_kubeconfig
 
+from spillway_operator.lease import boot_seconds
 from spillway_trainer.launch import free_ports
 from testbed.layout import API_SERVER
+from testbed.processes import start_ticks_of
 
 RANDOM_KILLS = 20
 JOBS = 20
@@ -28,6 +45,12 @@ MANY_JOBS = 100
 LARGEST_RESIDENT_BYTES = 120_000_000
 STEADY_SECONDS = {"reduced": 60, "full": 600}
 """SPILLWAY_SWEEPS=full, as in `make faults`"""
+SWEEPS = "full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"
+CONTAINER_KILLS = {"reduced": 20, "full": 200}
+CONTAINER_CONVERGENCE_SECONDS = 10.0
+"""p99, from the new process's start"""
+MOST_LIVING = 12
+"""TrainingJobs beside each other while containers are killed: older ones are deleted"""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +150,7 @@ def test_a_crash_at_any_write_of_a_start_leaves_one_attempt(
 def test_a_hundred_running_jobs_cost_no_write_and_little_memory(
     alone: Installed, namespace: str, tmp_path: Path
 ) -> None:
-    seconds = STEADY_SECONDS["full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"]
+    seconds = STEADY_SECONDS[SWEEPS]
     names = [f"steady-{index:03}" for index in range(MANY_JOBS)]
     documents = {"apiVersion": "v1", "kind": "List", "items": [one_pod(namespace, name) for name in names]}
     with operators(alone, namespace, tmp_path) as found:
@@ -178,3 +201,82 @@ def test_kills_at_random_moments_leave_nothing_twice_and_nothing_out(
         after_restart = [r for r in alone.writes(since, namespace) if r.user == OPERATOR_USER]
         assert after_restart == [], "a restarted operator has nothing to write"
         print(f"resident with {len(names)} jobs: {restarted.resident_bytes() / 2**20:.0f} MiB")
+
+
+# --- in its pod -------------------------------------------------------------------------------------------------------
+
+
+class Container:
+    """The operator's one container, which the kubelet starts anew in the same pod."""
+
+    def __init__(self, spillway: Installed) -> None:
+        self.spillway = spillway
+        self.pod = spillway.leader()
+        self.uid = spillway.lease()["holderIdentity"]
+        self.process = spillway.bed.container_process(SYSTEM_NAMESPACE, self.pod)
+
+    def kill(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+
+    def wait_for_start(self, seconds: float = 60.0) -> float:
+        """When its new process began, in seconds since the machine's start."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                found = self.spillway.bed.container_process(SYSTEM_NAMESPACE, self.pod)
+            except (LookupError, StopIteration):  # none runs now
+                found = self.process
+            if found != self.process and (ticks := start_ticks_of(found)) is not None:
+                self.process = found
+                return ticks / os.sysconf("SC_CLK_TCK")
+            time.sleep(0.05)
+        raise AssertionError(f"no new container in {seconds:.0f} s")
+
+
+def served(spillway: Installed, namespace: str, names: set[str]) -> bool:
+    """Each of these jobs, and no other, has its children and a status that says so."""
+    path = f"/apis/spillway.dev/v1alpha1/namespaces/{namespace}/trainingjobs"
+    jobs = {item["metadata"]["name"]: item.get("status", {}) for item in spillway.bed.read(path).get("items", [])}
+    return jobs.keys() == names and all(
+        status.get("state") in ("Starting", "Running") and status["attempts"]["total"] == 1 for status in jobs.values()
+    )
+
+
+def test_a_container_that_is_killed_again_and_again_takes_its_lease_back_and_converges(
+    spillway: Installed, namespace: str
+) -> None:
+    """Jobs begin and are deleted before each kill and while no operator runs."""
+    kills, rng = CONTAINER_KILLS[SWEEPS], random.Random(SEED)
+    seconds: list[float] = []
+    back_offs: list[float] = []
+    names: list[str] = []
+    with spillway.scaled(1):
+        container = Container(spillway)
+        transitions = spillway.lease()["leaseTransitions"]
+        for kill in range(kills):
+            before, during = f"before-{kill:03}", f"during-{kill:03}"
+            spillway.create(two_pods(namespace, before))
+            time.sleep(rng.uniform(0.0, 1.0))
+            container.kill()
+            killed = boot_seconds()
+            spillway.create(two_pods(namespace, during))
+            names += [before, during]
+            for old in names[: max(0, len(names) - MOST_LIVING)]:
+                spillway.bed.kubectl("delete", f"trainingjobs.spillway.dev/{old}", "-n", namespace, "--wait=false")
+            names = names[-MOST_LIVING:]
+            started = container.wait_for_start()
+            back_offs.append(started - killed)
+            while not served(spillway, namespace, set(names)):
+                assert boot_seconds() - started < CONVERGENCE_SECONDS, spillway.logs()
+                time.sleep(0.1)
+            seconds.append(boot_seconds() - started)
+        assert spillway.lease()["holderIdentity"] == container.uid, "the pod is the same"
+        assert spillway.lease()["leaseTransitions"] == transitions
+    assert_one_of_each(spillway, namespace, names)
+    p99 = sorted(seconds)[max(0, int(len(seconds) * 0.99) - 1)] if kills >= 100 else max(seconds)
+    print(
+        f"\n{kills} kills of the container (full: {CONTAINER_KILLS['full']}): converged after the new process's start "
+        f"in {statistics.median(seconds):.1f} s (median), {p99:.1f} s (p99), {max(seconds):.1f} s (longest); "
+        f"the kubelet's back-off {statistics.median(back_offs):.1f} s (median), {max(back_offs):.1f} s (longest)"
+    )
+    assert p99 <= CONTAINER_CONVERGENCE_SECONDS

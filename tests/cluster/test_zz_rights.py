@@ -11,10 +11,13 @@ from installed import CHART, OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Installed
 
 Right = tuple[str, str, str]
 """verb, API group, resource with its subresource"""
+OF_THE_CLUSTER, OF_THE_RELEASE, OF_JOBS = "cluster", "release's namespace", "namespaces of jobs"
+ROLES = {"node-reader": OF_THE_CLUSTER, "token-review": OF_THE_CLUSTER, "leader": OF_THE_RELEASE}
+"""by the end of their names; the others are for the namespaces of jobs"""
 
 
-def rendered(spillway: Installed) -> set[tuple[Right, bool]]:
-    """Every rule of the chart, and whether it holds for the whole cluster's objects only (nodes, token reviews)."""
+def rendered(spillway: Installed) -> set[tuple[Right, str]]:
+    """Every rule of the chart, and what it holds for."""
     text = spillway.bed.helm("template", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE)
     documents = [document for document in yaml.safe_load_all(text) if document]
     bound = {
@@ -23,7 +26,7 @@ def rendered(spillway: Installed) -> set[tuple[Right, bool]]:
         if document["kind"] in ("ClusterRoleBinding", "RoleBinding")
     }
     return {
-        ((verb, group, resource), document["metadata"]["name"].endswith(("node-reader", "token-review")))
+        ((verb, group, resource), place_of_role(document["metadata"]["name"]))
         for document in documents
         if document["kind"] in ("ClusterRole", "Role") and document["metadata"]["name"] in bound
         for rule in document["rules"]
@@ -33,16 +36,24 @@ def rendered(spillway: Installed) -> set[tuple[Right, bool]]:
     }
 
 
-def used(spillway: Installed) -> set[tuple[Right, bool]]:
+def place_of_role(name: str) -> str:
+    return next((place for end, place in ROLES.items() if name.endswith(f"-{end}")), OF_JOBS)
+
+
+def used(spillway: Installed) -> set[tuple[Right, str]]:
     found = set()
     for request in spillway.bed.requests(0, OPERATOR_USER):
         resource = f"{request.resource}/{request.subresource}" if request.subresource else request.resource
         if resource.startswith("selfsubject"):
             continue
-        cluster_scoped = request.resource in ("nodes", "nodeprofiles", "tokenreviews")
-        found.add(((request.verb, request.group, resource), cluster_scoped))
+        place = OF_JOBS
+        if request.resource in ("nodes", "nodeprofiles", "tokenreviews"):
+            place = OF_THE_CLUSTER
+        elif request.namespace == SYSTEM_NAMESPACE:
+            place = OF_THE_RELEASE
+        found.add(((request.verb, request.group, resource), place))
         if request.verb == "patch" and request.code == 201:  # server-side apply of what did not exist needs both
-            found.add((("create", request.group, resource), cluster_scoped))
+            found.add((("create", request.group, resource), place))
     return found
 
 

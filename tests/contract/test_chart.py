@@ -1,7 +1,4 @@
-"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses.
-
-Helm comes from PATH or from the test bed's cache (`make cluster-up` puts one there).
-"""
+"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses."""
 
 from __future__ import annotations
 
@@ -9,47 +6,35 @@ import base64
 import json
 import os
 import re
-import shutil
 import ssl
-import subprocess
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from chart_values import MATRIX, settings
+from rendered_chart import (
+    CHART,
+    HELMS,
+    MATRIX,
+    NAMESPACE,
+    NO_HELM,
+    RELEASE,
+    ROOT,
+    Object,
+    helm,
+    of_kind,
+    only,
+    rendered,
+    settings_of,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "spillway"
 VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-RELEASE, NAMESPACE = "demo", "training-system"
 FULL_NAME = "demo-spillway"
 MAX_CONFIG_MAP_BYTES = 2**20
 
-Object = dict[str, Any]
-
-
-def _helms() -> dict[str, str]:
-    """Helm by major version, as far as this machine has it."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    built = sorted((cache_home / "spillway" / "testbed").glob("*/bin/helm*"), key=lambda path: path.stat().st_mtime)
-    candidates = [shutil.which("helm"), *(str(path) for path in built if os.access(path, os.X_OK) and path.is_file())]
-    found = {}
-    for path in filter(None, candidates):
-        said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout
-        if match := re.match(r"v(\d+)\.", said):
-            found[match[1]] = path
-    return found
-
-
-HELMS = _helms()
-pytestmark = pytest.mark.skipif(
-    not HELMS, reason="no helm in PATH and none in the test bed's cache: `make cluster-up` puts one there"
-)
+pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
@@ -57,33 +42,20 @@ def major(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def helm(major: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HELMS[major], *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
-@cache
-def rendered(major: str, values: tuple[str, ...] = ()) -> tuple[Object, ...]:
-    done = helm(major, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *settings(values))
-    assert done.returncode == 0, done.stderr
-    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
-
-
-def of_kind(objects: tuple[Object, ...], kind: str) -> list[Object]:
-    return [found for found in objects if found["kind"] == kind]
-
-
-def only(objects: tuple[Object, ...], kind: str) -> Object:
-    (found,) = of_kind(objects, kind)
-    return found
-
-
 def operator_pod(objects: tuple[Object, ...]) -> Object:
     return dict(only(objects, "Deployment")["spec"]["template"]["spec"])
 
 
+OF_THE_POD = {"metadata.uid": "0a1b-uid", "status.podIP": "10.0.0.7"}
+
+
 def operator_environment(objects: tuple[Object, ...]) -> dict[str, str]:
+    """With what the kubelet would fill in."""
     (container,) = operator_pod(objects)["containers"]
-    return {entry["name"]: entry["value"] for entry in container["env"]}
+    return {
+        entry["name"]: entry["value"] if "value" in entry else OF_THE_POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        for entry in container["env"]
+    }
 
 
 # --- what is made -----------------------------------------------------------------------------------------------------
@@ -130,7 +102,7 @@ def test_the_notes_name_the_next_command(major: str) -> None:
     if major == "3":
         pytest.skip("Helm 3 renders notes only with a cluster")
     arguments = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client"]
-    done = helm(major, *arguments, *settings(("watchNamespaces={team-a}",)))
+    done = helm(major, *arguments, *settings_of(("watchNamespaces={team-a}",)))
     notes = done.stdout.partition("NOTES:")[2]
     assert f"kubectl --namespace {NAMESPACE} rollout status deployment/{FULL_NAME}" in notes, done.stderr
     (example,) = re.findall(r"kubectl --namespace team-a apply -f (\S+)", notes)
@@ -167,9 +139,24 @@ def test_every_image_is_named_exactly(major: str, cell: str) -> None:
         assert [image.partition("@")[2][:10] for image in images] == ["sha256:aaa", "sha256:bbb"]
 
 
-def test_one_operator_runs_at_a_time(major: str) -> None:
+def test_two_operators_run_and_a_new_one_is_ready_before_an_old_one_goes(major: str) -> None:
     spec = only(rendered(major), "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert (spec["replicas"], spec["strategy"]) == (2, rolling)
+    assert operator_environment(rendered(major))["SPILLWAY_LEASE_NAME"] == FULL_NAME
+
+
+def test_a_drain_takes_one_of_two_operators_and_is_not_held_up_by_a_single_one(major: str) -> None:
+    budget = only(rendered(major), "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"] == only(rendered(major), "Deployment")["spec"]["selector"]
+    assert not of_kind(rendered(major, ("replicas=1",)), "PodDisruptionBudget")
+
+
+def test_operators_prefer_different_nodes_unless_the_user_says_where(major: str) -> None:
+    assert list(operator_pod(rendered(major))["affinity"]) == ["podAntiAffinity"]
+    own = rendered(major, ("affinity.nodeAffinity.x=y",))
+    assert operator_pod(own)["affinity"] == {"nodeAffinity": {"x": "y"}}
 
 
 def test_the_pod_has_requests_limits_and_probes(major: str) -> None:
@@ -209,12 +196,24 @@ def test_what_the_operator_serves_is_reached_through_the_service(major: str) -> 
         "progress": int(environment["SPILLWAY_PROGRESS_PORT"]),
         "metrics": int(environment["SPILLWAY_HEALTH_PORT"]),
     }
-    service = only(objects, "Service")
-    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    progress, metrics = of_kind(objects, "Service")
     selected = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= selected.items()
-    host = f"{service['metadata']['name']}.{NAMESPACE}.svc"
+    assert metrics["spec"]["selector"].items() <= selected.items()
+    assert [(port["targetPort"], port["port"]) for port in metrics["spec"]["ports"]] == [("metrics", ports["metrics"])]
+    host = f"{progress['metadata']['name']}.{NAMESPACE}.svc"
     assert environment["SPILLWAY_PROGRESS_URL"] == f"https://{host}:{ports['progress']}/progress"
+    assert progress["spec"]["ports"] == [
+        {"name": "progress", "port": ports["progress"], "targetPort": ports["progress"]}
+    ]
+
+
+def test_progress_reaches_no_pod_but_the_one_that_the_leader_names(major: str) -> None:
+    objects = rendered(major)
+    service = of_kind(objects, "Service")[0]
+    labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert not service["spec"]["selector"].items() <= labels.items()
+    assert service["spec"]["selector"], "without one, slices of an earlier release would stay"
+    assert operator_environment(objects)["SPILLWAY_PROGRESS_SERVICE"] == service["metadata"]["name"]
 
 
 # --- the certificate --------------------------------------------------------------------------------------------------
@@ -285,7 +284,14 @@ IN_NAMESPACES = {
     ("", "services"): "get create",
     ("", "pods"): "get list",
     ("", "persistentvolumeclaims"): "get",
-    ("events.k8s.io", "events"): "create",
+    ("events.k8s.io", "events"): "list create",
+}
+OF_THE_LEADER = {
+    ("coordination.k8s.io", "leases", FULL_NAME): "get update",
+    ("coordination.k8s.io", "leases", ""): "create",
+    ("discovery.k8s.io", "endpointslices", f"{FULL_NAME}-leader-ipv4 {FULL_NAME}-leader-ipv6"): "get patch",
+    ("discovery.k8s.io", "endpointslices", ""): "create",
+    ("", "services", FULL_NAME): "get",
 }
 IN_THE_CLUSTER = {
     "node-reader": {("", "nodes"): "list", ("spillway.dev", "nodeprofiles"): "list"},
@@ -293,10 +299,13 @@ IN_THE_CLUSTER = {
 }
 
 
-def rules_of(role: Object) -> dict[tuple[str, str], str]:
-    assert all(set(rule) == {"apiGroups", "resources", "verbs"} for rule in role["rules"])
+def rules_of(role: Object) -> dict[tuple[str, ...], str]:
+    """(API group, resource, and the names of a rule that holds for those only) -> verbs. In a role where any rule has
+    names, the others have ""."""
+    assert all(set(rule) - {"resourceNames"} == {"apiGroups", "resources", "verbs"} for rule in role["rules"])
+    named = any("resourceNames" in rule for rule in role["rules"])
     return {
-        (group, resource): " ".join(rule["verbs"])
+        (group, resource, *([" ".join(rule.get("resourceNames", ()))] if named else [])): " ".join(rule["verbs"])
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
@@ -317,8 +326,10 @@ def operator_roles(objects: tuple[Object, ...]) -> Iterator[tuple[str, str, Obje
 
 def test_the_operator_has_these_rights_and_no_others(major: str) -> None:
     found = {(namespace, part): rules_of(role) for namespace, part, role in operator_roles(rendered(major))}
-    assert found == {("", "all-namespaces"): IN_NAMESPACES} | {
-        ("", part): IN_THE_CLUSTER[part] for part in IN_THE_CLUSTER
+    assert found == {
+        ("", "all-namespaces"): IN_NAMESPACES,
+        (NAMESPACE, "leader"): OF_THE_LEADER,
+        **{("", part): IN_THE_CLUSTER[part] for part in IN_THE_CLUSTER},
     }
 
 
@@ -328,20 +339,24 @@ def test_with_watched_namespaces_the_same_rights_end_at_their_borders(major: str
     assert found == {
         ("team-a", ""): IN_NAMESPACES,
         ("team-b", ""): IN_NAMESPACES,
+        (NAMESPACE, "leader"): OF_THE_LEADER,
         **{("", part): IN_THE_CLUSTER[part] for part in IN_THE_CLUSTER},
     }
 
 
-def test_the_least_the_operator_can_do_with_is_one_role_in_one_namespace(major: str) -> None:
-    found = [(namespace, part) for namespace, part, _ in operator_roles(rendered(major, MATRIX["least"]))]
-    assert found == [("team-a", "")]
+def test_the_least_the_operator_can_do_with_is_one_role_in_one_namespace_and_its_lease(major: str) -> None:
+    found = {
+        (namespace, part): rules_of(role) for namespace, part, role in operator_roles(rendered(major, MATRIX["least"]))
+    }
+    leases = {right: verbs for right, verbs in OF_THE_LEADER.items() if right[1] == "leases"}
+    assert found == {("team-a", ""): IN_NAMESPACES, (NAMESPACE, "leader"): leases}
 
 
 @pytest.mark.parametrize("cell", MATRIX)
 def test_no_role_has_a_wildcard_or_touches_secrets(major: str, cell: str) -> None:
     objects = rendered(major, MATRIX[cell])
     for role in [*of_kind(objects, "Role"), *of_kind(objects, "ClusterRole")]:
-        for (group, resource), verbs in rules_of(role).items():
+        for (group, resource, *_), verbs in rules_of(role).items():
             assert "*" not in group + resource + verbs
             assert resource not in ("secrets", "pods/exec", "serviceaccounts/token")
 
@@ -435,6 +450,7 @@ REFUSED = {
     "a namespace instead of a list": ("watchNamespaces=team-a", "watchNamespaces"),
     "a namespace that cannot be": ("watchNamespaces={Team_A}", "watchNamespaces"),
     "the same namespace twice": ("watchNamespaces={team-a,team-a}", "watchNamespaces"),
+    "half an operator": ("replicas=1.5", "replicas"),
     "a word for a switch": ("crds.enabled=maybe", "crds.enabled"),
     "an address without its scheme": ("prometheus.url=prometheus:9090", "prometheus.url"),
     "no time between readings": ("prometheus.intervalSeconds=0", "prometheus.intervalSeconds"),

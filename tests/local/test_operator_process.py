@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,6 +225,75 @@ def test_wrong_settings_are_exit_code_64_and_a_sentence(
                 assert await running.process.wait() == 64
             assert sentence in running.log.read_text()
             assert "Traceback" not in running.log.read_text()
+
+    asyncio.run(scenario())
+
+
+def elected(folder: Path, api: FakeApi, uid: str) -> AbstractAsyncContextManager[Running]:
+    """One of several operators, as the pod `uid`."""
+    (folder / uid).mkdir()
+    names = {"SPILLWAY_LEASE_NAME": "spillway", "SPILLWAY_POD_NAMESPACE": "system", "SPILLWAY_POD_UID": uid}
+    return operator(api, folder / uid, **names)
+
+
+def holder(api: FakeApi) -> str:
+    lease = api.objects.get(("leases", "system", "spillway"))
+    return "" if lease is None else str(lease["spec"].get("holderIdentity", ""))
+
+
+def test_of_two_operators_one_works_and_the_other_is_ready_to_take_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api, elected(tmp_path, api, "first") as first:
+            await first.until(lambda: "attempts found" in first.log.read_text())
+            await first.until(first.ready)
+            async with elected(tmp_path, api, "second") as second:
+                api.requests.clear()
+                await second.until(second.ready)
+                assert {path for _, path in api.requests if not path.endswith("/leases/spillway")} == set()
+                assert "spillway_operator_leader 1.0" in (await first.get("/metrics"))[1]
+                assert "spillway_operator_leader 0.0" in (await second.get("/metrics"))[1]
+                put_jobs(api, range(3))
+                await first.until(all_are("Starting", api, 3))
+                began = time.monotonic()
+                assert await first.stop() == 0
+                await second.until(lambda: holder(api) == "second")
+                put_jobs(api, range(3, 6))
+                await second.until(all_are("Starting", api, 6))
+                print(f"6 jobs are served {time.monotonic() - began:.1f} s after SIGTERM of the leader")
+                assert count(api, "jobs") == count(api, "configmaps") == 6
+                assert api.get("leases", "spillway", "system")["spec"]["leaseTransitions"] == 1
+                assert await second.stop() == 0
+                assert holder(api) == ""
+
+    asyncio.run(scenario())
+
+
+def test_an_operator_whose_lease_another_one_holds_writes_nothing_and_ends_with_a_sentence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api, elected(tmp_path, api, "first") as first:
+            await first.until(first.ready)
+            lease = api.get("leases", "spillway", "system")
+            api.put("leases", {**lease, "spec": {**lease["spec"], "holderIdentity": "second"}})
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert await first.process.wait() == 1
+            assert holder(api) == "second"
+            last = json.loads(first.log.read_text().splitlines()[-1])
+            assert last["level"] == "CRITICAL"
+            assert "Lease system/spillway is held by second" in last["message"]
+            assert "exception" not in last
+
+    asyncio.run(scenario())
+
+
+def test_an_operator_that_may_not_read_the_lease_is_not_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeApi().running() as api:
+            api.fail("GET", "leases", 403, times=1000)
+            async with elected(tmp_path, api, "first") as first:
+                await first.until(lambda: "403" in first.log.read_text())
+                assert (await first.get("/readyz")) == (503, "the Lease could not be read yet")
+                assert (await first.get("/healthz"))[0] == 200
+                assert await first.stop() == 0
 
     asyncio.run(scenario())
 

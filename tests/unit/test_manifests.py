@@ -15,6 +15,7 @@ import pytest
 import yaml
 from job_documents import document, job
 
+from spillway.api import RESERVED_VARIABLES
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway.plan import (
@@ -286,15 +287,15 @@ def test_labels_of_ours_win_over_a_jobs() -> None:
 def test_variables_of_ours_come_last() -> None:
     names = [variable["name"] for variable in container(TWO_PODS)["env"]]
     assert names[0] == "HF_TOKEN"
-    assert set(names[1:]) <= manifests.OWN_VARIABLES
+    assert set(names[1:]) <= set(RESERVED_VARIABLES)
 
 
 def test_a_jobs_own_image_goes_before_the_charts() -> None:
     assert container()["image"] == FACTS.trainer_image
-    assert container({"spec.image": "mine:2"})["image"] == "mine:2"
+    for image in ("mine:2", f"registry.example/mine@sha256:{'a' * 64}"):
+        assert container({"spec.image": image})["image"] == image
 
 
 def test_a_contract_that_fits_no_configmap_is_refused_with_its_size() -> None:
-    many = [{"name": f"V{index}", "value": "x" * 8000} for index in range(128)]
     with pytest.raises(UserError, match=r"a ConfigMap holds 1 MiB: shorten spec\.env"):
-        children(files({"spec.env": many}), owner(), FACTS)
+        children(files(), owner(), replace(FACTS, progress_ca="x" * 1_000_000))

@@ -172,6 +172,46 @@ def test_pods_are_those_that_the_attempts_job_controls() -> None:
     with_cluster(scenario)
 
 
+def refused_pod(job_uid: str, note: str, second: int, reason: str = "FailedCreate") -> dict[str, Any]:
+    """The Job controller's event, as events.k8s.io shows it."""
+    return {
+        "metadata": {"name": f"demo-1.{second}{reason}"},
+        "regarding": {"kind": "Job", "name": "demo-1", "uid": job_uid},
+        "reason": reason,
+        "note": note,
+        "deprecatedLastTimestamp": f"2026-11-21T10:00:{second:02d}Z",
+    }
+
+
+def test_why_pods_are_missing_is_the_newest_event_of_their_job_without_the_name_that_changes_with_every_try() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        bench.store.put_job(put_job(api))
+        put_attempt(bench, api, active=0)
+        uid = api.get("jobs", "demo-1")["metadata"]["uid"]
+        assert (await bench.look("pods")).observed.pods_refusal == ""
+        forbidden = 'Error creating: pods "demo-1-0-{}" is forbidden: {}'
+        api.put("events", refused_pod(uid, forbidden.format("x7k2p", "exceeded quota: small, used: pods=1"), 30))
+        api.put("events", refused_pod(uid, forbidden.format("bbbbb", "exceeded quota: of long ago"), 10))
+        api.put("events", refused_pod(uid, "Created pod: demo-1-0-x7k2p", 50, "SuccessfulCreate"))
+        api.put("events", refused_pod("uid-of-another", "Error creating: of another job", 55))
+        assert (await bench.look("pods")).observed.pods_refusal == "exceeded quota: small, used: pods=1"
+        assert (await bench.look()).observed.pods_refusal == "", "not asked for"
+        api.put("events", refused_pod(uid, 'Error creating: admission webhook "w" denied the request: no', 57))
+        assert (await bench.look("pods")).observed.pods_refusal == 'admission webhook "w" denied the request: no'
+        combined = "(combined from similar events): " + forbidden.format("ccccc", "exceeded quota: again")
+        api.put("events", refused_pod(uid, combined, 58))
+        assert (await bench.look("pods")).observed.pods_refusal == "exceeded quota: again"
+        api.fail("GET", "/events", 403)
+        assert (await bench.look("pods")).observed.pods_refusal == "", "not ours to see"
+        api.put("pods", pod(1, 0))
+        api.requests.clear()
+        assert (await bench.look("pods")).observed.pods_refusal == ""
+        assert api.count("GET", "/events") == 0, "no pod is missing: nothing to ask"
+
+    with_cluster(scenario)
+
+
 def test_when_the_deletion_of_a_pod_was_asked_for_can_be_told() -> None:
     """deletionTimestamp is the end of its grace period."""
     times = {"deletionTimestamp": "2026-11-21T10:00:40Z", "deletionGracePeriodSeconds": 40}

@@ -71,6 +71,7 @@ class Bench:
     def __init__(self, api: FakeApi, client: ApiClient, certificate: Certificate) -> None:
         self.api = api
         self.seconds = 1000.0
+        self.knows_attempts = True
         self.store = Store()
         self.certificate = certificate
         self.outbox = ProgressOutbox()
@@ -85,6 +86,7 @@ class Bench:
             lambda key, received: self.believed.append((key, received.attempt)),
             self.codes.append,
             lambda: self.seconds,
+            lambda: self.knows_attempts,
         )
         self.url = ""
         api.review = lambda token: TOKENS.get(token, {"authenticated": False})
@@ -327,6 +329,21 @@ def test_who_else_was_heard_is_known(certificates: Path) -> None:
         bench.seconds += 9.0
         assert bench.endpoint.others_silent_seconds(KEY) == float("inf"), "its own post is no other's"
         assert bench.endpoint.others_silent_seconds(other) == 9.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_before_the_attempts_are_known_nobody_is_told_that_it_belongs_to_none(certificates: Path) -> None:
+    """As in the first second of an operator that begins to lead."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.knows_attempts = False
+        bench.seconds += 500.0
+        assert (await bench.post())[0] == 503
+        assert bench.endpoint.hearing_seconds() == 0.0
+        assert bench.api.count("POST", "tokenreviews") == 0
+        bench.knows_attempts = True
+        assert (await bench.post())[0] == 200
 
     at_the_endpoint(certificates / "one", scenario)
 

@@ -570,6 +570,31 @@ def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
     assert not desired.creates
 
 
+def test_a_spec_that_is_too_long_as_a_whole_is_refused_with_its_size() -> None:
+    notes = {f"note-{number}": "x" * 1000 for number in range(64)}
+    accepted = condition(decide(observed({"spec.podOverrides": {"annotations": notes}})), "Accepted")
+    assert accepted["reason"] == "Valid", "64,000 characters are not too many"
+    desired = decide(observed({"spec.podOverrides": {"annotations": {**notes, "more": "x" * 1000}}}))
+    accepted = condition(desired, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+    assert "bytes as JSON: at most 65,536" in accepted["message"]
+    assert not desired.creates
+
+
+@pytest.mark.parametrize(
+    ("annotation", "is_free"),
+    [
+        ("container.apparmor.security.beta.kubernetes.io/trainer", False),
+        ("seccomp.security.alpha.kubernetes.io/pod", False),
+        ("cluster-autoscaler.kubernetes.io/safe-to-evict", True),
+    ],
+)
+def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free: bool) -> None:
+    """Where the CRD is older; a newer one refuses them at admission."""
+    accepted = condition(decide(observed({"spec.podOverrides": {"annotations": {annotation: "x"}}})), "Accepted")
+    assert accepted["reason"] == ("Valid" if is_free else "InvalidSpec")
+
+
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -881,8 +906,9 @@ def test_nothing_of_a_job_that_has_ended_lives_on() -> None:
     assert not desired.creates
 
 
-def not_ready(pods: tuple[PodObject, ...] | None, seconds: int = 30) -> Desired:
+def not_ready(pods: tuple[PodObject, ...] | None, seconds: int = 30, refusal: str = "") -> Desired:
     seen = observed(status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=pods)
+    seen = replace(seen, pods_refusal=refusal)
     return decide(seen, f"2026-11-21T10:00:{seconds:02d}Z")
 
 
@@ -922,6 +948,22 @@ def test_an_attempt_without_pods_is_shown() -> None:
     scheduled = condition(not_ready(()), "Scheduled")
     assert scheduled["reason"] == "NoPods"
     assert "kubectl describe job demo-1 -n team" in scheduled["message"]
+
+
+def test_pods_that_the_api_server_refuses_are_a_condition_with_its_sentence_and_a_warning() -> None:
+    desired = not_ready((), refusal="exceeded quota: small, requested: limits.memory=2Gi")
+    scheduled = condition(desired, "Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "PodsRefused")
+    assert scheduled["message"] == (
+        "Job demo-1 may not create its pods: exceeded quota: small, requested: limits.memory=2Gi"
+    )
+    assert condition(desired, "Running")["reason"] == "Starting"
+    assert ("Warning", "PodsRefused") in {(note.type, note.reason) for note in desired.events}
+
+
+def test_a_refusal_of_long_ago_says_nothing_once_every_pod_is_there() -> None:
+    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending")
+    assert condition(not_ready((pod,), refusal="of long ago"), "Scheduled")["reason"] == "Scheduled"
 
 
 def test_a_pod_with_a_node_is_not_unschedulable_and_a_waiting_container_is_said_beside_one_that_is() -> None:

@@ -1,0 +1,226 @@
+"""Refusals of an attempt's objects on the real API server: quota, LimitRange, admission policies.
+
+Each is a condition with a name and the API server's own sentence, and none is final: when the cause is gone, the job
+goes on by itself. Pods are the fake nodes', so that nothing is trained; who refuses them is real.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from installed import Document, Installed, changed, example, on_fake_nodes
+
+from spillway_cli.doctor_gather import sample_pod
+from testbed.client import Bed
+from testbed.errors import Failed
+
+NAME = "one-pod"
+SECONDS = 60.0
+"""from a cause or its end to the status that says so"""
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """Something in a namespace that refuses, and what must be said of it."""
+
+    obstacle: Document
+    reason: str
+    """of Scheduled=False"""
+    said: tuple[str, ...]
+    nodes: int = 1
+
+
+def quota(**hard: str) -> Document:
+    named = {name.replace("__", "/").replace("_", "."): value for name, value in hard.items()}
+    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": named}}
+
+
+def limit_range(**limits: Document) -> Document:
+    container = {"type": "Container", **limits}
+    return {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "narrow"}, "spec": {"limits": [container]}}
+
+
+def policy(group: str, resource: str) -> Document:
+    """Nothing of this kind may be made."""
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": f"no-{resource}"},
+        "spec": {
+            "matchConstraints": {
+                "resourceRules": [
+                    {"apiGroups": [group], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": [resource]}
+                ]
+            },
+            "validations": [{"expression": "false", "message": f"the platform team allows no {resource} here"}],
+        },
+    }
+
+
+CASES = {
+    "a quota that has no room for the Job": Refusing(
+        quota(count__jobs_batch="0"), "Refused", (f"Job {NAME}-1: ", "exceeded quota: small", "count/jobs.batch=0")
+    ),
+    "a quota that has no room for the ConfigMap": Refusing(
+        quota(count__configmaps="0"), "Refused", (f"ConfigMap {NAME}-1: ", "exceeded quota: small", "count/configmaps")
+    ),
+    "a quota that has no room for the pod": Refusing(
+        quota(limits_memory="16Mi"), "PodsRefused", (f"Job {NAME}-1", "exceeded quota: small", "limits.memory=16Mi")
+    ),
+    "a quota that has room for one pod of two": Refusing(
+        quota(pods="1"), "PodsRefused", ("more pods", "exceeded quota: small", "limited: pods=1"), nodes=2
+    ),
+    "a quota that asks for a limit which trainers have not": Refusing(
+        quota(limits_cpu="8"), "PodsRefused", ("failed quota: small: must specify limits.cpu for: trainer",)
+    ),
+    "a LimitRange below the request": Refusing(
+        limit_range(max={"memory": "16Mi"}), "PodsRefused", ("maximum memory usage per Container is 16Mi",)
+    ),
+    "a policy against ConfigMaps": Refusing(
+        policy("", "configmaps"), "Refused", (f"ConfigMap {NAME}-1: ", "the platform team allows no configmaps here")
+    ),
+    "a policy against Jobs": Refusing(
+        policy("batch", "jobs"), "Refused", (f"Job {NAME}-1: ", "the platform team allows no jobs here")
+    ),
+    "a policy against pods": Refusing(
+        policy("", "pods"), "PodsRefused", (f"Job {NAME}-1", "the platform team allows no pods here")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(spillway: Installed) -> Iterator[dict[str, str]]:
+    """case -> namespace with its obstacle, in which the job was created; all at once, because each takes a while."""
+    run = uuid.uuid4().hex[:6]
+    namespaces = {case: f"refused-{run}-{number}" for number, case in enumerate(CASES)}
+    try:
+        for case, namespace in namespaces.items():
+            put(spillway.bed, namespace, CASES[case].obstacle)
+        for case, namespace in namespaces.items():
+            wait_until_it_refuses(spillway.bed, namespace, CASES[case].obstacle)
+            job = on_fake_nodes(example(NAME, namespace))
+            spillway.create(changed(job, namespace, parallelism__nodes=CASES[case].nodes))
+        yield namespaces
+    finally:
+        for case, namespace in namespaces.items():
+            take(spillway.bed, namespace, CASES[case].obstacle)
+            spillway.bed.kubectl("delete", "namespace", namespace, "--wait=false", "--ignore-not-found")
+
+
+def put(bed: Bed, namespace: str, obstacle: Document) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    bed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": labels}})
+    bed.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", namespace, "--timeout=30s")
+    bed.kubectl("wait", "--for=create", "configmap/kube-root-ca.crt", "--namespace", namespace, "--timeout=30s")
+    if obstacle["kind"] != "ValidatingAdmissionPolicy":
+        bed.apply({**obstacle, "metadata": {**obstacle["metadata"], "namespace": namespace}})
+        return
+    name = f"{namespace}-{obstacle['metadata']['name']}"
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    bed.apply(
+        {**obstacle, "metadata": {"name": name}},
+        {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": {"name": name},
+            "spec": {"policyName": name, "validationActions": ["Deny"], "matchResources": here},
+        },
+    )
+
+
+def take(bed: Bed, namespace: str, obstacle: Document) -> None:
+    kind, name = obstacle["kind"], obstacle["metadata"]["name"]
+    if kind != "ValidatingAdmissionPolicy":
+        bed.kubectl("delete", kind, name, "--namespace", namespace, "--ignore-not-found")
+        return
+    for each in (f"{kind}Binding", kind):
+        bed.kubectl("delete", each, f"{namespace}-{name}", "--ignore-not-found")
+
+
+TRIALS: dict[str, Document] = {
+    "configmaps": {"apiVersion": "v1", "kind": "ConfigMap"},
+    "jobs": {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": sample_pod()["spec"]}}},
+    "pods": sample_pod(),
+}
+"""what only a policy has something against"""
+
+
+def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
+    """A quota counts first, and a policy is compiled first: seconds in which they refuse nothing."""
+    if obstacle["kind"] == "LimitRange":
+        return
+    if obstacle["kind"] == "ResourceQuota":
+        bed.kubectl(
+            "wait", "--for=jsonpath={.status.hard}", "resourcequota/small", "-n", namespace, "--timeout=30s"
+        )  # fmt: skip
+        return
+    resource = obstacle["metadata"]["name"].removeprefix("no-")
+    trial = json.dumps({**TRIALS[resource], "metadata": {"name": "trial", "namespace": namespace}})
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            bed.kubectl("create", "--dry-run=server", "-f", "-", stdin=trial)
+        except Failed as error:
+            if "the platform team" in str(error):
+                return
+        time.sleep(0.3)
+    raise AssertionError(f"the policy against {resource} refused nothing for 30 s")
+
+
+def scheduled(job: Document) -> Document:
+    conditions = job["status"].get("conditions", [])
+    return next((condition for condition in conditions if condition["type"] == "Scheduled"), {})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_is_a_condition_with_the_servers_sentence_and_ends_when_its_cause_does(
+    spillway: Installed, refused: dict[str, str], case: str
+) -> None:
+    refusing, namespace = CASES[case], refused[case]
+    job = spillway.until(lambda job: scheduled(job).get("reason") == refusing.reason, namespace, NAME, SECONDS)
+    found = scheduled(job)
+    assert found["status"] == "False"
+    for words in refusing.said:
+        assert words in found["message"], found
+    assert job["status"]["state"] in ("Planning", "Starting")
+    assert job["status"].get("attempts", {}).get("restarts", 0) == 0, "no failure of the job"
+    events = spillway.bed.get("events.events.k8s.io", "-n", namespace, "--field-selector", f"reason={refusing.reason}")
+    assert events["items"], "said as an event, too"
+    take(spillway.bed, namespace, refusing.obstacle)
+    job = spillway.until(
+        lambda job: any(c["type"] == "Running" and c["status"] == "True" for c in job["status"]["conditions"]),
+        namespace, NAME, SECONDS,
+    )  # fmt: skip
+    assert scheduled(job)["reason"] == "Scheduled"
+    assert job["status"]["attempts"]["total"] == 1
+
+
+def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, namespace: str) -> None:
+    """The quota that asks for limits.cpu is met by a LimitRange's default."""
+    spillway.bed.apply(
+        {**quota(limits_cpu="8"), "metadata": {"name": "small", "namespace": namespace}},
+        {**limit_range(default={"cpu": "2"}), "metadata": {"name": "narrow", "namespace": namespace}},
+    )
+    spillway.create(on_fake_nodes(example(NAME, namespace)))
+    spillway.wait(namespace, NAME, "Running", SECONDS)
+    (pod,) = spillway.children("pod", namespace, NAME)
+    assert pod["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "2"
+
+
+def test_a_namespace_that_enforces_the_strictest_pod_security_refuses_nothing(
+    spillway: Installed, namespace: str
+) -> None:
+    """`restricted`, here of the newest version and with every volume and field that a job can ask for."""
+    labels = (f"pod-security.kubernetes.io/{mode}-version=latest" for mode in ("enforce", "warn", "audit"))
+    spillway.bed.kubectl("label", "namespace", namespace, *labels)
+    spillway.bed.claim("kept", namespace)
+    job = on_fake_nodes(example("two-pod", namespace, checkpoint__claim="kept"))
+    spillway.create(job)
+    spillway.wait(namespace, "two-pod", "Running", SECONDS)
+    failed = spillway.bed.get("events.events.k8s.io", "-n", namespace, "--field-selector", "reason=FailedCreate")
+    assert failed["items"] == []
