@@ -82,8 +82,8 @@ REASONS: dict[str, dict[str, str]] = {
     ACCEPTED: {
         "Valid": "the spec can be carried out",
         USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
-        CONTRACT_NOT_READ: "the living attempt was begun by a newer operator, or its ConfigMap was made by hand: it "
-        "goes on, and changes of the spec are not compared with it",
+        CONTRACT_NOT_READ: "the attempt that lives was begun by a newer operator, or its ConfigMap was made by hand: "
+        "it goes on, and changes of the spec are not compared with it",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
         UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
         NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",

@@ -5,6 +5,8 @@ A ServiceAccount's token is renewed on disk while the process lives; the library
 
 from __future__ import annotations
 
+import base64
+import json
 import ssl
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,18 @@ class Credentials:
         """files: certificate, key"""
         found = self.configuration.cert_file, self.configuration.key_file
         return found if all(found) else None
+
+    @property
+    def account(self) -> dict[str, str] | None:
+        """The ServiceAccount that the token is of, as an ownerReference; None for who is none. Not verified: it says
+        nothing about anybody else."""
+        try:
+            payload = self.token.split(".")[1]
+            claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+            account = claims["kubernetes.io"]["serviceaccount"]
+            return {"apiVersion": "v1", "kind": "ServiceAccount", "name": account["name"], "uid": account["uid"]}
+        except (IndexError, ValueError, KeyError, TypeError):
+            return None
 
     def ssl_context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self.authority)

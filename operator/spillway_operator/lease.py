@@ -94,9 +94,14 @@ def seen(standing: Standing, found: Mapping[str, Any] | None, now: float) -> Sta
     )
 
 
-def taken(found: Mapping[str, Any] | None, name: str, identity: str, now: datetime) -> dict[str, Any]:
+def first(name: str, owner: Mapping[str, str] | None) -> dict[str, Any]:
+    """A Lease that nobody holds; it goes with its owner, so that an uninstalled release leaves none."""
+    metadata = {"name": name} | ({"ownerReferences": [owner]} if owner else {})
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+
+
+def taken(found: Mapping[str, Any], identity: str, now: datetime) -> dict[str, Any]:
     """The Lease to write for `identity`, made of what was found; "" hands it back."""
-    found = found or {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": name}}
     time_now = now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = dict(found.get("spec") or {})
     holder = before.pop("holderIdentity", None)
@@ -117,6 +122,7 @@ class Election:
     namespace: str
     name: str
     identity: str
+    owner: Mapping[str, str] | None = None
     clock: Callable[[], float] = boot_seconds
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     leads: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -141,14 +147,14 @@ class Election:
                     await self._look()
             except (ApiError, TimeoutError) as error:
                 self._is_known = False
-                logger.warning("Lease %s/%s: %s", self.namespace, self.name, error or "no answer in time")
+                logger.warning("Lease %s/%s: %s", self.namespace, self.name, str(error) or "no answer in time")
             if decide(self._standing, self.clock()) is Step.LOST:
                 raise LeaseLost(self._why_lost())
             await self.sleep(RENEW_SECONDS if self.leads.is_set() and self._is_known else LOOK_SECONDS)
 
     async def release(self) -> None:
         """Hand it back, so that another one leads within a second. Nothing is written by this process after that."""
-        if self._standing.renewed is None:
+        if not self.seconds_left():
             return
         self._standing = replace(self._standing, renewed=None)
         try:
@@ -159,7 +165,7 @@ class Election:
                     await self._write("")
                     logger.info("Lease %s/%s is handed back", self.namespace, self.name)
         except (ApiError, TimeoutError) as error:
-            logger.warning("Lease %s/%s was not handed back: %s", self.namespace, self.name, error or "no answer")
+            logger.warning("Lease %s/%s was not handed back: %s", self.namespace, self.name, str(error) or "no answer")
 
     async def _look(self) -> None:
         if not (self.leads.is_set() and self._is_known):
@@ -185,7 +191,7 @@ class Election:
             logger.info("stands by: pod %s leads", self._standing.holder)
 
     async def _write(self, holder: str) -> None:
-        body = taken(self._found, self.name, holder, datetime.now(UTC))
+        body = taken(self._found or first(self.name, self.owner), holder, datetime.now(UTC))
         if self._found is None:
             self._found = await self.client.create(LEASES, self.namespace, body)
         else:

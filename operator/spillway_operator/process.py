@@ -215,7 +215,8 @@ class Operator:
         given = self._settings
         if not given.lease_name:
             return None
-        return Election(self._lease_client, given.pod_namespace, given.lease_name, given.pod_uid)
+        owner = self._credentials.account
+        return Election(self._lease_client, given.pod_namespace, given.lease_name, given.pod_uid, owner)
 
     def _published(self) -> ProgressAddress | None:
         given = self._settings

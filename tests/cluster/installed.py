@@ -25,13 +25,13 @@ OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
 HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
 """this machine's programs and this checkout's Python: quick, and said so in results"""
 KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
-REPLICAS = 2
-"""of the operator, as the chart has them"""
 TRAINERS = (
     "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
     "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
 )
 """sends a signal to the ranks of a pod, not to the launcher"""
+REPLICAS = 2
+"""of the operator, as the chart has them"""
 PAIR_SECONDS = 90.0
 """two ranks of a tiny model on two shared cores, from creation to Complete"""
 
@@ -89,11 +89,11 @@ class Installed:
         pod = self.children("pod", namespace, name)[0]["metadata"]["name"]
         self.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
 
-    def writes(self, since: int, namespace: str) -> list[Request]:
+    def writes(self, since: int, namespace: str, user: str = OPERATOR_USER) -> list[Request]:
         """What the operator wrote in a namespace, events and memory profiles apart."""
         return [
             request
-            for request in self.bed.requests(since, OPERATOR_USER)
+            for request in self.bed.requests(since, user)
             if request.mutating
             and request.namespace == namespace
             and request.resource not in ("events", "memoryprofiles", "tokenreviews")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import yaml
 from installed import Document, Installed, example, named, on_fake_nodes, running_for_an_hour
 from lupa import lua51
 
@@ -28,7 +27,7 @@ class Applied:
 
     @property
     def text(self) -> str:
-        return yaml.safe_dump(self.manifest)
+        return json.dumps(self.manifest)
 
     def apply(self) -> Document:
         flags = ("--server-side", "--field-manager=tool") if self.server_side else ()

@@ -85,6 +85,14 @@ def test_names_of_cluster_scoped_objects_hold_the_releases_namespace(major: str)
             assert found["metadata"]["name"].startswith(f"{NAMESPACE}-{FULL_NAME}-")
 
 
+@pytest.mark.skipif(len(HELMS) < 2, reason="one major version of Helm is here")
+@pytest.mark.parametrize("cell", MATRIX)
+def test_every_helm_renders_the_same(cell: str) -> None:
+    """But for the certificate, which each makes anew."""
+    first, *others = ([o for o in rendered(major, MATRIX[cell]) if o["kind"] != "Secret"] for major in sorted(HELMS))
+    assert [sorted(other, key=str) for other in others] == [sorted(first, key=str)] * len(others)
+
+
 def test_lint_finds_nothing_wrong(major: str) -> None:
     done = helm(major, "lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout

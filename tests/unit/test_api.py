@@ -146,6 +146,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.training.globalBatchSize",
         "microBatchSize x nodes x devicesPerNode (4 x 8)",
     ),
+    "more ranks than 1,024": (
+        {"spec.parallelism": {"nodes": 256, "devicesPerNode": 8}},
+        "spec.parallelism",
+        "at most 1024 ranks; nodes x devicesPerNode is 256 x 8 = 2048",
+    ),
+    "variables that are too long together": (
+        {"spec.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
+        "spec.env",
+        "the values have 40000 characters; at most 32768: refer to a Secret",
+    ),
+    "a label that none is": (
+        {"spec.podOverrides": {"labels": {"team": "a b"}}},
+        "spec.podOverrides.labels.team",
+        "",
+    ),
     "another apiVersion": ({"apiVersion": "spillway.dev/v1"}, "apiVersion", "must be spillway.dev/v1alpha1"),
     "another kind": ({"kind": "Job"}, "kind", "must be TrainingJob"),
     "a list for a map": ({"spec.training": [1, 2]}, "spec.training", "a map of fields is needed"),

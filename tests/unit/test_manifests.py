@@ -292,7 +292,8 @@ def test_variables_of_ours_come_last() -> None:
 
 def test_a_jobs_own_image_goes_before_the_charts() -> None:
     assert container()["image"] == FACTS.trainer_image
-    assert container({"spec.image": "mine:2"})["image"] == "mine:2"
+    for image in ("mine:2", f"registry.example/mine@sha256:{'a' * 64}"):
+        assert container({"spec.image": image})["image"] == image
 
 
 def test_a_contract_that_fits_no_configmap_is_refused_with_its_size() -> None:

@@ -570,6 +570,31 @@ def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
     assert not desired.creates
 
 
+def test_a_spec_that_is_too_long_as_a_whole_is_refused_with_its_size() -> None:
+    notes = {f"note-{number}": "x" * 1000 for number in range(64)}
+    accepted = condition(decide(observed({"spec.podOverrides": {"annotations": notes}})), "Accepted")
+    assert accepted["reason"] == "Valid", "64,000 characters are not too many"
+    desired = decide(observed({"spec.podOverrides": {"annotations": {**notes, "more": "x" * 1000}}}))
+    accepted = condition(desired, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+    assert "bytes as JSON: at most 65,536" in accepted["message"]
+    assert not desired.creates
+
+
+@pytest.mark.parametrize(
+    ("annotation", "is_free"),
+    [
+        ("container.apparmor.security.beta.kubernetes.io/trainer", False),
+        ("seccomp.security.alpha.kubernetes.io/pod", False),
+        ("cluster-autoscaler.kubernetes.io/safe-to-evict", True),
+    ],
+)
+def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free: bool) -> None:
+    """Where the CRD is older; a newer one refuses them at admission."""
+    accepted = condition(decide(observed({"spec.podOverrides": {"annotations": {annotation: "x"}}})), "Accepted")
+    assert accepted["reason"] == ("Valid" if is_free else "InvalidSpec")
+
+
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
