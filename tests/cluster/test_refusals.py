@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from installed import Document, Installed, changed, example, on_fake_nodes
+from installed import Document, Installed, example, on_fake_nodes
 
 from spillway_cli.doctor_gather import sample_pod
 from testbed.client import Bed
@@ -32,7 +32,6 @@ class Refusing:
     reason: str
     """of Scheduled=False"""
     said: tuple[str, ...]
-    nodes: int = 1
 
 
 def quota(**hard: str) -> Document:
@@ -72,9 +71,6 @@ CASES = {
     "a quota that has no room for the pod": Refusing(
         quota(limits_memory="16Mi"), "PodsRefused", (f"Job {NAME}-1", "exceeded quota: small", "limits.memory=16Mi")
     ),
-    "a quota that has room for one pod of two": Refusing(
-        quota(pods="1"), "PodsRefused", ("more pods", "exceeded quota: small", "limited: pods=1"), nodes=2
-    ),
     "a quota that asks for a limit which trainers have not": Refusing(
         quota(limits_cpu="8"), "PodsRefused", ("failed quota: small: must specify limits.cpu for: trainer",)
     ),
@@ -93,23 +89,64 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Seen:
+    """The job while it was refused, and after the cause was gone."""
+
+    refused: Document
+    events: list[Document]
+    later: Document
+
+
 @pytest.fixture(scope="module")
-def refused(spillway: Installed) -> Iterator[dict[str, str]]:
-    """case -> namespace with its obstacle, in which the job was created; all at once, because each takes a while."""
+def seen(spillway: Installed) -> Iterator[dict[str, Seen]]:
+    """All cases at once, each in its namespace: the longer something is refused, the later it is tried again."""
     run = uuid.uuid4().hex[:6]
-    namespaces = {case: f"refused-{run}-{number}" for number, case in enumerate(CASES)}
+    places = {case: f"refused-{run}-{number}" for number, case in enumerate(CASES)}
+    bed = spillway.bed
     try:
-        for case, namespace in namespaces.items():
-            put(spillway.bed, namespace, CASES[case].obstacle)
-        for case, namespace in namespaces.items():
-            wait_until_it_refuses(spillway.bed, namespace, CASES[case].obstacle)
-            job = on_fake_nodes(example(NAME, namespace))
-            spillway.create(changed(job, namespace, parallelism__nodes=CASES[case].nodes))
-        yield namespaces
+        for case, place in places.items():
+            put(bed, place, CASES[case].obstacle)
+        for case, place in places.items():
+            wait_until_it_refuses(bed, place, CASES[case].obstacle)
+        for place in places.values():
+            spillway.create(on_fake_nodes(example(NAME, place)))
+        refused = {
+            case: when(spillway, place, lambda job, case=case: reason(job) == CASES[case].reason)
+            for case, place in places.items()
+        }
+        events = {case: bed.get("events.events.k8s.io", "-n", place)["items"] for case, place in places.items()}
+        for case, place in places.items():
+            take(bed, place, CASES[case].obstacle)
+        later = {case: when(spillway, place, goes_on) for case, place in places.items()}
+        yield {case: Seen(refused[case], events[case], later[case]) for case in CASES}
     finally:
-        for case, namespace in namespaces.items():
-            take(spillway.bed, namespace, CASES[case].obstacle)
-            spillway.bed.kubectl("delete", "namespace", namespace, "--wait=false", "--ignore-not-found")
+        for case, place in places.items():
+            take(bed, place, CASES[case].obstacle)
+            bed.kubectl("delete", "namespace", place, "--wait=false", "--ignore-not-found")
+
+
+def when(spillway: Installed, place: str, what: Callable[[Document], bool]) -> Document:
+    """The job once that holds; or as it is when the time is over, for a test to say what is wrong."""
+    deadline = time.monotonic() + SECONDS
+    while not what(job := spillway.job(place, NAME)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return job
+
+
+def scheduled(job: Document) -> Document:
+    conditions = job["status"].get("conditions", [])
+    return next((condition for condition in conditions if condition["type"] == "Scheduled"), {})
+
+
+def reason(job: Document) -> str:
+    return str(scheduled(job).get("reason"))
+
+
+def goes_on(job: Document) -> bool:
+    """Its pods run. On fake nodes they complete soon after."""
+    conditions = job["status"].get("conditions", [])
+    return any(one["type"] in ("Running", "Complete") and one["status"] == "True" for one in conditions)
 
 
 def put(bed: Bed, namespace: str, obstacle: Document) -> None:
@@ -172,32 +209,21 @@ def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
     raise AssertionError(f"the policy against {resource} refused nothing for 30 s")
 
 
-def scheduled(job: Document) -> Document:
-    conditions = job["status"].get("conditions", [])
-    return next((condition for condition in conditions if condition["type"] == "Scheduled"), {})
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_refusal_is_a_condition_with_the_servers_sentence_and_ends_when_its_cause_does(
-    spillway: Installed, refused: dict[str, str], case: str
+    seen: dict[str, Seen], case: str
 ) -> None:
-    refusing, namespace = CASES[case], refused[case]
-    job = spillway.until(lambda job: scheduled(job).get("reason") == refusing.reason, namespace, NAME, SECONDS)
+    refusing, job = CASES[case], seen[case].refused
     found = scheduled(job)
-    assert found["status"] == "False"
+    assert (found.get("status"), found.get("reason")) == ("False", refusing.reason), job["status"]
     for words in refusing.said:
         assert words in found["message"], found
     assert job["status"]["state"] in ("Planning", "Starting")
     assert job["status"].get("attempts", {}).get("restarts", 0) == 0, "no failure of the job"
-    events = spillway.bed.get("events.events.k8s.io", "-n", namespace, "--field-selector", f"reason={refusing.reason}")
-    assert events["items"], "said as an event, too"
-    take(spillway.bed, namespace, refusing.obstacle)
-    job = spillway.until(
-        lambda job: any(c["type"] == "Running" and c["status"] == "True" for c in job["status"]["conditions"]),
-        namespace, NAME, SECONDS,
-    )  # fmt: skip
-    assert scheduled(job)["reason"] == "Scheduled"
-    assert job["status"]["attempts"]["total"] == 1
+    assert refusing.reason in {event["reason"] for event in seen[case].events}, "said as an event, too"
+    later = seen[case].later
+    assert goes_on(later), later["status"]
+    assert later["status"]["attempts"]["total"] == 1
 
 
 def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, namespace: str) -> None:
@@ -207,7 +233,7 @@ def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, name
         {**limit_range(default={"cpu": "2"}), "metadata": {"name": "narrow", "namespace": namespace}},
     )
     spillway.create(on_fake_nodes(example(NAME, namespace)))
-    spillway.wait(namespace, NAME, "Running", SECONDS)
+    spillway.until(goes_on, namespace, NAME, SECONDS)
     (pod,) = spillway.children("pod", namespace, NAME)
     assert pod["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "2"
 
@@ -221,6 +247,6 @@ def test_a_namespace_that_enforces_the_strictest_pod_security_refuses_nothing(
     spillway.bed.claim("kept", namespace)
     job = on_fake_nodes(example("two-pod", namespace, checkpoint__claim="kept"))
     spillway.create(job)
-    spillway.wait(namespace, "two-pod", "Running", SECONDS)
+    spillway.until(goes_on, namespace, "two-pod", SECONDS)
     failed = spillway.bed.get("events.events.k8s.io", "-n", namespace, "--field-selector", "reason=FailedCreate")
     assert failed["items"] == []

@@ -962,6 +962,14 @@ def test_pods_that_the_api_server_refuses_are_a_condition_with_its_sentence_and_
     assert ("Warning", "PodsRefused") in {(note.type, note.reason) for note in desired.events}
 
 
+def test_one_pod_that_came_through_hides_no_refusal_of_the_other() -> None:
+    pair = {"spec.parallelism": {"nodes": 2}, "spec.training.globalBatchSize": 8}
+    pod = PodObject("demo-1-0-x", "p", 0, "", "Pending", unschedulable="no room")
+    seen = observed(pair, status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=(pod,))
+    scheduled = condition(decide(replace(seen, pods_refusal="exceeded quota"), "2026-11-21T10:00:30Z"), "Scheduled")
+    assert scheduled["message"] == "Job demo-1 may not create more pods: exceeded quota"
+
+
 def test_a_refusal_of_long_ago_says_nothing_once_every_pod_is_there() -> None:
     pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending")
     assert condition(not_ready((pod,), refusal="of long ago"), "Scheduled")["reason"] == "Scheduled"
