@@ -12,6 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 FIRST_RETRY_SECONDS = 0.4
 LONGEST_RETRY_SECONDS = 60.0
+LONGEST_UNANSWERED_SECONDS = 15.0
+"""while the API server does not answer: as often as a job's progress is written anyway, so that what was missed is told
+soon after it is back"""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -65,10 +68,10 @@ class KeyQueue(Generic[K]):
             timer.cancel()
         self._timers[key] = clock.call_at(when, self._due, key)
 
-    def retry(self, key: K) -> float:
+    def retry(self, key: K, longest_seconds: float = LONGEST_RETRY_SECONDS) -> float:
         """Add `key` after its back-off, which doubles with every failure in a row; the seconds until then."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        seconds = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 30))
+        seconds = min(longest_seconds, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 30))
         self.add_after(key, seconds)
         return seconds
 
