@@ -20,7 +20,7 @@ from .api_client import ApiError, Refused, Unavailable
 from .apply import DONE, Applied, Applier
 from .events import EventPoster
 from .exporter import Exporter
-from .key_queue import LONGEST_UNANSWERED_SECONDS, KeyQueue
+from .key_queue import KeyQueue
 from .log import about
 from .observe import Observer, Sight
 from .observed import Desired, JobObject, Observed
@@ -91,7 +91,7 @@ class Worker:
                 logger.warning("%d rounds brought no rest; again in %.1f s", MOST_ROUNDS, seconds, extra=about(key))
         except Unavailable as error:
             result = "unavailable"
-            seconds = self._queue.retry(key, LONGEST_UNANSWERED_SECONDS)
+            seconds = self._queue.retry(key, unanswered=True)
             logger.warning("%s; again in %.1f s", error, seconds, extra=about(key))
         except ApiError as error:
             result = "refused" if isinstance(error, Refused) else "raced"
