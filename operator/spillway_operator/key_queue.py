@@ -12,6 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 FIRST_RETRY_SECONDS = 0.4
 LONGEST_RETRY_SECONDS = 60.0
+LONGEST_UNANSWERED_SECONDS = 15.0
+"""while the API server does not answer: as often as a job's progress is written anyway, so that what was missed is told
+soon after it is back"""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,7 +40,8 @@ class KeyQueue(Generic[K]):
         """to be worked on: in _ready, or waiting for its worker to end"""
         self._working: set[K] = set()
         self._timers: dict[K, Timer] = {}
-        self._failures: dict[K, int] = {}
+        self._failures: dict[K, tuple[bool, int]] = {}
+        """in a row: whether unanswered, how many"""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -65,10 +69,17 @@ class KeyQueue(Generic[K]):
             timer.cancel()
         self._timers[key] = clock.call_at(when, self._due, key)
 
-    def retry(self, key: K) -> float:
-        """Add `key` after its back-off, which doubles with every failure in a row; the seconds until then."""
-        failures = self._failures[key] = self._failures.get(key, 0) + 1
-        seconds = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 30))
+    def retry(self, key: K, *, unanswered: bool = False) -> float:
+        """Add `key` after its back-off, which doubles with every failure of its kind in a row; the seconds until then.
+
+        `unanswered`: by the API server. What it answers then (403, in its first second) is the first failure of another
+        kind, else an outage would make that pause the longest.
+        """
+        known, failures = self._failures.get(key, (unanswered, 0))
+        failures = failures + 1 if known == unanswered else 1
+        self._failures[key] = (unanswered, failures)
+        longest_seconds = LONGEST_UNANSWERED_SECONDS if unanswered else LONGEST_RETRY_SECONDS
+        seconds = min(longest_seconds, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 30))
         self.add_after(key, seconds)
         return seconds
 

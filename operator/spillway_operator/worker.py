@@ -91,7 +91,8 @@ class Worker:
                 logger.warning("%d rounds brought no rest; again in %.1f s", MOST_ROUNDS, seconds, extra=about(key))
         except Unavailable as error:
             result = "unavailable"
-            logger.warning("%s; again in %.1f s", error, self._queue.retry(key), extra=about(key))
+            seconds = self._queue.retry(key, unanswered=True)
+            logger.warning("%s; again in %.1f s", error, seconds, extra=about(key))
         except ApiError as error:
             result = "refused" if isinstance(error, Refused) else "raced"
             logger.warning("%s; again in %.1f s", error, self._queue.retry(key), extra=about(key))

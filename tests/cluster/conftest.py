@@ -23,7 +23,7 @@ from testbed import packages  # noqa: E402
 from testbed.client import Bed  # noqa: E402
 from testbed.errors import ExitCode, Unavailable  # noqa: E402
 from testbed.layout import state  # noqa: E402
-from testbed.machine import SYSCTLS  # noqa: E402
+from testbed.machine import PODS, SYSCTLS  # noqa: E402
 
 WANTED = whole_bed.Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
 CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
@@ -90,7 +90,7 @@ def machine_state() -> dict[str, object]:
         "links": sorted(os.listdir("/sys/class/net")) if Path("/sys/class/net").exists() else [],
         "sysctls": {name: path.read_text(encoding="ascii") for name, path in sysctls.items() if path.exists()},
         "firewall": [rule for command in ("iptables-save", "ip6tables-save") for rule in firewall(command)],
-        "cgroups": sorted(map(str, Path("/sys/fs/cgroup").glob("*/kubepods"))),
+        "cgroups": sorted(str(path) for pods in PODS for path in Path("/sys/fs/cgroup").glob(f"*/{pods}")),
         "folders": [path for path in ("/var/lib/kubelet", "/run/containerd", "/etc/cni") if Path(path).exists()],
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from spillway_operator.key_queue import LONGEST_RETRY_SECONDS, KeyQueue
+from spillway_operator.key_queue import LONGEST_RETRY_SECONDS, LONGEST_UNANSWERED_SECONDS, KeyQueue
 
 
 @dataclass(order=True)
@@ -107,6 +107,26 @@ def test_failures_in_a_row_double_the_pause_up_to_a_minute() -> None:
     assert pauses[-1] == LONGEST_RETRY_SECONDS
     queue.succeeded("a")
     assert queue.retry("a") == 0.4
+
+
+def test_an_api_server_that_is_back_is_asked_within_a_quarter_of_a_minute() -> None:
+    assert LONGEST_UNANSWERED_SECONDS <= 15.0
+    clock = VirtualClock()
+    queue: KeyQueue[str] = KeyQueue(clock)
+    for _ in range(12):
+        queue.retry("a", unanswered=True)
+        clock.advance(LONGEST_UNANSWERED_SECONDS)
+        assert drained(queue) == ["a"]
+        queue.done("a")
+
+
+def test_a_refusal_after_an_outage_is_the_first_failure() -> None:
+    """An API server that has just begun answers 403 until it has read its roles."""
+    queue: KeyQueue[str] = KeyQueue(VirtualClock())
+    for _ in range(12):
+        queue.retry("a", unanswered=True)
+    assert [queue.retry("a"), queue.retry("a")] == [0.4, 0.8]
+    assert queue.retry("a", unanswered=True) == 0.4
 
 
 def test_nothing_of_a_forgotten_key_stays() -> None:

@@ -374,7 +374,7 @@ def test_a_decision_that_never_rests_is_slowed_down(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(worker_module, "reconcile", restless)
         await bench.look()
         assert len(bench.take_writes()) == MOST_ROUNDS
-        assert bench.queue._failures == {KEY: 1}
+        assert bench.queue._failures == {KEY: (False, 1)}
 
     on_a_bench(scenario)
 
@@ -387,6 +387,6 @@ def test_a_defect_in_a_decision_stops_that_job_only(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(worker_module, "reconcile", broken)
         await bench.look()
         assert bench.result("failed") == 1.0
-        assert bench.queue._failures == {KEY: 1}
+        assert bench.queue._failures == {KEY: (False, 1)}
 
     on_a_bench(scenario)
