@@ -10,7 +10,7 @@ docs/placement.md explains each rule and its constants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -93,6 +93,10 @@ class Unplaceable:
     """CamelCase: NoNode, DoesNotFit"""
     message: str
     infeasible: Infeasible | None = None
+
+
+Place = Callable[[TrainingJob, ClusterView], Placement | Unplaceable]
+"""`place`, or what stands for it"""
 
 
 def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from spillway.field_types import MAX_COUNT
+from spillway.placement import Place
 from spillway.status import Attempts, Condition, TrainingJobStatus
 
 from . import conditions as c
@@ -14,7 +15,6 @@ from .acceptance import given
 from .attempt_end import Cause
 from .conditions import Finding
 from .observed import AttemptObject, Observed
-from .planning import Place
 
 NO_REPORT_SECONDS = 300.0
 """without a report of a step; every step is reported, at most every 15 s"""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from spillway.api import TrainingJob
 from spillway.cluster_view import ClusterView
 from spillway.errors import UserError
-from spillway.placement import Placement, Unplaceable
+from spillway.placement import Place, Placement, Unplaceable
 from spillway.plan import MemoryPlan, Tier
 from spillway.status import Attempts, PlanStatus, TierQuantities
 from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
@@ -18,7 +16,6 @@ from .conditions import Finding, false, true, unknown
 from .manifests import AttemptFiles, Decision, MetricsSeen, Preferred, attempt_files
 from .observed import JobObject, OperatorFacts
 
-Place = Callable[[TrainingJob, ClusterView], Placement | Unplaceable]
 LONGEST_TEXT = 1024
 """characters of a text in the status"""
 MOST_NODES = 16

@@ -67,7 +67,7 @@ from .deadlines import (
 )
 from .manifests import AttemptFiles
 from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
-from .planning import Place, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
+from .planning import as_decided, belongs_to, is_ours, next_attempts, plan_attempt
 from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report, with_saved_step
 
 PATIENCE_SECONDS = 10.0
@@ -86,7 +86,7 @@ SUSPENDED_REASON = "Suspended"
 NOTHING = Desired()
 
 
-def reconcile(observed: Observed, now: str, place: Place | None = None) -> Desired:
+def reconcile(observed: Observed, now: str, place: placement.Place | None = None) -> Desired:
     """What to do now; `now` is RFC 3339. Never raises for anything that the API server can hold."""
     case = _case(observed, now, place or placement.place)
     if observed.job.deleting or case.spec.get("managedBy", MANAGER) != MANAGER:
@@ -652,7 +652,7 @@ def _begun(case: Case, files: AttemptFiles) -> Case:
 # --- what was seen ----------------------------------------------------------------------------------------------------
 
 
-def _case(observed: Observed, now: str, place: Place) -> Case:
+def _case(observed: Observed, now: str, place: placement.Place) -> Case:
     spec = json.loads(observed.job.spec)
     status = _status(observed.job.status)
     return Case(observed, now, spec if isinstance(spec, dict) else {}, status, status, place)
