@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fake_api import FakeApi
-from operator_parts import Counts, with_cluster
+from operator_parts import Counts, credentials, with_cluster
 
 from spillway_operator import api_client
 from spillway_operator.api_client import (
@@ -196,3 +196,26 @@ def test_fields_are_left_out_below_lists_too() -> None:
         "status": {"conditions": [{"type": "Ready"}, {"type": "Failed"}], "plan": {"new": 2}}
     }
     assert body["status"]["conditions"][0] == {"type": "Ready", "new": 1}, "a copy"
+
+
+def test_who_may_not_write_any_more_sends_no_write_and_gives_one_up_that_takes_too_long() -> None:
+    """The fence of a leader: `seconds_left` comes from its lease."""
+    left = 0.0
+
+    async def scenario() -> None:
+        nonlocal left
+        async with FakeApi().running() as api, ApiClient(credentials(api.url), lambda *_: None, lambda: left) as client:
+            config_map = {"metadata": {"name": "one", "namespace": "team"}}
+            with pytest.raises(Unavailable, match="another operator may lead by now"):
+                await client.create(CONFIG_MAPS, "team", config_map)
+            assert api.requests == []
+            await client.list(CONFIG_MAPS, "team", dict)
+            left, api.delay_seconds = 0.1, 5.0
+            began = time.monotonic()
+            with pytest.raises(Unavailable):
+                await client.create(CONFIG_MAPS, "team", config_map)
+            assert time.monotonic() - began < 4.0
+            left, api.delay_seconds = 10.0, 0.0
+            await client.create(CONFIG_MAPS, "team", config_map)
+
+    asyncio.run(scenario())

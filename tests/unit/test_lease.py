@@ -78,6 +78,13 @@ def test_waiting_begins_anew_with_every_change_of_the_record_and_with_nothing_el
     assert seen(standing, lease("b", 2), 110.0).changed == 110.0
 
 
+def test_a_lease_that_was_deleted_is_waited_for_as_if_it_were_there() -> None:
+    standing = seen(seen(Standing("a"), lease("b", 1), 100.0), None, 105.0)
+    assert decide(standing, 114.0) is Step.WAIT
+    assert decide(standing, 115.1) is Step.ACQUIRE
+    assert decide(seen(Standing("a"), None, 105.0), 105.0) is Step.ACQUIRE, "there never was one"
+
+
 def test_the_clock_of_the_holder_is_not_looked_at() -> None:
     old = lease("b", 1, renewTime="1999-01-01T00:00:00.000000Z", leaseDurationSeconds=15)
     assert decide(seen(Standing("a"), old, 100.0), 101.0) is Step.WAIT
@@ -225,6 +232,18 @@ def test_a_leader_costs_one_write_every_four_seconds() -> None:
         return len(server.writes)
 
     assert run_in_virtual_time(scenario()) == 15
+
+
+def test_who_leads_counts_from_before_it_sent_its_renewal_and_not_from_the_answer() -> None:
+    async def scenario() -> float:
+        ways = iter([0.0, 0.0, 0.0, 4.0])  # to read and back, to write and back
+        leader = election(Server(lambda: next(ways, 0.0)), "a")
+        task = asyncio.create_task(leader.run())
+        await leader.leads.wait()
+        task.cancel()
+        return leader.seconds_left()
+
+    assert run_in_virtual_time(scenario()) == pytest.approx(GIVE_UP_SECONDS - 4.0)
 
 
 def test_a_handed_back_lease_is_taken_within_a_second_or_so() -> None:
