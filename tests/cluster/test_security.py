@@ -465,7 +465,7 @@ def test_with_roles_in_one_namespace_alone_a_job_runs_and_nothing_is_asked_in_va
     bed = spillway.bed
     bindings = bed.get("clusterrolebindings", "-l", "app.kubernetes.io/instance=least")["items"]
     assert bindings == [], "no right outside the namespace"
-    spillway.create(example("one-pod", namespace, training__steps=8))
+    spillway.create(on_fake_nodes(example("one-pod", namespace)))  # the catalog's node is larger than the bed's
     job = spillway.wait(namespace, "one-pod", "Complete", SECONDS)
     metrics = spillway.condition(namespace, "one-pod", "MetricsAvailable")
     assert (metrics["status"], metrics["reason"]) == ("False", "NoNodeView")
