@@ -7,6 +7,7 @@ apart, so that a pod that moves finds its claims, its Services and the operator.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from . import host_mount, images, node
@@ -69,7 +70,8 @@ def _hold(state: State) -> Process:
 
 
 def _make_cgroups() -> None:
-    """The kubelet wants its root cgroup to be there in every hierarchy; a cpuset without CPUs takes no process."""
+    """The kubelet wants its root cgroup to be there in every hierarchy; a cpuset without CPUs takes no process. Its
+    share is that of the whole machine, which the kubelet gives the first node's pods, too."""
     roots = sorted(CGROUPS.glob("*/")) if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS]
     for root in roots:
         folder = root / SECOND_NODE
@@ -77,3 +79,5 @@ def _make_cgroups() -> None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             if (folder / name).exists() and not (folder / name).read_text(encoding="ascii").strip():
                 (folder / name).write_text((root / name).read_text(encoding="ascii"), encoding="ascii")
+        if (folder / "cpu.shares").exists():
+            (folder / "cpu.shares").write_text(str(1024 * (os.cpu_count() or 1)), encoding="ascii")
