@@ -208,7 +208,7 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
     and lets nobody look at its nodes."""
     claims = tuple(
         Claim(name, exists=name in mistake.claims, access_modes=tuple(filter(None, [mistake.claims.get(name, "")])))
-        for name in _claims_of(spec)
+        for name in claims_of(spec)
     )
     desired = reconcile(observed_spec(spec, claims=claims), NOW)
     conditions = {found["type"]: found for found in (desired.status or {}).get("conditions", ())}
@@ -218,12 +218,15 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
     return f"{refused[0]['reason']}: {refused[0]['message']}" if refused else ""
 
 
-def _claims_of(spec: dict[str, Any]) -> set[str]:
+def claims_of(spec: dict[str, Any]) -> set[str]:
+    """Names of the claims that a spec mounts."""
     named = ((spec.get("checkpoint") or {}).get("claim"), (spec["data"].get("text") or {}).get("claim"))
     return {name for name in named if name}
 
 
-def observed_spec(spec: dict[str, Any], claims: tuple[Claim, ...] = ()) -> Observed:
+def observed_spec(spec: dict[str, Any], claims: tuple[Claim, ...] = (), cluster: ClusterView | None = None) -> Observed:
     """A new job with this spec."""
     job = JobObject(UID, "good", NAMESPACE, 1, 1, "2026-11-21T10:00:00Z", json.dumps(spec).encode(), b"{}")
-    return Observed(job=job, facts=FACTS, cluster=ClusterView(), attempts=(), contracts=(), pods=(), claims=claims)
+    return Observed(
+        job=job, facts=FACTS, cluster=cluster or ClusterView(), attempts=(), contracts=(), pods=(), claims=claims
+    )

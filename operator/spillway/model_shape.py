@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter
 
 from spillway.api import Lora, ModelConfig, TrainingJobSpec
+from spillway.errors import UserError
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32_BYTES = 4
@@ -194,12 +195,19 @@ def model_shape(
 ) -> ModelShape:
     """The shape of `config` with parameters of type `compute` ("bfloat16", "float32") on a kind of device; with `lora`,
     frozen and with adapters. `batch` matters for t5 alone, whose attention saves a matrix of all pairs of positions.
+    Raises UserError when `lora` names no module that there is.
 
     The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
     mask in the compute type; fused CUDA kernels save the input itself and one byte per masked value.
     """
     sizes = _Sizes(config, DTYPE_BYTES[compute], device, lora, batch or Batch())
     embedding, blocks, head = _FAMILIES[config.architecture](sizes)
+    if lora is not None and not any(one.num_accumulated for one in (embedding, *blocks, head)):
+        modules = ", ".join(sorted({name.rpartition(".")[2] for name in sizes.modules}))
+        raise UserError(
+            f"spec.model.lora.targetModules = {', '.join(lora.target_modules)[:200]}: {config.architecture} has none "
+            f"of these, so that nothing would be trained; it has {modules}"
+        )
     tables = 2 * (config.hidden_size // config.num_heads) * sizes.b if config.architecture == "llama" else 0
     return ModelShape(
         architecture=config.architecture,
@@ -231,6 +239,8 @@ class _Sizes:
         self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: Batch
     ) -> None:
         self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
+        self.modules: set[str] = set()
+        """names of the matrix products of all segments so far"""
         self.d, self.h, self.f, self.V = (
             config.hidden_size, config.num_heads, config.intermediate_size, config.vocab_size,
         )  # fmt: skip
@@ -287,6 +297,7 @@ class _Sizes:
         biases = [linear.biases for linear in linears.values() if linear.biases]
         own = [*matrices, *biases, *vectors, *tables]
         products = sum(matrices) + alias
+        self.modules |= set(linears)
         adapters = self._adapters(linears)
         frozen = 0 if self.lora is None else sum(own)
         trained = [*own, alias] if self.lora is None else adapters

@@ -39,6 +39,8 @@ from spillway.units import MIB, format_bytes
 
 MAX_CLASSES = 8
 """node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
+DEEP_LAYERS, MAX_CLASSES_OF_DEEP = 512, 3
+"""a plan of more layers takes up to a second: fewer classes, so that a decision stays below five"""
 CAPACITY_DIGITS = 5
 """binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
 GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
@@ -220,7 +222,10 @@ def _classes(spec: TrainingJobSpec, views: Sequence[NodeView]) -> list[_NodeClas
     found = [
         replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
     ]
-    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
+    config = spec.model.config
+    deep = config is not None and config.num_layers > DEEP_LAYERS
+    most = MAX_CLASSES_OF_DEEP if deep else MAX_CLASSES
+    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:most]
 
 
 def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
