@@ -20,6 +20,7 @@ atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 CLUSTER = Path(__file__).parent / "cluster"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What two processes may take from each other: a file at a time, and the one test bed as a whole, in order."""
     for item in items:
