@@ -27,7 +27,7 @@ demo: env ## from nothing to a finished training run under a memory budget (OUTP
 	$(RUN)spillway demo --output $(OUTPUT)
 
 test: env ## every test that runs on this machine; the long sweeps reduced
-	$(RUN)pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(RUN)pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)ruff check .

@@ -4,10 +4,11 @@ import atexit
 import os
 import shutil
 import tempfile
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # No example is too slow: machines that run tests are shared.
 settings.register_profile("spillway", deadline=None)
@@ -17,12 +18,14 @@ settings.load_profile("spillway")
 STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="spillway-tests-state-")
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 
-CLUSTER = Path(__file__).parent / "cluster"
+
+class OneFileInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
+    """And the test bed's files in one, in their order: there is one test bed. (Groups by mark need pytest < 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "cluster" if nodeid.startswith("tests/cluster/") else nodeid.split("::", 1)[0]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What two processes may take from each other: a file at a time, and the one test bed as a whole, in order."""
-    for item in items:
-        group = "cluster" if item.path.is_relative_to(CLUSTER) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneFileInOneProcess:
+    return OneFileInOneProcess(config, log)
