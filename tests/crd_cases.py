@@ -17,7 +17,7 @@ from typing import Any
 from spillway import crd
 from spillway.api import GROUP, MAX_NAME_LENGTH, VERSION
 from spillway.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
-from spillway.field_types import NUMBER_PATTERN
+from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
 from spillway.units import POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]
@@ -203,6 +203,9 @@ def text(schema: Schema, length: int) -> str:
     """A text of that length that the pattern allows."""
     if schema.get("format") == "date-time":
         return LONGEST_TIME + "0" * (length - len(LONGEST_TIME))
+    if schema.get("pattern") == RESOURCE_PATTERN and length:
+        name = "a" * min(MAX_DOMAIN_NAME_LENGTH, max(1, length - len("a/")))
+        return f"{'a' * max(1, length - len(name) - 1)}/{name}"
     return ("1" if schema.get("pattern") in SAMPLES else "a") * length
 
 
@@ -385,6 +388,11 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.env": [{"name": "A", "value": "1"}]},
         {"spec.env": [{"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
         '["value", "valueFrom"]',
+    ),
+    (TRAINING_JOB.kind, "spec.resourceName", 0): RuleCase(
+        {"spec.resourceName": "d" * MAX_DOMAIN_LENGTH + "/gpu"},
+        {"spec.resourceName": "d" * (MAX_DOMAIN_LENGTH + 1) + "/gpu"},
+        ("spec.resourceName", "d/gpu: an extended resource is needed", f"at most {MAX_DOMAIN_LENGTH} characters"),
     ),
     (TRAINING_JOB.kind, "spec.managedBy", 0): RuleCase(
         {"spec.lifecycle.maxRestarts": 1},

@@ -12,8 +12,9 @@ from typing import Any
 from bad_manifests import claims_of, observed_spec
 from observations import NOW
 
-from spillway.api import TrainingJob
+from spillway.api import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Taint
+from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
 from spillway.manifest import validate
 from spillway_operator.observed import Claim, Desired
 from spillway_operator.reconcile import reconcile
@@ -27,6 +28,7 @@ SIZES = ("1Ki", "1Mi", "64Mi", "1Gi", "24Gi", "80Gi", "512Gi", "4Ti", "1Pi", "7E
 COUNTS = (0, 1, 60, 3600, 10**6, 10**12)
 TEXTS = ("", "en", "a/b/c", "x" * 1024, "ünïcödé 🚀", "'; DROP TABLE jobs; --", "$(whoami)", "{{ .Values }}", "\\n")
 NAMES = ("a", "team-a", "my.claim", "x" * 253)
+LONGEST_RESOURCE = "x" * MAX_DOMAIN_LENGTH + "/" + "X" * MAX_DOMAIN_NAME_LENGTH
 NUMBERS = ("0", "0.0", "0.1", "1e-8", "0.9", "1", "10", "1e-300", "1e300")
 
 
@@ -38,8 +40,8 @@ def fuzzed_job(seed: int) -> Document:
 class _Maker:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.nodes = self._one_of(1, 1, 1, 2, 4, 16, 128, 1024, 4096)
-        self.devices = self._one_of(1, 1, 2, 4, 8, 64)
+        self.nodes = self._one_of(1, 1, 1, 2, 4, 16, 128, 256, MAX_RANKS)
+        self.devices = min(self._one_of(1, 1, 2, 4, 8, 64), MAX_RANKS // self.nodes)
         self.architecture = self._one_of("llama", "llama", "gpt2", "bert", "t5")
         self.sequence = self._one_of(2, 64, 128, 2048, 4096, 8192, 131072, 1 << 24)
 
@@ -77,7 +79,7 @@ class _Maker:
                 spec[name] = make()
         self._maybe(spec, "image", SOMETIMES, "", "trainer:1", "x" * 1024)
         self._maybe(spec, "imagePullSecrets", SOMETIMES, [], [{"name": "a"}], [{"name": f"s{n}"} for n in range(16)])
-        self._maybe(spec, "resourceName", SOMETIMES, "nvidia.com/gpu", "amd.com/gpu", "example.com/" + "x" * 63)
+        self._maybe(spec, "resourceName", SOMETIMES, "nvidia.com/gpu", "amd.com/gpu", LONGEST_RESOURCE)
         self._maybe(spec, "runtimeClassName", SOMETIMES, "", "nvidia", "x" * 253)
         self._maybe(spec, "managedBy", SOMETIMES, "spillway.dev/operator")
         self._maybe(spec, "suspend", SOMETIMES, False, False, True)
@@ -229,6 +231,7 @@ class _Maker:
         made: Document = {}
         self._maybe(made, "queueName", SOMETIMES, "", "team", "x" * 63)
         self._maybe(made, "priorityClassName", SOMETIMES, "", "high")
+        self._maybe(made, "workloadPriorityClassName", SOMETIMES, "", "high")
         self._maybe(made, "gang", SOMETIMES, "Auto", "Disabled", "Required" if self._often(0.1) else "Auto")
         self._maybe(made, "nodeSelector", SOMETIMES, {}, {"pool": "a"})
         all_of_it = {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 60}
@@ -244,7 +247,7 @@ class _Maker:
 
     def _env(self) -> list[Document]:
         secret = {"name": "S", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-        many = [{"name": f"V{n}", "value": "x" * 8192} for n in range(128)]
+        many = [{"name": f"V{n}", "value": "x" * 8192} for n in range(MAX_ENV_BYTES // 8192)]
         return list(self._one_of([], [{"name": "A", "value": self._one_of(*TEXTS)}], [secret], many))
 
 

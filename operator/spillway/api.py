@@ -18,6 +18,7 @@ from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.field_types import (
     ClaimName,
     Count,
+    ExtendedResource,
     Fields,
     Flag,
     Fraction,
@@ -591,7 +592,7 @@ class TrainingJobSpec(Fields):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )  # fmt: skip
     resources: Resources = Field(default=Resources(), description="Requests that the plan does not decide.")
-    resource_name: Annotated[Name, Field(max_length=317)] = Field(
+    resource_name: ExtendedResource = Field(
         default="nvidia.com/gpu", description="Extended resource that a device is requested by."
     )
     runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(

@@ -33,7 +33,13 @@ from spillway.api import (
     Training,
     TrainingJobSpec,
 )
-from spillway.field_types import quoted
+from spillway.field_types import (
+    EXTENDED_RESOURCE_NEEDED,
+    MAX_DOMAIN_LENGTH,
+    NATIVE_RESOURCES,
+    QUOTA_PREFIX,
+    quoted,
+)
 from spillway.status import TrainingJobStatus
 
 Schema = dict[str, Any]
@@ -193,6 +199,15 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec.podOverrides.labels": [_no_reserved_keys()],
     "spec.podOverrides.annotations": [_no_reserved_keys()],
+    "spec.resourceName": [
+        _rule(
+            f"self.indexOf('/') <= {MAX_DOMAIN_LENGTH} && !self.startsWith('{QUOTA_PREFIX}') && "
+            f"!self.contains('{NATIVE_RESOURCES}')",
+            EXTENDED_RESOURCE_NEEDED,
+            f"%s: {EXTENDED_RESOURCE_NEEDED}",
+            "self",
+        )
+    ],
     "spec.managedBy": [_immutable_text("TrainingJob")],
 }
 """CEL by field; transition rules see the stored object as oldSelf"""

@@ -10,7 +10,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Strict, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
@@ -113,6 +122,31 @@ ClaimName = Annotated[
     Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
 ]
 """a DNS subdomain: it becomes part of a request's path and of a mount's"""
+MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH = 244, 63
+"""of an extended resource: a quota writes `requests.` before it, and that domain has 253 characters at most"""
+RESOURCE_PATTERN = (
+    r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+)
+NATIVE_RESOURCES, QUOTA_PREFIX = "kubernetes.io/", "requests."
+EXTENDED_RESOURCE_NEEDED = (
+    f"an extended resource is needed, for example nvidia.com/gpu: a domain of at most {MAX_DOMAIN_LENGTH} characters "
+    f"that does not begin with {QUOTA_PREFIX} or end in {NATIVE_RESOURCES.rstrip('/')}, a slash and a name"
+)
+
+
+def _extended_resource(value: str) -> str:
+    """As Kubernetes tells them from its own resources; the scheduler counts no others that a node advertises."""
+    domain = value.partition("/")[0]
+    if len(domain) > MAX_DOMAIN_LENGTH or value.startswith(QUOTA_PREFIX) or NATIVE_RESOURCES in value:
+        raise ValueError(EXTENDED_RESOURCE_NEEDED)
+    return value
+
+
+ExtendedResource = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_DOMAIN_LENGTH + 1 + MAX_DOMAIN_NAME_LENGTH, pattern=RESOURCE_PATTERN),
+    AfterValidator(_extended_resource),
+]
 StringMap = Annotated[
     dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=1024)]], Field(max_length=64)
 ]
