@@ -376,12 +376,12 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.podOverrides.labels", 0): RuleCase(
         {"spec.podOverrides.labels": {"team": "a", "spillway.dev": "b"}},
         {"spec.podOverrides.labels": {"spillway.dev/job-uid": "another"}},
-        ("spec.podOverrides.labels", "are reserved: spillway.dev/"),
+        ("spec.podOverrides.labels", "spillway.dev/job-uid has a meaning of its own"),
     ),
     (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
         {"spec.podOverrides.annotations": {"team": "a"}},
         {"spec.podOverrides.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
-        ("spec.podOverrides.annotations", "are reserved", "container.apparmor.security.beta.kubernetes.io/"),
+        ("spec.podOverrides.annotations", "container.apparmor.security.beta.kubernetes.io/trainer has a meaning"),
     ),
     (TRAINING_JOB.kind, "spec.env[]", 0): _one_of(
         "spec.env[0]",

@@ -91,8 +91,12 @@ def _immutable_text(kind: str) -> Schema:
 def _no_reserved_keys() -> Schema:
     reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
     reserved += "".join(f" || key == '{key}'" for key in RESERVED_KEYS)
-    allowed = "keys with a meaning of their own are reserved"
-    return _rule(f"!self.exists(key, {reserved})", f"{allowed}: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}")
+    return _rule(
+        f"!self.exists(key, {reserved})",
+        f"keys with a meaning of their own are reserved: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}",
+        "%s has a meaning of its own; use another key",
+        f"self.filter(key, {reserved})[0]",
+    )
 
 
 _LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")

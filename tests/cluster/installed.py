@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from testbed.client import Bed, Request
 from testbed.layout import PROMETHEUS, REPOSITORY
 
+FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+"""as in `make faults`"""
+long_form = pytest.mark.skipif(not FULL, reason="left out of the reduced form: SPILLWAY_SWEEPS=full runs it")
 CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
 RELEASE = "spillway"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 from conftest import WANTED
-from installed import Document, Installed, changed, example, named, on_fake_nodes
+from installed import FULL, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
 from spillway.errors import ExitCode
 from spillway.metrics import STEP, TIER_BYTES
@@ -41,7 +41,6 @@ from testbed.client import Bed
 from testbed.layout import ADDRESS, NODE, PROMETHEUS, REPOSITORY, SECOND_NODE
 from testbed.machine import pod_cgroups
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 TRIALS = 30 if FULL else 3
 AT_ONCE = 3
 """jobs on the node that is lost: so many trials share one loss"""
@@ -441,6 +440,7 @@ def test_one_deleted_pod_of_two_stops_both_ranks_at_a_checkpoint(spillway: Insta
     spillway.until(lambda job: attempts_of(job)["total"] == 2 and step_of(job) >= saved, namespace, "two-pod", SLOW)
 
 
+@long_form
 def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, namespace: str) -> None:
     """While it imports torch or prepares the text: there is nothing to save, and nothing to complain of."""
     for number, seconds in enumerate((0.0, 1.0, 3.0)):
@@ -462,6 +462,7 @@ def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, 
         spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", name, "-n", namespace, "--wait=false")
 
 
+@long_form
 def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillway: Installed, namespace: str) -> None:
     """A checkpoint after every step: a request comes while one is written, more often than not."""
     job, folder = on_claim(spillway, namespace, "twice", training__steps=LONG, checkpoint__everySteps=1)
@@ -477,6 +478,7 @@ def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillw
     assert found["status"]["checkpoint"]["step"] == commits(directory, 1)[-1].step
 
 
+@long_form
 def test_a_drained_node_is_left_at_a_checkpoint_and_a_job_that_waits_is_left_alone(
     two_nodes: Installed, namespace: str
 ) -> None:
@@ -508,6 +510,7 @@ def test_a_drained_node_is_left_at_a_checkpoint_and_a_job_that_waits_is_left_alo
 FILL = "import os; f = os.open('/tmp/fill', os.O_CREAT | os.O_WRONLY); os.posix_fallocate(f, 0, {size})"
 
 
+@long_form
 def test_a_pod_that_fills_its_disk_is_evicted_and_the_job_says_so(spillway: Installed, namespace: str) -> None:
     job, _ = on_claim(spillway, namespace, "fills", training__steps=LONG)
     spillway.create(job)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from installed import OPERATOR_USER, Document, Installed, changed, example, named, on_fake_nodes
+from installed import OPERATOR_USER, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
 from spillway.units import parse_quantity
 
@@ -168,6 +168,7 @@ def test_a_preempted_job_checkpoints_queues_again_and_resumes(
     spillway.bed.kubectl("delete", "workloadpriorityclass", high)
 
 
+@long_form
 def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_suspended_job_gives_its_quota_back_and_says_when_the_queue_is_too_sma
     assert (resumed["status"]["attempts"]["total"], resumed["status"]["attempts"]["restarts"]) == (2, 0)
 
 
+@long_form
 @pytest.mark.parametrize("how", ["deactivated", "drained"])
 def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     spillway: Installed, namespace: str, queue: Callable[..., None], how: str
@@ -240,6 +242,7 @@ def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     assert resumed["status"]["attempts"]["total"] == 2
 
 
+@long_form
 def test_the_plan_of_a_queued_job_holds_in_every_flavor_it_can_get(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
