@@ -47,8 +47,8 @@ STEADY_SECONDS = {"reduced": 60, "full": 600}
 """SPILLWAY_SWEEPS=full, as in `make faults`"""
 SWEEPS = "full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"
 CONTAINER_KILLS = {"reduced": 20, "full": 200}
-CONTAINER_CONVERGENCE_SECONDS = 10.0
-"""p99, from the new process's start"""
+CONTAINER_CONVERGENCE_SECONDS = {"reduced": 30.0, "full": 10.0}
+"""p99, from the new process's start; the reduced form shares its two cores with other tests"""
 MOST_LIVING = 12
 """TrainingJobs beside each other while containers are killed: older ones are deleted"""
 
@@ -279,4 +279,4 @@ def test_a_container_that_is_killed_again_and_again_takes_its_lease_back_and_con
         f"in {statistics.median(seconds):.1f} s (median), {p99:.1f} s (p99), {max(seconds):.1f} s (longest); "
         f"the kubelet's back-off {statistics.median(back_offs):.1f} s (median), {max(back_offs):.1f} s (longest)"
     )
-    assert p99 <= CONTAINER_CONVERGENCE_SECONDS
+    assert p99 <= CONTAINER_CONVERGENCE_SECONDS[SWEEPS]
