@@ -298,9 +298,11 @@ class Group:
             left = free_bytes - self.least_device_bytes
             states = states_bytes_per_parameter(self.work, on_cpu=False) * self.work.rank_parameters
             resident = min(1.0 - self.forced, left / max(1, states))
-        # Shares of updates without streaming are proportional to their seconds; with it, less goes up.
-        spared = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes / self.rates.h2d
-        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared / self.rates.duplex)
+        # Shares of updates without streaming are proportional to their seconds; with it, less goes up, which spares the
+        # link and host memory.
+        not_sent = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes
+        spared = not_sent / min(self.rates.h2d * self.rates.duplex, self.rates.dram)
+        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared)
 
     @cached_property
     def _update_seconds(self) -> tuple[float, float]:
