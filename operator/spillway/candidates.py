@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import floor, isqrt
 from operator import itemgetter
 
@@ -59,6 +59,7 @@ from spillway.step_time import (
     Resource,
     backward_loads,
     balanced_streamed_share,
+    exchange_loads,
     forward_loads,
     least_update_seconds,
     pass_seconds,
@@ -188,7 +189,7 @@ def rates_of(question: Question) -> Rates:
 
 def workload(question: Question, strategy: Strategy) -> Workload:
     spec = question.job.spec
-    return Workload(
+    made = Workload(
         shape=question.shape,
         micro_batch_size=question.micro_batch_size,
         sequence_length=spec.training.sequence_length,
@@ -198,6 +199,13 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         strategy=strategy,
         wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
     )
+    return _shared(made)
+
+
+@lru_cache(maxsize=32)
+def _shared(work: Workload) -> Workload:
+    """The one that has its sums already: alternatives and classes of nodes ask about the same work."""
+    return work
 
 
 # --- the space: what is compared, whatever the budgets are ------------------------------------------------------------
@@ -272,7 +280,12 @@ class Group:
         overlapped = layout.window_bytes > 0 or not layout.blocks.moved
         num_passes = work.num_micro_batches // work.alive(streaming)
         passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
-        return passes + self.least_update_seconds(free_bytes)
+        return passes + self.least_update_seconds(free_bytes) + self.exchange_seconds
+
+    @cached_property
+    def exchange_seconds(self) -> float:
+        """Between ranks, once a step: the same for every layout and split."""
+        return exchange_loads(self.work, self.rates)[Resource.NETWORK]
 
     def least_update_seconds(self, free_bytes: int) -> float:
         """No split of the optimizer that fits in `free_bytes` of the device is faster: what is not resident takes its
@@ -285,9 +298,11 @@ class Group:
             left = free_bytes - self.least_device_bytes
             states = states_bytes_per_parameter(self.work, on_cpu=False) * self.work.rank_parameters
             resident = min(1.0 - self.forced, left / max(1, states))
-        # Shares of updates without streaming are proportional to their seconds; with it, less goes up.
-        spared = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes / self.rates.h2d
-        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared / self.rates.duplex)
+        # Shares of updates without streaming are proportional to their seconds; with it, less goes up, which spares the
+        # link and host memory.
+        not_sent = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes
+        spared = not_sent / min(self.rates.h2d * self.rates.duplex, self.rates.dram)
+        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared)
 
     @cached_property
     def _update_seconds(self) -> tuple[float, float]:
@@ -429,26 +444,30 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question, streaming: Streaming, max_groups: int) -> list[Layout]:
+def _layouts(question: Question, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
     """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
     budgets."""
-    work = workload(question, "Ddp")
+    return _layouts_of(workload(question, "Ddp"), question.policy, streaming, max_groups)
+
+
+@lru_cache(maxsize=32)
+def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+    layers = work.shape.num_layers
     found = []
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
     max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
-    for recomputed, moved in _block_counts(question, max_groups):
-        blocks = Blocks(question.num_layers, recomputed=recomputed, host=moved)
+    for recomputed, moved in _block_counts(layers, policy, max_groups):
+        blocks = Blocks(layers, recomputed=recomputed, host=moved)
         for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
             found.append(Layout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
-    return found
+    return tuple(found)
 
 
-def _block_counts(question: Question, max_groups: int) -> Iterator[tuple[int, int]]:
+def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[int, int]]:
     """(recomputed, moved) blocks; the rest is kept."""
-    layers = question.num_layers
     forced = {"Keep": (0, 0), "Recompute": (layers, 0), "Host": (0, layers), "Nvme": (0, layers)}
-    if question.policy in forced:
-        yield forced[question.policy]
+    if policy in forced:
+        yield forced[policy]
         return
     group = max(1, -(-layers // max_groups))
     counts = [*range(0, layers, group), layers]

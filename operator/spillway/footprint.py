@@ -453,7 +453,7 @@ def gathered_parameter_bytes(work: Workload) -> int:
     """Whole copies of the largest segments' parameters, when ranks hold only shards."""
     if work.shards("parameters") == 1:
         return 0
-    return NUM_GATHERED_SEGMENTS * max(segment.parameter_bytes for segment in work.shape.segments)
+    return NUM_GATHERED_SEGMENTS * work.shape.largest_segment_bytes
 
 
 def transient_gradient_bytes(work: Workload) -> int:
@@ -616,8 +616,7 @@ def held_input_bytes(work: Workload, blocks: Blocks, *, inputs_leave: bool) -> i
 def frontier_bytes(work: Workload) -> int:
     """Weight-stationary: what one segment hands on to the next, of every micro-batch, and one more that is being made;
     in backward as much of gradients."""
-    widest = max(segment.output_bytes for segment in work.shape.segments)
-    return (work.num_micro_batches + 1) * work.tokens * widest
+    return (work.num_micro_batches + 1) * work.tokens * work.shape.widest_output_bytes
 
 
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:

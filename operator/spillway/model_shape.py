@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
@@ -123,9 +123,27 @@ class ModelShape:
         """In forward order."""
         return (self.embedding, *self.blocks, self.head)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.architecture, self.segments, self.trained_bytes))
+
+    def __hash__(self) -> int:
+        """Computed once: a model has up to thousands of segments, and tables of the planner are looked up by it."""
+        return self._hash
+
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @cached_property
+    def widest_output_bytes(self) -> int:
+        """Per token: the most that a segment hands on."""
+        return max(segment.output_bytes for segment in self.segments)
+
+    @cached_property
+    def largest_segment_bytes(self) -> int:
+        """Of parameters."""
+        return max(segment.parameter_bytes for segment in self.segments)
 
     @property
     def num_segments(self) -> int:
@@ -190,6 +208,7 @@ def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
     return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
 
 
+@lru_cache(maxsize=16)
 def model_shape(
     config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
 ) -> ModelShape:

@@ -39,8 +39,6 @@ from spillway.units import MIB, format_bytes
 
 MAX_CLASSES = 8
 """node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
-DEEP_LAYERS, MAX_CLASSES_OF_DEEP = 512, 3
-"""a plan of more layers takes up to a second: fewer classes, so that a decision stays below five"""
 CAPACITY_DIGITS = 5
 """binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
 GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
@@ -114,22 +112,25 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
         return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
     now = [view for view in able if view.ready and not view.unschedulable]
     groups = _classes(job.spec, now or able)
-    outcomes = [_outcome(job, group) for group in groups]
+    # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
+    alone = len(groups) == 1
+    outcomes = [_outcome(job, group, explained=alone) for group in groups]
     fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
     if not fitting:
         return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
     best = _best(fitting, job.spec.parallelism.nodes)
-    ranking = rank(best.group.views, best.group.node, best.plan, best.pod, cluster)
+    plan = best.plan if alone else _explained(job, best.group)
+    ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster)
     waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
     return Placement(
-        plan=best.plan,
+        plan=plan,
         node=best.group.node,
         preferences=ranking.preferences,
         reason=("" if now else waiting) + ranking.reason,
         headroom=ranking.headroom,
         pod=best.pod,
         required_labels=dict(best.group.required_labels),
-        observed=_observed(job.spec, best.plan, cluster),
+        observed=_observed(job.spec, plan, cluster),
     )
 
 
@@ -222,10 +223,7 @@ def _classes(spec: TrainingJobSpec, views: Sequence[NodeView]) -> list[_NodeClas
     found = [
         replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
     ]
-    config = spec.model.config
-    deep = config is not None and config.num_layers > DEEP_LAYERS
-    most = MAX_CLASSES_OF_DEEP if deep else MAX_CLASSES
-    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:most]
+    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
 
 
 def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
@@ -310,10 +308,10 @@ class _Choice:
         return sum(_pods_on(view, self.pod) for view in self.group.views)
 
 
-def _outcome(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
+def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
     """Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
     try:
-        return _planned(job, group)
+        return _planned(job, group, explained=explained)
     except UserError as error:
         why = str(error)
     except Exception as error:
@@ -321,8 +319,8 @@ def _outcome(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
     return Unplaceable("NoNode", f"node class {group.node.name} (for example {group.views[0].name}): {why}")
 
 
-def _planned(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
-    decided = _decided(job, group, explained=False)
+def _planned(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
+    decided = _decided(job, group, explained=explained)
     if isinstance(decided, Infeasible):
         return Unplaceable("DoesNotFit", f"does not fit node class {group.node.name}", decided)
     plan = _within_its_pod(decided)
@@ -330,6 +328,13 @@ def _planned(job: TrainingJob, group: _NodeClass) -> _Choice | Unplaceable:
     if not any(_pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
         return Unplaceable("NoNode", _too_large(job, group, pod))
     return _Choice(group, plan, pod)
+
+
+def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
+    """The plan of a class that has one, with what lost."""
+    plan = _decided(job, group, explained=True)
+    assert isinstance(plan, MemoryPlan)
+    return _within_its_pod(plan)
 
 
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
@@ -393,9 +398,11 @@ def _best(choices: Sequence[_Choice], num_nodes: int) -> _Choice:
 def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequence[Unplaceable]) -> Unplaceable:
     """Of all classes, the one that lacks least; only for that one it is worked out what would fit."""
     nearest = min(range(len(found)), key=lambda number: _missing(found[number]))
-    if found[nearest].infeasible is None:
+    missing = found[nearest].infeasible
+    if missing is None:
         return found[nearest]
-    return _does_not_fit(_decided(job, groups[nearest], explained=True), f"node class {groups[nearest].node.name}")
+    explained = missing if missing.nearest else _decided(job, groups[nearest], explained=True)
+    return _does_not_fit(explained, f"node class {groups[nearest].node.name}")
 
 
 def _missing(outcome: Unplaceable) -> float:

@@ -53,8 +53,8 @@ def shared_memory(job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1)
 def make_plan(
     job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
 ) -> MemoryPlan | Infeasible:
-    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What would fit instead
-    takes many plans to find out: without `explained` an Infeasible says only what is missing.
+    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What else there is takes
+    many plans to find out: without `explained` a plan has no alternatives, an Infeasible says only what is missing.
 
     Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
     """
@@ -70,7 +70,7 @@ def make_plan(
     if not choices:
         return infeasible(search) if explained else unexplained(search)
     chosen = best(choices)
-    return _plan(question, chosen, reasons(search, chosen), alternatives(search, chosen))
+    return _plan(question, chosen, reasons(search, chosen), alternatives(search, chosen) if explained else ())
 
 
 def _advised(search: Search) -> Timed | None:

@@ -253,6 +253,13 @@ def test_the_faster_class_wins() -> None:
     assert [preference.node for preference in found.preferences] == ["node-h"]
 
 
+def test_the_plan_of_the_chosen_class_is_explained_as_if_there_were_no_other() -> None:
+    alone = placed(cluster(gpu_node("node-h", H100_LABELS)), CUDA).plan
+    among_others = placed(cluster(gpu_node("node-a", A100_LABELS), gpu_node("node-h", H100_LABELS)), CUDA).plan
+    assert among_others == alone
+    assert among_others.alternatives
+
+
 def test_a_class_that_can_carry_all_pods_goes_before_a_faster_one_that_cannot() -> None:
     view = cluster(
         gpu_node("node-h", H100_LABELS, count=1), gpu_node("a-1", A100_LABELS, count=1),

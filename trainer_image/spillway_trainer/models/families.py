@@ -37,6 +37,15 @@ from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
 """of a classifier's head, which no model here has"""
+SIZES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim", "d_kv"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "intermediate_size": ("intermediate_size", "n_inner", "d_ff"),
+    "vocab_size": ("vocab_size", "type_vocab_size"),
+    "max_positions": ("max_position_embeddings", "n_positions", "n_ctx", "relative_attention_num_buckets"),
+}
+"""field of spec.model.config -> names in config.json of what is bounded as it is"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +182,7 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     where = str(directory.path / "config.json")
     family = family_of(directory.config.get("model_type"), where)
     _check_counts(directory, where)
+    _check_sizes(directory.config, where)
     try:
         return config_from(directory.config)
     except Exception as error:  # whatever the classes of transformers raise
@@ -187,6 +197,16 @@ def _check_counts(directory: ModelDirectory, where: str) -> None:
         count = directory.config.get(name)
         if isinstance(count, int | float) and count > most:
             raise UserError(f"{where}: {name} is {count}, and {most} are the most that its weights can mean")
+
+
+def _check_sizes(document: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a size that no spec.model.config may have either: tables are made of it, and plans."""
+    for size_of, names in SIZES.items():
+        most = min(bound.le for bound in ModelConfig.model_fields[size_of].metadata if hasattr(bound, "le"))
+        for name in names:
+            size = document.get(name)
+            if isinstance(size, int | float) and not 1 <= size <= most:
+                raise UserError(f"{where}: {name} is {size:.15g}, allowed are 1 to {most}")
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
