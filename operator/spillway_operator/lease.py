@@ -30,6 +30,8 @@ GIVE_UP_SECONDS = 12.0
 LOOK_SECONDS = 1.0
 """between two looks of who waits, and between two tries to renew when one failed"""
 REQUEST_SECONDS = 5.0
+UNSEEN_SECONDS = GIVE_UP_SECONDS - RENEW_SECONDS
+"""without a look at the record: who led may have had no API server to renew at, either, and comes first again"""
 
 
 def boot_seconds() -> float:
@@ -58,7 +60,9 @@ class Standing:
     version: str = ""
     """resourceVersion of the record"""
     changed: float = float("-inf")
-    """when it was first seen as it is"""
+    """when it was first seen as it is; after UNSEEN_SECONDS without a look, when it was seen again"""
+    looked: float = float("-inf")
+    """when it was last seen"""
     lasts: float = LEASE_SECONDS
     """its leaseDurationSeconds"""
     renewed: float | None = None
@@ -83,13 +87,15 @@ def seen(standing: Standing, found: Mapping[str, Any] | None, now: float) -> Sta
     """After the Lease was read, with the answer at `now`. One that somebody deleted (None) is waited for as long as if
     it were there: its holder may not have noticed."""
     if found is None:
-        return replace(standing, holder=None)
+        return replace(standing, holder=None, looked=now)
     spec, version = found.get("spec") or {}, str(found["metadata"]["resourceVersion"])
+    is_unchanged = version == standing.version and now - standing.looked <= UNSEEN_SECONDS
     return replace(
         standing,
         holder=str(spec.get("holderIdentity") or ""),
         version=version,
-        changed=standing.changed if version == standing.version else now,
+        changed=standing.changed if is_unchanged else now,
+        looked=now,
         lasts=float(spec.get("leaseDurationSeconds") or LEASE_SECONDS),
     )
 

@@ -74,8 +74,17 @@ def test_what_is_done_follows_from_the_record_and_the_own_clock(standing: Standi
 
 def test_waiting_begins_anew_with_every_change_of_the_record_and_with_nothing_else() -> None:
     standing = seen(Standing("a"), lease("b", 1), 100.0)
-    assert seen(standing, lease("b", 1), 110.0).changed == 100.0
-    assert seen(standing, lease("b", 2), 110.0).changed == 110.0
+    assert seen(standing, lease("b", 1), 108.0).changed == 100.0
+    assert seen(standing, lease("b", 2), 108.0).changed == 108.0
+
+
+def test_after_an_outage_the_one_who_led_comes_first_again() -> None:
+    """Nobody could renew while the API server was away: who leads on has the address that trainers know."""
+    standing = seen(Standing("a"), lease("b", 1), 100.0)
+    back = seen(standing, lease("b", 1), 160.0)
+    assert decide(back, 160.0) is Step.WAIT and decide(back, 175.1) is Step.ACQUIRE
+    restarted = seen(Standing("b"), lease("b", 1), 160.0)
+    assert decide(restarted, 160.0) is Step.ACQUIRE
 
 
 def test_a_lease_that_was_deleted_is_waited_for_as_if_it_were_there() -> None:
