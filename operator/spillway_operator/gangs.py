@@ -10,7 +10,7 @@ So of two that hold half of what they need only the younger yields; the oldest n
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from spillway.api import TrainingJobSpec
 from spillway.retries import GANG_YIELDED
@@ -18,7 +18,7 @@ from spillway.retries import GANG_YIELDED
 from . import conditions as c
 from .acceptance import given
 from .attempt_end import Cause
-from .case import Case, seconds_of
+from .case import Case, seconds_of, whole
 from .observed import PodObject, WaitingGang
 
 YIELD_SECONDS = 30.0
@@ -38,9 +38,14 @@ def kind_of(spec: TrainingJobSpec) -> Kind:
     return "Queue" if spec.scheduling.queue_name else "Yield"
 
 
+def is_gang(spec: dict[str, Any]) -> bool:
+    """Whether a job with this spec, as found, gives nodes back that are too few for it."""
+    return whole(given(spec, "parallelism.nodes"), 1) > 1 and given(spec, "scheduling.gang") != "Disabled"
+
+
 def holds_in_part(case: Case, pods: tuple[PodObject, ...]) -> bool:
     """The attempt has nodes for some of its pods, and the scheduler finds none for another one."""
-    if case.num_nodes == 1 or given(case.spec, "scheduling.gang") == "Disabled":
+    if not is_gang(case.spec):
         return False
     return any(pod.node for pod in pods) and any(pod.unschedulable and not pod.node for pod in pods)
 

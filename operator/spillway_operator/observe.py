@@ -31,6 +31,7 @@ from .api_client import (
 from .case import whole
 from .cluster import Cluster
 from .conditions import SCHEDULED
+from .gangs import is_gang
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
     AttemptObject,
@@ -253,9 +254,7 @@ def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
 def waiting_gang(job: JobObject) -> WaitingGang | None:
     """A job of several pods whose present attempt the scheduler finds no nodes for; None for every other one."""
     spec, status = json.loads(job.spec), json.loads(job.status)
-    nodes = given(spec, "parallelism.nodes")
-    several = isinstance(nodes, int) and nodes > 1 and given(spec, "scheduling.gang") != "Disabled"
-    if job.deleting or not several or not isinstance(status, dict):
+    if job.deleting or not isinstance(status, dict) or not is_gang(spec):
         return None
     for condition in status.get("conditions") or ():
         if condition.get("type") == SCHEDULED and condition.get("reason") == "Unschedulable":

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .api_client import ENDPOINT_SLICES, SERVICES, ApiClient, ApiError, NotFound
+from .api_client import ENDPOINT_SLICES, FIELD_MANAGER, SERVICES, ApiClient, ApiError, NotFound
 
 logger = logging.getLogger(__name__)
 
 PORT_NAME = "progress"
 """of the Service's port"""
-MANAGER = "spillway-operator"
 LOOK_SECONDS = 30.0
 """between two looks whether the slice still says what it should"""
 RETRY_SECONDS = 1.0
@@ -90,7 +89,7 @@ class ProgressAddress:
                 "namespace": self.namespace,
                 "labels": {
                     "kubernetes.io/service-name": self.service,
-                    "endpointslice.kubernetes.io/managed-by": MANAGER,
+                    "endpointslice.kubernetes.io/managed-by": FIELD_MANAGER,
                 },
                 "ownerReferences": [owner | {"blockOwnerDeletion": False}],
             },

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, on_fake_nodes
+from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, running_for_an_hour
 
 from spillway_operator.lease import LEASE_SECONDS
 from testbed.client import Request
@@ -18,11 +18,7 @@ STEPS = 600
 
 
 def fake_job(namespace: str, name: str) -> Document:
-    """Its fake pods outlast the test."""
-    job = named(example("one-pod", namespace), name)
-    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
-    job["spec"]["podOverrides"] = {"annotations": delays}
-    return on_fake_nodes(job)
+    return running_for_an_hour(named(example("one-pod", namespace), name))
 
 
 def writes_beside_the_leader(spillway: Installed, since: int) -> list[Request]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from crash_proxy import Crash, CrashProxy
 from installed import (
+    FULL,
     OPERATOR_USER,
     RELEASE,
     SYSTEM_NAMESPACE,
@@ -45,7 +46,7 @@ MANY_JOBS = 100
 LARGEST_RESIDENT_BYTES = 120_000_000
 STEADY_SECONDS = {"reduced": 60, "full": 600}
 """SPILLWAY_SWEEPS=full, as in `make faults`"""
-SWEEPS = "full" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "reduced"
+SWEEPS = "full" if FULL else "reduced"
 CONTAINER_KILLS = {"reduced": 20, "full": 200}
 CONTAINER_CONVERGENCE_SECONDS = {"reduced": 30.0, "full": 10.0}
 """p99, from the new process's start; the reduced form shares its two cores with other tests"""
