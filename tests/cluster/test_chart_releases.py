@@ -215,8 +215,12 @@ def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers
     look(life, spillway, namespace, "without CRDs in the release")
     # CRDs that left a release are somebody else's to Helm, until it is told otherwise.
     release.upgrade("--set", "crds.enabled=true,crds.keep=false", "--take-ownership")
-    release.uninstall()
+    # As docs/install.md says: what a job owns goes with the job, but not for sure with the CRD.
+    bed.kubectl(
+        "delete", "trainingjobs.spillway.dev", "--all", "-n", namespace, "--cascade=foreground", f"--timeout={TIMEOUT}"
+    )
     bed.kubectl("wait", "--for=delete", "pod", "-l", "spillway.dev/job", "-n", namespace, f"--timeout={TIMEOUT}")
+    release.uninstall()
     life.left_without_keep = left_behind(bed, before, but=namespace)
     life.seconds = time.monotonic() - began
     return life
