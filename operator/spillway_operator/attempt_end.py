@@ -80,6 +80,9 @@ def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int 
     """
     there = tuple(pods)
     own = sorted((pod for pod in there if _failed_by_itself(pod)), key=_precedence)
+    evicted = sorted((pod for pod in there if _exceeded_its_disk(pod)), key=lambda pod: pod.index)
+    if evicted and all(_stopped_on_request(pod) for pod in own):  # the eviction was the request
+        return _disruption(evicted[0])
     if own:
         return _own_failure(own[0])
     followers = sorted((pod for pod in there if _exit_code(pod) and not _is_disrupted(pod)), key=_precedence)
@@ -135,6 +138,15 @@ def _is_disrupted(pod: PodObject) -> bool:
     return bool(pod.deleting or pod.disruption or pod.status_reason)
 
 
+def _exceeded_its_disk(pod: PodObject) -> bool:
+    """The kubelet marks an eviction for want of space on the node as a disruption; this pod exceeded its own limit."""
+    return pod.status_reason == EVICTED and not pod.disruption
+
+
+def _stopped_on_request(pod: PodObject) -> bool:
+    return _exit_code(pod) == ExitCode.PREEMPTED and not _is_out_of_memory(pod)
+
+
 def _was_taken_first(pod: PodObject, followers: Sequence[PodObject]) -> bool:
     """Taken away, and not because a follower had ended and the Job failed of it. Within the same second it counts as
     the reason of the follower's end."""
@@ -168,8 +180,7 @@ def _failed_by_itself(pod: PodObject) -> bool:
 def _precedence(pod: PodObject) -> tuple[str, bool, bool, int]:
     """The earliest first; within its second out of memory first, an orderly stop last."""
     assert pod.ending is not None
-    stopped = pod.ending.exit_code == ExitCode.PREEMPTED
-    return (pod.ending.finished_at, not _is_out_of_memory(pod), stopped, pod.index)
+    return (pod.ending.finished_at, not _is_out_of_memory(pod), _stopped_on_request(pod), pod.index)
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -205,8 +216,7 @@ def _disruption(pod: PodObject) -> Cause:
     if pod.disruption in _NODE_GONE or pod.status_reason in _NODE_SHUT_DOWN:
         lost = f"{where}: its node was lost ({pod.disruption or pod.status_reason}){because}"
         return Cause(NODE_LOST, clean(lost), pod.node)
-    if pod.status_reason == EVICTED and not pod.disruption:
-        # The kubelet marks an eviction for want of space on the node as a disruption; this pod exceeded its own limit.
+    if _exceeded_its_disk(pod):
         return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}"), pod.node)
     how = pod.disruption or pod.status_reason or "deleted"
     return Cause(POD_DELETED, clean(f"{where}: taken away ({how}){because}"), pod.node)

@@ -236,7 +236,7 @@ def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     assert (attempts["lastReason"], attempts["restarts"]) == ("Preempted", 0)
     assert seen["status"]["checkpoint"]["step"] > 0
     if how == "drained":  # the whole queue stands still; a new attempt of a deactivated one is a new Workload
-        spillway.until(quota_is("Waiting", "stopped"), namespace, "taken", SECONDS)
+        spillway.until(quota_is("Waiting", "is inactive"), namespace, "taken", SECONDS)
         queue("4Gi", stopPolicy="None")
     resumed = spillway.until(lambda found: found["status"]["state"] == "Running", namespace, "taken", SECONDS)
     assert resumed["status"]["attempts"]["total"] == 2

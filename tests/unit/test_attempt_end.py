@@ -181,6 +181,19 @@ def test_an_eviction_for_the_pods_own_disk_use_is_not_a_disruption() -> None:
     assert "exceeds" in cause.message
 
 
+def test_an_orderly_stop_does_not_hide_the_eviction_that_asked_for_it() -> None:
+    """Otherwise a job that outgrows its disk would be evicted and repeated for ever, free of charge."""
+    first = pod(0, ending(75), phase="Failed", status_reason="Evicted", status_message="usage exceeds 256Mi")
+    cause = cause_of_end([first, pod(1, ending(75, second=2))], 2)
+    assert cause.reason == "Evicted"
+    assert cause.message == "demo-1-0 on node-0: evicted by the kubelet: usage exceeds 256Mi"
+
+
+def test_a_failure_of_another_rank_goes_before_an_eviction() -> None:
+    evicted = pod(0, ending(75, second=2), phase="Failed", status_reason="Evicted")
+    assert cause_of_end([evicted, pod(1, ending(72, second=1))], 2).reason == "SpillVolumeFull"
+
+
 def test_an_eviction_for_want_of_space_on_the_node_is_a_disruption() -> None:
     evicted = pod(0, phase="Failed", status_reason="Evicted", disruption="TerminationByKubelet")
     assert cause_of_end([evicted], 1).reason == "PodDeleted"
