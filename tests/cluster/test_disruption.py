@@ -265,7 +265,8 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
     reduced = "" if FULL else " of 30 (SPILLWAY_SWEEPS=full)"
     print(f"\n{TRIALS} trials{reduced}, {AT_ONCE} jobs a lost node, seed {SEED}")
     trials: list[Trial] = []
-    while len(trials) < TRIALS:
+    # Whether two trainers are alive at once is up to chance, in three trials of four.
+    while len(trials) < TRIALS or (len(trials) < 3 * TRIALS and not any(trial.together for trial in trials)):
         spillway.bed.restart(replace(WANTED, second_node=True))
         started = time.monotonic()
         found = lose_a_node(spillway, namespace, len(trials), moments)
