@@ -318,8 +318,8 @@ def _checked(where: str, code: int, found: bytes) -> Answer:
         answer = None
     said = answer if isinstance(answer, dict) else {"message": found[:200].decode(errors="replace")}
     if 200 <= code < 300:
-        if said is answer:
-            return said
+        if isinstance(answer, dict):
+            return answer
         # A proxy's page, for example: nothing is known of the cluster.
         raise Unavailable(where, code, "NotKubernetes", f"no answer of an API server: {said['message']}")
     reason, message = (str(said.get(name) or "") for name in ("reason", "message"))
