@@ -18,6 +18,8 @@ from urllib.parse import quote, urlencode
 
 from spillway.errors import UserError
 
+from .job_status import printable
+
 Object = dict[str, Any]
 """an API object as JSON has it"""
 
@@ -26,6 +28,8 @@ CORE = "/api/v1"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
+LONGEST_SAID = 1000
+"""characters of what a server says; the longest sentences are those of CRD validation"""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context"
 
@@ -73,7 +77,9 @@ def sentence(status: int, answer: Object, path: str) -> str:
 
 
 def said_in(status: int, answer: Object) -> str:
-    return str(answer.get("message") or f"HTTP {status}").rstrip(".")
+    """One line: whoever answers may send what a terminal obeys, or a page."""
+    said = " ".join(printable(str(answer.get("message") or "")).split())
+    return (said[:LONGEST_SAID] or f"HTTP {status}").rstrip(".")
 
 
 @dataclass(slots=True)
@@ -90,10 +96,28 @@ class Cluster:
         from kubernetes.client.rest import RESTClientObject  # noqa: PLC0415
 
         self.configuration.retries = False  # whoever watches tries again, and says so
+        if not self.configuration.verify_ssl:  # as the kubeconfig asks for: no warning with each request
+            import urllib3  # noqa: PLC0415
+
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         self._rest = RESTClientObject(self.configuration)
 
     def get(self, path: str, **query: object) -> Object:
         return self._answer("GET", path, query)
+
+    def items(self, path: str, **query: object) -> list[Object]:
+        """The objects of a collection, each with a name."""
+        found = self.get(path, **query).get("items") or []
+        if not isinstance(found, list) or not all(has_name(one) for one in found):
+            raise Unreachable(f"{self.configuration.host} answers with a list of no objects; {NO_CLUSTER}")
+        return found
+
+    def get_named(self, path: str) -> Object:
+        """One object that has a name."""
+        found = self.get(path)
+        if not has_name(found):
+            raise Unreachable(f"{self.configuration.host} answers with what is no object; {NO_CLUSTER}")
+        return found
 
     def create(self, path: str, content: Object, **query: object) -> Object:
         return self._answer("POST", path, query, content)
@@ -117,9 +141,12 @@ class Cluster:
     def _answer(self, method: str, path: str, query: Mapping[str, object], content: Object | None = None) -> Object:
         with self._connection():
             response = self._request(method, path, query, content, ANSWER_SECONDS)
-            answer = as_object(response.response.data)
+            found = response.response.data
         if response.status >= 400:
-            raise refusal(response.status, answer, path)
+            raise refusal(response.status, as_object(found), path)
+        if response.status >= 300 or (answer := json_object(found)) is None:
+            raise Unreachable(f"what answers at {self.configuration.host} is no Kubernetes API server: "
+                              f"{said_in(response.status, as_object(found))}; {NO_CLUSTER}")  # fmt: skip
         return answer
 
     def _request(
@@ -130,7 +157,7 @@ class Cluster:
         headers = {"Accept": "application/json, */*", "Content-Type": "application/json", "User-Agent": "spillway"}
         token = self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
         if token:
-            headers["Authorization"] = token
+            headers["Authorization"] = header_value(token)
         return self._rest.request(
             method,
             f"{url}?{urlencode(given)}" if given else url,
@@ -152,13 +179,32 @@ class Cluster:
             raise Unreachable(f"no cluster answers at {self.configuration.host}: {said}; {NO_CLUSTER}") from error
 
 
-def as_object(content: bytes) -> Object:
-    """An answer's JSON; a proxy's page in the same form."""
+def header_value(token: str) -> str:
+    """Files end with a line break; what else no header can carry is refused here, where nobody prints the token."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the kubeconfig's token has characters that no token has; {NO_CLUSTER}")
+    return token
+
+
+def has_name(found: object) -> bool:
+    metadata = found.get("metadata") if isinstance(found, dict) else None
+    return isinstance(metadata, dict) and isinstance(metadata.get("name"), str)
+
+
+def json_object(content: bytes) -> Object | None:
+    """None for what is none."""
     try:
         answer = json.loads(content)
-    except ValueError:
-        return {"message": content[:300].decode(errors="replace").strip()}
-    return answer if isinstance(answer, dict) else {"message": str(answer)}
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def as_object(content: bytes) -> Object:
+    """An answer's JSON; a proxy's page in the same form."""
+    found = json_object(content)
+    return {"message": content[:300].decode(errors="replace")} if found is None else found
 
 
 def connect(context: str | None = None) -> Cluster:
@@ -174,11 +220,12 @@ def connect(context: str | None = None) -> Cluster:
     configuration = Configuration()
     try:
         namespace = load(configuration, context)
+        return Cluster(configuration, namespace)
+    except (YAMLError, TypeError, KeyError, AttributeError, UnicodeError) as error:
+        # as the library meets what is no kubeconfig
+        raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
     except (ConfigException, OSError, ValueError) as error:
         raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
-    except (YAMLError, TypeError, KeyError, AttributeError) as error:  # as the library meets what is no kubeconfig
-        raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
-    return Cluster(configuration, namespace)
 
 
 def kubeconfig_files() -> str:
@@ -212,14 +259,23 @@ def load(configuration: Any, context: str | None) -> str:
 
 def jobs_path(namespace: str | None, name: str = "") -> str:
     """Of one TrainingJob, of those of a namespace, or (None) of all."""
-    inner = "" if namespace is None else f"/namespaces/{quote(namespace, safe='')}"
-    return f"{JOBS}{inner}/trainingjobs" + (f"/{quote(name, safe='')}" if name else "")
+    inner = "" if namespace is None else f"/namespaces/{segment('namespace', namespace)}"
+    return f"{JOBS}{inner}/trainingjobs" + (f"/{segment('TrainingJob', name)}" if name else "")
+
+
+def segment(kind: str, name: str) -> str:
+    """`name` as one part of a path: the API server takes an escaped slash for a slash. Raises UserError."""
+    if name in ("", ".", "..") or "/" in name or "%" in name:
+        raise UserError(
+            f"{kind} {name!r}: no name has a slash or a percent sign, or is '.' or '..'; give the name alone"
+        )
+    return quote(name, safe="")
 
 
 def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
     """Raises Gone when there is no such TrainingJob."""
     try:
-        return cluster.get(jobs_path(namespace, name))
+        return cluster.get_named(jobs_path(namespace, name))
     except Refused as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
             wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
@@ -230,7 +286,7 @@ def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
 def nearest(cluster: Cluster, namespace: str, name: str) -> str:
     """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
     try:
-        jobs = cluster.get(jobs_path(namespace)).get("items", [])
+        jobs = cluster.items(jobs_path(namespace))
     except (Refused, Unreachable):
         return ""
     near = difflib.get_close_matches(name, [job["metadata"]["name"] for job in jobs], n=1, cutoff=0.6)

@@ -21,7 +21,7 @@ from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS
 from spillway.errors import SpillwayError
 
-from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path
+from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
 from .doctor_cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .doctor_findings import Missing
 from .doctor_machine import EXTRAS, Cores, Disk, Kernel, Machine, Memory, Native, Profile
@@ -188,7 +188,7 @@ def profile() -> Profile:
 
 def cluster_tasks(cluster: Cluster, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
     """Nothing is created: reviews of rights and a dry run are answered and forgotten."""
-    inside = f"{CORE}/namespaces/{namespace}"
+    inside = f"{CORE}/namespaces/{segment('namespace', namespace)}"
     tasks: dict[str, Task] = {
         "server": lambda: cluster.get("/version"),
         "resources": lambda: [str(one["name"]) for one in cluster.get(JOBS)["resources"]],
@@ -232,7 +232,7 @@ def of_prefix(found: Mapping[str, object], prefix: str) -> Iterable[tuple[str, O
 
 
 def items(cluster: Cluster, path: str, **query: object) -> list[Object]:
-    return cluster.get(path, **query).get("items") or []
+    return cluster.items(path, **query)
 
 
 def schemas(openapi: Object) -> dict[str, Object]:

@@ -97,7 +97,7 @@ class Reader:
         selector = f"{JOB_LABEL}={self.options.job}"
         if attempt is not None:
             selector += f",{ATTEMPT_LABEL}={attempt}"
-        found = self.cluster.get(f"{CORE}/namespaces/{self.namespace}/pods", labelSelector=selector).get("items", [])
+        found = self.cluster.items(f"{CORE}/namespaces/{self.namespace}/pods", labelSelector=selector)
         newest = max(map(attempt_of, found), default=0)
         wanted = [pod for pod in found if attempt_of(pod) == newest and self.options.node in (None, node_of(pod))]
         return sorted(wanted, key=node_of)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -25,6 +25,7 @@ POLL_SECONDS = 2.0
 LAST_EVENTS = 5
 BAR_WIDTH = 30
 UNKNOWN = "-"
+Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,7 @@ def status(options: StatusOptions) -> int:
 
 
 def list_of_jobs(cluster: Cluster, namespace: str | None, options: StatusOptions) -> int:
-    for found in looks(lambda: cluster.get(jobs_path(namespace)), options.watch):
-        jobs = found.get("items", [])
+    for jobs in looks(lambda: cluster.items(jobs_path(namespace)), options.watch):
         if options.format is Format.JSON:
             print_json({"items": jobs})
         elif not jobs:
@@ -92,17 +92,21 @@ def one_job(cluster: Cluster, namespace: str, name: str, options: StatusOptions)
     return exit_code(job)
 
 
-def looks(look: Any, again: bool, enough: Any = lambda found: False) -> Iterator[Object]:
+def looks(
+    look: Callable[[], Seen], again: bool, enough: Callable[[Seen], bool] = lambda found: False
+) -> Iterator[Seen]:
     """What is there now; with `again` every time that it changed, until it is enough."""
-    shown: Object | None = None
+    shown: Seen | None = None
+    said = False
     while True:
         try:
-            found = look()
+            found, said = look(), False
         except Unreachable as error:
             if shown is None:
                 raise
-            message_console().print(f"{error}; trying again")
-            found = shown
+            if not said:
+                message_console().print(f"{error}; trying again")
+            found, said = shown, True
         if found != shown:
             yield found
             shown = found
@@ -118,10 +122,10 @@ def events_of(cluster: Cluster, job: Object) -> list[Object]:
     if uid := job["metadata"].get("uid"):  # an earlier job may have had this name
         selector += f",involvedObject.uid={uid}"
     try:
-        found = cluster.get(f"{CORE}/namespaces/{namespace}/events", fieldSelector=selector)
+        found = cluster.items(f"{CORE}/namespaces/{namespace}/events", fieldSelector=selector)
     except (Refused, Unreachable):
         return []
-    return [dict(event) for event in newest_first(found.get("items", []))[:LAST_EVENTS]]
+    return [dict(event) for event in newest_first(found)[:LAST_EVENTS]]
 
 
 def picture(job: Object, events: Sequence[Object], now: datetime) -> RenderableType:

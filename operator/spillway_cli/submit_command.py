@@ -98,7 +98,7 @@ def create(cluster: Cluster, namespace: str, content: Object, dry_run: bool, sou
 
 
 def already_there(cluster: Cluster, namespace: str, name: str) -> str:
-    state = value_at(cluster.get(jobs_path(namespace, name)), "status.state") or "not looked at yet"
+    state = value_at(cluster.get_named(jobs_path(namespace, name)), "status.state") or "not looked at yet"
     return (
         f"TrainingJob {name} exists in namespace {namespace} ({state}); see it with `spillway status {name} -n "
         f"{namespace}`, delete it (kubectl delete tjob {name} -n {namespace}), or give another metadata.name"

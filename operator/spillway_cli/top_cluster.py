@@ -210,7 +210,7 @@ class FleetSource:
     def look(self) -> tuple[list[RunView], tuple[str, ...]]:
         """The jobs, and what could not be read."""
         now = datetime.now(UTC)
-        jobs = self.cluster.get(jobs_path(self.namespace)).get("items", [])
+        jobs = self.cluster.items(jobs_path(self.namespace))
         pods, unknown = list_pods(self.cluster, self.namespace, OWN_PODS) if jobs else ([], ())
         if pods is None:
             return [job_view(job, None, now) for job in jobs], unknown
@@ -222,7 +222,7 @@ def list_pods(cluster: Cluster, namespace: str | None, selector: str) -> tuple[l
     """None, and a sentence, when they cannot be listed."""
     inner = "" if namespace is None else f"/namespaces/{namespace}"
     try:
-        return cluster.get(f"{CORE}{inner}/pods", labelSelector=selector).get("items", []), ()
+        return cluster.items(f"{CORE}{inner}/pods", labelSelector=selector), ()
     except (Refused, Unreachable) as error:
         return None, (f"where the pods are (~ is where the plan wants them): {error}",)
 

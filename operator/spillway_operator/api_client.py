@@ -313,14 +313,16 @@ def without_fields(body: Mapping[str, Any], fields: frozenset[str], at: str = ""
 
 def _checked(where: str, code: int, found: bytes) -> Answer:
     try:
-        answer = json.loads(found) if found else {}
-    except ValueError:
-        answer = {"message": found[:200].decode(errors="replace")}
+        answer = json.loads(found)
+    except (ValueError, RecursionError):
+        answer = None
+    said = answer if isinstance(answer, dict) else {"message": found[:200].decode(errors="replace")}
     if 200 <= code < 300:
-        return dict(answer)
-    reason, message = (
-        str(answer.get(name) or "") if isinstance(answer, dict) else "" for name in ("reason", "message")
-    )
+        if isinstance(answer, dict):
+            return answer
+        # A proxy's page, for example: nothing is known of the cluster.
+        raise Unavailable(where, code, "NotKubernetes", f"no answer of an API server: {said['message']}")
+    reason, message = (str(said.get(name) or "") for name in ("reason", "message"))
     raise ERRORS.get(code, Unavailable)(where, code, reason, message)
 
 

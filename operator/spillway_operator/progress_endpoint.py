@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 
 from spillway.errors import UserError
@@ -244,7 +245,7 @@ class ProgressEndpoint:
 
 def _bearer(request: web.Request) -> str:
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
+    if scheme.lower() != "bearer" or not token.strip() or not token.isascii():
         raise Unauthenticated("send Authorization: Bearer TOKEN, with the token that is mounted into the pod")
     return token.strip()
 
@@ -257,6 +258,8 @@ async def _body(request: web.Request) -> bytes:
         raise _Refusal(413, f"a report has at most {LONGEST_REPORT} bytes") from None
     except TimeoutError:
         raise _Refusal(408, f"the report did not arrive in {BODY_SECONDS:g} s") from None
+    except (ConnectionError, web.RequestPayloadError, HttpProcessingError):  # the sender's end, or not what it says
+        raise _Refusal(400, "the report broke off, or is not encoded as its headers say") from None
 
 
 def _first_problem(error: ValidationError) -> str:

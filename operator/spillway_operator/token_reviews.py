@@ -149,6 +149,9 @@ class TokenReviews:
         return await self._bound_pod(namespace, str(names[0]), str(uids[0]))
 
     async def _bound_pod(self, namespace: str, name: str, uid: str) -> PodIdentity:
+        if all(attempt.namespace != namespace for attempt in self._store.attempts):
+            # Where nothing is served pods may not even be looked at: that refusal would be taken for an outage.
+            raise Forbidden(f"pod {namespace}/{name} belongs to no attempt of a TrainingJob")
         try:
             metadata = (await self._client.get(PODS, namespace, name))["metadata"]
         except NotFound:

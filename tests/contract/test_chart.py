@@ -461,6 +461,9 @@ REFUSED = {
     "an interval without a unit": ("monitoring.interval=15", "monitoring.interval"),
     "an entry without its name": ("imagePullSecrets[0].nam=x", "imagePullSecrets"),
     "a request of what is none": ("resources.request.cpu=1", "resources"),
+    "a Secret that cannot be": ("progress.tls.secretName=My_Secret", "progress.tls.secretName"),
+    "no group of values": ("progress=null", "progress"),
+    "NetworkPolicies that would be left out in silence": ("networkPolicies=null", "networkPolicies"),
 }
 
 
@@ -470,6 +473,16 @@ def test_the_schema_refuses(major: str, case: str) -> None:
     done = helm(major, "template", RELEASE, str(CHART), "--set", value)
     assert done.returncode != 0
     assert path in done.stderr.replace("/", "."), done.stderr
+    assert "values don't meet the specifications" in done.stderr, "said by the schema, not by a template that breaks"
+
+
+def test_names_of_what_others_made_are_those_that_the_cluster_allows(major: str) -> None:
+    """A Secret's name may have dots and begin with a digit, and be longer than the objects of the release."""
+    name = "1st.spillway-operator.progress.tls.certificate.of-the-whole-training-system"
+    objects = rendered(major, (f"progress.tls.secretName={name}", f"serviceAccount.name={name}"))
+    pod = only(objects, "Deployment")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == name
+    assert name in {volume.get("secret", {}).get("secretName") for volume in pod["volumes"]}
 
 
 def test_the_schema_is_closed_and_describes_every_value() -> None:

@@ -51,6 +51,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 
 @each_page
+def test_every_row_of_a_table_stands_below_its_headings(page: Path) -> None:
+    """An empty line ends a table: rows after it are shown as text."""
+    lines = ["", *text_of(page).splitlines(), ""]
+    begins = [here for here in range(1, len(lines) - 1) if lines[here].startswith("| ") and not lines[here - 1].strip()]
+    assert [lines[here] for here in begins if not lines[here + 1].startswith("|---")] == []
+
+
+@each_page
 def test_every_link_to_a_section_finds_it(page: Path) -> None:
     wanted = [(target, section) for target, section in links(page) if section and target.suffix == ".md"]
     assert [f"{target.name}#{section}" for target, section in wanted if section not in sections(target)] == []

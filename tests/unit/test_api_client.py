@@ -126,6 +126,13 @@ def test_an_answer_that_is_no_json_is_an_error_with_its_beginning() -> None:
         api_client._checked("get /x", 502, b"<html>Bad gateway")
 
 
+@pytest.mark.parametrize("page", [b"<html>Please log in", b"", b"[]", b"null", b'{"items": [', b"[" * 200_000])
+def test_a_page_that_no_api_server_wrote_is_no_answer_whatever_its_code(page: bytes) -> None:
+    """Else a proxy in the way would end the process: nobody expects a list without `metadata`."""
+    with pytest.raises(Unavailable, match="no answer of an API server"):
+        api_client._checked("list /x", 200, page)
+
+
 def test_a_list_is_read_in_pages() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         for number in range(2 * PAGE_SIZE + 1):

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 from fake_api_server import FakeApiServer, refusal
 from job_documents import TINY
+from urllib3.exceptions import InsecureRequestWarning
 
 from spillway_cli import cluster, job_status, logs_command, status_command
 from spillway_cli.__main__ import run_app
 
+NO_TEXT = b"\xff\xfe\x00".decode(errors="surrogateescape")
 NOW = datetime(2026, 11, 21, 12, 5, tzinfo=UTC)
 
 
@@ -94,11 +97,11 @@ def test_no_cluster_is_one_sentence(
     assert line.startswith("spillway: no cluster: ") and "--context" in line
 
 
-@pytest.mark.parametrize("content", ["{a: [b", "a: b: c", "hello", "[1, 2]", "{clusters: 3}", "\x00"])
+@pytest.mark.parametrize("content", ["{a: [b", "a: b: c", "hello", "[1, 2]", "{clusters: 3}", "\x00", NO_TEXT])
 def test_a_kubeconfig_that_is_none_is_one_sentence(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kubeconfig").write_text(content)
+    (tmp_path / "kubeconfig").write_bytes(content.encode(errors="surrogateescape"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     assert run_app(["status"]) == 64
     (line,) = capsys.readouterr().err.splitlines()
@@ -261,7 +264,7 @@ def test_no_jobs_is_said(server: FakeApiServer, capsys: pytest.CaptureFixture[st
 def test_a_job_is_shown_with_what_a_person_wants(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.jobs["team-a", "tiny"] = job(**RUNNING)
     series = {"series": {"lastObservedTime": "2026-11-21T12:03:00Z"}, "type": "Normal", "reason": "Running"}
-    server.events = [series | {"message": "every pod runs"}]
+    server.events = [series | {"metadata": {"name": "tiny.1"}, "message": "every pod runs"}]
     assert run_app(["status", "tiny"]) == 0
     text = capsys.readouterr().out
     for wanted in (
@@ -616,4 +619,104 @@ def test_a_reader_that_has_seen_enough_is_no_error(server: FakeApiServer, monkey
 
 
 def test_paths_hold_any_name() -> None:
-    assert cluster.jobs_path("a/b", "c?d").endswith("/namespaces/a%2Fb/trainingjobs/c%3Fd")
+    assert cluster.jobs_path("a b", "c?d#").endswith("/namespaces/a%20b/trainingjobs/c%3Fd%23")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "tjob/tiny"],
+        ["logs", "../tiny"],
+        ["status", "-n", "a/pods"],
+        ["top", "-n", "..", "--once"],
+        ["logs", "tiny%2f", "-n", "team-a"],
+    ],
+)
+def test_a_name_that_would_lead_to_another_path_is_never_sent(
+    server: FakeApiServer, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As kubectl's `tjob/tiny`: the server's 404 would be taken for a cluster without Spillway."""
+    assert run_app(arguments) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no name has a slash" in line and server.requests == []
+
+
+# --- what is no API server --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["<html>\nPlease log in", "", "[]", "null", '{"items": [', "[" * 200_000])
+@pytest.mark.parametrize("arguments", [["status"], ["status", "tiny"], ["logs", "tiny"], ["top", "--once"]])
+def test_a_page_that_no_api_server_wrote_is_one_sentence(
+    server: FakeApiServer, arguments: list[str], page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A proxy's login page with code 200 is neither an empty list nor a job."""
+    for path in (cluster.jobs_path("team-a"), cluster.jobs_path("team-a", "tiny")):
+        server.pages[path] = page
+    assert run_app([*arguments, "-n", "team-a"]) == 64
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert line.startswith("spillway: what answers at http://127.0.0.1") and output.out == ""
+
+
+@pytest.mark.parametrize("items", ['["a", 3]', "[{}]", '{"a": 1}', '[{"metadata": {"name": 3}}]', '[{"metadata": []}]'])
+@pytest.mark.parametrize("arguments", [["status"], ["status", "-A"], ["top", "--once"]])
+def test_a_list_of_what_are_no_objects_is_one_sentence(
+    server: FakeApiServer, arguments: list[str], items: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (cluster.jobs_path("team-a"), cluster.jobs_path(None)):
+        server.pages[path] = f'{{"items": {items}}}'
+    assert run_app([*arguments, "-o", "json"]) == 64
+    assert "no objects" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_list_without_items_is_an_empty_one(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.pages[cluster.jobs_path("team-a")] = '{"items": null}'
+    assert run_app(["status", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"items": []}
+
+
+def test_what_a_server_says_is_one_line_without_what_a_terminal_obeys(
+    server: FakeApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.refuses["GET"] = refusal(403, "Forbidden", "no\n\x1b]0;title\x07\x1b[31m" + 5000 * "x")
+    assert run_app(["status"]) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "\x1b" not in line and "\x07" not in line and len(line) < 1500
+
+
+@pytest.mark.parametrize(("token", "code"), [("secret\n", 0), ("sec\nret", 64), ("gehe\u00efm", 64)])
+def test_a_token_of_a_file_ends_with_a_line_break_and_is_never_shown(
+    server: FakeApiServer, token: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text(token)
+    text = (tmp_path / "kubeconfig").read_text()
+    (tmp_path / "kubeconfig").write_text(text.replace("token: secret", f"tokenFile: {tmp_path}/token"))
+    assert run_app(["status"]) == code
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and token not in said and repr(token)[1:-1] not in said
+
+
+def test_a_server_that_need_not_be_who_it_says_is_not_warned_of_each_time(
+    server: FakeApiServer, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """As the kubeconfig asks for; a warning would be printed into the view of `top`."""
+    text = (tmp_path / "kubeconfig").read_text()
+    (tmp_path / "kubeconfig").write_text(text.replace("{server", "{insecure-skip-tls-verify: true, server"))
+    assert run_app(["status"]) == 0
+    warnings.warn("what urllib3 says of such a request", InsecureRequestWarning, stacklevel=1)
+    assert not recwarn.list
+
+
+def test_an_outage_is_said_once(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([job(**RUNNING), *[cluster.Unreachable("away")] * 5, job(**failed("OOMKilled"))])
+
+    def look() -> dict[str, Any]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert len([*status_command.looks(look, True, job_status.has_ended)]) == 2
+    assert capsys.readouterr().err == "away; trying again\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -555,3 +556,71 @@ def test_the_flusher_releases_what_is_posted() -> None:
             flusher.cancel()
 
     asyncio.run(scenario())
+
+
+def raw_post(bench: Bench, head: bytes, body: bytes = b"") -> bytes:
+    """What is answered to these bytes; the connection is closed for writing after them."""
+    port = int(bench.url.split(":")[2].split("/")[0])
+    context = ssl.create_default_context(cadata=bench.certificate.authority)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secure,
+    ):
+        secure.sendall(b"POST /progress HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n" + body)
+        if len(body) < 5:
+            return secure.recv(65536)
+        return b""
+
+
+def test_bytes_that_are_no_text_are_no_token_and_end_no_time_of_hearing(certificates: Path) -> None:
+    """Anybody can send them: a stranger must not be able to keep stalls of other jobs from being seen."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.seconds += 500.0
+        answer = await asyncio.to_thread(
+            raw_post, bench, b"Authorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n", b"{}"
+        )
+        assert b" 401 " in answer.splitlines()[0], answer
+        assert bench.endpoint.hearing_seconds() == 500.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"Content-Length: 5000\r\n", b'{"trainerStatus": {}}'),
+        (b"Content-Length: 21\r\nContent-Encoding: gzip\r\n", b'{"trainerStatus": {}}'),
+        (b"Transfer-Encoding: chunked\r\n", b"zzzz\r\nnonsense"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_the_senders_fault(certificates: Path, head: bytes, body: bytes) -> None:
+    """A trainer that dies while it posts, or one that means harm, ends no time of hearing either."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.seconds += 500.0
+        await asyncio.to_thread(raw_post, bench, b"Authorization: Bearer good\r\n" + head, body)
+        async with asyncio.timeout(5):
+            while not bench.codes and b"chunked" not in head:  # aiohttp itself answers what is no HTTP
+                await asyncio.sleep(0.01)
+        assert all(400 <= code < 500 for code in bench.codes)
+        assert bench.endpoint.hearing_seconds() == 500.0
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_a_pod_where_nothing_is_served_is_a_stranger(certificates: Path) -> None:
+    """The operator may not even look at pods there; that says nothing about those whom it serves."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.seconds += 500.0
+        elsewhere = review()
+        elsewhere["user"]["username"] = "system:serviceaccount:elsewhere:default"
+        bench.api.review = lambda token: elsewhere
+        bench.api.fail("GET", "pods/", 403, times=9)
+        assert (await bench.post())[0] == 403
+        assert (await bench.post())[0] == 403
+        assert bench.endpoint.hearing_seconds() == 500.0
+        assert bench.api.count("POST", "tokenreviews") == 1, "the answer is kept"
+
+    at_the_endpoint(certificates / "one", scenario)
