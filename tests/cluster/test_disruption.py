@@ -41,8 +41,8 @@ from testbed.client import Bed
 from testbed.layout import ADDRESS, NODE, PROMETHEUS, REPOSITORY, SECOND_NODE
 from testbed.machine import pod_cgroups
 
-TRIALS = 30 if FULL else 2
-AT_ONCE = 3 if FULL else 2
+TRIALS = 30 if FULL else 3
+AT_ONCE = 3
 """jobs on the node that is lost: so many trials share one loss"""
 DELETIONS = 100 if FULL else 10
 OUTAGE_SECONDS = 60.0
