@@ -637,8 +637,14 @@ def _create(case: Case, files: AttemptFiles) -> Desired:
 
 
 def _begun(case: Case, files: AttemptFiles) -> Case:
-    """What the status says once the attempt exists."""
-    attempts = files.decision.attempts
+    """What the status says once the attempt exists. Its contract counts the end before it as it was seen when the
+    contract was made; where a refused child kept the status from being written then, and a later look wrote that end
+    as it saw it, the status stands: an end is counted once."""
+    known, attempts = case.attempts, files.decision.attempts
+    if known.ended >= attempts.ended:
+        since = known.pending_time or attempts.pending_time
+        changes = {"total": attempts.total, "start_time": attempts.start_time, "pending_time": since}
+        attempts = known.model_copy(update=changes)
     begun = case.changed(
         attempts=attempts,
         plan=files.plan_status,

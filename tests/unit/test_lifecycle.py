@@ -842,3 +842,20 @@ def test_a_contract_of_an_older_operator_is_carried_on() -> None:
     )
     desired = decide(observed(contracts=(old,), status={"attempts": {"total": 1, "ended": 1}}))
     assert {child["metadata"]["name"] for child in desired.creates} == {"demo-2"}
+
+
+def test_an_end_is_counted_once_whatever_the_contract_of_the_next_attempt_says_of_it() -> None:
+    """Its Job was refused, so that the status was written by a later look, which saw another end than the contract:
+    a crash where the contract has a disruption. Carrying the contract on must not give the restart back."""
+    at_first = {"total": 1, "ended": 1, "disruptions": 1, "lastReason": "PodDeleted", "activeSeconds": 5}
+    data = decide(observed(status={"attempts": at_first})).creates[0]["data"]
+    files = (data["job.json"], data["plan.json"], data["decision.json"], data["attempt.json"])
+    contract = Contract(2, "demo-2", observed().job.uid, *files)
+    written = {"total": 1, "ended": 1, "restarts": 1, "lastReason": "RankCrashed", "activeSeconds": 6}
+    desired = decide(observed(contracts=(contract,), status={"attempts": written}))
+    assert {child["metadata"]["name"] for child in desired.creates} == {"demo-2"}
+    assert desired.status is not None
+    attempts = desired.status["attempts"]
+    assert (attempts["total"], attempts["ended"]) == (2, 1)
+    assert (attempts["restarts"], attempts["disruptions"]) == (1, 0)
+    assert (attempts["lastReason"], attempts["activeSeconds"]) == ("RankCrashed", 6)
