@@ -7,7 +7,6 @@ command needs it.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from spillway.errors import UserError
+from spillway.json_text import json_object
 
 from .job_status import printable
 
@@ -190,15 +190,6 @@ def header_value(token: str) -> str:
 def has_name(found: object) -> bool:
     metadata = found.get("metadata") if isinstance(found, dict) else None
     return isinstance(metadata, dict) and isinstance(metadata.get("name"), str)
-
-
-def json_object(content: bytes) -> Object | None:
-    """None for what is none."""
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return answer if isinstance(answer, dict) else None
 
 
 def as_object(content: bytes) -> Object:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from spillway.errors import ExitCode, reason_of
+from spillway.json_text import json_object
 from spillway.retries import Retry, retry_of
 
 from .run_directory import RunDirectory, next_epoch, no_room_is_said, write_atomic
@@ -236,10 +237,9 @@ def signal_name(number: int) -> str:
 def read_json_object(path: Path) -> dict[str, object]:
     """The object in a small JSON file, or an empty one when a crash left none or a part of one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json_object(path.read_bytes()) or {}
+    except OSError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def last_log_line(path: Path, longest: int = 300) -> str:

@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 import aiohttp
 
+from spillway.json_text import json_object
+
 from .credentials import Credentials
 
 NUM_CONNECTIONS = 16
@@ -312,13 +314,10 @@ def without_fields(body: Mapping[str, Any], fields: frozenset[str], at: str = ""
 
 
 def _checked(where: str, code: int, found: bytes) -> Answer:
-    try:
-        answer = json.loads(found)
-    except (ValueError, RecursionError):
-        answer = None
-    said = answer if isinstance(answer, dict) else {"message": found[:200].decode(errors="replace")}
+    answer = json_object(found)
+    said = {"message": found[:200].decode(errors="replace")} if answer is None else answer
     if 200 <= code < 300:
-        if isinstance(answer, dict):
+        if answer is not None:
             return answer
         # A proxy's page, for example: nothing is known of the cluster.
         raise Unavailable(where, code, "NotKubernetes", f"no answer of an API server: {said['message']}")

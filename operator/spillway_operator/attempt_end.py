@@ -12,14 +12,13 @@ follower whose peer is gone is the hard case, see `cause_of_end`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
+from spillway.json_text import json_object
 from spillway.retries import EVICTED, NODE_LOST, OOM_KILLED, POD_DELETED
 
 from .conditions import clean
@@ -106,7 +105,7 @@ def saved_step(pods: Iterable[PodObject]) -> int | None:
 
 def read_termination(ending: ContainerEnding) -> Termination:
     """What the trainer said, when it is JSON of a known version and speaks of this exit code."""
-    said = _object(ending.message[:LONGEST_TERMINATION])
+    said = json_object(ending.message[:LONGEST_TERMINATION]) or {}
     if said.get("v") not in (TERMINATION_VERSION - 1, TERMINATION_VERSION) or isinstance(said.get("v"), bool):
         return Termination()
     code, reason = said.get("exitCode", ending.exit_code), said.get("reason")
@@ -224,18 +223,10 @@ def _disruption(pod: PodObject) -> Cause:
 
 def _last_words(ending: ContainerEnding) -> str:
     """Of a process that left no message of ours: the last line that the kubelet kept of its log."""
-    said = _object(ending.message[:LONGEST_TERMINATION]).get("message")
+    said = (json_object(ending.message[:LONGEST_TERMINATION]) or {}).get("message")
     text = said if isinstance(said, str) else ending.message[-LONGEST_TERMINATION:]
     lines = [line for line in (clean(line, 300) for line in text.splitlines()) if line]
     return f"; it last said: {lines[-1]}" if lines else ""
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _seconds(time: str) -> float | None:

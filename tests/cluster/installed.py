@@ -37,6 +37,8 @@ TRAINERS = (
 """sends a signal to the ranks of a pod, not to the launcher"""
 REPLICAS = 2
 """of the operator, as the chart has them"""
+LONG = 100_000
+"""steps: it runs until it is made to end"""
 PAIR_SECONDS = 90.0
 """two ranks of a tiny model on two shared cores, from creation to Complete"""
 

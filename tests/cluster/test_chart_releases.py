@@ -17,6 +17,7 @@ import pytest
 from installed import (
     CHART,
     FULL,
+    LONG,
     RELEASE,
     SYSTEM_NAMESPACE,
     Document,
@@ -47,8 +48,6 @@ ACCOUNT = "released"
 loses its own before it has ended"""
 ACCOUNT_SET = ("--set", f"serviceAccount.name={ACCOUNT}")
 USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{ACCOUNT}"
-LONG = 100_000
-"""steps: it runs until the namespace goes"""
 QUIET_SECONDS = 5.0
 SECONDS = 300.0
 """for each change to be seen: a busy machine takes its time"""

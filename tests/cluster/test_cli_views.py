@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from installed import SYSTEM_NAMESPACE, Document, Installed, example, named
+from installed import LONG, SYSTEM_NAMESPACE, Document, Installed, example, named
 
 from testbed.client import Bed
 from testbed.layout import REPOSITORY
 
 NAME, STUCK = "watched", "nowhere"
-LONG = 100_000
 DOCTOR_SECONDS = 10.0
 
 

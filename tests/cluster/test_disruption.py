@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 from conftest import WANTED
-from installed import FULL, Document, Installed, changed, example, long_form, named, on_fake_nodes
+from installed import FULL, LONG, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
 from spillway.errors import ExitCode
 from spillway.metrics import STEP, TIER_BYTES
@@ -48,8 +48,6 @@ DELETIONS = 100 if FULL else 10
 OUTAGE_SECONDS = 60.0
 CONVERGENCE_SECONDS = 30.0
 SEED = 20261122
-LONG = 100_000
-"""steps: it runs until it is made to end"""
 SLOW = 300.0
 """seconds: for what takes ten on a machine that is busy with something else"""
 LOST_STEPS = 90

@@ -10,7 +10,7 @@ import json
 import time
 from contextlib import suppress
 
-from installed import Document, Installed, changed, example, named, on_fake_nodes
+from installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
 
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
@@ -19,8 +19,6 @@ from spillway_trainer.sealed_json import unseal
 from testbed.errors import Failed
 
 FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"
-LONG = 100_000
-"""steps: it runs until it is made to end"""
 
 
 def fake_failure(namespace: str, name: str, code: int, message: str, reason: str = "Error") -> Document:

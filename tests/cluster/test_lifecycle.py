@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 
-from installed import Document, Installed, changed, example, named
+from installed import LONG, Document, Installed, changed, example, named
 
 from spillway.errors import ExitCode
 from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
 
-LONG = 100_000
-"""steps: it runs until it is made to end"""
 SECONDS = 60.0
 """for each test"""
 ACTIVE_SECONDS = 25

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 from conftest import WANTED
-from installed import Document, Installed, example, named, on_fake_nodes
+from installed import LONG, Document, Installed, example, named, on_fake_nodes
 
 from spillway.units import format_bytes
 from testbed.layout import ADDRESS
@@ -25,7 +25,6 @@ LABEL = "placement-loop"
 FREE_BYTES = 6 * 2**30
 DISK_BYTES = 200 * 2**30
 FRESH_SECONDS = 30.0
-LONG = 100_000
 
 
 class NodeSeries:

@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from installed import OPERATOR_USER, Document, Installed, changed, example, long_form, named, on_fake_nodes
+from installed import LONG, OPERATOR_USER, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
 from spillway.units import parse_quantity
 
 SECONDS = 300.0
 """for each step of a test: a trainer starts on a busy machine"""
-LONG = 100_000
-"""steps: it runs until it is made to end"""
 QUEUE = "team"
 KINDS = "kueue.x-k8s.io/v1beta2"
 

@@ -15,6 +15,7 @@ from installed import (
     CHART,
     HOST_MOUNT_IMAGE,
     KWOK_TOLERATION,
+    LONG,
     SYSTEM_NAMESPACE,
     Document,
     Installed,
@@ -256,7 +257,7 @@ def planted(spillway: Installed, module_namespace: str) -> Iterator[tuple[str, d
         ],
         "imagePullSecrets": [{"name": "registry"}],
     }
-    spillway.create(named(example("one-pod", namespace, training__steps=100_000, **given), "trains"))
+    spillway.create(named(example("one-pod", namespace, training__steps=LONG, **given), "trains"))
     wrong = example("one-pod", namespace, data={"text": {"path": "/nowhere"}}, **given)
     spillway.create(named(wrong, "fails"))
     spillway.wait(namespace, "trains", "Running", SECONDS)

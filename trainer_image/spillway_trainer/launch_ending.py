@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spillway.errors import ExitCode, reason_of
+from spillway.json_text import json_object
 
 from .ending import LONGEST_TERMINATION, TERMINATION_VERSION
 
@@ -86,11 +87,7 @@ class RankEnd:
         return f"; it last said: {self.last_line[:LONGEST_LAST_LINE]}" if self.last_line else ""
 
     def _said(self) -> dict[str, object]:
-        try:
-            said = json.loads(self.message)
-        except ValueError:
-            return {}
-        return said if isinstance(said, dict) else {}
+        return json_object(self.message) or {}
 
 
 def decisive(ends: Sequence[RankEnd]) -> RankEnd:

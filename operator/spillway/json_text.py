@@ -1,0 +1,15 @@
+"""JSON that somebody else wrote: a process that died in the middle of it, a proxy, a trainer's last words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object that `text` holds; None where it holds none: no JSON, another type, nested deeper than is read."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
