@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from spillway_trainer import native
-from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.reference import UpdateScalars
 
 NUM_PARAMETERS = 16 * 2**20
 """some 300 MiB a contestant; they take turns, so none finds its arrays in a cache"""
@@ -43,8 +43,8 @@ BYTES_PER_PARAMETER = 28
 NUM_THREADS = len(os.sched_getaffinity(0))
 
 
-def scalars(gradient_scale: float) -> AdamWScalars:
-    return AdamWScalars(RATE, *BETAS, EPS, DECAY, BETAS[0], BETAS[1], gradient_scale)
+def scalars(gradient_scale: float) -> UpdateScalars:
+    return UpdateScalars(RATE, *BETAS, EPS, DECAY, BETAS[0], BETAS[1], gradient_scale)
 
 
 def initial_values() -> Tensor:

@@ -28,7 +28,7 @@ import torch
 import triton
 
 from spillway_trainer import native, triton_adamw
-from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.reference import UpdateScalars
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "trainer_image" / "spillway_trainer" / native.LIBRARY_NAME
@@ -118,7 +118,7 @@ def parity(log: Path) -> Figures:
 
 def adamw_rates(num_parameters: int, gradient_type: str) -> Figures:
     """Ours with a bfloat16 parameter out, torch's fused AdamW in float32, and a copy of as many bytes, in turns."""
-    scalars = AdamWScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95, gradient_scale=0.5)
+    scalars = UpdateScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95, gradient_scale=0.5)
     states = [torch.randn(num_parameters, device="cuda") * 0.02, *torch.zeros(2, num_parameters, device="cuda")]
     values = torch.randn(num_parameters, device="cuda") * 1e-3
     gradient, out = values.to(getattr(torch, gradient_type)), states[0].bfloat16()
@@ -179,7 +179,7 @@ def cpu_adamw_rate() -> Figures:
     if not native.available():
         return {"isa": "reference"}
     n, num_threads = 2**27, len(os.sched_getaffinity(0))
-    scalars = AdamWScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
+    scalars = UpdateScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
     states = [torch.randn(n) * 0.02, torch.zeros(n), torch.zeros(n)]
     gradient, out = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.bfloat16)
     rates: Figures = {"isa": native.isa()}

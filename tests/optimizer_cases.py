@@ -12,14 +12,14 @@ from torch.nn import Parameter
 
 from spillway.plan import OptimizerPlan
 from spillway_trainer import reference
-from spillway_trainer.optimizer import AdamWSettings, Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer import Hyperparameters, Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import TracingLanes
 
-SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SETTINGS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = {"embedding": (61, 37), "norm": (37,), "up": (83, 37), "bias": (83,), "rare": (19, 7), "down": (37, 83)}
 """8,652 parameters: matrices and vectors, no size a multiple of a vector or of a chunk"""
 ALIAS, ALIAS_OWNER = "head", "embedding"

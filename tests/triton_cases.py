@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from spillway_trainer import reference, triton_adamw
-from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.reference import UpdateScalars
 
 SIZES = [1, 3, triton_adamw.BLOCK - 1, triton_adamw.BLOCK, triton_adamw.BLOCK + 1, 20_003]
 GRADIENT_TYPES = [torch.float32, torch.bfloat16]
 OUT_TYPES = [torch.float32, torch.bfloat16, None]
 
 
-def scalars(step: int, weight_decay: float = 0.1, gradient_scale: float = 0.37) -> AdamWScalars:
-    return AdamWScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale)
+def scalars(step: int, weight_decay: float = 0.1, gradient_scale: float = 0.37) -> UpdateScalars:
+    return UpdateScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale)
 
 
 def any_values(n: int, seed: int) -> Tensor:

@@ -61,7 +61,7 @@ SPILLWAY_API const char* spillway_strerror(int32_t error);
 /* 1 when this library was built with `isa` and this processor and operating system can run it, else 0. */
 SPILLWAY_API int32_t spillway_isa_available(int32_t isa);
 
-/* The float32 scalars of one AdamW step; the caller rounds each once from fp64 (reference.py: AdamWScalars). */
+/* The float32 scalars of one AdamW step; the caller rounds each once from fp64 (reference.py: UpdateScalars). */
 typedef struct spillway_adamw_scalars {
   float gradient_scale;
   float decay; /* 1 - learning_rate * weight_decay */

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spillway_trainer import native, reference
-from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.reference import UpdateScalars
 
 NUM_VALUES = 1_000_003
 NUM_STEPS = 10
@@ -41,8 +41,8 @@ def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def scalars(step: int, weight_decay: float = 0.1) -> AdamWScalars:
-    return AdamWScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale=0.37)
+def scalars(step: int, weight_decay: float = 0.1) -> UpdateScalars:
+    return UpdateScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale=0.37)
 
 
 def extreme_values(generator: torch.Generator) -> Tensor:
@@ -223,7 +223,7 @@ def test_stays_within_the_stated_bound_of_torch_adamw_over_1000_real_steps() -> 
         loss.backward()
         losses.append(float(loss.detach()))
         power1, power2 = power1 * 0.9, power2 * 0.95
-        step = AdamWScalars(rate, 0.9, 0.95, 1e-8, 0.1, power1, power2)
+        step = UpdateScalars(rate, 0.9, 0.95, 1e-8, 0.1, power1, power2)
         for parameter, (master, exp_avg, exp_avg_sq) in zip(model.parameters(), ours, strict=True):
             assert parameter.grad is not None
             reference.adamw(step, master, exp_avg, exp_avg_sq, parameter.grad.flatten(), None)

@@ -28,7 +28,7 @@ from torch import Tensor
 from spillway.plan import OptimizerPlan
 from spillway_trainer import kernels
 from spillway_trainer.optimizer_offload import OptimizerOffload
-from spillway_trainer.reference import AdamWScalars
+from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, Lanes, LazyLanes
@@ -133,7 +133,7 @@ def test_wrong_arithmetic_on_one_side_shows() -> None:
     host, ledger = memory()
     parameters, lanes = case.parameters(), LazyLanes(host, ledger)
 
-    def other_epsilon(scalars: AdamWScalars, *tensors: object) -> None:
+    def other_epsilon(scalars: UpdateScalars, *tensors: object) -> None:
         kernels.adamw(dataclasses.replace(scalars, eps=1e-6), *tensors)  # type: ignore[arg-type]
 
     optimizer = OptimizerOffload(
@@ -166,7 +166,7 @@ def test_the_cpu_never_touches_the_memory_of_the_device(dtype: torch.dtype) -> N
     host, ledger = memory()
     parameters = case.parameters()
 
-    def recording(scalars: AdamWScalars, *tensors: Tensor) -> None:
+    def recording(scalars: UpdateScalars, *tensors: Tensor) -> None:
         touched.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
         kernels.adamw(scalars, *tensors)
 

@@ -26,7 +26,7 @@ def test_the_interpreter_gives_the_bits_of_the_reference() -> None:
 
 
 def test_wrong_tensors_are_refused_before_anything_is_launched() -> None:
-    step = triton_adamw.AdamWScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95)
+    step = triton_adamw.UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95)
     four = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):
         triton_adamw.adamw(step, *four[:3], torch.zeros(4, dtype=torch.float64), None)

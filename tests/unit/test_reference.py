@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway_trainer import reference
-from spillway_trainer.reference import AdamWScalars, SquareSum
+from spillway_trainer.reference import SquareSum, UpdateScalars
 
 torch.set_num_threads(1)
 
@@ -30,7 +30,7 @@ def test_adamw_is_the_declared_formula_with_each_operation_rounded_once() -> Non
     n = 20_000
     p, m, g = (finite_values(n, seed) for seed in (1, 2, 3))
     v = finite_values(n, 4).abs()
-    s = AdamWScalars(3e-4, 0.9, 0.95, 1e-8, 0.1, 0.9**3, 0.95**3, gradient_scale=0.37)
+    s = UpdateScalars(3e-4, 0.9, 0.95, 1e-8, 0.1, 0.9**3, 0.95**3, gradient_scale=0.37)
     f = np.float32
     with np.errstate(all="ignore"):
         scaled = g.numpy() * f(0.37)
@@ -49,7 +49,7 @@ def test_adamw_stores_one_quiet_nan() -> None:
     p, m, v = torch.ones(4), torch.zeros(4), torch.zeros(4)
     strange = torch.tensor([0x7F800001, -1, 0x7FFFFFFF, -0x400000], dtype=torch.int32).view(torch.float32)
     out = torch.zeros(4, dtype=torch.bfloat16)
-    reference.adamw(AdamWScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95), p, m, v, strange, out)
+    reference.adamw(UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95), p, m, v, strange, out)
     assert [t.view(torch.int32).tolist() for t in (p, m, v)] == [[0x7FC00000] * 4] * 3
     assert out.view(torch.int16).tolist() == [0x7FC0] * 4
 

@@ -232,7 +232,7 @@ def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLed
 def make_optimizer(
     spec: TrainingJobSpec, plan: MemoryPlan, model: Chain, streaming: model_spill.ModelSpill | None, tiers: Tiers
 ) -> Optimizer:
-    parameters, settings = list(model.named_parameters()), config.adamw_settings(spec)
+    parameters, settings = list(model.named_parameters()), config.hyperparameters(spec)
     if streaming is not None:
         check_cpu_share(plan, model, streaming.streamed)
     if plan.optimizer.offloads:

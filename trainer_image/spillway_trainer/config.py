@@ -15,7 +15,7 @@ from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
 
 from .models.transformer import TransformerConfig
-from .optimizer import AdamWSettings
+from .optimizer import Hyperparameters
 from .ranks import World
 from .schedule import LearningRate
 from .trainer import LoopSettings
@@ -61,10 +61,10 @@ def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:
     return DTYPES[spec.model.precision.gradient_reduce]
 
 
-def adamw_settings(spec: TrainingJobSpec) -> AdamWSettings:
+def hyperparameters(spec: TrainingJobSpec) -> Hyperparameters:
     optimizer = spec.training.optimizer
     beta1, beta2 = optimizer.betas
-    return AdamWSettings(beta1=beta1, beta2=beta2, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    return Hyperparameters(beta1=beta1, beta2=beta2, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import native, reference
-from .reference import AdamWScalars, SquareSum
+from .reference import SquareSum, UpdateScalars
 from .spill_file import SpillFile
 
-__all__ = ["AdamWScalars", "SpillFile", "SquareSum", "accumulate", "adamw", "copy", "copy_batch", "square_sum"]
+__all__ = ["SpillFile", "SquareSum", "UpdateScalars", "accumulate", "adamw", "copy", "copy_batch", "square_sum"]
 
 
 def adamw(
-    scalars: AdamWScalars,
+    scalars: UpdateScalars,
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,

@@ -22,7 +22,7 @@ from torch import Tensor
 from spillway.errors import UserError
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
-from .reference import AdamWScalars, SquareSum, float32
+from .reference import SquareSum, UpdateScalars, float32
 
 ABI_VERSION = 2
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
@@ -169,7 +169,7 @@ def available() -> bool:
 
 
 def adamw(
-    scalars: AdamWScalars,
+    scalars: UpdateScalars,
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -348,7 +348,7 @@ def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -
         )
 
 
-def _scalars_struct(scalars: AdamWScalars) -> AdamWScalarsStruct:
+def _scalars_struct(scalars: UpdateScalars) -> AdamWScalarsStruct:
     return AdamWScalarsStruct(
         gradient_scale=float32(scalars.gradient_scale),
         decay=scalars.decay,

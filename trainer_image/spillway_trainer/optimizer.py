@@ -21,11 +21,11 @@ from torch.nn import Parameter
 from spillway.plan import Tier
 
 from . import kernels
-from .reference import AdamWScalars, SquareSum
+from .reference import SquareSum, UpdateScalars
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
-Update = Callable[[AdamWScalars, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+Update = Callable[[UpdateScalars, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 """adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out): in place, flat tensors (reference.adamw)"""
 
 MASTER, EXP_AVG, EXP_AVG_SQ = STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -70,7 +70,7 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWSettings:
+class Hyperparameters:
     """The hyperparameters that do not change from step to step. Vectors (dim < 2) never decay."""
 
     beta1: float = 0.9
@@ -83,7 +83,7 @@ class AdamWSettings:
 class UpdateCount:
     """Updates done, and beta^t by repeated fp64 product: carried in the checkpoint, so resume repeats the same bits."""
 
-    settings: AdamWSettings
+    settings: Hyperparameters
     num_updates: int = 0
     beta1_power: float = 1.0
     beta2_power: float = 1.0
@@ -93,12 +93,12 @@ class UpdateCount:
         self.beta1_power *= self.settings.beta1
         self.beta2_power *= self.settings.beta2
 
-    def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> AdamWScalars:
+    def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> UpdateScalars:
         """Scalars of the current update, after `advance`."""
         s = self.settings
         weight_decay = s.weight_decay if parameter.dim() >= 2 else 0.0
         powers = (self.beta1_power, self.beta2_power)
-        return AdamWScalars(learning_rate, s.beta1, s.beta2, s.eps, weight_decay, *powers, gradient_scale)
+        return UpdateScalars(learning_rate, s.beta1, s.beta2, s.eps, weight_decay, *powers, gradient_scale)
 
     def as_dict(self) -> dict[str, float]:
         return {
@@ -128,7 +128,7 @@ class ResidentOptimizer:
         self,
         parameters: Sequence[tuple[str, Parameter]],
         tied: Mapping[str, str],
-        settings: AdamWSettings,
+        settings: Hyperparameters,
         ledger: DeviceLedger,
         update: Update = kernels.adamw,
     ) -> None:

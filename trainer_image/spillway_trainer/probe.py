@@ -46,7 +46,7 @@ from . import config, kernels, native
 from .assemble import Assembly, assemble, fill
 from .data import Batch, TokenBatches
 from .recorder import Recorder
-from .reference import AdamWScalars
+from .reference import UpdateScalars
 from .spill_file import SpillFile
 from .tiers.host_slab import HostSlab
 from .trainer import Progress, Run, StopRequest, train_step
@@ -241,7 +241,7 @@ def update(threads: int) -> Figures:
     """Bytes per second that AdamW moves: 28 a parameter and the bfloat16 copy."""
     master, exp_avg, exp_avg_sq, gradient = (torch.full((UPDATE_PARAMETERS,), 0.01) for _ in range(4))
     out = torch.empty(UPDATE_PARAMETERS, dtype=torch.bfloat16)
-    scalars = AdamWScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
+    scalars = UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
     seconds = repeated(lambda: kernels.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out, num_threads=threads))
     return {"optimizer update": [30 * UPDATE_PARAMETERS / second for second in seconds]}
 

@@ -32,7 +32,7 @@ def float32(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWScalars:
+class UpdateScalars:
     """Scalars of one AdamW step, in fp64; the properties are the float32 values that the formula uses."""
 
     learning_rate: float
@@ -69,7 +69,7 @@ class AdamWScalars:
 
 
 def adamw(
-    scalars: AdamWScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
+    scalars: UpdateScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
 ) -> None:
     """One AdamW step in place (Loshchilov & Hutter 2019, algorithm 2, decoupled decay times learning rate).
 
@@ -82,7 +82,7 @@ def adamw(
         _adamw_part(scalars, p, m, v, g, part_out)
 
 
-def _adamw_part(s: AdamWScalars, p: Tensor, m: Tensor, v: Tensor, gradient: Tensor, out: Tensor | None) -> None:
+def _adamw_part(s: UpdateScalars, p: Tensor, m: Tensor, v: Tensor, gradient: Tensor, out: Tensor | None) -> None:
     g = gradient.float() * float32(s.gradient_scale)
     decayed = p * s.decay
     m_kept = m * float32(s.beta1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import AdamWScalars, float32
+from .reference import UpdateScalars, float32
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """of every launch"""
@@ -93,7 +93,7 @@ def accumulate_kernel(accumulator, gradient, n, FIRST: tl.constexpr, BLOCK: tl.c
 
 
 def adamw(
-    scalars: AdamWScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
+    scalars: UpdateScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
 ) -> None:
     """reference.adamw on the device of `master`, on its current stream; returns before it is done."""
     n = master.numel()

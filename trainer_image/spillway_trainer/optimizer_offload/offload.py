@@ -21,7 +21,7 @@ from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS
 from spillway.plan import OptimizerPlan, Tier
 
 from .. import kernels
-from ..optimizer import MASTER, STATE_KINDS, AdamWSettings, Update, UpdateCount
+from ..optimizer import MASTER, STATE_KINDS, Hyperparameters, Update, UpdateCount
 from ..tiers.arena import Arena, Ring
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
@@ -43,7 +43,7 @@ class OptimizerOffload:
         self,
         parameters: Sequence[tuple[str, Parameter]],
         tied: Mapping[str, str],
-        settings: AdamWSettings,
+        settings: Hyperparameters,
         plan: OptimizerPlan,
         lanes: Lanes,
         ledger: DeviceLedger,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..optimizer import Update
-from ..reference import AdamWScalars
+from ..reference import UpdateScalars
 from ..tiers.arena import Ring, RingSlot, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
@@ -41,7 +41,7 @@ class UpdatePipeline:
     cpu_update: Update
     device_update: Update
 
-    def submit(self, updates: Sequence[tuple[Placed, AdamWScalars]]) -> list[Event]:
+    def submit(self, updates: Sequence[tuple[Placed, UpdateScalars]]) -> list[Event]:
         """Submit the updates in order and return the events that end them: uploads, write-backs, device updates.
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
@@ -62,7 +62,7 @@ class UpdatePipeline:
                 ends.append(self._update_resident(placed, scalars, computed))
         return ends
 
-    def _update_on_cpu(self, placed: Placed, scalars: AdamWScalars, computed: Event) -> Event:
+    def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         home = placed.home
         if home is not None and home.memory is not None:
             return self._submit_cpu(placed, scalars, home.memory, home.region, ())
@@ -78,7 +78,7 @@ class UpdatePipeline:
         return moved
 
     def _submit_cpu(
-        self, placed: Placed, scalars: AdamWScalars, out: Tensor, memory: Region, free: Sequence[Event]
+        self, placed: Placed, scalars: UpdateScalars, out: Tensor, memory: Region, free: Sequence[Event]
     ) -> Event:
         """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
         states = placed.states(placed.block.tensor)
@@ -131,7 +131,7 @@ class UpdatePipeline:
         return slot, loaded
 
     def _update_in_slot(
-        self, placed: Placed, scalars: AdamWScalars, computed: Event, slot: RingSlot, loaded: Event
+        self, placed: Placed, scalars: UpdateScalars, computed: Event, slot: RingSlot, loaded: Event
     ) -> Event:
         chunk, nbytes = placed.chunk, placed.block.nbytes
         block = slot.buffer.tensor[:nbytes]
@@ -156,7 +156,7 @@ class UpdatePipeline:
         slot.free = (written_back,)
         return written_back
 
-    def _update_resident(self, placed: Placed, scalars: AdamWScalars, computed: Event) -> Event:
+    def _update_resident(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         states = placed.states(placed.block.tensor)
         return self.lanes.submit(
             Lane.COMPUTE,
@@ -169,7 +169,7 @@ class UpdatePipeline:
         )
 
     def _work(
-        self, update: Update, scalars: AdamWScalars, states: States, placed: Placed, out: Tensor | None
+        self, update: Update, scalars: UpdateScalars, states: States, placed: Placed, out: Tensor | None
     ) -> Callable[[], None]:
         gradient = placed.accumulator.values
         return partial(update, scalars, states.master, states.exp_avg, states.exp_avg_sq, gradient, out)
