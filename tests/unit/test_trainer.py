@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from no_techniques import NoTechniques
 from torch import Tensor, nn
 
 from spillway.errors import NonFinite, Preempted
@@ -50,6 +51,9 @@ class CountingOptimizer:
     def __init__(self, norms: list[float]) -> None:
         self.norms, self.calls = norms, list[tuple[Any, ...]]()
 
+    def arrived(self) -> Collection[str]:
+        return ()
+
     def gradients(self) -> Iterator[Tensor]:
         return iter(())
 
@@ -64,25 +68,6 @@ class CountingOptimizer:
 
     def flush(self) -> None:
         self.calls.append(("flush",))
-
-
-class NoTechniques:
-    def start_backward(self) -> None: ...
-    def end_step(self) -> None: ...
-    def held_bytes(self) -> dict[str, int]:
-        return {}
-
-    def peak_bytes(self) -> dict[str, int]:
-        return {}
-
-    def moved_bytes(self) -> dict[str, int]:
-        return {}
-
-    def waited_seconds(self) -> float:
-        return 0.0
-
-    def busy_seconds(self) -> dict[str, float]:
-        return {}
 
 
 class NumberedBatches:

@@ -9,7 +9,7 @@ arithmetic is reference.py's; the number of updates belongs to the optimizer, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,9 @@ class Optimizer(Protocol):
 
     def take(self, name: str, gradient: Tensor) -> None:
         """Add one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
+
+    def arrived(self) -> Collection[str]:
+        """The uses of parameters (a tied alias is one) that `take` has had a gradient for in this step."""
 
     def gradients(self) -> Iterator[Tensor]:
         """The step's sums over its micro-batches, for whoever adds those of other ranks: flat float32 pieces, complete
@@ -150,6 +153,9 @@ class ResidentOptimizer:
         flat_gradient = check_gradient(name, parameter, gradient)
         kernels.accumulate(self._accumulators[name], flat_gradient, name not in self._arrived)
         self._arrived.add(name)
+
+    def arrived(self) -> Collection[str]:
+        return frozenset(self._arrived)
 
     def gradients(self) -> Iterator[Tensor]:
         for name, accumulator in self._accumulators.items():

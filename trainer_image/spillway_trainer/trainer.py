@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -228,8 +229,12 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         num_tokens = run.batches.num_unmasked(samples)
     losses = run.order(run, watch.phase, micro_batches, num_tokens)
     with watch.phase(Phase.EXCHANGE):
-        stops, *all_losses = zip(*run.ranks.gather([float(stop.requested), *losses]), strict=True)
+        arrived = run.optimizer.arrived()
+        told = [float(stop.requested), fingerprint(arrived), *losses]
+        stops, fingerprints, *all_losses = zip(*run.ranks.gather(told), strict=True)
         loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
+        if len(set(fingerprints)) > 1:
+            take_others_gradients(run, arrived)
         run.sum_gradients(run.optimizer.gradients())
     with watch.phase(Phase.OPTIMIZER):
         norm = run.optimizer.norm()
@@ -266,6 +271,21 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         skipped=not finite,
     )
     return metrics, any(stops)
+
+
+def fingerprint(names: Collection[str]) -> float:
+    """Short enough to ride with the losses."""
+    return float(zlib.crc32("\n".join(sorted(names)).encode()))
+
+
+def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
+    """A gradient of 0 for each use of a parameter that only other ranks have one for, as in a model that branches: what
+    ranks hand out is added in order, so all have to hand out the same."""
+    trained = [(name, parameter) for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    by_rank = run.ranks.gather([float(name in arrived) for name, _ in trained])
+    for (name, parameter), elsewhere in zip(trained, map(any, zip(*by_rank, strict=True)), strict=True):
+        if elsewhere and name not in arrived:
+            run.optimizer.take(name, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
 def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:

@@ -101,6 +101,9 @@ class Gradients:
     def arrived(self, name: str) -> bool:
         return name in self._arrived
 
+    def all_arrived(self) -> frozenset[str]:
+        return frozenset(self._arrived)
+
     def take(self, name: str, gradient: Tensor) -> None:
         """Add a gradient, flat and contiguous, that the compute lane has just written."""
         nbytes = gradient.numel() * gradient.element_size()

@@ -8,7 +8,7 @@ bitwise that of ResidentOptimizer for every split, chunk size, thread count and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -78,6 +78,9 @@ class OptimizerOffload:
         weights = [part.weights for part in placed if part.home is None]  # whoever has the homes declares the others
         self._lanes.compute(reads=weights, label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient))
+
+    def arrived(self) -> Collection[str]:
+        return self._gradients.all_arrived()
 
     def gradients(self) -> Iterator[Tensor]:
         return self._gradients.sums()

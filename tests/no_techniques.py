@@ -1,0 +1,20 @@
+"""What the step loop tells the techniques of a plan, where there are none."""
+
+
+class NoTechniques:
+    def start_backward(self) -> None: ...
+    def end_step(self) -> None: ...
+    def held_bytes(self) -> dict[str, int]:
+        return {}
+
+    def peak_bytes(self) -> dict[str, int]:
+        return {}
+
+    def moved_bytes(self) -> dict[str, int]:
+        return {}
+
+    def waited_seconds(self) -> float:
+        return 0.0
+
+    def busy_seconds(self) -> dict[str, float]:
+        return {}
