@@ -63,6 +63,11 @@ class Installed:
         found.setdefault("status", {})
         return found
 
+    def change(self, namespace: str, name: str, spec: Document) -> None:
+        """Merge `spec` into the job's."""
+        kind_and_name, merge = f"trainingjobs.spillway.dev/{name}", ("--type=merge", "-p", json.dumps({"spec": spec}))
+        self.bed.kubectl("patch", kind_and_name, "-n", namespace, *merge)
+
     def condition(self, namespace: str, name: str, kind: str) -> Document:
         conditions = self.job(namespace, name)["status"].get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), {})

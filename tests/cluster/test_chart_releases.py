@@ -191,8 +191,7 @@ def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers
     for turn in range(ROUNDS):
         release.upgrade()
         if not turn:
-            patch = ("--type=merge", "-p", '{"spec": {"lifecycle": {"stallSeconds": 3600}}}')
-            bed.kubectl("patch", f"trainingjobs.spillway.dev/{FAKE[0]}", "-n", namespace, *patch)
+            spillway.change(namespace, FAKE[0], {"lifecycle": {"stallSeconds": 3600}})
         look(life, spillway, namespace, f"upgrade {turn + 1}", trainers)
         release.rollback()
         look(life, spillway, namespace, f"rollback {turn + 1}", trainers)

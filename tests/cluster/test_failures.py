@@ -163,12 +163,11 @@ def test_suspend_ends_the_attempt_at_a_checkpoint_and_resume_goes_on(spillway: I
     spillway.bed.claim("one-pod", namespace)
     job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__claim="one-pod"), "pauses")
     running(spillway, namespace, job)
-    patch = ("patch", "trainingjobs.spillway.dev/pauses", "-n", namespace, "--type=merge", "-p")
-    spillway.bed.kubectl(*patch, '{"spec": {"suspend": true}}')
+    spillway.change(namespace, "pauses", {"suspend": True})
     suspended = spillway.wait(namespace, "pauses", "Suspended", 60)
     time.sleep(1)
     assert spillway.children("job", namespace, "pauses") == []
-    spillway.bed.kubectl(*patch, '{"spec": {"suspend": false}}')
+    spillway.change(namespace, "pauses", {"suspend": False})
     before = suspended["status"]["progress"]["step"]
     resumed = spillway.until(
         lambda found: found["status"]["attempts"]["total"] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 from installed import LONG, Document, Installed, changed, example, named
@@ -29,8 +28,7 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
     job = example("one-pod", namespace, training__steps=LONG, **kept)
     limited = changed(job, namespace, lifecycle={"activeDeadlineSeconds": LONG})
     training(spillway, namespace, named(limited, "too-long"))  # however long a busy machine takes to its first step
-    patch = ("patch", "tjob", "too-long", "-n", namespace, "--type=merge", "-p")
-    spillway.bed.kubectl(*patch, json.dumps({"spec": {"lifecycle": {"activeDeadlineSeconds": ACTIVE_SECONDS}}}))
+    spillway.change(namespace, "too-long", {"lifecycle": {"activeDeadlineSeconds": ACTIVE_SECONDS}})
     ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
     failed = spillway.condition(namespace, "too-long", "Failed")
     assert failed["reason"] == DEADLINE_EXCEEDED, failed
@@ -95,11 +93,10 @@ def test_a_deadline_takes_effect_on_an_attempt_that_runs(spillway: Installed, na
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "cut")
     training(spillway, namespace, job)
     pods = {pod["metadata"]["uid"] for pod in spillway.children("pod", namespace, "cut")}
-    patch = ("patch", "trainingjobs.spillway.dev/cut", "-n", namespace, "--type=merge", "-p")
-    spillway.bed.kubectl(*patch, '{"spec": {"lifecycle": {"activeDeadlineSeconds": 100000, "maxRestarts": 9}}}')
+    spillway.change(namespace, "cut", {"lifecycle": {"activeDeadlineSeconds": 100000, "maxRestarts": 9}})
     generation = spillway.job(namespace, "cut")["metadata"]["generation"]
     spillway.until(lambda found: found["status"]["observedGeneration"] == generation, namespace, "cut", SECONDS)
     assert {pod["metadata"]["uid"] for pod in spillway.children("pod", namespace, "cut")} == pods, "no restart"
-    spillway.bed.kubectl(*patch, '{"spec": {"lifecycle": {"activeDeadlineSeconds": 1}}}')
+    spillway.change(namespace, "cut", {"lifecycle": {"activeDeadlineSeconds": 1}})
     spillway.wait(namespace, "cut", "Failed", SECONDS)
     assert spillway.condition(namespace, "cut", "Failed")["reason"] == DEADLINE_EXCEEDED

@@ -125,7 +125,7 @@ def test_the_second_job_waits_for_quota_and_runs_when_the_first_ends(
     message = next(c["message"] for c in waiting["status"]["conditions"] if c["type"] == "QuotaReserved")
     assert message.startswith(f"waits for quota in the queue {QUEUE}: ") and "memory" in message, message
     assert waiting["status"]["state"] == "Queued" and not spillway.children("pod", namespace, "second")
-    _patch(spillway, namespace, "first", {"lifecycle": {"activeDeadlineSeconds": 1}})
+    spillway.change(namespace, "first", {"lifecycle": {"activeDeadlineSeconds": 1}})
     spillway.wait(namespace, "first", "Failed", SECONDS)
     ended = spillway.wait(namespace, "second", "Complete", SECONDS)
     assert ended["status"]["attempts"]["total"] == 1
@@ -199,7 +199,7 @@ def test_a_suspended_job_gives_its_quota_back_and_says_when_the_queue_is_too_sma
     saved = suspended["status"]["checkpoint"]["step"]
     spillway.until(lambda _: not workloads(spillway, namespace), namespace, "grows", SECONDS)
     queue(str(before * 3 // 4))
-    _patch(spillway, namespace, "grows", {"suspend": False, "memory": {"budget": {"host": "512Mi"}}})
+    spillway.change(namespace, "grows", {"suspend": False, "memory": {"budget": {"host": "512Mi"}}})
     # More than the whole queue has: Kueue says so, and so does the job.
     waiting = spillway.until(quota_is("Waiting", "memory"), namespace, "grows", SECONDS)
     assert parse_quantity(waiting["status"]["plan"]["podMemory"]) > before * 3 // 4
@@ -279,12 +279,7 @@ def _went_on_from(saved: int) -> Callable[[Document], bool]:
 
 
 def _suspend(spillway: Installed, namespace: str, name: str, wanted: bool) -> None:
-    _patch(spillway, namespace, name, {"suspend": wanted})
-
-
-def _patch(spillway: Installed, namespace: str, name: str, spec: Document) -> None:
-    document = json.dumps({"spec": spec})
-    spillway.bed.kubectl("patch", f"trainingjobs.spillway.dev/{name}", "-n", namespace, "--type=merge", "-p", document)
+    spillway.change(namespace, name, {"suspend": wanted})
 
 
 def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Installed, namespace: str) -> None:
