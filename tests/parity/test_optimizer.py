@@ -119,6 +119,12 @@ def test_parameter_that_is_not_contiguous_is_refused_by_name() -> None:
         ResidentOptimizer([("up", Parameter(torch.ones(3, 4).t()))], {}, SETTINGS, DeviceLedger(None))
 
 
+def test_parameter_on_another_device_is_refused_by_name() -> None:
+    named = [("up", Parameter(torch.ones(3))), ("down", Parameter(torch.ones(3, device="meta")))]
+    with pytest.raises(UserError, match="parameter down: on device meta, the first one is on cpu"):
+        ResidentOptimizer(named, {}, SETTINGS, DeviceLedger(None))
+
+
 def test_alias_with_a_storage_of_its_own_is_refused_by_name() -> None:
     named = [("embedding", Parameter(torch.ones(2, 3))), ("head", Parameter(torch.ones(2, 3)))]
     with pytest.raises(UserError, match="head is declared as tied to embedding"):

@@ -31,6 +31,7 @@ class Trainable:
         trainable = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         for name, parameter in trainable.items():
             _check(name, parameter, is_streamed=name in streamed)
+        _check_device({name: parameter for name, parameter in trainable.items() if name not in streamed})
         aliases = {alias: owner for alias, owner in tied.items() if alias in trainable}
         for alias, owner in aliases.items():
             if owner not in trainable or not _share(trainable[owner], trainable[alias], is_streamed=alias in streamed):
@@ -56,6 +57,18 @@ def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32 and bfloat16")
+
+
+def _check_device(parameters: Mapping[str, Parameter]) -> None:
+    """Those that stay on the device are on one: a rank has one, and it moves every copy to and from there."""
+    devices = {name: parameter.device for name, parameter in parameters.items()}
+    first = next(iter(devices.values()), None)
+    for name, device in devices.items():
+        if device != first:
+            raise UserError(
+                f"parameter {name}: on device {device}, the first one is on {first}; a rank has one device: move the "
+                "model there as a whole"
+            )
 
 
 def cut(num_parameters: int, chunk_parameters: int) -> list[tuple[int, int]]:
