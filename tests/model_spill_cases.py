@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fake_spill_file import FakeSpillFile
 from torch import Tensor, nn
 
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier, TierBytes
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, ParameterPlan, Tier, TierBytes
 from spillway.units import MIB
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer.assemble import Assembly, assemble, fill
@@ -169,6 +169,7 @@ class Technique:
     lanes: str = "lazy"
     chunk_parameters: int = 211
     """no size is a multiple of it, so that chunks end inside rows"""
+    overlap: Overlap = "None"
 
     def plan(self, model: Model) -> MemoryPlan:
         count = model.num_segments
@@ -181,7 +182,9 @@ class Technique:
                 "mode": "Auto",
                 "num_segments": count,
                 "num_micro_batches": model.num_micro_batches,
-                "optimizer": OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=self.chunk_parameters),
+                "optimizer": OptimizerPlan(
+                    cpu_share=1.0, resident_share=0.0, chunk_parameters=self.chunk_parameters, overlap=self.overlap
+                ),
                 "activations": ActivationPlan(
                     answers=tuple(answers[index % len(answers)] for index in range(count)), minimum_bytes=256
                 ),

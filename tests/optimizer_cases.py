@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from spillway.plan import OptimizerPlan
+from spillway.plan import OptimizerPlan, Overlap
 from spillway_trainer import reference
 from spillway_trainer.optimizer import Hyperparameters, Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
@@ -53,6 +53,11 @@ class Case:
             named.append((ALIAS, alias))
         return named
 
+    @property
+    def uses(self) -> list[str]:
+        """Trained parameters in forward order, a tied one at each of its uses."""
+        return [*SHAPES, *self.aliases]
+
     def gradients(self, step: int, micro_batch: int) -> Iterator[tuple[str, Tensor]]:
         """In backward order. "rare" comes in some steps only; SKIPPED_STEP has an infinity; in ALIAS_ALONE_STEP the
         owner of a tied pair gets none."""
@@ -89,11 +94,21 @@ class Outcome:
         return names + ([] if self.scalars == other.scalars else ["scalars"])
 
 
-def drive(optimizer: Optimizer, case: Case, first: int = 0, last: int = NUM_STEPS) -> list[float]:
-    """Steps first..last-1 as the step loop does them; returns the gradient norms."""
+def drive(
+    optimizer: Optimizer,
+    case: Case,
+    first: int = 0,
+    last: int = NUM_STEPS,
+    read: Callable[[str], None] = lambda name: None,
+) -> list[float]:
+    """Steps first..last-1 as the step loop does them, every parameter a segment of its own, which `read` it in forward;
+    returns the gradient norms."""
     norms = []
     for step in range(first, last):
         for micro_batch in range(case.num_micro_batches):
+            for name in case.uses:
+                optimizer.wait([name])
+                read(name)
             for name, gradient in case.gradients(step, micro_batch):
                 optimizer.take(name, gradient)
         norm = optimizer.norm()
@@ -101,13 +116,13 @@ def drive(optimizer: Optimizer, case: Case, first: int = 0, last: int = NUM_STEP
         if math.isfinite(norm):
             clip_factor = 1.0 if case.clipping is None else min(1.0, case.clipping / (norm + 1e-6))
             optimizer.step(1e-2 / (step + 1), clip_factor)
-            optimizer.flush()
         else:
             optimizer.skip()
     return norms
 
 
 def outcome(optimizer: Optimizer, parameters: Named, norms: list[float]) -> Outcome:
+    optimizer.flush()
     tensors = {name: parameter.detach().clone() for name, parameter in parameters}
     return Outcome(tensors, dict(optimizer.state()), optimizer.scalars(), norms)
 
@@ -140,11 +155,19 @@ def offload(parameters: Named, case: Case, plan: OptimizerPlan, lanes: Lanes, le
     return OptimizerOffload(parameters, case.aliases, SETTINGS, plan, lanes, ledger, device_update=reference.adamw)
 
 
-def split(cpu: float, streamed: float, resident: float, chunk_parameters: int, num_threads: int = 1) -> OptimizerPlan:
+def split(
+    cpu: float,
+    streamed: float,
+    resident: float,
+    chunk_parameters: int,
+    num_threads: int = 1,
+    overlap: Overlap = "None",
+) -> OptimizerPlan:
     return OptimizerPlan(
         cpu_share=cpu,
         streamed_share=streamed,
         resident_share=resident,
         chunk_parameters=chunk_parameters,
         num_threads=num_threads,
+        overlap=overlap,
     )

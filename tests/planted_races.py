@@ -97,3 +97,13 @@ class LanesThatLose(LanesWithDefect):
             self.dropped += 1
             return DONE
         return self._lanes.submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
+
+
+class LanesThatGoOn(LanesWithDefect):
+    """The compute lane waits for nothing."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__(lanes, Defect("goes on", Lane.COMPUTE, "", lambda after: after))
+
+    def wait(self, event: Event) -> None:
+        self.dropped += 1

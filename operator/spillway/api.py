@@ -344,6 +344,11 @@ class OptimizerMemory(Fields):
         description="Where optimizer states live and are updated. Device: all there. Host: in host memory, by the CPU. "
         "Interleaved: in host memory, by CPU and device in turn. Auto: any split of these, whatever is fastest.",
     )
+    overlap: Literal["Auto", "None", "Forward"] = Field(
+        default="Auto",
+        description="What the update may run beside. None: nothing. Forward: the next step's forward, each segment of "
+        "which waits for its own parameters; on a CPU that pays where cores are left free. Auto: whatever is faster.",
+    )
 
 
 class ActivationMemory(Fields):
@@ -394,6 +399,8 @@ class Memory(Fields):
                 problems.append(("budget.host", "required with mode Disabled, because nothing is planned"))
             if self.optimizer.placement not in ("Auto", "Device"):
                 problems.append(("optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"))
+            if self.optimizer.overlap == "Forward":
+                problems.append(("optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
             if self.activations.policy not in ("Auto", "Keep"):
                 problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))
         refuse(problems)

@@ -52,17 +52,19 @@ from spillway.footprint import (
 )
 from spillway.hardware import NodeSpec
 from spillway.model_shape import DTYPE_BYTES, FLOAT32_BYTES, ModelShape
-from spillway.plan import Answer, OptimizerPlan, Prediction, Tier, TierBytes
+from spillway.plan import Answer, OptimizerPlan, Overlap, Prediction, Tier, TierBytes
 from spillway.step_time import (
     Drives,
     Rates,
     Resource,
     backward_loads,
     balanced_streamed_share,
+    can_overlap,
     exchange_loads,
     forward_loads,
     least_update_seconds,
     pass_seconds,
+    phase_seconds,
     predict,
     rank_rates,
     update_loads,
@@ -109,6 +111,7 @@ class Question:
     placement: str
     policy: str
     parameters: str
+    overlap: str = "Auto"
 
     @property
     def num_layers(self) -> int:
@@ -280,7 +283,10 @@ class Group:
         overlapped = layout.window_bytes > 0 or not layout.blocks.moved
         num_passes = work.num_micro_batches // work.alive(streaming)
         passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
-        return passes + self.least_update_seconds(free_bytes) + self.exchange_seconds
+        update = self.least_update_seconds(free_bytes)
+        if self.question.overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
+            update = max(0.0, update - phase_seconds(forward, self.rates, overlapped))
+        return passes + update + self.exchange_seconds
 
     @cached_property
     def exchange_seconds(self) -> float:
@@ -381,13 +387,21 @@ class Group:
         free = 1.0 - self.forced
         resident_share = free if resident == 1.0 and free == 1.0 else floor(resident * free * 1e4) / 1e4
         streamed_share = floor(ratio * max(0.0, free - resident_share) * 1e4) / 1e4
-        return OptimizerPlan(
+        found = OptimizerPlan(
             cpu_share=round(1.0 - resident_share - streamed_share, 4),
             streamed_share=streamed_share,
             resident_share=resident_share,
             chunk_parameters=chunk_parameters(self.work),
             num_threads=max(1, self.question.node.num_cores // self.question.local_ranks),
         )
+        return found.model_copy(update={"overlap": self.overlap(found)})
+
+    def overlap(self, optimizer: OptimizerPlan) -> Overlap:
+        """What the spec asks for, where there is an update to overlap; else what pays."""
+        if self.question.overlap != "Auto":
+            return "Forward" if self.question.overlap == "Forward" and optimizer.offloads else "None"
+        up = update_loads(self.work, self.rates, optimizer, self.streaming)[Resource.H2D]
+        return "Forward" if can_overlap(self.rates, optimizer, up, self.streaming) else "None"
 
 
 def groups(question: Question) -> list[Group]:

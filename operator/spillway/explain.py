@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, timed
+from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
     RUN_STRATEGY,
     Streaming,
@@ -19,6 +19,7 @@ from spillway.footprint import (
     waiting_frontier_bytes,
 )
 from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
+from spillway.step_time import update_seconds
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -31,6 +32,7 @@ def reasons(search: Search, chosen: Timed) -> Iterator[str]:
         yield _strategy_reason(search, chosen)
     yield from _parameter_reasons(question, chosen.candidate)
     yield _optimizer_reason(question, chosen.candidate)
+    yield from _overlap_reasons(question, chosen)
     yield from _activation_reasons(question, chosen.candidate)
     if chosen.prediction.nvme_written_bytes_per_day:
         yield _endurance_reason(chosen)
@@ -128,6 +130,23 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
     states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
     balance = "; CPU and device end their parts together" if plan.streamed_share else ""
     return f"optimizer: {parts}{asked}{balance}; all states on the device would take {format_bytes(states)}"
+
+
+def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
+    candidate, prediction = chosen.candidate, chosen.prediction
+    if not candidate.optimizer.offloads:
+        return
+    asked = "" if question.overlap == "Auto" else f" (the spec asks for {question.overlap})"
+    if candidate.optimizer.overlap == "None":
+        why = "; on a CPU both would take the same cores" if rates_of(question).copies_use_cores else ""
+        yield f"overlap: none, forward begins when the update is done{asked or why}"
+        return
+    whole = update_seconds(candidate.work, rates_of(question), candidate.optimizer, candidate.streaming)
+    hidden = whole - prediction.exposed_optimizer_seconds
+    yield (
+        "overlap: each segment of the next forward waits for the update of its own parameters alone"
+        f"{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
+    )
 
 
 def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:

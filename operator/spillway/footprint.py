@@ -205,6 +205,20 @@ class Workload:
         return self.tokens * self.shape.forward_flops_per_token(self.sequence_length)
 
     @cached_property
+    def forward_order(self) -> tuple[tuple[float, float], ...]:
+        """Of each segment that has trained parameters: the share of all of them up to and with it, and the share of
+        forward's FLOPs before it."""
+        segments, length = self.shape.segments, self.sequence_length
+        flops = [segment.forward_flops_per_token(length) for segment in segments]
+        trained = [*accumulate(segment.num_trained for segment in segments)]
+        before = [0.0, *accumulate(flops)]
+        return tuple(
+            (trained[index] / trained[-1], before[index] / max(1.0, before[-1]))
+            for index, segment in enumerate(segments)
+            if segment.num_trained
+        )
+
+    @cached_property
     def largest_segment(self) -> int:
         """values that have accumulators in it"""
         return max(segment.num_accumulated for segment in self.shape.segments)

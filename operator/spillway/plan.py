@@ -38,6 +38,10 @@ class Answer(StrEnum):
     NVME = "nvme"
 
 
+Overlap = Literal["None", "Forward"]
+"""What the update of the optimizer may run beside."""
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,6 +78,8 @@ class OptimizerPlan(Frozen):
     """parameters per chunk: the unit of assignment, update and copy (4 Mi parameters = 16 MiB of fp32)"""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the update"""
+    overlap: Overlap = "None"
+    """what the update may run beside: nothing, or the next forward, whose segments wait for their own parameters"""
 
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:

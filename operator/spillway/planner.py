@@ -120,6 +120,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         mode=memory.mode,
         strategy=overrides.strategy or parallelism.strategy,
         placement=memory.optimizer.placement,
+        overlap=memory.optimizer.overlap,
         policy=memory.activations.policy,
         parameters=memory.parameters.placement,
     )

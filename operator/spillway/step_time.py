@@ -8,7 +8,8 @@
     exchange, once       gradients and parameters between ranks, where they are not part of the above
 
 Inside a phase resources work side by side, so the phase takes as long as the busiest; phases follow one another,
-because the update needs the norm of all gradients and the next forward needs the update. Loads of all techniques are
+because the update needs the norm of all gradients and the next forward needs the update, or, where the plan overlaps
+the two, each of its segments its own part of the update. Loads of all techniques are
 summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
 
 Bounds of the update per parameter (c, g, s = CPU, streamed, resident share; x = share whose parameters are streamed;
@@ -282,6 +283,37 @@ def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan, strea
     return max(shared, *loads.values()) + each
 
 
+def can_overlap(rates: Rates, optimizer: OptimizerPlan, up_seconds: float, streaming: Streaming = RESIDENT) -> bool:
+    """Whether any of the update can run behind the next forward. On a CPU device both take the same cores. And a lane
+    is first in, first out: loads of streamed segments would queue behind all that the update sends up."""
+    return optimizer.offloads and not rates.copies_use_cores and not (streaming.units and up_seconds)
+
+
+def hidden_seconds(
+    work: Workload,
+    rates: Rates,
+    optimizer: OptimizerPlan,
+    blocks: Blocks,
+    streaming: Streaming = RESIDENT,
+    *,
+    overlapped: bool = True,
+) -> float:
+    """Of the update, what a plan with `overlap` does not wait for: it runs behind the next step's first forward pass.
+
+    Chunks are updated in forward order, U seconds for all; F seconds of forward come to segment i when the segments
+    before it are through. What is waited for is the worst of U x (share of the parameters up to and with i) less F x
+    (share of forward before i), and no less than what a resource of both does more than forward takes.
+    """
+    forward, update = forward_loads(work, rates, blocks, streaming), update_loads(work, rates, optimizer, streaming)
+    queues = blocks.moved and update[Resource.D2H]  # activations on their way out, behind states on theirs
+    if queues or not can_overlap(rates, optimizer, update[Resource.H2D], streaming):
+        return 0.0
+    took, whole = phase_seconds(forward, rates, overlapped or not blocks.moved), max(update.values())
+    waited = max((whole * updated - took * passed for updated, passed in work.forward_order), default=whole)
+    crowded = max(forward.get(resource, 0.0) + update.get(resource, 0.0) for resource in Resource) - took
+    return max(0.0, whole - max(waited, crowded))
+
+
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
     """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
 
@@ -351,8 +383,11 @@ def predict(
         Phase.BACKWARD: num_passes * busy_seconds(backward, rates),
     }
     passes = num_passes * pass_seconds(work, rates, forward, backward, streaming, overlapped or not blocks.moved)
-    update_time = update_seconds(work, rates, optimizer, streaming)
-    step_seconds = passes + update_time + exchange[Resource.NETWORK]
+    overlaps = optimizer.overlap != "None"
+    hidden = hidden_seconds(work, rates, optimizer, blocks, streaming, overlapped=overlapped) if overlaps else 0.0
+    exposed = update_seconds(work, rates, optimizer, streaming) - hidden
+    waited = exposed - update_work(work, optimizer).seconds(rates) if overlaps else 0.0  # in the next forward
+    step_seconds = passes + exposed + exchange[Resource.NETWORK]
     in_passes = _summed(((forward, num_passes), (backward, num_passes)))
     total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))
     per_step = written_bytes(work, blocks, streaming)
@@ -360,15 +395,15 @@ def predict(
     return Prediction(
         step_seconds=step_seconds,
         compute_seconds=compute,
-        exposed_optimizer_seconds=update_time,
+        exposed_optimizer_seconds=exposed,
         exposed_transfer_seconds=passes - compute + exchange[Resource.NETWORK],
         bound_by=max(total, key=total.__getitem__).value,
         link_bytes=_link_bytes(rates, in_passes, update, rates.duplex if optimizer.streamed_share else 1.0),
         phase_seconds={
             **busy,
-            Phase.WAIT: max(0.0, passes - sum(busy.values())),
+            Phase.WAIT: max(0.0, passes - sum(busy.values())) + waited,
             Phase.EXCHANGE: exchange[Resource.NETWORK],
-            Phase.OPTIMIZER: update_time,
+            Phase.OPTIMIZER: exposed - waited,
         },
         nvme_written_bytes_per_day=per_day,
         drive_writes_per_day=per_day / drives.capacity_bytes if drives.capacity_bytes else 0.0,

@@ -385,6 +385,11 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
         raise UserError(f"{path}: there is no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
         raise UserError(f"{path}: its plan does not say what a step asks for; run the job again with this version")
+    if plan.optimizer.overlap != "None":
+        raise UserError(
+            f"{path}: its update ran beside forward, so that none of its phases says how long either takes; calibrate "
+            "from a run with spec.memory.optimizer.overlap: None"
+        )
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in log.curve:

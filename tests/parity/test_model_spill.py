@@ -21,7 +21,7 @@ from spillway.errors import DeviceOutOfMemory
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway_trainer.assemble import Assembly
 from spillway_trainer.model_spill import ModelSpill
-from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.model_spill.homes import HostChunk, NvmeChunk
 from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import RaceKind, Schedule, TracingLanes
 from spillway_trainer.trainer import Run
@@ -49,9 +49,9 @@ ORDERS = [
     ("WeightStationary", Answer.NVME),
 ]
 TECHNIQUES = [
-    Technique(homes, num_slots, order, boundaries, answers, lanes)
-    for homes, num_slots, (order, boundaries), answers, lanes in itertools.product(
-        HOMES, (1, 2, 3), ORDERS, ANSWERS, ("cpu", "lazy")
+    Technique(homes, num_slots, order, boundaries, answers, lanes, overlap=overlap)
+    for homes, num_slots, (order, boundaries), answers, lanes, overlap in itertools.product(
+        HOMES, (1, 2, 3), ORDERS, ANSWERS, ("cpu", "lazy"), ("None", "Forward")
     )
 ]
 
@@ -102,8 +102,10 @@ def test_the_models_are_different_runs(laboratory: Laboratory) -> None:
 
 
 TRACED = [
-    Technique(homes, num_slots, order, boundaries, answers, "tracing")
-    for homes, num_slots, (order, boundaries), answers in itertools.product(HOMES, (1, 2), ORDERS[::2], ("mixed",))
+    Technique(homes, num_slots, order, boundaries, "mixed", "tracing", overlap=overlap)
+    for homes, num_slots, (order, boundaries), overlap in itertools.product(
+        HOMES, (1, 2), ORDERS[::2], ("None", "Forward")
+    )
 ]
 TRACED_MODEL = Model(dropout=0.1, num_micro_batches=4, tied=True)
 
@@ -121,7 +123,7 @@ def test_no_schedule_has_a_race(laboratory: Laboratory, capsys: pytest.CaptureFi
         assert schedule.races == (), technique
         assert outcome.differences(laboratory.resident(TRACED_MODEL)) == []
         ratio = schedule.makespan_seconds / schedule.bound_seconds
-        how = f"{technique.homes}, {technique.num_slots} slots, {technique.order}, {technique.answers}"
+        how = f"{technique.homes}, {technique.num_slots} slots, {technique.order}, overlap {technique.overlap}"
         lines.append(f"  {how}: {ratio:.2f} x the busiest lane")
     with capsys.disabled():
         print("\nmodelled makespan of two steps with four micro-batches\n" + "\n".join(lines))
@@ -245,8 +247,14 @@ class Mutant:
     patches: tuple[tuple[type, str, Any], ...] = ()
 
 
-def flush_at_once(self: OptimizerOffload) -> None:
-    self._in_flight.clear()
+class NoEvents:
+    """An attribute that forgets what it is set to."""
+
+    def __get__(self, holder: object, owner: type) -> tuple[()]:
+        return ()
+
+    def __set__(self, holder: object, value: object) -> None:
+        return
 
 
 MUTANTS = {
@@ -263,7 +271,12 @@ MUTANTS = {
         Technique("nvme"), RaceKind.WRITE_UNDER_READ, False, {"submit": without_edges_into("read of parameters")}
     ),
     "homes read before the update wrote them": Mutant(
-        Technique(), RaceKind.READ_BEFORE_WRITE, patches=((OptimizerOffload, "flush", flush_at_once),)
+        Technique(overlap="Forward"), RaceKind.READ_BEFORE_WRITE, patches=((HostChunk, "changed", NoEvents()),)
+    ),
+    "NVMe homes read before the update was stored": Mutant(
+        Technique("nvme", overlap="Forward"),
+        RaceKind.READ_BEFORE_WRITE,
+        patches=((NvmeChunk, "changed", NoEvents()),),
     ),
     "NVMe homes written before the update is done": Mutant(
         Technique("nvme"), RaceKind.READ_BEFORE_WRITE, lanes={"submit": without_edges_into("store")}

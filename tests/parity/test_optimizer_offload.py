@@ -25,7 +25,7 @@ from optimizer_cases import (
 )
 from torch import Tensor
 
-from spillway.plan import OptimizerPlan
+from spillway.plan import OptimizerPlan, Overlap
 from spillway_trainer import kernels
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.reference import UpdateScalars
@@ -39,6 +39,8 @@ torch.set_num_threads(1)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, 0.5, 0), (0.3, 0.3, 0.4), (0.61, 0.17, 0.22)]
 CHUNKS = (1009, 4096, 1 << 20)
 DTYPES = (torch.bfloat16, torch.float32)
+MODES: tuple[tuple[int, Overlap], ...] = ((1, "None"), (2, "None"), (1, "Forward"))
+"""threads, overlap"""
 
 
 def memory() -> tuple[HostSlab, DeviceLedger]:
@@ -57,16 +59,16 @@ def run(case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> 
 def test_every_split_leaves_the_bits_of_the_plain_optimizer(
     shares: tuple[float, float, float], lanes_name: str, dtype: torch.dtype
 ) -> None:
-    """Over 5 steps with a skipped one: parameters, masters, moments and norms; 48 combinations each."""
-    for num_micro_batches, clipping, tied, chunk, num_threads in itertools.product(
-        (1, 4), (None, 1.0), (False, True), CHUNKS, (1, 2)
+    """Over 5 steps with a skipped one: parameters, masters, moments and norms; 72 combinations each."""
+    for num_micro_batches, clipping, tied, chunk, (num_threads, overlap) in itertools.product(
+        (1, 4), (None, 1.0), (False, True), CHUNKS, MODES
     ):
         case = Case(dtype, num_micro_batches, clipping, tied)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
-        result = run(case, split(*shares, chunk, num_threads), lanes, ledger)
+        result = run(case, split(*shares, chunk, num_threads, overlap), lanes, ledger)
         lanes.close()
-        assert result.difference(oracle(case)) == [], (case, chunk, num_threads)
+        assert result.difference(oracle(case)) == [], (case, chunk, num_threads, overlap)
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
 
 
@@ -78,13 +80,14 @@ def test_what_one_plan_saved_another_continues_bitwise(
     case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True)
     host, ledger = memory()
     first_parameters = case.parameters()
-    first = offload(first_parameters, case, split(*before, 1009), LazyLanes(host, ledger), ledger)
+    plan = split(*before, 1009, overlap="Forward")  # the last update is in flight when its states are asked for
+    first = offload(first_parameters, case, plan, LazyLanes(host, ledger), ledger)
     norms = drive(first, case, 0, UNTIL_MIDDLE)
     saved, scalars = dict(first.state()), first.scalars()
 
     parameters = Case(dtype, tied=True, seed=7).parameters()  # other weights: all must come from the checkpoint
     host, ledger = memory()
-    second = offload(parameters, case, split(*after, 4096), LazyLanes(host, ledger), ledger)
+    second = offload(parameters, case, split(*after, 4096, overlap="Forward"), LazyLanes(host, ledger), ledger)
     for name, value in saved.items():
         second.load(name, value)
     second.load_scalars(scalars)
@@ -155,7 +158,6 @@ def test_step_without_norm_waits_for_the_gradients(shares: tuple[float, float, f
             for name, gradient in case.gradients(0, micro_batch):
                 optimizer.take(name, gradient)
         optimizer.step(1e-2, 1.0)
-        optimizer.flush()
         results.append(outcome(optimizer, parameters, []))
     assert results[1].difference(results[0]) == []
 
@@ -176,7 +178,43 @@ def test_the_cpu_never_touches_the_memory_of_the_device(dtype: torch.dtype) -> N
     assert touched == {host.allocate(1, "probe").untyped_storage().data_ptr()}
 
 
-def test_error_of_an_update_is_raised_by_flush() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lanes_name", ["cpu", "lazy"])
+@pytest.mark.parametrize("shares", SPLITS, ids=str)
+def test_every_forward_reads_what_the_last_update_wrote(
+    shares: tuple[float, float, float], lanes_name: str, dtype: torch.dtype
+) -> None:
+    case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True)
+    host, ledger = memory()
+    lanes = LANES[lanes_name](host, ledger)
+    plan = split(*shares, 257, overlap="Forward")
+    seen: list[list[Tensor]] = []
+    for make in (resident, lambda p, c: offload(p, c, plan, lanes, ledger)):
+        parameters, read = case.parameters(), list[Tensor]()
+        values = dict(parameters)
+        drive(make(parameters, case), case, read=lambda name, v=values, r=read: r.append(v[name].detach().clone()))
+        seen.append(read)
+    lanes.close()
+    assert len(seen[0]) == NUM_STEPS * 2 * len(case.uses)
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*seen, strict=True))
+
+
+def test_a_segment_waits_for_its_own_parameters_alone() -> None:
+    case = Case(torch.bfloat16, tied=True)
+    host, ledger = memory()
+    parameters, lanes = case.parameters(), LazyLanes(host, ledger)  # lazily, what nobody waits for does not happen
+    optimizer = offload(parameters, case, split(1, 0, 0, 1 << 20, overlap="Forward"), lanes, ledger)
+    before = {name: parameter.detach().clone() for name, parameter in parameters}
+    for name, gradient in case.gradients(0, 0):
+        optimizer.take(name, gradient)
+    optimizer.step(1e-2, 1.0 if optimizer.norm() else 0.0)
+    optimizer.wait(["up", "head"])
+    assert {name for name, parameter in parameters if not torch.equal(parameter, before[name])} == {
+        "up", "head", "embedding",
+    }  # fmt: skip
+
+
+def test_error_of_an_update_is_raised_by_the_forward_that_needs_it_and_by_flush() -> None:
     case = Case(torch.bfloat16)
     host, ledger = memory()
     lanes = CpuLanes(host, ledger)
@@ -184,11 +222,13 @@ def test_error_of_an_update_is_raised_by_flush() -> None:
     def failing(*_: object) -> None:
         raise ArithmeticError("planted")
 
-    plan = split(1, 0, 0, 1009)
+    plan = split(1, 0, 0, 1009, overlap="Forward")
     broken = OptimizerOffload(case.parameters(), {}, SETTINGS, plan, lanes, ledger, cpu_update=failing)
     for name, gradient in case.gradients(0, 0):
         broken.take(name, gradient)
     broken.step(1e-3, 1.0)
+    with pytest.raises(ArithmeticError, match="planted"):
+        broken.wait(["norm"])
     with pytest.raises(ArithmeticError, match="planted"):
         broken.flush()
     lanes.close()

@@ -12,7 +12,7 @@ import torch
 
 from spillway.api import parse_job
 from spillway.job import JobFile
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Tier
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job
 from spillway_trainer.assemble import assemble, fill
@@ -103,18 +103,18 @@ MODELS = {
     "one micro-batch, no clipping": {"microBatchSize: 4": "microBatchSize: 8", '"0.5"': '"0"'},
     "eight micro-batches": {"microBatchSize: 4": "microBatchSize: 1"},
 }
-PLANS: dict[str, tuple[tuple[float, float, float], list[Answer]]] = {
-    "kept, resident": ((0.0, 0.0, 1.0), [KEEP] * 4),
-    "kept, all on the CPU": ((1.0, 0.0, 0.0), [KEEP] * 4),
-    "host, all streamed": ((0.0, 1.0, 0.0), [HOST] * 4),
-    "nvme, half and half": ((0.5, 0.5, 0.0), [NVME] * 4),
-    "recomputed, a third each": ((0.34, 0.33, 0.33), [RECOMPUTE] * 4),
-    "mixed": ((0.61, 0.17, 0.22), [NVME, RECOMPUTE, KEEP, HOST]),
+PLANS: dict[str, tuple[tuple[float, float, float], Overlap, list[Answer]]] = {
+    "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),
+    "kept, all on the CPU": ((1.0, 0.0, 0.0), "Forward", [KEEP] * 4),
+    "host, all streamed": ((0.0, 1.0, 0.0), "None", [HOST] * 4),
+    "nvme, half and half": ((0.5, 0.5, 0.0), "Forward", [NVME] * 4),
+    "recomputed, a third each": ((0.34, 0.33, 0.33), "None", [RECOMPUTE] * 4),
+    "mixed": ((0.61, 0.17, 0.22), "Forward", [NVME, RECOMPUTE, KEEP, HOST]),
 }
 LANES = {"threads": CpuLanes, "lazy": LazyLanes}
 
 
-def plan_of(job: JobFile, shares: tuple[float, float, float], answers: list[Answer]) -> MemoryPlan:
+def plan_of(job: JobFile, shares: tuple[float, float, float], overlap: Overlap, answers: list[Answer]) -> MemoryPlan:
     micro_batch_size = job.spec.training.micro_batch_size
     cpu, streamed, resident = shares
     return local_runs.spread_plan().model_copy(
@@ -122,7 +122,11 @@ def plan_of(job: JobFile, shares: tuple[float, float, float], answers: list[Answ
             "micro_batch_size": micro_batch_size,
             "num_micro_batches": job.spec.training.global_batch_size // micro_batch_size,
             "optimizer": OptimizerPlan(
-                cpu_share=cpu, streamed_share=streamed, resident_share=resident, chunk_parameters=1009
+                cpu_share=cpu,
+                streamed_share=streamed,
+                resident_share=resident,
+                chunk_parameters=1009,
+                overlap=overlap,
             ),
             "activations": ActivationPlan(
                 answers=(KEEP, *answers, KEEP), minimum_bytes=1024, window_bytes=1 << 18, num_io_threads=1
@@ -137,7 +141,7 @@ def plain(text: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) 
     found = {}
     for name, changes in MODELS.items():
         job = job_of(text, tmp_path_factory.mktemp("plain"), changes)
-        plan = plan_of(job, (0.0, 0.0, 1.0), []).model_copy(
+        plan = plan_of(job, (0.0, 0.0, 1.0), "None", []).model_copy(
             update={"mode": "Disabled", "activations": ActivationPlan()}
         )
         found[name] = outcome(job, plan, corpus)

@@ -194,6 +194,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.memory.optimizer.placement",
         "keeps everything on the device",
     ),
+    "Disabled with overlap": (
+        {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "optimizer": {"overlap": "Forward"}}},
+        "spec.memory.optimizer.overlap",
+        "no update to overlap",
+    ),
     "a subPath without a claim": (
         {"spec.data": {"text": {"path": "/a", "subPath": "b"}}},
         "spec.data.text.subPath",

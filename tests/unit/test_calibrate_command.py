@@ -141,6 +141,15 @@ def test_a_plan_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
         read_evidence(run, CORES)
 
 
+def test_a_run_whose_update_overlapped_forward_is_refused(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", 2.0)
+    plan = json.loads((run / "plan.json").read_text())
+    plan["optimizer"]["overlap"] = "Forward"
+    (run / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"from a run with spec\.memory\.optimizer\.overlap: None"):
+        read_evidence(run, CORES)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     assert calibrate("--from", str(tmp_path)) == ExitCode.USER_ERROR
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from optimizer_cases import HOST_BYTES, SETTINGS, Case, drive, offload, oracle, outcome, split
-from planted_races import Defect, LanesThatLose, LanesWithDefect
+from optimizer_cases import HOST_BYTES, SETTINGS, Case, Outcome, drive, offload, oracle, outcome, split
+from planted_races import Defect, LanesThatGoOn, LanesThatLose, LanesWithDefect
+from torch import Tensor
 from torch.nn import Parameter
 
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Lane, LazyLanes
-from spillway_trainer.tiers.tracing import TracingLanes
+from spillway_trainer.tiers.lanes import Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
 
 torch.set_num_threads(1)
 
@@ -138,10 +140,64 @@ def test_write_back_that_is_left_out_changes_the_states() -> None:
     assert {"master.down", "exp_avg.down", "exp_avg_sq.down"} <= set(difference)
 
 
+# --- the next forward begins before the update has ended
+
+
+def overlapped(lanes: Lanes, shares: tuple[float, float, float] = (0.6, 0.4, 0)) -> Outcome:
+    case = Case(torch.bfloat16, tied=True)
+    parameters = case.parameters()
+    plan = split(*shares, 257, overlap="Forward")
+    optimizer = offload(parameters, case, plan, lanes, DeviceLedger(None))
+    seen: list[Tensor] = []
+    values = dict(parameters)
+    norms = drive(optimizer, case, read=lambda name: seen.append(values[name].detach().clone()))
+    result = outcome(optimizer, parameters, norms)
+    result.parameters |= {f"{index}th read": value for index, value in enumerate(seen)}
+    return result
+
+
+OVERLAP_DEFECTS = [
+    (Defect("accumulator overwritten before its update read it", Lane.CPU, "accumulate", lambda after: after[:1]),
+     "gradients", RaceKind.WRITE_UNDER_READ),
+    (Defect("device accumulator overwritten before its update", Lane.COMPUTE, "accumulate", lambda after: after[:1]),
+     "gradients", RaceKind.WRITE_UNDER_READ),
+    (Defect("states reloaded before they went back", Lane.H2D, "states", lambda after: after[:-1]),
+     "optimizer_states", RaceKind.READ_BEFORE_WRITE),
+]  # fmt: skip
+
+
+def races_of(defect: Defect) -> set[tuple[str, RaceKind]]:
+    """Of a run whose forward waits for nothing, else every edge between steps is implied by what forward waits for."""
+    tracing = TracingLanes(HostSlab(HOST_BYTES), DeviceLedger(None), {})
+    overlapped(LanesThatGoOn(LanesWithDefect(tracing, defect)))
+    return {(race.region.split()[0], race.kind) for race in tracing.schedule().races}
+
+
+@pytest.mark.parametrize(("defect", "region", "kind"), OVERLAP_DEFECTS, ids=str)
+def test_tracing_lanes_find_an_edge_that_is_missing_between_steps(defect: Defect, region: str, kind: RaceKind) -> None:
+    assert (region, kind) in races_of(defect)
+    assert (region, kind) not in races_of(replace(defect, keep=lambda after: after))
+
+
+@pytest.mark.parametrize("shares", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.6, 0.4, 0)], ids=str)
+def test_tracing_lanes_find_a_forward_that_does_not_wait(shares: tuple[float, float, float]) -> None:
+    tracing = TracingLanes(HostSlab(HOST_BYTES), DeviceLedger(None), {})
+    overlapped(LanesThatGoOn(tracing), shares)
+    assert {("forward of up", RaceKind.READ_BEFORE_WRITE)} <= {(r.second, r.kind) for r in tracing.schedule().races}
+
+
+def test_lazy_lanes_show_stale_weights_to_a_forward_that_does_not_wait() -> None:
+    plain, stale = (overlapped(lanes(LazyLanes(HostSlab(HOST_BYTES), DeviceLedger(None)))) for lanes in (
+        lambda lanes: lanes, LanesThatGoOn,
+    ))  # fmt: skip
+    assert plain.difference(stale) != []
+
+
 def test_backward_before_flush_is_refused() -> None:
     case = Case(torch.bfloat16)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-    optimizer = offload(case.parameters(), case, split(1, 0, 0, 1009), LazyLanes(host, ledger), ledger)
+    plan = split(1, 0, 0, 1009, overlap="Forward")
+    optimizer = offload(case.parameters(), case, plan, LazyLanes(host, ledger), ledger)
     for name, gradient in case.gradients(0, 0):
         optimizer.take(name, gradient)
     assert math.isfinite(optimizer.norm())

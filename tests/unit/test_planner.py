@@ -59,6 +59,31 @@ def test_a_job_that_fits_keeps_everything_on_the_device() -> None:
     assert decided.activations.answers == ()
 
 
+GPU = resolve_node("h100")
+
+
+@pytest.mark.parametrize(
+    ("node", "asked", "placement", "expected"),
+    [
+        (GPU, "Auto", "Host", "Forward"),
+        (GPU, "None", "Host", "None"),
+        (LOCAL, "Auto", "Host", "None"),
+        (LOCAL, "Forward", "Host", "Forward"),
+        (LOCAL, "Forward", "Device", "None"),
+    ],
+)
+def test_an_update_overlaps_the_next_forward_where_that_pays_or_the_spec_asks_for_it(
+    node: NodeSpec, asked: str, placement: str, expected: str
+) -> None:
+    decided = plan({"spec.memory.optimizer": {"placement": placement, "overlap": asked}}, node)
+    assert decided.optimizer.overlap == expected
+    assert any(reason.startswith("overlap:") for reason in decided.reasons) == decided.optimizer.offloads
+    alone = plan({"spec.memory.optimizer": {"placement": placement, "overlap": "None"}}, node)
+    assert decided.bytes == alone.bytes
+    if node is GPU and expected == "Forward":
+        assert decided.prediction.step_seconds < alone.prediction.step_seconds
+
+
 def test_a_small_budget_moves_or_recomputes_something() -> None:
     decided = plan(budget("100Mi"))
     assert decided.spills
@@ -154,10 +179,12 @@ def test_shares_sum_to_one() -> None:
 
 
 def test_a_gpu_node_updates_on_cpu_and_device_at_once() -> None:
-    """Eight devices share the host's memory bandwidth, so most is streamed there; one device has it for itself."""
-    fields = LLAMA_70B["spec.model.config"] | {"numLayers": 16}
-    changes = LLAMA_70B | {"spec.model.config": fields, "spec.parallelism": {"devicesPerNode": 1}}
-    alone, shared = plan(changes, resolve_node("h100")), plan(LLAMA_70B, resolve_node("h100"))
+    """Eight devices share the host's memory bandwidth, so most is streamed there; one device has it for itself. (Beside
+    forward, states on their way out would hold up the activations of these plans: then the CPU updates instead.)"""
+    large = LLAMA_70B | {"spec.memory.optimizer.overlap": "None"}
+    fields = large["spec.model.config"] | {"numLayers": 16}
+    changes = large | {"spec.model.config": fields, "spec.parallelism": {"devicesPerNode": 1}}
+    alone, shared = plan(changes, resolve_node("h100")), plan(large, resolve_node("h100"))
     assert alone.optimizer.cpu_share > 0.3
     assert shared.optimizer.streamed_share > 0.5
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spillway.api import ModelConfig
-from spillway.footprint import Blocks, Workload
+from spillway.footprint import Blocks, Streaming, Workload
 from spillway.model_shape import model_shape
 from spillway.plan import OptimizerPlan, Prediction
 from spillway.step_time import (
@@ -18,6 +18,7 @@ from spillway.step_time import (
     balanced_streamed_share,
     exchange_loads,
     forward_loads,
+    hidden_seconds,
     phase_seconds,
     predict,
     update_loads,
@@ -65,6 +66,57 @@ def test_the_cpu_update_is_bound_by_its_bytes() -> None:
 def test_a_streamed_update_is_bound_by_twelve_bytes_each_way() -> None:
     streamed = OptimizerPlan(streamed_share=1.0, resident_share=0.0)
     assert update_seconds(WORK, RATES, streamed) == pytest.approx(12 * P / 50e9)
+
+
+OVERLAPPED = ON_CPU.model_copy(update={"overlap": "Forward"})
+
+
+def played_through(update: float, forward: float) -> float:
+    """Seconds of an update and the forward behind it, segment by segment: each begins when it has been updated."""
+    segments, now, updated = WORK.shape.segments, 0.0, 0.0
+    for segment in segments:
+        updated += update * segment.num_trained / P
+        flops = segment.forward_flops_per_token(8192)
+        now = max(now, updated) + forward * WORK.tokens * flops / WORK.forward_flops
+    return now
+
+
+@pytest.mark.parametrize("cpu", [30e9, 120e9, 480e9, 4800e9])
+def test_forward_waits_for_what_it_reads_of_the_update_and_for_no_more(cpu: float) -> None:
+    rates = replace(RATES, cpu=cpu, dram=2 * cpu, h2d=cpu)
+    update = update_seconds(WORK, rates, ON_CPU)
+    forward = phase_seconds(forward_loads(WORK, rates, ALL_KEPT), rates)
+    exposed = update - hidden_seconds(WORK, rates, OVERLAPPED, ALL_KEPT)
+    assert exposed == pytest.approx(played_through(update, forward) - forward)
+    assert 0 < exposed < update
+    together = prediction(OVERLAPPED, rates=rates)
+    assert together.exposed_optimizer_seconds == pytest.approx(exposed)
+    assert sum(together.phase_seconds.values()) == pytest.approx(together.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("what", "rates", "blocks", "streaming"),
+    [
+        ("both take the same cores", replace(RATES, copies_use_cores=True), ALL_KEPT, Streaming()),
+        ("loads of streamed segments queue behind uploads", RATES, ALL_KEPT, Streaming(host=4)),
+        ("activations queue behind states", RATES, Blocks(32, host=8), Streaming()),
+    ],
+)
+def test_an_update_hides_behind_nothing_that_needs_the_same(
+    what: str, rates: Rates, blocks: Blocks, streaming: Streaming
+) -> None:
+    split = OptimizerPlan(cpu_share=0.5, streamed_share=0.5, resident_share=0.0, overlap="Forward")
+    assert hidden_seconds(WORK, rates, split, blocks, streaming) == 0.0, what
+    assert hidden_seconds(WORK, RATES, split, ALL_KEPT) > 0.0
+
+
+def test_forward_is_not_hidden_twice() -> None:
+    """What both ask of host memory takes its time, however little each waits for the other."""
+    rates, blocks = replace(RATES, dram=40e9), Blocks(32, host=32)
+    update, forward = update_loads(WORK, rates, ON_CPU), forward_loads(WORK, rates, blocks)
+    exposed = update_seconds(WORK, rates, ON_CPU) - hidden_seconds(WORK, rates, OVERLAPPED, blocks)
+    least = update[Resource.DRAM] + forward[Resource.DRAM] - phase_seconds(forward, rates)
+    assert exposed >= least * (1 - 1e-9)
 
 
 def test_the_balanced_split_lets_cpu_and_link_end_together() -> None:

@@ -144,7 +144,19 @@ def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> 
 def test_a_step_that_is_not_finite_is_skipped_by_default(tmp_path: Path) -> None:
     loop = Loop(tmp_path, norms=[1.0, math.inf], num_steps=2)
     loop.train()
-    assert loop.optimizer.calls == [("step", 0.5, 1.0), ("flush",), ("skip",)]
+    assert loop.optimizer.calls == [("step", 0.5, 1.0), ("skip",), ("flush",)]
+
+
+@pytest.mark.parametrize(
+    ("evaluate_every", "expected"),
+    [(0, ["step", "step", "flush", "step", "flush"]), (3, ["step", "step", "flush", "step", "flush", "flush"])],
+)
+def test_an_update_is_awaited_by_checkpoints_and_evaluations_and_by_no_other_step(
+    evaluate_every: int, expected: list[str], tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, num_steps=3, checkpoint_every=2, evaluate_every=evaluate_every)
+    loop.train()
+    assert [name for name, *_ in loop.optimizer.calls] == expected
 
 
 def test_a_step_that_is_not_finite_ends_the_run_when_asked(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ ledger, slabs, lanes   what the plan allows in each tier
 model                  plain; the parameters of its streamed segments never get memory on the device; its segments are
                        wrapped for the random fork and, unless Disabled, the saved tensors
 optimizer              resident, or offloaded with the plan's shares and the homes of streamed parameters
-hooks                  every parameter's gradient goes to the optimizer the moment it is complete
+hooks                  every parameter's gradient goes to the optimizer the moment it is complete, and every segment's
+                       forward waits for the updates of its parameters
 order                  one micro-batch after the other, or one segment after the other
 """
 
@@ -31,7 +32,7 @@ from .optimizer_offload import OptimizerOffload
 from .ranks import GradientSum, Ranks
 from .resident_parameters import ResidentParameters
 from .saved_tensors import ParameterSource
-from .segments import Position, Residence, wrap_segments
+from .segments import Position, Ready, Residence, wrap_segments
 from .spill_file import SpillFile
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
@@ -151,13 +152,14 @@ def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None) -> Asse
     optimizer = make_optimizer(job.spec, plan, model, streaming, tiers)
     send_gradients(model, optimizer)
     parameters = parameter_source(model, streaming)
+    ready = updated(model, optimizer)
     spill, order = None, in_order
     if plan.mode == "Disabled":
         refuse_streaming(plan)
-        wrap_segments(model.segments, position, None, autocast=model.autocast)
+        wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
     else:
         spill, order = attach(plan, model, parameters, tiers)
-        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters)
+        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters, ready=ready)
     return Assembly(model, optimizer, position, tiers, spill, streaming, parameters, order)
 
 
@@ -266,6 +268,19 @@ def send_gradients(model: Chain, optimizer: Optimizer) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+
+
+def updated(model: Chain, optimizer: Optimizer) -> Ready:
+    """What a segment's forward waits for: the updates of its own parameters, and no others."""
+    trained = {
+        segment: [name for name in names if model.get_parameter(name).requires_grad]
+        for segment, names in model.parameters_of().items()
+    }
+
+    def ready(segment: str) -> None:
+        optimizer.wait(trained[segment])
+
+    return ready
 
 
 def initial_states(model: Chain, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
 """The optimizer as the step loop sees it, and its plain form: everything on the device, one parameter after the other.
 
-    take (per gradient, during backward) ... -> gradients -> norm -> step -> flush
-                                                       or, when the norm is not finite, -> skip
+    wait (per segment, before its forward), take (per gradient, during backward) ... -> gradients -> norm -> step
+                                                             or, when the norm is not finite, -> skip
+    flush, before anybody but the next forward looks
 
 `ResidentOptimizer` is what `memory.mode: Disabled` runs and what every placement is compared with, bit for bit. Its
 arithmetic is reference.py's; the number of updates belongs to the optimizer, not to a parameter.
@@ -35,6 +36,10 @@ FLOAT32_BYTES = 4
 class Optimizer(Protocol):
     """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
 
+    def wait(self, names: Sequence[str]) -> None:
+        """The compute lane, which is about to read these parameters, goes on when their updates are done. Raises the
+        error of one that failed."""
+
     def take(self, name: str, gradient: Tensor) -> None:
         """Add one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
 
@@ -49,7 +54,7 @@ class Optimizer(Protocol):
         """Order-free norm of the step's gradients; waits for them. nan when one of them is not finite."""
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
-        """Start the update of every parameter whose gradient came. The next forward needs `flush` first."""
+        """Start the update of every parameter whose gradient came. Who reads one needs `wait`, or `flush`, first."""
 
     def skip(self) -> None:
         """Drop the step's gradients; states, parameters and the number of updates stay as they are."""
@@ -147,6 +152,9 @@ class ResidentOptimizer:
         ledger.charge("gradients", self._accumulator_bytes)
         self._accumulators = {name: torch.empty(size, dtype=torch.float32) for name, size in sizes.items()}
         self._arrived: set[str] = set()
+
+    def wait(self, names: Sequence[str]) -> None:
+        """`step` returns when all is done."""
 
     def take(self, name: str, gradient: Tensor) -> None:
         parameter = self._trainable.parameters[self._trainable.owner(name)]

@@ -35,6 +35,10 @@ class Residence(Protocol):
         """Inside, the parameters of `segment` are on the device."""
 
 
+Ready = Callable[[str], None]
+"""called with a segment's name before its forward reads a parameter, each time it runs"""
+
+
 @dataclass(slots=True)
 class Position:
     """Where the run is; part of every random seed."""
@@ -51,14 +55,16 @@ def wrap_segments(
     *,
     autocast: torch.dtype | None = None,
     residence: Residence | None = None,
+    ready: Ready | None = None,
 ) -> None:
     """Route every segment's forward through the random fork and, when there is one, the technique's hook.
 
     `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all. `autocast` is entered for each
     segment, never around the step: its cache of casts lasts until the outermost one ends, and knows no eviction.
+    `ready` returns when the segment's parameters may be read: an update of the last step may still be on its way.
     """
     for index, (name, module) in enumerate(segments):
-        forward = _inside(module.forward, name, autocast, residence)
+        forward = _inside(module.forward, name, autocast, residence, ready)
         module.forward = _watched(name, module, _wrapped(name, index, forward, position, hook))
 
 
@@ -102,12 +108,16 @@ def _watched(name: str, module: nn.Module, forward: Block) -> Block:
     return run
 
 
-def _inside(forward: Block, name: str, autocast: torch.dtype | None, residence: Residence | None) -> Block:
-    """`forward` with its parameters on the device and under its own autocast, each time it runs."""
-    if autocast is None and residence is None:
+def _inside(
+    forward: Block, name: str, autocast: torch.dtype | None, residence: Residence | None, ready: Ready | None
+) -> Block:
+    """`forward` with its parameters up to date and on the device and under its own autocast, each time it runs."""
+    if autocast is None and residence is None and ready is None:
         return forward
 
     def block(*inputs: object) -> Tensor:
+        if ready is not None:
+            ready(name)
         pinned = residence.pinned(name) if residence is not None else nullcontext()
         casting = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         with pinned, casting:

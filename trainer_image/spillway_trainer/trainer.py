@@ -200,6 +200,7 @@ def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
 
 
 def commit(run: Run, progress: Progress) -> None:
+    run.optimizer.flush()  # on every rank: one of them alone writes
     nbytes, seconds = run.checkpoints.commit(progress)
     run.recorder.checkpoint(progress.step, nbytes, seconds)
 
@@ -242,7 +243,6 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             run.optimizer.step(learning_rate, clip_factor)
-            run.optimizer.flush()
         elif settings.skip_non_finite:
             run.optimizer.skip()
         else:
@@ -292,6 +292,7 @@ def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
     """Mean loss per token over the held-out sequences; leaves no trace in the run's state."""
     started, world = time.perf_counter(), run.ranks.world
     losses, tokens = list[float](), 0
+    run.optimizer.flush()
     run.model.eval()
     with torch.no_grad():
         batches = run.batches.evaluation_batches(settings.micro_batch_size, settings.evaluation_batches)

@@ -30,12 +30,14 @@ from ..trainable import cut
 from .layout import Row, SegmentLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostChunk:
     """A part of a segment's host buffer."""
 
     region: Region
     memory: Tensor
+    changed: tuple[Event, ...] = ()
+    """complete when the optimizer's last update of the values is here"""
 
     def store(self, staged: Tensor) -> None:
         kernels.copy(self.memory, staged[: self.memory.numel()])
@@ -44,13 +46,14 @@ class HostChunk:
 class NvmeChunk:
     """Whole blocks of the spill file, and the checksum of what was written last."""
 
-    __slots__ = ("_checksum", "_nvme", "_offset", "memory", "region")
+    __slots__ = ("_checksum", "_nvme", "_offset", "changed", "memory", "region")
 
     def __init__(self, nvme: NvmeSlab, offset: int, nbytes: int, label: str) -> None:
         self._nvme = nvme
         self._offset = offset
         self._checksum: int | None = None
         self.memory: Tensor | None = None
+        self.changed: tuple[Event, ...] = ()
         self.region = Region(nbytes, label)
 
     def store(self, staged: Tensor) -> None:
@@ -114,14 +117,16 @@ class Homes:
             event.wait()
 
     def load(self, segment: str, slot: Buffer, after: Sequence[Event]) -> Event:
-        """Submit the copy of a whole segment into `slot`, whose earlier users are complete after `after`.
+        """Submit the copy of a whole segment into `slot`, whose earlier users are complete after `after`, and
+        after the updates of its values.
 
         An alias comes from the home of its owner, which is of the same kind.
         """
         fills = self._fills[segment]
+        changed = [event for fill in fills for event in fill.chunk.changed]
         from_host = [(fill.part_of(slot.tensor), fill.chunk.memory) for fill in fills if fill.chunk.memory is not None]
         if from_host:
-            return self._copy(segment, from_host, [fill.chunk.region for fill in fills], slot, after)
+            return self._copy(segment, from_host, [fill.chunk.region for fill in fills], slot, [*changed, *after])
         staging = self._staging.take()
         staged = _staged(staging.buffer.tensor, fills)
         read = self._lanes.submit(
@@ -129,7 +134,7 @@ class Homes:
             partial(self._read, fills, staged),
             reads=[fill.chunk.region for fill in fills],
             writes=[staging.buffer],
-            after=staging.free,
+            after=[*staging.free, *changed],
             nbytes=sum(part.numel() for part in staged),
             label=f"read of parameters of {segment}",
         )

@@ -25,7 +25,7 @@ from ..optimizer import MASTER, STATE_KINDS, Hyperparameters, Update, UpdateCoun
 from ..tiers.arena import Arena, Ring
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
-from ..tiers.lanes import Event, Lane, Lanes
+from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..trainable import Trainable, check_gradient, master_values
 from .assign import Path, Shares, assign_chunks
 from .gradients import Gradients, GradientWindow
@@ -68,15 +68,23 @@ class OptimizerOffload:
         self._pipeline = UpdatePipeline(
             lanes, self._upload_ring(), self._slot_ring(), cpu_update or native, device_update or native
         )
-        self._in_flight: list[Event] = []
+        self._overlaps = plan.overlap != "None"
+        self._updating: dict[str, list[Event]] = {}
+        """by parameter: updates that the compute lane has not waited for"""
         self._initialise_states()
 
+    def wait(self, names: Sequence[str]) -> None:
+        for name in names:
+            owner = self._trainable.owner(name)
+            for event in self._updating.pop(owner, ()):
+                self._lanes.wait(event)
+            self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
+
     def take(self, name: str, gradient: Tensor) -> None:
-        assert not self._in_flight, "flush() comes between step() and the next forward"
-        placed = self._of[self._trainable.owner(name)]
-        parameter = self._trainable.parameters[self._trainable.owner(name)]
-        weights = [part.weights for part in placed if part.home is None]  # whoever has the homes declares the others
-        self._lanes.compute(reads=weights, label=f"backward of {name}")
+        owner = self._trainable.owner(name)
+        parameter = self._trainable.parameters[owner]
+        assert owner not in self._updating, "wait() or flush() comes between step() and the next forward"
+        self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient))
 
     def arrived(self) -> Collection[str]:
@@ -99,16 +107,20 @@ class OptimizerOffload:
                 scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
                 updates += [(placed, scalars) for placed in self._of[name]]
                 increment_version(parameter)  # a backward of before this step must not go on unnoticed
-        self._in_flight = self._pipeline.submit(updates)
+        for (placed, _), end in zip(updates, self._pipeline.submit(updates), strict=True):
+            self._updating.setdefault(placed.chunk.parameter, []).append(end)
         self._gradients.drop()
+        if not self._overlaps:
+            self.flush()
 
     def skip(self) -> None:
         self._gradients.drop()
 
     def flush(self) -> None:
-        for event in self._in_flight:
+        for event in self._pipeline.ends.values():
             event.wait()
-        self._in_flight.clear()
+        self._pipeline.ends.clear()
+        self._updating.clear()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         self.flush()
@@ -137,6 +149,10 @@ class OptimizerOffload:
 
     def held_bytes(self) -> dict[str, int]:
         return self._arena.held_bytes()
+
+    def _weights(self, owner: str) -> list[Region]:
+        """What the compute lane reads of a parameter; whoever has the homes declares those that have one."""
+        return [placed.weights for placed in self._of[owner] if placed.home is None]
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""

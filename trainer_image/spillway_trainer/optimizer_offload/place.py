@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from spillway.plan import Tier
 
 from ..tiers.arena import Arena, Part
-from ..tiers.lanes import Region
+from ..tiers.lanes import Event, Region
 from ..trainable import flat
 from .assign import Chunk, Path
 from .gradients import Accumulator
@@ -22,6 +22,9 @@ from .memory import FLOAT32_BYTES, States, accumulator_bytes, states_bytes, view
 
 class Home(Protocol):
     """Where one chunk's values live, in the parameter's type, when they do not stay on the device."""
+
+    changed: tuple[Event, ...]
+    """complete when the last update of the values is in the home: whoever reads it runs after these"""
 
     @property
     def region(self) -> Region: ...
@@ -44,7 +47,7 @@ class Homes(Protocol):
         """Put `values`, flat and in the parameter's type, into its homes, at once."""
 
     def invalidate(self) -> None:
-        """The homes change from now on: nothing reads them any more, and no copy of them is used again."""
+        """The homes change from now on: no copy of them is used again, and new ones are made after `Home.changed`."""
 
 
 class NoHomes:

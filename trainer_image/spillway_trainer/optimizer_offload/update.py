@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -24,14 +24,15 @@ from ..reference import UpdateScalars
 from ..tiers.arena import Ring, RingSlot, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
-from .assign import Path
+from .assign import Chunk, Path
 from .memory import States
 from .place import Home, Placed
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePipeline:
-    """Submits one step's updates. Holds no state of its own but the rings."""
+    """Submits one step's updates. Holds no state of its own but the rings, and what ended each chunk's last update:
+    its next one comes after that, also when no gradient came for it in between."""
 
     lanes: Lanes
     uploads: Ring
@@ -40,9 +41,11 @@ class UpdatePipeline:
     """device buffers of one state block: streamed chunks pass through them"""
     cpu_update: Update
     device_update: Update
+    ends: dict[Chunk, Event] = field(default_factory=dict)
 
     def submit(self, updates: Sequence[tuple[Placed, UpdateScalars]]) -> list[Event]:
-        """Submit the updates in order and return the events that end them: uploads, write-backs, device updates.
+        """Submit the updates in order and return the events that end them, one each: upload, store, write-back or
+        device update. A chunk's accumulator is free for the next gradient once its update has read it.
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
         come in as early as a slot is free, ahead of the uploads of the CPU chunks between.
@@ -50,22 +53,24 @@ class UpdatePipeline:
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
         loaded: deque[tuple[RingSlot, Event]] = deque()
-        ends = []
         for placed, scalars in updates:
             while to_load and len(loaded) < len(self.slots):
                 loaded.append(self._load_states(to_load.popleft()))
             if placed.chunk.path is Path.CPU:
-                ends.append(self._update_on_cpu(placed, scalars, computed))
+                end = self._update_on_cpu(placed, scalars, computed)
             elif placed.chunk.path is Path.STREAMED:
-                ends.append(self._update_in_slot(placed, scalars, computed, *loaded.popleft()))
+                end = self._update_in_slot(placed, scalars, computed, *loaded.popleft())
             else:
-                ends.append(self._update_resident(placed, scalars, computed))
-        return ends
+                end = self._update_resident(placed, scalars, computed)
+            self.ends[placed.chunk] = end
+        return [self.ends[placed.chunk] for placed, _ in updates]
 
     def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         home = placed.home
         if home is not None and home.memory is not None:
-            return self._submit_cpu(placed, scalars, home.memory, home.region, ())
+            updated = self._submit_cpu(placed, scalars, home.memory, home.region, ())
+            home.changed = (updated,)
+            return updated
         slot = self.uploads.take()
         staged = slot.buffer.tensor[: placed.nbytes]
         updated = self._submit_cpu(placed, scalars, staged, slot.buffer, slot.free)
@@ -82,15 +87,22 @@ class UpdatePipeline:
     ) -> Event:
         """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
         states = placed.states(placed.block.tensor)
-        return self.lanes.submit(
+        updated = self.lanes.submit(
             Lane.CPU,
             self._work(self.cpu_update, scalars, states, placed, out.view(placed.dtype)),
             reads=[placed.block, placed.accumulator.memory],
             writes=[placed.block, memory],
-            after=[*placed.accumulator.settled, *free],
+            after=[*placed.accumulator.settled, *free, *self._last(placed)],
             nbytes=28 * placed.chunk.size + out.numel(),
             label=f"update {placed.chunk.label}",
         )
+        placed.accumulator.settled = (updated,)
+        return updated
+
+    def _last(self, placed: Placed) -> Sequence[Event]:
+        """What ended the chunk's last update."""
+        end = self.ends.get(placed.chunk)
+        return () if end is None else (end,)
 
     def _upload(self, placed: Placed, staged: Tensor, slot: RingSlot, after: Sequence[Event]) -> Event:
         assert placed.parameter is not None
@@ -106,7 +118,7 @@ class UpdatePipeline:
 
     def _store(self, placed: Placed, home: Home, slot: RingSlot, updated: Event) -> Event:
         blocks = slot.buffer.tensor[: round_up(placed.nbytes)]
-        return self.lanes.submit(
+        stored = self.lanes.submit(
             Lane.NVME_WRITE,
             partial(home.store, blocks),
             reads=[slot.buffer],
@@ -115,6 +127,8 @@ class UpdatePipeline:
             nbytes=blocks.numel(),
             label=f"store {placed.chunk.label}",
         )
+        home.changed = (stored,)
+        return stored
 
     def _load_states(self, placed: Placed) -> tuple[RingSlot, Event]:
         slot = self.slots.take()
@@ -124,7 +138,7 @@ class UpdatePipeline:
             partial(kernels.copy, slot.buffer.tensor[:nbytes], placed.block.tensor),
             reads=[placed.block],
             writes=[slot.buffer],
-            after=slot.free,
+            after=[*slot.free, *self._last(placed)],
             nbytes=nbytes,
             label=f"states {placed.chunk.label}",
         )
@@ -144,6 +158,7 @@ class UpdatePipeline:
             nbytes=28 * chunk.size,
             label=f"update {chunk.label}",
         )
+        placed.accumulator.settled = (updated,)
         written_back = self.lanes.submit(
             Lane.D2H,
             partial(kernels.copy, placed.block.tensor, block),
@@ -158,15 +173,17 @@ class UpdatePipeline:
 
     def _update_resident(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         states = placed.states(placed.block.tensor)
-        return self.lanes.submit(
+        updated = self.lanes.submit(
             Lane.COMPUTE,
             self._work(self.device_update, scalars, states, placed, placed.device_out),
             reads=[placed.block, placed.accumulator.memory, placed.weights],
             writes=[placed.block, placed.weights],
-            after=[computed, *placed.accumulator.settled],
+            after=[computed, *placed.accumulator.settled, *self._last(placed)],
             nbytes=28 * placed.chunk.size,
             label=f"update {placed.chunk.label}",
         )
+        placed.accumulator.settled = (updated,)
+        return updated
 
     def _work(
         self, update: Update, scalars: UpdateScalars, states: States, placed: Placed, out: Tensor | None
