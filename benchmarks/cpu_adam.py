@@ -67,9 +67,9 @@ class Ours:
         self.accumulator = torch.zeros(NUM_PARAMETERS)
 
     def update(self, gradient_scale: float = 1.0, gradient: Tensor | None = None) -> None:
-        states = (self.master, self.exp_avg, self.exp_avg_sq)
+        moments = (self.exp_avg, self.exp_avg_sq)
         given = self.gradient if gradient is None else gradient
-        native.adamw(scalars(gradient_scale), *states, given, self.parameter, num_threads=NUM_THREADS)
+        native.update(scalars(gradient_scale), self.master, moments, given, self.parameter, num_threads=NUM_THREADS)
 
     def norm(self) -> float:
         return native.square_sum(self.gradient, num_threads=NUM_THREADS).norm()

@@ -3,7 +3,7 @@
 // form for every machine.
 //
 // Vector: kLanes float32 values; load, load_pairs (2 * kLanes bfloat16 values in any order), store, broadcast, + - * /,
-// sqrt, and quiet (NaN -> 0x7FC00000), each operation rounded once. Its bfloat16 store rounds to nearest even by
+// sqrt, sign (1, -1, or a zero or NaN itself) and quiet (NaN -> 0x7FC00000), each operation rounded once. Its bfloat16 store rounds to nearest even by
 // integers and expects a quiet value; `stream` writes a whole cache line of them past the cache. prefetch and
 // prefetch_to_write may do nothing.
 // Doubles: kLanes float64 values; load from float32, broadcast, store, + - *.
@@ -20,10 +20,22 @@ constexpr bool kWritten = true;
 template <>
 constexpr bool kWritten<NoOut> = false;
 
-struct AdamWVectors {
-  explicit AdamWVectors(const spillway_adamw_scalars& s)
+// --- rules: spillway.h says each line by line. `step` takes kLanes values; it returns the new parameters, which the
+// caller writes to `out` as well. Scalars are broadcast once a range.
+
+template <bool kHasSecond>
+struct States {
+  float *p, *m, *v;  // v: null without a second moment
+  States at(int64_t i) const { return {p + i, m + i, kHasSecond ? v + i : nullptr}; }
+};
+
+// AdamW, and Adam, whose weight decay goes through the gradient.
+template <bool kDecaysApart>
+struct AdamRule {
+  using At = States<true>;
+  explicit AdamRule(const spillway_update_scalars& s)
       : gradient_scale(Vector::broadcast(s.gradient_scale)),
-        decay(Vector::broadcast(s.decay)),
+        decay(Vector::broadcast(kDecaysApart ? s.decay : s.weight_decay)),
         beta1(Vector::broadcast(s.beta1)),
         one_minus_beta1(Vector::broadcast(s.one_minus_beta1)),
         beta2(Vector::broadcast(s.beta2)),
@@ -31,32 +43,91 @@ struct AdamWVectors {
         sqrt_bias_correction2(Vector::broadcast(s.sqrt_bias_correction2)),
         eps(Vector::broadcast(s.eps)),
         step_size(Vector::broadcast(s.step_size)) {}
-  Vector gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size;
+
+  template <class Gradient>
+  Vector step(const At& at, const Gradient* g_at) const {
+    Vector g = gradient_scale * Vector::load(g_at);
+    Vector before = Vector::load(at.p);
+    if constexpr (kDecaysApart) {
+      before = decay * before;
+    } else {
+      g = g + decay * before;
+    }
+    const Vector m = quiet(beta1 * Vector::load(at.m) + one_minus_beta1 * g);
+    const Vector v = quiet(beta2 * Vector::load(at.v) + one_minus_beta2 * (g * g));
+    const Vector denominator = sqrt(v) / sqrt_bias_correction2 + eps;
+    const Vector p = quiet(before - step_size * (m / denominator));
+    m.store(at.m);
+    v.store(at.v);
+    p.store(at.p);
+    return p;
+  }
+
+  Vector gradient_scale;
+  Vector decay;  // of the parameter, or the weight decay that the gradient gets
+  Vector beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size;
 };
 
-// kLanes values at once; the new parameters, which the caller writes to `out` as well.
-template <class Gradient>
-static inline Vector adamw_vector(const AdamWVectors& c, float* p_at, float* m_at, float* v_at, const Gradient* g_at) {
-  const Vector g = c.gradient_scale * Vector::load(g_at);
-  const Vector decayed = c.decay * Vector::load(p_at);
-  const Vector m = quiet(c.beta1 * Vector::load(m_at) + c.one_minus_beta1 * g);
-  const Vector v = quiet(c.beta2 * Vector::load(v_at) + c.one_minus_beta2 * (g * g));
-  const Vector denominator = sqrt(v) / c.sqrt_bias_correction2 + c.eps;
-  const Vector p = quiet(decayed - c.step_size * (m / denominator));
-  m.store(m_at);
-  v.store(v_at);
-  p.store(p_at);
-  return p;
-}
+struct SgdMomentumRule {
+  using At = States<false>;
+  explicit SgdMomentumRule(const spillway_update_scalars& s)
+      : gradient_scale(Vector::broadcast(s.gradient_scale)),
+        weight_decay(Vector::broadcast(s.weight_decay)),
+        momentum(Vector::broadcast(s.momentum)),
+        step_size(Vector::broadcast(s.step_size)) {}
+
+  template <class Gradient>
+  Vector step(const At& at, const Gradient* g_at) const {
+    const Vector before = Vector::load(at.p);
+    const Vector g = gradient_scale * Vector::load(g_at) + weight_decay * before;
+    const Vector m = quiet(momentum * Vector::load(at.m) + g);
+    const Vector p = quiet(before - step_size * m);
+    m.store(at.m);
+    p.store(at.p);
+    return p;
+  }
+
+  Vector gradient_scale, weight_decay, momentum, step_size;
+};
+
+struct LionRule {
+  using At = States<false>;
+  explicit LionRule(const spillway_update_scalars& s)
+      : gradient_scale(Vector::broadcast(s.gradient_scale)),
+        decay(Vector::broadcast(s.decay)),
+        beta1(Vector::broadcast(s.beta1)),
+        one_minus_beta1(Vector::broadcast(s.one_minus_beta1)),
+        beta2(Vector::broadcast(s.beta2)),
+        one_minus_beta2(Vector::broadcast(s.one_minus_beta2)),
+        step_size(Vector::broadcast(s.step_size)) {}
+
+  template <class Gradient>
+  Vector step(const At& at, const Gradient* g_at) const {
+    const Vector g = gradient_scale * Vector::load(g_at);
+    const Vector before = Vector::load(at.m);
+    const Vector direction = sign(beta1 * before + one_minus_beta1 * g);
+    const Vector p = quiet(decay * Vector::load(at.p) - step_size * direction);
+    const Vector m = quiet(beta2 * before + one_minus_beta2 * g);
+    m.store(at.m);
+    p.store(at.p);
+    return p;
+  }
+
+  Vector gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size;
+};
+
+// --- one rule over an array
 
 // Fewer values than lanes, through zero-padded copies: lanes are independent, so their bits are the same.
-template <class Gradient, class Out>
-static void adamw_tail(const AdamWVectors& c, float* p, float* m, float* v, const Gradient* g, Out* out, int64_t n) {
+template <class Rule, class Gradient, class Out>
+static void update_tail(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
   float p_pad[Vector::kLanes] = {}, m_pad[Vector::kLanes] = {}, v_pad[Vector::kLanes] = {};
   Gradient g_pad[Vector::kLanes] = {};
-  for (int64_t i = 0; i < n; ++i) p_pad[i] = p[i], m_pad[i] = m[i], v_pad[i] = v[i], g_pad[i] = g[i];
-  [[maybe_unused]] const Vector updated = adamw_vector(c, p_pad, m_pad, v_pad, g_pad);
-  for (int64_t i = 0; i < n; ++i) p[i] = p_pad[i], m[i] = m_pad[i], v[i] = v_pad[i];
+  for (int64_t i = 0; i < n; ++i) p_pad[i] = at.p[i], m_pad[i] = at.m[i], g_pad[i] = g[i];
+  for (int64_t i = 0; at.v != nullptr && i < n; ++i) v_pad[i] = at.v[i];
+  [[maybe_unused]] const Vector updated = rule.step({p_pad, m_pad, v_pad}, g_pad);
+  for (int64_t i = 0; i < n; ++i) at.p[i] = p_pad[i], at.m[i] = m_pad[i];
+  for (int64_t i = 0; at.v != nullptr && i < n; ++i) at.v[i] = v_pad[i];
   if constexpr (kWritten<Out>) {
     Out out_pad[Vector::kLanes];
     updated.store(out_pad);
@@ -66,12 +137,12 @@ static void adamw_tail(const AdamWVectors& c, float* p, float* m, float* v, cons
 
 // The block's lines of every array, kPrefetchAhead values further on. Hardware prefetch stops at the end of a 4 KiB
 // page, which each of these arrays reaches every 1024 values; and it does not know that the lines will be written.
-template <class Gradient>
-static inline void prefetch_ahead(const float* p, const float* m, const float* v, const Gradient* g) {
+template <bool kHasSecond, class Gradient>
+static inline void prefetch_ahead(const States<kHasSecond>& at, const Gradient* g) {
   for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(float)}) {
-    Vector::prefetch_to_write(p + i);
-    Vector::prefetch_to_write(m + i);
-    Vector::prefetch_to_write(v + i);
+    Vector::prefetch_to_write(at.p + i);
+    Vector::prefetch_to_write(at.m + i);
+    if constexpr (kHasSecond) Vector::prefetch_to_write(at.v + i);
   }
   for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(Gradient)}) {
     Vector::prefetch(g + i);
@@ -79,14 +150,14 @@ static inline void prefetch_ahead(const float* p, const float* m, const float* v
 }
 
 // kStream: `out` is at a line's beginning, and blocks of it are written past the cache: nobody here reads them again.
-template <class Gradient, class Out, bool kStream>
-static void adamw_vectors(const AdamWVectors& c, float* p, float* m, float* v, const Gradient* g, Out* out, int64_t n) {
+template <bool kStream, class Rule, class Gradient, class Out>
+static void update_vectors(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    prefetch_ahead(p + i, m + i, v + i, g + i);
+    prefetch_ahead(at.at(i), g + i);
     Vector updated[kBlock / Vector::kLanes];
     for (int64_t k = 0; k < kBlock; k += Vector::kLanes) {
-      updated[k / Vector::kLanes] = adamw_vector(c, p + i + k, m + i + k, v + i + k, g + i + k);
+      updated[k / Vector::kLanes] = rule.step(at.at(i + k), g + i + k);
     }
     if constexpr (kStream) {
       Vector::stream(updated, out + i);
@@ -95,50 +166,58 @@ static void adamw_vectors(const AdamWVectors& c, float* p, float* m, float* v, c
     }
   }
   for (; i + Vector::kLanes <= n; i += Vector::kLanes) {
-    [[maybe_unused]] const Vector updated = adamw_vector(c, p + i, m + i, v + i, g + i);
+    [[maybe_unused]] const Vector updated = rule.step(at.at(i), g + i);
     if constexpr (kWritten<Out>) updated.store(out + i);
   }
-  if (i < n) adamw_tail(c, p + i, m + i, v + i, g + i, out == nullptr ? nullptr : out + i, n - i);
-}
-
-template <class Gradient, class Out>
-static void adamw_typed(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const Gradient* g,
-                        Out* out, int64_t n) {
-  const AdamWVectors c(scalars);
-  adamw_vectors<Gradient, Out, false>(c, p, m, v, g, out, n);
+  if (i < n) update_tail(rule, at.at(i), g + i, out == nullptr ? nullptr : out + i, n - i);
 }
 
 // bfloat16 out: a head up to the first line, then streaming stores.
-template <class Gradient>
-static void adamw_streaming(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const Gradient* g,
-                            bfloat16* out, int64_t n) {
-  const AdamWVectors c(scalars);
+template <class Rule, class Gradient>
+static void update_streaming(const Rule& rule, const typename Rule::At& at, const Gradient* g, bfloat16* out,
+                             int64_t n) {
   const uint64_t to_line_bytes = -reinterpret_cast<uintptr_t>(out) % kLineBytes;
   const int64_t to_line = static_cast<int64_t>(to_line_bytes / sizeof(bfloat16));
   const int64_t head = to_line < n ? to_line : n;
-  if (head > 0) adamw_vectors<Gradient, bfloat16, false>(c, p, m, v, g, out, head);
-  adamw_vectors<Gradient, bfloat16, true>(c, p + head, m + head, v + head, g + head, out + head, n - head);
+  if (head > 0) update_vectors<false>(rule, at, g, out, head);
+  update_vectors<true>(rule, at.at(head), g + head, out + head, n - head);
   Vector::end_streaming();
 }
 
-template <class Gradient>
-static void adamw_gradient(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const Gradient* g,
-                           void* out, int32_t out_type, int64_t n) {
+template <class Rule, class Gradient>
+static void update_typed(const spillway_update_scalars& scalars, const typename Rule::At& at, const Gradient* g,
+                         void* out, int32_t out_type, int64_t n) {
+  const Rule rule(scalars);
   if (out_type == SPILLWAY_BFLOAT16) {
-    adamw_streaming(scalars, p, m, v, g, static_cast<bfloat16*>(out), n);
+    update_streaming(rule, at, g, static_cast<bfloat16*>(out), n);
   } else if (out_type == SPILLWAY_FLOAT32) {
-    adamw_typed(scalars, p, m, v, g, static_cast<float*>(out), n);
+    update_vectors<false>(rule, at, g, static_cast<float*>(out), n);
   } else {
-    adamw_typed<Gradient, NoOut>(scalars, p, m, v, g, nullptr, n);
+    update_vectors<false, Rule, Gradient, NoOut>(rule, at, g, nullptr, n);
   }
 }
 
-static void adamw(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const void* gradient,
-                  int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
+template <class Rule>
+static void update_by(const spillway_update_scalars& scalars, const typename Rule::At& at, const void* gradient,
+                      int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
   if (gradient_type == SPILLWAY_BFLOAT16) {
-    adamw_gradient(scalars, p, m, v, static_cast<const bfloat16*>(gradient), out, out_type, n);
+    update_typed<Rule>(scalars, at, static_cast<const bfloat16*>(gradient), out, out_type, n);
   } else {
-    adamw_gradient(scalars, p, m, v, static_cast<const float*>(gradient), out, out_type, n);
+    update_typed<Rule>(scalars, at, static_cast<const float*>(gradient), out, out_type, n);
+  }
+}
+
+static void update(int32_t rule, const spillway_update_scalars& scalars, float* p, float* m, float* v,
+                   const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
+  switch (rule) {
+    case SPILLWAY_ADAMW:
+      return update_by<AdamRule<true>>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+    case SPILLWAY_ADAM:
+      return update_by<AdamRule<false>>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+    case SPILLWAY_SGD_MOMENTUM:
+      return update_by<SgdMomentumRule>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+    default:
+      return update_by<LionRule>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
   }
 }
 
@@ -303,4 +382,4 @@ static bool square_batch(SquareBatch& sum, const void* values, int32_t type) {
   return square_batch_typed(sum, static_cast<const float*>(values));
 }
 
-const Elementwise kElementwise = {adamw, accumulate, square_batch};
+const Elementwise kElementwise = {update, accumulate, square_batch};

@@ -24,8 +24,9 @@ struct SquareBatch {
 
 // One instruction set's functions over one range on one thread. Types are checked by the caller.
 struct Elementwise {
-  void (*adamw)(const spillway_adamw_scalars& scalars, float* p, float* m, float* v, const void* gradient,
-                int32_t gradient_type, void* out, int32_t out_type, int64_t n);
+  // `v` is null where the rule has one moment.
+  void (*update)(int32_t rule, const spillway_update_scalars& scalars, float* p, float* m, float* v,
+                 const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n);
   void (*accumulate)(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n);
   // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite.
   bool (*square_batch)(SquareBatch& sum, const void* values, int32_t type);

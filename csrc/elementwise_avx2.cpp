@@ -44,6 +44,10 @@ static inline Vector operator-(Vector a, Vector b) { return {_mm256_sub_ps(a.val
 static inline Vector operator*(Vector a, Vector b) { return {_mm256_mul_ps(a.value, b.value)}; }
 static inline Vector operator/(Vector a, Vector b) { return {_mm256_div_ps(a.value, b.value)}; }
 static inline Vector sqrt(Vector x) { return {_mm256_sqrt_ps(x.value)}; }
+static inline Vector sign(Vector x) {
+  const __m256 one = _mm256_or_ps(_mm256_and_ps(x.value, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+  return {_mm256_blendv_ps(x.value, one, _mm256_cmp_ps(x.value, _mm256_setzero_ps(), _CMP_NEQ_OQ))};
+}
 static inline Vector quiet(Vector x) {
   const __m256 unordered = _mm256_cmp_ps(x.value, x.value, _CMP_UNORD_Q);
   return {_mm256_blendv_ps(x.value, _mm256_set1_ps(__builtin_nanf("")), unordered)};

@@ -45,6 +45,11 @@ static inline Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.val
 static inline Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.value, b.value)}; }
 static inline Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.value, b.value)}; }
 static inline Vector sqrt(Vector x) { return {_mm512_sqrt_ps(x.value)}; }
+static inline Vector sign(Vector x) {
+  const __m512i sign_bit = _mm512_and_epi32(_mm512_castps_si512(x.value), _mm512_set1_epi32(INT32_MIN));
+  const __m512 one = _mm512_castsi512_ps(_mm512_or_epi32(sign_bit, _mm512_castps_si512(_mm512_set1_ps(1.0f))));
+  return {_mm512_mask_mov_ps(x.value, _mm512_cmp_ps_mask(x.value, _mm512_setzero_ps(), _CMP_NEQ_OQ), one)};
+}
 static inline Vector quiet(Vector x) {
   const __mmask16 unordered = _mm512_cmp_ps_mask(x.value, x.value, _CMP_UNORD_Q);
   return {_mm512_mask_mov_ps(x.value, unordered, _mm512_set1_ps(__builtin_nanf("")))};

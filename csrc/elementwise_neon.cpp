@@ -37,6 +37,10 @@ static inline Vector operator-(Vector a, Vector b) { return {vsubq_f32(a.value, 
 static inline Vector operator*(Vector a, Vector b) { return {vmulq_f32(a.value, b.value)}; }
 static inline Vector operator/(Vector a, Vector b) { return {vdivq_f32(a.value, b.value)}; }
 static inline Vector sqrt(Vector x) { return {vsqrtq_f32(x.value)}; }
+static inline Vector sign(Vector x) {
+  const float32x4_t one = vbslq_f32(vdupq_n_u32(0x80000000), x.value, vdupq_n_f32(1.0f));
+  return {vbslq_f32(vcagtq_f32(x.value, vdupq_n_f32(0.0f)), one, x.value)};
+}
 static inline Vector quiet(Vector x) {
   return {vbslq_f32(vceqq_f32(x.value, x.value), x.value, vdupq_n_f32(__builtin_nanf("")))};
 }

@@ -38,6 +38,7 @@ static inline Vector operator-(Vector a, Vector b) { return {a.value - b.value};
 static inline Vector operator*(Vector a, Vector b) { return {a.value * b.value}; }
 static inline Vector operator/(Vector a, Vector b) { return {a.value / b.value}; }
 static inline Vector sqrt(Vector x) { return {::sqrtf(x.value)}; }
+static inline Vector sign(Vector x) { return {x.value > 0 ? 1.0f : x.value < 0 ? -1.0f : x.value}; }
 static inline Vector quiet(Vector x) { return {x.value == x.value ? x.value : __builtin_nanf("")}; }
 
 struct Doubles {

@@ -90,7 +90,7 @@ const char* spillway_strerror(int32_t error) {
     case SPILLWAY_OK:
       return "no error";
     case SPILLWAY_BAD_ARGUMENT:
-      return "a null pointer, a negative count, or a type or direction that spillway.h does not list was given";
+      return "a null pointer, a negative count, or a rule, type or direction that spillway.h does not list was given";
     case SPILLWAY_ISA_UNAVAILABLE:
       return "the instruction set is unknown, was not compiled into this library, or is missing on this processor";
     case SPILLWAY_NO_MEMORY:
@@ -112,20 +112,20 @@ const char* spillway_strerror(int32_t error) {
 
 int32_t spillway_isa_available(int32_t isa) { return elementwise_of(isa) != nullptr; }
 
-int32_t spillway_adamw(const spillway_adamw_scalars* scalars, float* master, float* exp_avg, float* exp_avg_sq,
-                       const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n, int32_t isa,
-                       int32_t num_threads) {
-  const bool has_out = is_gradient_type(out_type);
-  if (scalars == nullptr || n < 0 || !is_gradient_type(gradient_type) || (!has_out && out_type != SPILLWAY_NONE)) {
-    return SPILLWAY_BAD_ARGUMENT;
-  }
-  if (n > 0 && (!master || !exp_avg || !exp_avg_sq || !gradient || (has_out && !out))) return SPILLWAY_BAD_ARGUMENT;
+int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, float* master, float* moment1,
+                        float* moment2, const void* gradient, int32_t gradient_type, void* out, int32_t out_type,
+                        int64_t n, int32_t isa, int32_t num_threads) {
+  const bool has_out = is_gradient_type(out_type), has_moment2 = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
+  if (rule < SPILLWAY_ADAMW || rule > SPILLWAY_LION || scalars == nullptr || n < 0) return SPILLWAY_BAD_ARGUMENT;
+  if (!is_gradient_type(gradient_type) || (!has_out && out_type != SPILLWAY_NONE)) return SPILLWAY_BAD_ARGUMENT;
+  const bool all_there = master && moment1 && (moment2 || !has_moment2) && gradient && (out || !has_out);
+  if (n > 0 && !all_there) return SPILLWAY_BAD_ARGUMENT;
   const Elementwise* functions = elementwise_of(isa);
   if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
   return for_ranges(n, kElementwiseRange, num_threads, [=](int64_t begin, int64_t count) {
-    functions->adamw(*scalars, master + begin, exp_avg + begin, exp_avg_sq + begin,
-                     advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
-                     has_out ? advance(out, begin * element_bytes(out_type)) : nullptr, out_type, count);
+    functions->update(rule, *scalars, master + begin, moment1 + begin, has_moment2 ? moment2 + begin : nullptr,
+                      advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
+                      has_out ? advance(out, begin * element_bytes(out_type)) : nullptr, out_type, count);
   });
 }
 

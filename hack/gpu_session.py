@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import triton
 
-from spillway_trainer import native, triton_adamw
+from spillway_trainer import native, triton_kernels
 from spillway_trainer.reference import UpdateScalars
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,7 +130,7 @@ def adamw_rates(num_parameters: int, gradient_type: str) -> Figures:
     target = torch.empty_like(source)
     seconds = alternated(
         {
-            "ours": lambda: triton_adamw.adamw(scalars, *states, gradient, out),
+            "ours": lambda: triton_kernels.update(scalars, states[0], states[1:], gradient, out),
             "torch": optimizer.step,
             "copy": lambda: target.copy_(source),
         }
@@ -151,7 +151,7 @@ def accumulate_rate() -> Figures:
     target = torch.empty_like(source)
     seconds = alternated(
         {
-            "ours": lambda: triton_adamw.accumulate(accumulator, gradient, False),
+            "ours": lambda: triton_kernels.accumulate(accumulator, gradient, False),
             "copy": lambda: target.copy_(source),
         }
     )
@@ -187,7 +187,7 @@ def cpu_adamw_rate() -> Figures:
         seconds = []
         for _ in range(8):
             begin = time.perf_counter()
-            native.adamw(scalars, *states, gradient, out, num_threads=threads)
+            native.update(scalars, states[0], states[1:], gradient, out, num_threads=threads)
             seconds.append(time.perf_counter() - begin)
         rates[f"bytes_per_second_{threads}_threads"] = 28 * n / sorted(seconds[1:])[3]
     begin = time.perf_counter()

@@ -16,6 +16,7 @@ from spillway.api import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Taint
 from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
 from spillway.manifest import validate
+from spillway.update_rules import UpdateRule
 from spillway_operator.observed import Claim, Desired
 from spillway_operator.reconcile import reconcile
 
@@ -158,10 +159,16 @@ class _Maker:
         self._maybe(training, "gradientClipping", SOMETIMES, *NUMBERS)
         self._maybe(training, "nonFinite", SOMETIMES, "SkipStep", "Fail")
         if self._often(SOMETIMES):
-            optimizer = training["optimizer"] = {"name": "AdamW"}
+            rule = self._one_of(*UpdateRule)
+            optimizer = training["optimizer"] = {"name": rule.value}
             self._maybe(optimizer, "learningRate", OFTEN, "1e-300", "3e-4", "10")
-            self._maybe(optimizer, "betas", OFTEN, ["0.9", "0.95"], ["0", "0.9999999"])
-            self._maybe(optimizer, "eps", OFTEN, "1e-8", "1e300")
+            values = {
+                "betas": (["0.9", "0.95"], ["0", "0.9999999"]),
+                "eps": ("1e-8", "1e300"),
+                "momentum": ("0", "0.9"),
+            }
+            for name in sorted(rule.fields):
+                self._maybe(optimizer, name, OFTEN, *values[name])
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
         if self._often(SOMETIMES):
             schedule = training["schedule"] = {"name": self._one_of("Cosine", "Linear", "Constant")}

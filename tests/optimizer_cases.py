@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from spillway.plan import OptimizerPlan, Overlap
+from spillway.update_rules import UpdateRule
 from spillway_trainer import reference
 from spillway_trainer.optimizer import Hyperparameters, Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
@@ -20,8 +21,17 @@ from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import TracingLanes
 
 SETTINGS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-SHAPES = {"embedding": (61, 37), "norm": (37,), "up": (83, 37), "bias": (83,), "rare": (19, 7), "down": (37, 83)}
-"""8,652 parameters: matrices and vectors, no size a multiple of a vector or of a chunk"""
+SHAPES = {
+    "embedding": (61, 37),
+    "norm": (37,),
+    "up": (83, 37),
+    "bias": (83,),
+    "empty": (0, 37),
+    "rare": (19, 7),
+    "down": (37, 83),
+}
+"""8,652 parameters: matrices and vectors, no size a multiple of a vector or of a chunk; one without values, as a shard
+may be"""
 ALIAS, ALIAS_OWNER = "head", "embedding"
 UNTIL_MIDDLE, NUM_STEPS = 2, 5
 SKIPPED_STEP, RARE_STEPS, ALIAS_ALONE_STEP = 3, (1, 4), 4
@@ -37,6 +47,11 @@ class Case:
     clipping: float | None = None
     tied: bool = False
     seed: int = 0
+    rule: UpdateRule = UpdateRule.ADAMW
+
+    @property
+    def settings(self) -> Hyperparameters:
+        return replace(SETTINGS, rule=self.rule, momentum=0.8)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -128,7 +143,7 @@ def outcome(optimizer: Optimizer, parameters: Named, norms: list[float]) -> Outc
 
 
 def resident(parameters: Named, case: Case) -> ResidentOptimizer:
-    return ResidentOptimizer(parameters, case.aliases, SETTINGS, DeviceLedger(None), update=reference.adamw)
+    return ResidentOptimizer(parameters, case.aliases, case.settings, DeviceLedger(None), update=reference.update)
 
 
 _ORACLES: dict[Case, Outcome] = {}
@@ -152,7 +167,9 @@ LANES: dict[str, Callable[[HostSlab, DeviceLedger], Lanes]] = {
 
 def offload(parameters: Named, case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> OptimizerOffload:
     """The CPU path on the native kernel and the device path on the reference: two different codes meet."""
-    return OptimizerOffload(parameters, case.aliases, SETTINGS, plan, lanes, ledger, device_update=reference.adamw)
+    return OptimizerOffload(
+        parameters, case.aliases, case.settings, plan, lanes, ledger, device_update=reference.update
+    )
 
 
 def split(

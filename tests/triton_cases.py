@@ -11,16 +11,20 @@ import itertools
 import torch
 from torch import Tensor
 
-from spillway_trainer import reference, triton_adamw
+from spillway.update_rules import UpdateRule
+from spillway_trainer import reference, triton_kernels
 from spillway_trainer.reference import UpdateScalars
 
-SIZES = [1, 3, triton_adamw.BLOCK - 1, triton_adamw.BLOCK, triton_adamw.BLOCK + 1, 20_003]
+SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
+FEW_SIZES = [3, triton_kernels.BLOCK + 1]
+"""of what differs by rule alone, in the interpreter, which is slow; a GPU does them all"""
 GRADIENT_TYPES = [torch.float32, torch.bfloat16]
 OUT_TYPES = [torch.float32, torch.bfloat16, None]
 
 
-def scalars(step: int, weight_decay: float = 0.1, gradient_scale: float = 0.37) -> UpdateScalars:
-    return UpdateScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, 0.9**step, 0.95**step, gradient_scale)
+def scalars(step: int, weight_decay: float = 0.1, rule: UpdateRule = UpdateRule.ADAMW) -> UpdateScalars:
+    powers = {"beta1_power": 0.9**step, "beta2_power": 0.95**step} if rule.corrects_bias else {}
+    return UpdateScalars(3e-4, 0.9, 0.95, 1e-8, weight_decay, gradient_scale=0.37, momentum=0.8, rule=rule, **powers)
 
 
 def any_values(n: int, seed: int) -> Tensor:
@@ -53,23 +57,31 @@ def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
     return memory[offset:]
 
 
-def check_adamw(
-    device: str, n: int, gradient_type: torch.dtype, out_type: torch.dtype | None, offset: int, num_steps: int
+def check_update(
+    device: str,
+    rule: UpdateRule,
+    n: int,
+    gradient_type: torch.dtype,
+    out_type: torch.dtype | None,
+    offset: int,
+    num_steps: int,
 ) -> None:
     """`num_steps` steps from values of both kinds, every bit of every state and of the last `out`."""
     for values in (any_values, trained_values):
-        found = [at_offset(values(n, seed), offset, device) for seed in (1, 2, 3)]
-        wanted = [values(n, seed) for seed in (1, 2, 3)]
+        wanted = [values(n, seed) for seed, _ in enumerate(rule.state_kinds, start=1)]
+        found = [at_offset(state, offset, device) for state in wanted]
         out = None if out_type is None else torch.zeros(n, dtype=out_type)
         found_out = None if out is None else at_offset(out, offset, device)
         for step in range(1, num_steps + 1):
             gradient = values(n, 10 + step).to(gradient_type)
-            triton_adamw.adamw(scalars(step), *found, at_offset(gradient, offset, device), found_out)
-            reference.adamw(scalars(step), *wanted, gradient, out)
-        for name, ours, reference_one in zip(("master", "exp_avg", "exp_avg_sq"), found, wanted, strict=True):
-            assert torch.equal(bits(ours), bits(reference_one)), (name, n, gradient_type, out_type, values.__name__)
+            step_scalars, on_device = scalars(step, rule=rule), at_offset(gradient, offset, device)
+            triton_kernels.update(step_scalars, found[0], found[1:], on_device, found_out)
+            reference.update(step_scalars, wanted[0], wanted[1:], gradient, out)
+        how = (rule, n, gradient_type, out_type, values.__name__)
+        for name, ours, reference_one in zip(rule.state_kinds, found, wanted, strict=True):
+            assert torch.equal(bits(ours), bits(reference_one)), (name, *how)
         if out is not None and found_out is not None:
-            assert torch.equal(bits(found_out), bits(out)), ("out", n, gradient_type, out_type, values.__name__)
+            assert torch.equal(bits(found_out), bits(out)), ("out", *how)
 
 
 def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: int) -> None:
@@ -78,7 +90,7 @@ def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: in
         found, wanted = at_offset(torch.full((n,), torch.nan), offset, device), torch.empty(n)
         for step in range(3):
             gradient = values(n, 20 + step).to(gradient_type)
-            triton_adamw.accumulate(found, at_offset(gradient, offset, device), step == 0)
+            triton_kernels.accumulate(found, at_offset(gradient, offset, device), step == 0)
             reference.accumulate(wanted, gradient, step == 0)
         assert torch.equal(bits(found), bits(wanted)), (n, gradient_type, values.__name__)
 
@@ -90,14 +102,15 @@ def check_rounding(device: str) -> None:
     zeros = torch.zeros_like(values)
     out = torch.empty_like(values, dtype=torch.bfloat16, device=device)
     states = [tensor.clone().to(device) for tensor in (values, zeros, zeros)]
-    triton_adamw.adamw(scalars(1, weight_decay=0.0), *states, zeros.to(device), out)
+    triton_kernels.update(scalars(1, weight_decay=0.0), states[0], states[1:], zeros.to(device), out)
     assert torch.equal(bits(out), bits(reference.bfloat16(values)))
 
 
 def check_everything(device: str) -> None:
     for n, gradient_type in itertools.product(SIZES, GRADIENT_TYPES):
-        for out_type in OUT_TYPES:
-            check_adamw(device, n, gradient_type, out_type, offset=n % 2, num_steps=2)
+        rules = UpdateRule if n in FEW_SIZES else (UpdateRule.ADAMW,)
+        for rule, out_type in itertools.product(rules, OUT_TYPES):
+            check_update(device, rule, n, gradient_type, out_type, offset=n % 2, num_steps=2)
         check_accumulate(device, n, gradient_type, offset=n % 2)
     check_rounding(device)
 

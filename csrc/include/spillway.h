@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 2
+#define SPILLWAY_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -61,27 +61,45 @@ SPILLWAY_API const char* spillway_strerror(int32_t error);
 /* 1 when this library was built with `isa` and this processor and operating system can run it, else 0. */
 SPILLWAY_API int32_t spillway_isa_available(int32_t isa);
 
-/* The float32 scalars of one AdamW step; the caller rounds each once from fp64 (reference.py: UpdateScalars). */
-typedef struct spillway_adamw_scalars {
+/* How a gradient changes a parameter. `p` is the master, `m` and `v` are the first and the second moment; every operation
+ * is rounded once, in this order, without fused multiply-add. First of all, for every rule: g = gradient_scale * g.
+ *   ADAMW         p = decay * p;  then as ADAM, without its first line
+ *   ADAM          g = g + weight_decay * p
+ *                 m = beta1 * m + one_minus_beta1 * g;  v = beta2 * v + one_minus_beta2 * (g * g)
+ *                 p = p - step_size * (m / (sqrt(v) / sqrt_bias_correction2 + eps))
+ *   SGD_MOMENTUM  g = g + weight_decay * p;  m = momentum * m + g;  p = p - step_size * m
+ *   LION          p = decay * p;  p = p - step_size * sign(beta1 * m + one_minus_beta1 * g)
+ *                 m = beta2 * m + one_minus_beta2 * g
+ * sign(x) is 1 above 0 and -1 below; a zero or a NaN is its own sign. SGD_MOMENTUM and LION have no `v`. */
+typedef enum spillway_rule {
+  SPILLWAY_ADAMW = 1,
+  SPILLWAY_ADAM = 2,
+  SPILLWAY_SGD_MOMENTUM = 3,
+  SPILLWAY_LION = 4
+} spillway_rule;
+
+/* The float32 scalars of one update; the caller rounds each once from fp64 (reference.py: UpdateScalars). A rule reads
+ * those that its lines name. */
+typedef struct spillway_update_scalars {
   float gradient_scale;
   float decay; /* 1 - learning_rate * weight_decay */
+  float weight_decay;
+  float momentum;
   float beta1;
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
   float sqrt_bias_correction2;
   float eps;
-  float step_size; /* learning_rate / bias_correction1 */
-} spillway_adamw_scalars;
+  float step_size; /* ADAMW, ADAM: learning_rate / bias_correction1; else the learning rate */
+} spillway_update_scalars;
 
-/* One AdamW step in place; every operation is rounded once, in this order, without fused multiply-add:
- *   g = gradient_scale * g;  p = p * decay;  m = beta1 * m + one_minus_beta1 * g;  v = beta2 * v + one_minus_beta2 * (g * g)
- *   p = p - step_size * (m / (sqrt(v) / sqrt_bias_correction2 + eps))
- * `gradient_type` is FLOAT32 or BFLOAT16; `out_type` is BFLOAT16 (round to nearest even), FLOAT32 (a copy of p) or NONE.
+/* One update in place. `moment2` is ignored by rules that have no `v`. `gradient_type` is FLOAT32 or BFLOAT16; `out_type`
+ * is BFLOAT16 (round to nearest even), FLOAT32 (a copy of p) or NONE.
  * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0): payloads are what IEEE 754 leaves open. */
-SPILLWAY_API int32_t spillway_adamw(const spillway_adamw_scalars* scalars, float* master, float* exp_avg, float* exp_avg_sq,
-                                    const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n,
-                                    int32_t isa, int32_t num_threads);
+SPILLWAY_API int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, float* master, float* moment1,
+                                     float* moment2, const void* gradient, int32_t gradient_type, void* out,
+                                     int32_t out_type, int64_t n, int32_t isa, int32_t num_threads);
 
 /* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. */
 SPILLWAY_API int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gradient_type, int32_t first,

@@ -37,6 +37,7 @@ from spillway.field_types import (
 )
 from spillway.manifest import dotted, parse, read_text, shown
 from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
+from spillway.update_rules import RULE_FIELDS, UpdateRule
 
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
@@ -250,15 +251,44 @@ class Data(Fields):
 
 
 class Optimizer(Fields):
-    """AdamW with decoupled weight decay; vectors (norms, biases) do not decay."""
+    """How gradients change parameters. Vectors (norms, biases) do not decay."""
 
-    name: Literal["AdamW"] = Field(default="AdamW", description="Algorithm.")
-    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
-    betas: tuple[Annotated[Number, Field(lt=1.0)], ...] = Field(
-        default=(0.9, 0.95), min_length=2, max_length=2, description="Decay rates of the two moments."
+    name: Literal["AdamW", "Adam", "SgdMomentum", "Lion"] = Field(
+        default="AdamW",
+        description="Algorithm. AdamW and Lion shrink parameters by weightDecay, apart from the gradient; Adam and "
+        "SgdMomentum add it to the gradient.",
     )
-    eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-8, description="Added to the root of the second moment.")
-    weight_decay: Annotated[Number, Field(le=10.0)] = Field(default=0.1, description="Decoupled weight decay.")
+    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
+    # None: the default depends on the name, which a static default in a cluster would hide.
+    betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="AdamW, Adam: decay rates of the two moments; default 0.9 and 0.95. Lion: of the mean that the "
+        "update takes the sign of, and of the one that is kept; default 0.9 and 0.99.",
+    )
+    eps: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="AdamW, Adam: added to the root of the second moment; default 1e-8."
+    )
+    momentum: Annotated[Number, Field(lt=1.0)] | None = Field(
+        default=None, description="SgdMomentum: what a step keeps of the one before; default 0.9."
+    )
+    weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
+        default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
+    )
+
+    @property
+    def rule(self) -> UpdateRule:
+        return UpdateRule(self.name)
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> Self:
+        refuse(
+            [
+                (name, f"{self.name} has none; leave it out")
+                for name in RULE_FIELDS
+                if name not in self.rule.fields and getattr(self, name) is not None
+            ]
+        )
+        return self
 
 
 class Schedule(Fields):

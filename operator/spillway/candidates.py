@@ -201,6 +201,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         local_ranks=question.local_ranks,
         strategy=strategy,
         wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
+        rule=spec.training.optimizer.rule,
     )
     return _shared(made)
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from spillway.model_shape import FLOAT32_BYTES, ModelShape, Segment
 from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
+from spillway.update_rules import UpdateRule
 
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
@@ -136,6 +137,7 @@ class Workload:
     """storages smaller than this stay on the device"""
     wire_bytes: int = FLOAT32_BYTES
     """of a gradient on its way to other ranks: precision.gradientReduce"""
+    rule: UpdateRule = UpdateRule.ADAMW
 
     @cached_property
     def tokens(self) -> int:
@@ -490,8 +492,8 @@ def accumulator_bytes(work: Workload, values: float) -> int:
 
 
 def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> int:
-    """Two moments and the float32 master; with float32 parameters the device's parameter is the master."""
-    return 12 if on_cpu or work.shape.trained_bytes == 2 else 8
+    """Moments and the float32 master; with float32 parameters the device's parameter is the master."""
+    return work.rule.states_bytes(has_master=on_cpu or work.shape.trained_bytes == 2)
 
 
 def chunk_parameters(work: Workload) -> int:

@@ -74,8 +74,6 @@ LONGEST_GRACE_SECONDS = 3600
 """a pod that does not end by itself keeps its node no longer"""
 STEP_PATIENCE = 3.0
 """a step may take this many times its prediction on a busy node"""
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""float32 master and two moments"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +187,7 @@ def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) 
 def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
     """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
     shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
-    return CHECKPOINT_BYTES_PER_PARAMETER * shape.num_trained
+    return spec.training.optimizer.rule.states_bytes(has_master=True) * shape.num_trained
 
 
 def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:

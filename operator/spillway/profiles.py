@@ -27,6 +27,7 @@ from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
 from spillway.status import ProfileEvidence, TierQuantities
 from spillway.units import format_bytes, format_count
+from spillway.update_rules import UpdateRule
 
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
 """times the planned bytes"""
@@ -178,6 +179,8 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
         "activations": plan.activations.model_dump(mode="json", exclude={"num_io_threads"}),
         "parameters": plan.parameters.model_dump(mode="json"),
     }
+    if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # profiles of before other rules
+        decides["moments"] = moments
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 

@@ -13,8 +13,8 @@ the two, each of its segments its own part of the update. Loads of all technique
 summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
 
 Bounds of the update per parameter (c, g, s = CPU, streamed, resident share; x = share whose parameters are streamed;
-w = bytes of a trained parameter):
-    CPU (28 + w)c    h2d w(c - x) + 12g    d2h 12g    host memory (28 + w)c + w(c - x) + 24g    device (28 + w)(s + g)
+w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW):
+    CPU (u + w)c    h2d w(c - x) + zg    d2h zg    host memory (u + w)c + w(c - x) + 2zg    device (u + w)(s + g)
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from spillway.plan import Answer, OptimizerPlan, Prediction
 
 SECONDS_PER_DAY = 86400.0
 DAYS_PER_YEAR = 365
-UPDATE_BYTES = 28
-"""AdamW on float32: reads gradient, master and two moments (16), writes master and two moments (12)"""
 
 
 class Resource(StrEnum):
@@ -163,14 +161,15 @@ def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streami
     up = w * max(0.0, c - work.units.trained[streaming.units])
     streamed = g * states_bytes_per_parameter(work, on_cpu=False)
     written = stored_bytes(work, streaming)
+    updated = work.rule.update_bytes + w
     duplex = rates.duplex if streamed else 1.0
     return {
-        Resource.CPU: c * (UPDATE_BYTES + w) / rates.cpu,
+        Resource.CPU: c * updated / rates.cpu,
         Resource.H2D: (up + streamed) / (duplex * rates.h2d),
         Resource.D2H: streamed / (duplex * rates.d2h),
         Resource.WRITE: written / rates.write if written else 0.0,
-        Resource.DRAM: (c * (UPDATE_BYTES + w) + up + 2 * streamed + written) / rates.dram,
-        Resource.COMPUTE: (s + g) * (UPDATE_BYTES + w) / rates.device,
+        Resource.DRAM: (c * updated + up + 2 * streamed + written) / rates.dram,
+        Resource.COMPUTE: (s + g) * updated / rates.device,
     }
 
 

@@ -109,7 +109,7 @@ def test_floats_are_strings_and_so_are_their_defaults() -> None:
     text = (ROOT / TRAINING_JOB.path).read_text(encoding="utf-8")
     found = dict(fields(yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
     assert "number" not in {node.get("type") for node in NODES.values()}
-    assert found["spec.training.optimizer.eps"]["default"] == "1e-08"
+    assert found["spec.model.config.normEps"]["default"] == "1e-05"
     assert "default: 1e" not in text, "other parsers read a bare 1e-08 as a number"
 
 

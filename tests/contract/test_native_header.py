@@ -25,7 +25,7 @@ SCALARS = {
     "spillway_io_call": native.IO_CALL,
 }
 STRUCTS = {
-    "spillway_adamw_scalars": native.AdamWScalarsStruct,
+    "spillway_update_scalars": native.UpdateScalarsStruct,
     "spillway_square_sum": native.SquareSumStruct,
     "spillway_copy": native.CopyStruct,
     "spillway_io_request": native.IoRequestStruct,
@@ -92,6 +92,8 @@ def test_every_number_is_the_same() -> None:
     assert f"#define SPILLWAY_NUM_LIMBS {native.NUM_LIMBS}\n" in HEADER
     isa = {f"SPILLWAY_ISA_{name.upper()}": code for name, code in native.ISA_CODES.items()}
     assert enum_of_header("spillway_isa") == {"SPILLWAY_ISA_AUTO": 0, **isa}
+    rules = {f"SPILLWAY_{rule.name}": code for rule, code in native.RULE_CODES.items()}
+    assert enum_of_header("spillway_rule") == rules
     types = {f"SPILLWAY_{str(dtype).removeprefix('torch.').upper()}": code for dtype, code in native.TYPE_CODES.items()}
     assert enum_of_header("spillway_type") == {"SPILLWAY_NONE": 0, **types}
     engines = {

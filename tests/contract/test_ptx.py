@@ -6,6 +6,7 @@ searched for what would change a bit: fused multiply-add, flushed denormals, app
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,15 +17,23 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spillway_trainer import triton_adamw
+from spillway.update_rules import UpdateRule
+from spillway_trainer import triton_kernels
 
 FORBIDDEN = re.compile(r"fma|\.ftz|approx|div\.full|\b(?:add|sub|mul)\.f32")
 """the last: without .rn the assembler may contract a product and a sum on its own"""
 SCALARS = (
-    *("gradient_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"),
+    *("gradient_scale", "decay", "weight_decay", "momentum", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"),
     *("sqrt_bias_correction2", "eps", "step_size"),
 )
-STATES = ("master", "exp_avg", "exp_avg_sq")
+STATES = ("master", "moment1", "moment2")
+OPERATIONS = {
+    UpdateRule.ADAMW: {"mul": 8, "add": 3, "sub": 1, "sqrt": 1, "div": 2},
+    UpdateRule.ADAM: {"mul": 8, "add": 4, "sub": 1, "sqrt": 1, "div": 2},
+    UpdateRule.SGD_MOMENTUM: {"mul": 4, "add": 2, "sub": 1, "sqrt": 0, "div": 0},
+    UpdateRule.LION: {"mul": 7, "add": 2, "sub": 1, "sqrt": 0, "div": 0},
+}
+"""of one value"""
 TYPES = {"float32": "*fp32", "bfloat16": "*u16"}
 
 
@@ -35,7 +44,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled(kernel: object, signature: dict[str, str], constants: dict[str, object], **how: object) -> dict[str, str]:
     """`how`: architecture, aligned (pointers and length are multiples of 16, as in nearly every launch), options."""
-    options = {**triton_adamw.OPTIONS, **how.get("options", {})}
+    options = {**triton_kernels.OPTIONS, **how.get("options", {})}
     attributes = {}
     if how["aligned"]:
         names = list(signature)
@@ -53,22 +62,26 @@ def forbidden_in(ptx: str) -> list[str]:
     return sorted(name for name in operations(ptx) if FORBIDDEN.search(name))
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("out", ["float32", "bfloat16", "none"])
-@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_adamw_rounds_every_operation_once(architecture: int, gradient: str, out: str, aligned: bool) -> None:
+LAUNCHES = [
+    *itertools.product([UpdateRule.ADAMW], [80, 90], TYPES, ["float32", "bfloat16", "none"], [True, False]),
+    *itertools.product(set(UpdateRule) - {UpdateRule.ADAMW}, [80], TYPES, ["bfloat16"], [True, False]),
+]
+"""rule, architecture, gradient, out, aligned; what `out` and architecture change is the same code for every rule"""
+
+
+@pytest.mark.parametrize(("rule", "architecture", "gradient", "out", "aligned"), sorted(LAUNCHES))
+def test_an_update_rounds_every_operation_once(
+    rule: UpdateRule, architecture: int, gradient: str, out: str, aligned: bool
+) -> None:
     arrays = dict.fromkeys(STATES, "*fp32") | {"gradient": TYPES[gradient], "out": TYPES.get(out, "*fp32")}
     signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
-    constants = {"HAS_OUT": out != "none", "BLOCK": triton_adamw.BLOCK}
-    made = compiled(triton_adamw.adamw_kernel, signature, constants, architecture=architecture, aligned=aligned)
+    constants = {"RULE": rule.value, "HAS_OUT": out != "none", "BLOCK": triton_kernels.BLOCK}
+    made = compiled(triton_kernels.update_kernel, signature, constants, architecture=architecture, aligned=aligned)
     assert forbidden_in(made["ptx"]) == []
     found = operations(made["ptx"])
-    per_thread = triton_adamw.BLOCK // (32 * triton_adamw.OPTIONS["num_warps"])
+    per_thread = triton_kernels.BLOCK // (32 * triton_kernels.OPTIONS["num_warps"])
     arithmetic = {name: found[f"{name}.rn.f32"] for name in ("mul", "add", "sub", "sqrt", "div")}
-    assert arithmetic == {
-        name: n * per_thread for name, n in [("mul", 8), ("add", 3), ("sub", 1), ("sqrt", 1), ("div", 2)]
-    }
+    assert arithmetic == {name: n * per_thread for name, n in OPERATIONS[rule].items()}
     assert len(made["cubin"]) > 0, "the assembler took it"
     if aligned:
         assert found["ld.global.v4.b32"] > 0, "sixteen bytes an access"
@@ -79,8 +92,8 @@ def test_adamw_rounds_every_operation_once(architecture: int, gradient: str, out
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_accumulate_rounds_every_operation_once(architecture: int, gradient: str, first: bool) -> None:
     signature = {"accumulator": "*fp32", "gradient": TYPES[gradient], "n": "i64"}
-    constants = {"FIRST": first, "BLOCK": triton_adamw.BLOCK}
-    made = compiled(triton_adamw.accumulate_kernel, signature, constants, architecture=architecture, aligned=True)
+    constants = {"FIRST": first, "BLOCK": triton_kernels.BLOCK}
+    made = compiled(triton_kernels.accumulate_kernel, signature, constants, architecture=architecture, aligned=True)
     assert forbidden_in(made["ptx"]) == []
     assert ("add.rn.f32" in operations(made["ptx"])) is not first
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spillway.errors import CheckpointCorrupt, UserError
+from spillway.update_rules import UpdateRule
 from spillway_trainer.checkpoint import (
     check_same_run,
     load,
@@ -24,7 +25,7 @@ from spillway_trainer.checkpoint import (
     write_tensors,
 )
 from spillway_trainer.checkpoint_directory import Epoch
-from spillway_trainer.checkpoint_manifest import Checkpoint
+from spillway_trainer.checkpoint_manifest import Checkpoint, TrainingState
 from spillway_trainer.data import TokenBatches
 from spillway_trainer.durable_files import describe_file
 from spillway_trainer.export import export
@@ -46,13 +47,12 @@ def awkward(shape: tuple[int, ...], seed: int) -> Tensor:
     return bits.view(torch.float32)
 
 
-def canonical(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    names = [f"{kind}.{name}" for kind in kinds for name in shapes]
+def canonical(shapes: dict[str, tuple[int, ...]], rule: UpdateRule = UpdateRule.ADAMW) -> dict[str, Tensor]:
+    names = [f"{kind}.{name}" for kind in rule.state_kinds for name in shapes]
     return {name: awkward(shapes[name.split(".", 1)[1]], seed) for seed, name in enumerate(names)}
 
 
-SHAPES = {"a": (7, 5), "b": (3,), "c": (1, 1), "d": (40, 50), "e": ()}
+SHAPES = {"a": (7, 5), "b": (3,), "c": (1, 1), "d": (40, 50), "e": (), "empty": (0, 3)}
 
 
 def saved(directory: Path, tensors: dict[str, Tensor], **state: object) -> Checkpoint:
@@ -63,9 +63,10 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.int32).tolist()
 
 
-def test_every_bit_of_every_tensor_comes_back(tmp_path: Path) -> None:
-    tensors = canonical(SHAPES)
-    loaded = dict(load(saved(tmp_path, tensors), SHAPES))
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_every_bit_of_every_tensor_comes_back(tmp_path: Path, rule: UpdateRule) -> None:
+    tensors = canonical(SHAPES, rule)
+    loaded = dict(load(saved(tmp_path, tensors, rule=rule.value), SHAPES))
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].shape == tensor.shape
@@ -128,13 +129,21 @@ def test_a_tensor_that_its_file_lacks_is_never_left_out(tmp_path: Path) -> None:
         list(load(checkpoint, {"a": (7, 5)}))
 
 
-@pytest.mark.parametrize("changed", ["tokenizer_xxh3", "data_xxh3", "seed"])
+@pytest.mark.parametrize("changed", ["tokenizer_xxh3", "data_xxh3", "seed", "rule"])
 def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
     state = training_state(10)
-    now = {"tokenizer_xxh3": state.tokenizer_xxh3, "data_xxh3": state.data_xxh3, "seed": state.seed}
+    now = {field: getattr(state, field) for field in ("tokenizer_xxh3", "data_xxh3", "seed", "rule")}
     check_same_run(state, **now)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="made by another run"):
         check_same_run(state, **(now | {changed: "other"}))  # type: ignore[arg-type]
+
+
+def test_the_manifest_names_every_rule_but_the_one_that_older_trainers_expect() -> None:
+    assert "rule" not in training_state(10).to_json()
+    assert training_state(10, rule="Lion").to_json()["rule"] == "Lion"
+    for rule in UpdateRule:
+        state = training_state(10, rule=rule.value)
+        assert TrainingState.from_json(state.to_json()) == state
 
 
 def test_random_state_comes_back() -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_cases import HOST_BYTES, SETTINGS, Case, drive, offload, oracle, outcome, resident, split
+from optimizer_cases import HOST_BYTES, SETTINGS, SHAPES, Case, drive, offload, oracle, outcome, resident, split
 from torch import Tensor
 from torch.nn import Parameter
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
+from spillway.update_rules import UpdateRule
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 from spillway_trainer.optimizer import Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
@@ -92,11 +93,26 @@ def test_gradient_of_an_alias_moves_its_owner() -> None:
         assert not torch.equal(dict(optimizer.state())["master.embedding"], before["master.embedding"])
 
 
-def test_state_has_masters_and_moments_of_every_trained_owner() -> None:
-    for optimizer in both(Case(torch.bfloat16, tied=True)):
-        names = {name for name, _ in optimizer.state()}
-        parameters = ("embedding", "norm", "up", "bias", "rare", "down")
-        assert names == {f"{kind}.{name}" for kind in ("master", "exp_avg", "exp_avg_sq") for name in parameters}
+@pytest.mark.parametrize(
+    ("rule", "kinds"),
+    [
+        (UpdateRule.ADAMW, ("master", "exp_avg", "exp_avg_sq")),
+        (UpdateRule.ADAM, ("master", "exp_avg", "exp_avg_sq")),
+        (UpdateRule.SGD_MOMENTUM, ("master", "momentum_buffer")),
+        (UpdateRule.LION, ("master", "exp_avg")),
+    ],
+)
+def test_state_has_masters_and_moments_of_every_trained_owner(rule: UpdateRule, kinds: tuple[str, ...]) -> None:
+    for optimizer in both(Case(torch.bfloat16, tied=True, rule=rule)):
+        shapes = {name: value.shape for name, value in optimizer.state()}
+        assert shapes == {f"{kind}.{name}": shape for kind in kinds for name, shape in SHAPES.items()}
+
+
+def test_scalars_have_powers_of_the_betas_only_where_bias_is_corrected() -> None:
+    for rule in UpdateRule:
+        for optimizer in both(Case(torch.bfloat16, rule=rule)):
+            powers = {"beta1_power", "beta2_power"} if rule in (UpdateRule.ADAMW, UpdateRule.ADAM) else set()
+            assert optimizer.scalars().keys() == {"num_updates", *powers}
 
 
 def test_state_is_a_copy() -> None:
@@ -137,12 +153,13 @@ def test_sparse_gradient_is_refused_by_name() -> None:
             optimizer.take("up", torch.ones(83, 37).to_sparse())
 
 
-def test_ledger_holds_states_and_accumulators_of_the_plain_optimizer() -> None:
-    case, ledger = Case(torch.bfloat16, tied=True), DeviceLedger(None)
-    ResidentOptimizer(case.parameters(), case.aliases, SETTINGS, ledger)
+@pytest.mark.parametrize(("rule", "states_bytes"), [(UpdateRule.ADAMW, 12), (UpdateRule.LION, 8)])
+def test_ledger_holds_states_and_accumulators_of_the_plain_optimizer(rule: UpdateRule, states_bytes: int) -> None:
+    case, ledger = Case(torch.bfloat16, tied=True, rule=rule), DeviceLedger(None)
+    ResidentOptimizer(case.parameters(), case.aliases, case.settings, ledger)
     num_parameters, num_alias = 8652, 2257
     assert ledger.by_purpose() == {
-        "optimizer_states": 12 * num_parameters,
+        "optimizer_states": states_bytes * num_parameters,
         "gradients": 4 * (num_parameters + num_alias),
     }
 

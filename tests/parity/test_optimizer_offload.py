@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from optimizer_cases import (
 from torch import Tensor
 
 from spillway.plan import OptimizerPlan, Overlap
+from spillway.update_rules import UpdateRule
 from spillway_trainer import kernels
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.reference import UpdateScalars
@@ -41,6 +43,7 @@ CHUNKS = (1009, 4096, 1 << 20)
 DTYPES = (torch.bfloat16, torch.float32)
 MODES: tuple[tuple[int, Overlap], ...] = ((1, "None"), (2, "None"), (1, "Forward"))
 """threads, overlap"""
+OTHER_RULES = [rule for rule in UpdateRule if rule is not UpdateRule.ADAMW]
 
 
 def memory() -> tuple[HostSlab, DeviceLedger]:
@@ -73,11 +76,35 @@ def test_every_split_leaves_the_bits_of_the_plain_optimizer(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", OTHER_RULES)
+def test_every_rule_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, dtype: torch.dtype) -> None:
+    """With every split; tied parameters, an empty one, one that has no gradient in most steps."""
+    for shares, lanes_name in itertools.product(SPLITS, LANES):
+        case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+        host, ledger = memory()
+        lanes = LANES[lanes_name](host, ledger)
+        result = run(case, split(*shares, 1009, num_threads=2), lanes, ledger)
+        lanes.close()
+        assert result.difference(oracle(case)) == [], (shares, lanes_name)
+        assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), shares
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES)
+def test_what_one_plan_saved_another_continues_by_every_rule(rule: UpdateRule) -> None:
+    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+    for before, after in ((SPLITS[5], SPLITS[0]), (SPLITS[2], SPLITS[4])):
+        continues(case, before, after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPLITS, 2)), ids=str)
 def test_what_one_plan_saved_another_continues_bitwise(
     before: tuple[float, float, float], after: tuple[float, float, float], dtype: torch.dtype
 ) -> None:
-    case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True)
+    continues(Case(dtype, num_micro_batches=2, clipping=1.0, tied=True), before, after)
+
+
+def continues(case: Case, before: tuple[float, float, float], after: tuple[float, float, float]) -> None:
     host, ledger = memory()
     first_parameters = case.parameters()
     plan = split(*before, 1009, overlap="Forward")  # the last update is in flight when its states are asked for
@@ -85,7 +112,7 @@ def test_what_one_plan_saved_another_continues_bitwise(
     norms = drive(first, case, 0, UNTIL_MIDDLE)
     saved, scalars = dict(first.state()), first.scalars()
 
-    parameters = Case(dtype, tied=True, seed=7).parameters()  # other weights: all must come from the checkpoint
+    parameters = Case(case.dtype, tied=True, seed=7).parameters()  # other weights: all must come from the checkpoint
     host, ledger = memory()
     second = offload(parameters, case, split(*after, 4096, overlap="Forward"), LazyLanes(host, ledger), ledger)
     for name, value in saved.items():
@@ -137,7 +164,7 @@ def test_wrong_arithmetic_on_one_side_shows() -> None:
     parameters, lanes = case.parameters(), LazyLanes(host, ledger)
 
     def other_epsilon(scalars: UpdateScalars, *tensors: object) -> None:
-        kernels.adamw(dataclasses.replace(scalars, eps=1e-6), *tensors)  # type: ignore[arg-type]
+        kernels.update(dataclasses.replace(scalars, eps=1e-6), *tensors)  # type: ignore[arg-type]
 
     optimizer = OptimizerOffload(
         parameters, {}, SETTINGS, split(0.5, 0.5, 0, 1009), lanes, ledger, device_update=other_epsilon
@@ -168,9 +195,12 @@ def test_the_cpu_never_touches_the_memory_of_the_device(dtype: torch.dtype) -> N
     host, ledger = memory()
     parameters = case.parameters()
 
-    def recording(scalars: UpdateScalars, *tensors: Tensor) -> None:
-        touched.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        kernels.adamw(scalars, *tensors)
+    def recording(
+        scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
+    ) -> None:
+        assert out is not None
+        touched.update(tensor.untyped_storage().data_ptr() for tensor in (master, *moments, gradient, out))
+        kernels.update(scalars, master, moments, gradient, out)
 
     lanes, plan = LazyLanes(host, ledger), split(0.5, 0.3, 0.2, 1009)
     optimizer = OptimizerOffload(parameters, {}, SETTINGS, plan, lanes, ledger, cpu_update=recording)

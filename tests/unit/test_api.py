@@ -186,7 +186,26 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "less than 1",
     ),
     "one checkpoint": ({"spec.checkpoint.keep": 1}, "spec.checkpoint.keep", "at least 2"),
-    "another optimizer": ({"spec.training.optimizer.name": "SGD"}, "spec.training.optimizer.name", "must be AdamW"),
+    "another optimizer": (
+        {"spec.training.optimizer.name": "Adafactor"},
+        "spec.training.optimizer.name",
+        "one of AdamW, Adam, SgdMomentum, Lion",
+    ),
+    "momentum for AdamW": (
+        {"spec.training.optimizer.momentum": "0.9"},
+        "spec.training.optimizer.momentum",
+        "AdamW has none; leave it out",
+    ),
+    "eps for Lion": (
+        {"spec.training.optimizer": {"name": "Lion", "eps": "1e-8"}},
+        "spec.training.optimizer.eps",
+        "Lion has none; leave it out",
+    ),
+    "betas for SgdMomentum": (
+        {"spec.training.optimizer": {"name": "SgdMomentum", "betas": ["0.9", "0.95"]}},
+        "spec.training.optimizer.betas",
+        "SgdMomentum has none; leave it out",
+    ),
     "float16": ({"spec.model.precision.compute": "float16"}, "spec.model.precision.compute", "bfloat16, float32"),
     "Disabled without a bound": ({"spec.memory.mode": "Disabled"}, "spec.memory.budget.host", "required"),
     "Disabled with offloading": (

@@ -38,7 +38,7 @@ def test_adamw_is_the_declared_formula_with_each_operation_rounded_once() -> Non
         v_wanted = v.numpy() * f(0.95) + f(1 - 0.95) * (scaled * scaled)
         root = np.sqrt(v_wanted) / f(math.sqrt(1 - 0.95**3)) + f(1e-8)
         p_wanted = p.numpy() * f(1 - 3e-4 * 0.1) - f(3e-4 / (1 - 0.9**3)) * (m_wanted / root)
-    reference.adamw(s, p, m, v, g, None)
+    reference.update(s, p, (m, v), g, None)
     for found, wanted in ((p, p_wanted), (m, m_wanted), (v, v_wanted)):
         number = ~np.isnan(wanted)
         assert wanted.dtype == np.float32
@@ -49,7 +49,7 @@ def test_adamw_stores_one_quiet_nan() -> None:
     p, m, v = torch.ones(4), torch.zeros(4), torch.zeros(4)
     strange = torch.tensor([0x7F800001, -1, 0x7FFFFFFF, -0x400000], dtype=torch.int32).view(torch.float32)
     out = torch.zeros(4, dtype=torch.bfloat16)
-    reference.adamw(UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95), p, m, v, strange, out)
+    reference.update(UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95), p, (m, v), strange, out)
     assert [t.view(torch.int32).tolist() for t in (p, m, v)] == [[0x7FC00000] * 4] * 3
     assert out.view(torch.int16).tolist() == [0x7FC0] * 4
 

@@ -241,7 +241,7 @@ def make_optimizer(
         return OptimizerOffload(
             parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger, homes=streaming
         )
-    update = partial(kernels.adamw, num_threads=plan.optimizer.num_threads)
+    update = partial(kernels.update, num_threads=plan.optimizer.num_threads)
     return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger, update)
 
 

@@ -1,7 +1,7 @@
 """Tensors into a checkpoint and out of it: safetensors files, no pickle, one file's worth of extra memory.
 
 The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
-alias, `master.X`, `exp_avg.X` and `exp_avg_sq.X` in float32 and in the parameter's shape.
+alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in float32 and in the parameter's shape.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from spillway.errors import UserError
 from spillway.units import MIB
+from spillway.update_rules import UpdateRule
 
 from .checkpoint_directory import Epoch, Pending
 from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
 
 FILE_BYTES = 64 * MIB
 """tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -113,16 +113,17 @@ def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterato
 
 
 def check_same_run(
-    state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int, source_xxh3: str = ""
+    state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int, rule: str, source_xxh3: str = ""
 ) -> None:
-    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed or model to start
-    from than this run."""
+    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed, optimizer or model
+    to start from than this run."""
     differences = [
         f"{what} {now!r} now, {then!r} in the checkpoint"
         for what, now, then in (
             ("tokenizer", tokenizer_xxh3, state.tokenizer_xxh3),
             ("tokens and their order", data_xxh3, state.data_xxh3),
             ("seed", seed, state.seed),
+            ("optimizer", rule, state.rule),
             ("weights of spec.model.source", source_xxh3, state.model.get("source_xxh3", "")),
         )
         if now != then
@@ -130,8 +131,8 @@ def check_same_run(
     if differences:
         raise UserError(
             f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
-            "put back the corpus directory, the model's source and the job's data fields, or train in a new output "
-            "directory"
+            "put back the corpus directory, the model's source, the job's data fields and the optimizer's name, or "
+            "train in a new output directory"
         )
 
 
@@ -145,7 +146,8 @@ def restore_random_state(text: str) -> None:
 
 
 def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
-    wanted = {f"{kind}.{name}": tuple(shape) for kind in KINDS for name, shape in shapes.items()}
+    kinds = UpdateRule(checkpoint.manifest.state.rule).state_kinds
+    wanted = {f"{kind}.{name}": tuple(shape) for kind in kinds for name, shape in shapes.items()}
     found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
     if wanted == found:
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway.errors import UserError
+from spillway.update_rules import UpdateRule
 
 from .durable_files import FileEntry, describe_file
 from .sealed_json import Unsealed, seal, unseal
@@ -84,9 +85,14 @@ class TrainingState:
     """what the model is (Chain.description); JSON values"""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """the tokenizer's, as tokenizer_config.json has them: eos_token, mask_token"""
+    rule: str = UpdateRule.ADAMW.value
+    """spec.training.optimizer.name; AdamW is not written, so that a Spillway that knows no other reads it"""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
+        fields = asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
+        if self.rule == UpdateRule.ADAMW:
+            del fields["rule"]
+        return fields
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> TrainingState:
@@ -103,7 +109,7 @@ class Manifest:
     """the checkpoint this one continues: the epoch's previous one, or what the epoch resumed from"""
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
-    """master.X, exp_avg.X, exp_avg_sq.X for every parameter X; a tied alias has none"""
+    """one for each kind of state (master.X, exp_avg.X ...) of every parameter X; a tied alias has none"""
     state: TrainingState
     spillway: str
     """version of the writer"""

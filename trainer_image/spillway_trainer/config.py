@@ -13,6 +13,7 @@ from spillway.errors import UserError
 from spillway.footprint import RUN_STRATEGY
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.update_rules import EPS, MOMENTUM
 
 from .models.transformer import TransformerConfig
 from .optimizer import Hyperparameters
@@ -63,8 +64,16 @@ def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:
 
 def hyperparameters(spec: TrainingJobSpec) -> Hyperparameters:
     optimizer = spec.training.optimizer
-    beta1, beta2 = optimizer.betas
-    return Hyperparameters(beta1=beta1, beta2=beta2, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    rule = optimizer.rule
+    beta1, beta2 = optimizer.betas or rule.betas
+    return Hyperparameters(
+        beta1=beta1,
+        beta2=beta2,
+        eps=EPS if optimizer.eps is None else optimizer.eps,
+        weight_decay=rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay,
+        momentum=MOMENTUM if optimizer.momentum is None else optimizer.momentum,
+        rule=rule,
+    )
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:

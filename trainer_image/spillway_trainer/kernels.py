@@ -10,24 +10,23 @@ from . import native, reference
 from .reference import SquareSum, UpdateScalars
 from .spill_file import SpillFile
 
-__all__ = ["SpillFile", "SquareSum", "UpdateScalars", "accumulate", "adamw", "copy", "copy_batch", "square_sum"]
+__all__ = ["SpillFile", "SquareSum", "UpdateScalars", "accumulate", "copy", "copy_batch", "square_sum", "update"]
 
 
-def adamw(
+def update(
     scalars: UpdateScalars,
     master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Sequence[Tensor],
     gradient: Tensor,
     out: Tensor | None,
     *,
     num_threads: int = 1,
 ) -> None:
-    """One AdamW step in place: see reference.adamw. The reference ignores `num_threads`: torch has its own."""
+    """One update in place: see reference.update. The reference ignores `num_threads`: torch has its own."""
     if native.available():
-        native.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out, num_threads=num_threads)
+        native.update(scalars, master, moments, gradient, out, num_threads=num_threads)
     else:
-        reference.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out)
+        reference.update(scalars, master, moments, gradient, out)
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1) -> None:

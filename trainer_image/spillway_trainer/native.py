@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from spillway.errors import UserError
+from spillway.update_rules import UpdateRule
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
 from .reference import SquareSum, UpdateScalars, float32
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
+RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
+"""SPILLWAY_ADAMW and the others, in the header's order"""
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16; 0 is SPILLWAY_NONE"""
 IO_ENGINE = "SPILLWAY_IO_ENGINE"
@@ -46,12 +49,14 @@ NOT_REGISTERED = 8
 LIBRARY_NAME = "libspillway_native.so"
 
 
-class AdamWScalarsStruct(Structure):
-    """spillway_adamw_scalars"""
+class UpdateScalarsStruct(Structure):
+    """spillway_update_scalars"""
 
     _fields_ = [
         ("gradient_scale", c_float),
         ("decay", c_float),
+        ("weight_decay", c_float),
+        ("momentum", c_float),
         ("beta1", c_float),
         ("one_minus_beta1", c_float),
         ("beta2", c_float),
@@ -96,10 +101,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_abi_version": (c_int32, ()),
     "spillway_strerror": (c_char_p, (c_int32,)),
     "spillway_isa_available": (c_int32, (c_int32,)),
-    "spillway_adamw": (
+    "spillway_update": (
         c_int32,
         (
-            *(POINTER(AdamWScalarsStruct), c_void_p, c_void_p, c_void_p),
+            *(c_int32, POINTER(UpdateScalarsStruct), c_void_p, c_void_p, c_void_p),
             *(c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
         ),
     ),
@@ -168,29 +173,29 @@ def available() -> bool:
     return isa() != "reference"
 
 
-def adamw(
+def update(
     scalars: UpdateScalars,
     master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Sequence[Tensor],
     gradient: Tensor,
     out: Tensor | None,
     *,
     num_threads: int = 1,
     instruction_set: str = "",
 ) -> None:
-    """reference.adamw, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
+    """reference.update, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
     n = master.numel()
-    for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
         _check(name, tensor, n, torch.float32)
     _check("gradient", gradient, n, *TYPE_CODES)
     if out is not None:
         _check("out", out, n, *TYPE_CODES)
-    error = _library().spillway_adamw(
+    error = _library().spillway_update(
+        RULE_CODES[scalars.rule],
         _scalars_struct(scalars),
         master.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
+        moments[0].data_ptr(),
+        moments[-1].data_ptr(),
         gradient.data_ptr(),
         TYPE_CODES[gradient.dtype],
         None if out is None else out.data_ptr(),
@@ -199,7 +204,7 @@ def adamw(
         ISA_CODES[instruction_set or isa()],
         num_threads,
     )
-    _raise_for("spillway_adamw", error)
+    _raise_for("spillway_update", error)
 
 
 def accumulate(
@@ -348,10 +353,12 @@ def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -
         )
 
 
-def _scalars_struct(scalars: UpdateScalars) -> AdamWScalarsStruct:
-    return AdamWScalarsStruct(
+def _scalars_struct(scalars: UpdateScalars) -> UpdateScalarsStruct:
+    return UpdateScalarsStruct(
         gradient_scale=float32(scalars.gradient_scale),
         decay=scalars.decay,
+        weight_decay=float32(scalars.weight_decay),
+        momentum=float32(scalars.momentum),
         beta1=float32(scalars.beta1),
         one_minus_beta1=scalars.one_minus_beta1,
         beta2=float32(scalars.beta2),

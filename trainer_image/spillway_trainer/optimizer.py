@@ -11,7 +11,7 @@ arithmetic is reference.py's; the number of updates belongs to the optimizer, no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,16 +20,16 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from spillway.plan import Tier
+from spillway.update_rules import MASTER, UpdateRule
 
 from . import kernels
 from .reference import SquareSum, UpdateScalars
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
-Update = Callable[[UpdateScalars, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
-"""adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out): in place, flat tensors (reference.adamw)"""
+Update = Callable[[UpdateScalars, Tensor, Sequence[Tensor], Tensor, Tensor | None], None]
+"""update(scalars, master, moments, gradient, out): in place, flat tensors (reference.update)"""
 
-MASTER, EXP_AVG, EXP_AVG_SQ = STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 FLOAT32_BYTES = 4
 
 
@@ -63,8 +63,8 @@ class Optimizer(Protocol):
         """Return when every update is done and visible in the parameters."""
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Canonical state, the same for every plan: "master.<name>", "exp_avg.<name>", "exp_avg_sq.<name>", float32
-        copies in the parameter's shape; aliases are absent. Flushes first."""
+        """Canonical state, the same for every plan: "<kind>.<name>" for the kinds of the rule ("master.<name>" first),
+        float32 copies in the parameter's shape; aliases are absent. Flushes first."""
 
     def load(self, name: str, value: Tensor) -> None:
         """Set one entry of `state`; a master also sets the parameter, rounded to its dtype."""
@@ -79,58 +79,75 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters that do not change from step to step. Vectors (dim < 2) never decay."""
+    """The hyperparameters that do not change from step to step; a rule reads those that it has. Vectors (dim < 2) never
+    decay."""
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    momentum: float = 0.0
+    rule: UpdateRule = UpdateRule.ADAMW
 
 
 @dataclass(slots=True)
 class UpdateCount:
-    """Updates done, and beta^t by repeated fp64 product: carried in the checkpoint, so resume repeats the same bits."""
+    """Updates done, and, for a rule that corrects bias, beta^t by repeated fp64 product: carried in the checkpoint, so
+    resume repeats the same bits."""
 
     settings: Hyperparameters
     num_updates: int = 0
-    beta1_power: float = 1.0
-    beta2_power: float = 1.0
+    powers: dict[str, float] = field(init=False)
+    """beta1^t and beta2^t, by the names of UpdateScalars; empty without correction"""
+
+    def __post_init__(self) -> None:
+        self.powers = {"beta1_power": 1.0, "beta2_power": 1.0} if self.settings.rule.corrects_bias else {}
 
     def advance(self) -> None:
         self.num_updates += 1
-        self.beta1_power *= self.settings.beta1
-        self.beta2_power *= self.settings.beta2
+        betas = {"beta1_power": self.settings.beta1, "beta2_power": self.settings.beta2}
+        for name in self.powers:
+            self.powers[name] *= betas[name]
 
     def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> UpdateScalars:
         """Scalars of the current update, after `advance`."""
         s = self.settings
         weight_decay = s.weight_decay if parameter.dim() >= 2 else 0.0
-        powers = (self.beta1_power, self.beta2_power)
-        return UpdateScalars(learning_rate, s.beta1, s.beta2, s.eps, weight_decay, *powers, gradient_scale)
+        return UpdateScalars(
+            learning_rate=learning_rate,
+            beta1=s.beta1,
+            beta2=s.beta2,
+            eps=s.eps,
+            weight_decay=weight_decay,
+            gradient_scale=gradient_scale,
+            momentum=s.momentum,
+            rule=s.rule,
+            **self.powers,
+        )
 
     def as_dict(self) -> dict[str, float]:
-        return {
-            "num_updates": float(self.num_updates),
-            "beta1_power": self.beta1_power,
-            "beta2_power": self.beta2_power,
-        }
+        return {"num_updates": float(self.num_updates), **self.powers}
 
     def load(self, scalars: Mapping[str, float]) -> None:
         self.num_updates = int(scalars["num_updates"])
-        self.beta1_power, self.beta2_power = scalars["beta1_power"], scalars["beta2_power"]
+        self.powers = {name: scalars[name] for name in self.powers}
 
 
-@dataclass(slots=True)
-class _States:
-    """One parameter's states, flat float32. With float32 compute `master` is the parameter's own memory."""
+@dataclass(frozen=True, slots=True)
+class States:
+    """One parameter's or chunk's states, flat float32; `master` is the memory of a parameter that is its own master."""
 
     master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[Tensor, ...]
+    """in the order of the rule"""
+
+    def of(self, rule: UpdateRule, kind: str) -> Tensor:
+        """`kind` is one of rule.state_kinds."""
+        return (self.master, *self.moments)[rule.state_kinds.index(kind)]
 
 
 class ResidentOptimizer:
-    """AdamW with masters, moments and float32 accumulators on the device, charged to its ledger."""
+    """Masters, moments and float32 accumulators on the device, charged to its ledger."""
 
     def __init__(
         self,
@@ -138,14 +155,14 @@ class ResidentOptimizer:
         tied: Mapping[str, str],
         settings: Hyperparameters,
         ledger: DeviceLedger,
-        update: Update = kernels.adamw,
+        update: Update = kernels.update,
     ) -> None:
         self._trainable = Trainable.of(parameters, tied)
-        self._count = UpdateCount(settings)
+        self._count, self._rule = UpdateCount(settings), settings.rule
         self._update = update
-        self._states_bytes = sum(_states_bytes(p) for p in self._trainable.parameters.values())
+        self._states_bytes = sum(_states_bytes(p, self._rule) for p in self._trainable.parameters.values())
         ledger.charge("optimizer_states", self._states_bytes)
-        self._states = {name: _new_states(p) for name, p in self._trainable.parameters.items()}
+        self._states = {name: _new_states(p, self._rule) for name, p in self._trainable.parameters.items()}
         uses = [*self._trainable.parameters, *self._trainable.tied]
         sizes = {name: self._trainable.parameters[self._trainable.owner(name)].numel() for name in uses}
         self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
@@ -184,7 +201,7 @@ class ResidentOptimizer:
             states = self._states[name]
             scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
             out = None if parameter.dtype == torch.float32 else flat(parameter)
-            self._update(scalars, states.master, states.exp_avg, states.exp_avg_sq, self._accumulators[name], out)
+            self._update(scalars, states.master, states.moments, self._accumulators[name], out)
             increment_version(parameter)  # a backward of before this step must not go on unnoticed
         self._arrived.clear()
 
@@ -196,13 +213,13 @@ class ResidentOptimizer:
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trainable.parameters.items():
-            for kind in STATE_KINDS:
-                yield f"{kind}.{name}", getattr(self._states[name], kind).reshape(parameter.shape).clone()
+            for kind in self._rule.state_kinds:
+                yield f"{kind}.{name}", self._states[name].of(self._rule, kind).reshape(parameter.shape).clone()
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter_name = name.partition(".")
         states = self._states[parameter_name]
-        getattr(states, kind).copy_(value.reshape(-1))
+        states.of(self._rule, kind).copy_(value.reshape(-1))
         parameter = self._trainable.parameters[parameter_name]
         if kind == MASTER and parameter.dtype != torch.float32:
             flat(parameter).copy_(master_values(states.master, parameter.dtype))
@@ -225,11 +242,11 @@ class ResidentOptimizer:
                 self._arrived.remove(alias)
 
 
-def _states_bytes(parameter: Parameter) -> int:
-    """12 bytes a parameter; 8 with float32 compute, where the parameter is its own master."""
-    return parameter.numel() * FLOAT32_BYTES * (2 if parameter.dtype == torch.float32 else 3)
+def _states_bytes(parameter: Parameter, rule: UpdateRule) -> int:
+    """With float32 compute the parameter is its own master."""
+    return parameter.numel() * rule.states_bytes(has_master=parameter.dtype != torch.float32)
 
 
-def _new_states(parameter: Parameter) -> _States:
+def _new_states(parameter: Parameter, rule: UpdateRule) -> States:
     master = flat(parameter) if parameter.dtype == torch.float32 else flat(parameter).float()
-    return _States(master, torch.zeros_like(master), torch.zeros_like(master))
+    return States(master, tuple(torch.zeros_like(master) for _ in rule.moments))

@@ -242,7 +242,8 @@ def update(threads: int) -> Figures:
     master, exp_avg, exp_avg_sq, gradient = (torch.full((UPDATE_PARAMETERS,), 0.01) for _ in range(4))
     out = torch.empty(UPDATE_PARAMETERS, dtype=torch.bfloat16)
     scalars = UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
-    seconds = repeated(lambda: kernels.adamw(scalars, master, exp_avg, exp_avg_sq, gradient, out, num_threads=threads))
+    moments = (exp_avg, exp_avg_sq)
+    seconds = repeated(lambda: kernels.update(scalars, master, moments, gradient, out, num_threads=threads))
     return {"optimizer update": [30 * UPDATE_PARAMETERS / second for second in seconds]}
 
 

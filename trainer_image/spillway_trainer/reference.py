@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from spillway.update_rules import UpdateRule
+
 _CHUNK_ELEMENTS = 1 << 18
-"""Values per pass of `adamw`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
+"""Values per pass of `update`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
 
 _NUM_EXPONENTS = 254
 """of finite float32 values: biased 1 to 254; zero and denormals share the first"""
@@ -33,19 +35,22 @@ def float32(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UpdateScalars:
-    """Scalars of one AdamW step, in fp64; the properties are the float32 values that the formula uses."""
+    """Scalars of one update, in fp64; the properties are the float32 values that the formulas use. A rule reads those
+    that its formula names."""
 
     learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
     """0 for parameters that do not decay (vectors)"""
-    beta1_power: float
-    """beta1^t after this step's multiplication, by repeated fp64 product"""
-    beta2_power: float
+    beta1_power: float = 0.0
+    """beta1^t after this step's multiplication, by repeated fp64 product; 0 for rules that correct no bias"""
+    beta2_power: float = 0.0
     gradient_scale: float = 1.0
     """clip factor; multiplied even when 1"""
+    momentum: float = 0.0
+    rule: UpdateRule = UpdateRule.ADAMW
 
     @property
     def decay(self) -> float:
@@ -65,26 +70,41 @@ class UpdateScalars:
 
     @property
     def step_size(self) -> float:
+        """The learning rate, and where bias is corrected that of exp_avg with it."""
         return float32(self.learning_rate / (1.0 - self.beta1_power))
 
 
-def adamw(
-    scalars: UpdateScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
+def update(
+    scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
 ) -> None:
-    """One AdamW step in place (Loshchilov & Hutter 2019, algorithm 2, decoupled decay times learning rate).
+    """One update in place by `scalars.rule`; `moments` are those of the rule, in its order.
 
-    All tensors are flat and contiguous with n values: master, exp_avg and exp_avg_sq float32, gradient float32 or
-    bfloat16, out bfloat16 (round to nearest even), float32 (a copy) or None.
+    All tensors are flat and contiguous with n values: master and moments float32, gradient float32 or bfloat16, out
+    bfloat16 (round to nearest even), float32 (a copy) or None.
     """
+    assert len(moments) == len(scalars.rule.moments), f"{scalars.rule} with {len(moments)} moments"
+    part = _PARTS[scalars.rule]
     outs = repeat(None) if out is None else torch.split(out, _CHUNK_ELEMENTS)
-    parts = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (master, exp_avg, exp_avg_sq, gradient))
-    for p, m, v, g, part_out in zip(*parts, outs, strict=False):
-        _adamw_part(scalars, p, m, v, g, part_out)
+    states = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (gradient, master, *moments))
+    for part_out, given, p, *of_p in zip(outs, *states, strict=False):
+        part(scalars, given.float() * float32(scalars.gradient_scale), p, *of_p)
+        if part_out is not None:
+            part_out.copy_(p if part_out.dtype == torch.float32 else bfloat16(p))
 
 
-def _adamw_part(s: UpdateScalars, p: Tensor, m: Tensor, v: Tensor, gradient: Tensor, out: Tensor | None) -> None:
-    g = gradient.float() * float32(s.gradient_scale)
+def _adamw(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
+    """Loshchilov & Hutter 2019, algorithm 2, decoupled decay times learning rate."""
     decayed = p * s.decay
+    _adam_step(s, g, decayed, p, m, v)
+
+
+def _adam(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
+    """Kingma & Ba 2015, with weight decay as torch.optim.Adam has it: L2, added to the gradient even when 0."""
+    decay = p * float32(s.weight_decay)
+    _adam_step(s, g + decay, p, p, m, v)
+
+
+def _adam_step(s: UpdateScalars, g: Tensor, before: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
     m_kept = m * float32(s.beta1)
     m_new = g * s.one_minus_beta1
     m.copy_(_quiet(m_kept + m_new))
@@ -93,10 +113,43 @@ def _adamw_part(s: UpdateScalars, p: Tensor, m: Tensor, v: Tensor, gradient: Ten
     v.copy_(_quiet(v_kept + v_new))
     root = torch.sqrt(v.double()).float() / s.sqrt_bias_correction2
     denominator = root + float32(s.eps)
-    update = (m / denominator) * s.step_size
-    p.copy_(_quiet(decayed - update))
-    if out is not None:
-        out.copy_(p if out.dtype == torch.float32 else bfloat16(p))
+    step = (m / denominator) * s.step_size
+    p.copy_(_quiet(before - step))
+
+
+def _sgd_momentum(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
+    """torch.optim.SGD with momentum, without dampening; the buffer begins at 0, which gives its first step."""
+    decay = p * float32(s.weight_decay)
+    new = g + decay
+    m_kept = m * float32(s.momentum)
+    m.copy_(_quiet(m_kept + new))
+    step = m * s.step_size
+    p.copy_(_quiet(p - step))
+
+
+def _lion(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
+    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2: the decay shrinks the parameter first, as AdamW's does."""
+    decayed = p * s.decay
+    m_kept = m * float32(s.beta1)
+    m_new = g * s.one_minus_beta1
+    step = _sign(m_kept + m_new) * s.step_size
+    m_kept = m * float32(s.beta2)
+    m_new = g * s.one_minus_beta2
+    m.copy_(_quiet(m_kept + m_new))
+    p.copy_(_quiet(decayed - step))
+
+
+_PARTS: dict[UpdateRule, Callable[..., None]] = {
+    UpdateRule.ADAMW: _adamw,
+    UpdateRule.ADAM: _adam,
+    UpdateRule.SGD_MOMENTUM: _sgd_momentum,
+    UpdateRule.LION: _lion,
+}
+
+
+def _sign(values: Tensor) -> Tensor:
+    """1 above 0, -1 below; a zero or a NaN is its own sign."""
+    return torch.where(values > 0, 1.0, torch.where(values < 0, -1.0, values))
 
 
 def bfloat16(values: Tensor) -> Tensor:

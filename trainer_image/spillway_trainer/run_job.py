@@ -226,6 +226,7 @@ class RunCheckpoints:
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
             data_xxh3=self.batches.fingerprint,
             seed=self.job.spec.training.seed,
+            rule=self.job.spec.training.optimizer.name,
             source_xxh3=self.assembly.model.description.get("source_xxh3", ""),
         )
         return json.dumps(state.to_json())
@@ -253,6 +254,7 @@ class RunCheckpoints:
             tokenizer_xxh3=self.corpus.index.tokenizer_xxh3,
             model=self.assembly.model.description,
             special_tokens=self.corpus.special_tokens,
+            rule=training.optimizer.name,
         )
 
 

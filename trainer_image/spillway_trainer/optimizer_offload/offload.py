@@ -1,4 +1,4 @@
-"""OptimizerOffload: AdamW whose states live in host memory, updated where the plan says, chunk by chunk.
+"""OptimizerOffload: states live in host memory and are updated where the plan says, chunk by chunk, by any rule.
 
 The idea is Deep Optimizer States (Maurya et al., arXiv 2410.21316): the update is interleaved between CPU and device,
 and overlapped with the copies between them. Here the split is real-valued, ordering is by events, and the result is
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from torch.nn import Parameter
 
 from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS
 from spillway.plan import OptimizerPlan, Tier
+from spillway.update_rules import MASTER
 
 from .. import kernels
-from ..optimizer import MASTER, STATE_KINDS, Hyperparameters, Update, UpdateCount
+from ..optimizer import Hyperparameters, Update, UpdateCount
 from ..tiers.arena import Arena, Ring
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
@@ -55,16 +55,18 @@ class OptimizerOffload:
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
         self._trainable = Trainable.of(parameters, tied, streamed | {a for a, o in tied.items() if o in streamed})
-        self._count = UpdateCount(settings)
+        self._count, self._rule = UpdateCount(settings), settings.rule
         self._lanes = lanes
         owners = self._trainable.parameters
         shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share)
         chunks = assign_chunks({name: p.numel() for name, p in owners.items()}, plan.chunk_parameters, shares, streamed)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
-        self._placed = place_chunks(chunks, owners, self._homes, self._arena)
-        self._of = {name: list(parts) for name, parts in groupby(self._placed, lambda p: p.chunk.parameter)}
+        self._placed = place_chunks(chunks, owners, self._homes, self._arena, len(self._rule.moments))
+        self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
+        for placed in self._placed:
+            self._of[placed.chunk.parameter].append(placed)
         self._gradients = self._new_gradients(ledger, plan.num_threads)
-        native = partial(kernels.adamw, num_threads=plan.num_threads)
+        native = partial(kernels.update, num_threads=plan.num_threads)
         self._pipeline = UpdatePipeline(
             lanes, self._upload_ring(), self._slot_ring(), cpu_update or native, device_update or native
         )
@@ -125,7 +127,7 @@ class OptimizerOffload:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         self.flush()
         for name, parameter in self._trainable.parameters.items():
-            for kind in STATE_KINDS:
+            for kind in self._rule.state_kinds:
                 yield f"{kind}.{name}", self._gathered(name, kind).view(parameter.shape)
 
     def load(self, name: str, value: Tensor) -> None:
@@ -134,7 +136,7 @@ class OptimizerOffload:
         values = value.reshape(-1)
         for placed in self._of[parameter_name]:
             states = placed.states(placed.block.tensor)
-            getattr(states, kind).copy_(values[placed.chunk.offset : placed.chunk.end])
+            states.of(self._rule, kind).copy_(values[placed.chunk.offset : placed.chunk.end])
             if kind == MASTER and placed.parameter is not None and not placed.parameter_is_master:
                 placed.parameter.copy_(master_values(states.master, placed.dtype))
         if kind == MASTER and self._homes.of(parameter_name):
@@ -156,7 +158,8 @@ class OptimizerOffload:
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""
-        return torch.cat([getattr(placed.states(placed.block.tensor), kind).cpu() for placed in self._of[name]])
+        chunks = (placed.states(placed.block.tensor).of(self._rule, kind).cpu() for placed in self._of[name])
+        return torch.cat([torch.empty(0), *chunks])
 
     def _new_gradients(self, ledger: DeviceLedger, num_threads: int) -> Gradients:
         accumulators = {name: [placed.accumulator for placed in parts] for name, parts in self._of.items()}
@@ -209,5 +212,5 @@ def _initialise(placed: Placed) -> None:
         states.master.zero_()
     elif not placed.parameter_is_master:
         states.master.copy_(placed.parameter)
-    states.exp_avg.zero_()
-    states.exp_avg_sq.zero_()
+    for moment in states.moments:
+        moment.zero_()

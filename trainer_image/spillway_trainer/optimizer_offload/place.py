@@ -12,12 +12,13 @@ from torch.nn import Parameter
 
 from spillway.plan import Tier
 
+from ..optimizer import States
 from ..tiers.arena import Arena, Part
 from ..tiers.lanes import Event, Region
 from ..trainable import flat
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, States, accumulator_bytes, states_bytes, view_states
+from .memory import FLOAT32_BYTES, accumulator_bytes, states_bytes, view_states
 
 
 class Home(Protocol):
@@ -100,13 +101,13 @@ class Placed:
 
 
 def place_chunks(
-    chunks: Sequence[Chunk], parameters: Mapping[str, Parameter], homes: Homes, arena: Arena
+    chunks: Sequence[Chunk], parameters: Mapping[str, Parameter], homes: Homes, arena: Arena, num_moments: int
 ) -> list[Placed]:
     """State blocks and accumulators of `chunks`, in their order."""
     to_come = {name: iter(homes.of(name)) for name in parameters}
     dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
     has_master = [chunk.path is Path.CPU or dtype != torch.float32 for chunk, dtype in zip(chunks, dtypes, strict=True)]
-    sizes = [states_bytes(chunk.size, has) for chunk, has in zip(chunks, has_master, strict=True)]
+    sizes = [states_bytes(chunk.size, has, num_moments) for chunk, has in zip(chunks, has_master, strict=True)]
     blocks = _parts(arena, chunks, sizes, lambda path: path is Path.RESIDENT, "optimizer_states")
     accumulators = place_accumulators(chunks, arena)
     placed = []

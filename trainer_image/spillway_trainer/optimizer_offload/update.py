@@ -19,13 +19,12 @@ from functools import partial
 from torch import Tensor
 
 from .. import kernels
-from ..optimizer import Update
+from ..optimizer import States, Update
 from ..reference import UpdateScalars
 from ..tiers.arena import Ring, RingSlot, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
-from .memory import States
 from .place import Home, Placed
 
 
@@ -93,7 +92,7 @@ class UpdatePipeline:
             reads=[placed.block, placed.accumulator.memory],
             writes=[placed.block, memory],
             after=[*placed.accumulator.settled, *free, *self._last(placed)],
-            nbytes=28 * placed.chunk.size + out.numel(),
+            nbytes=scalars.rule.update_bytes * placed.chunk.size + out.numel(),
             label=f"update {placed.chunk.label}",
         )
         placed.accumulator.settled = (updated,)
@@ -155,7 +154,7 @@ class UpdatePipeline:
             reads=[slot.buffer, placed.accumulator.memory, placed.weights],
             writes=[slot.buffer, placed.weights],
             after=[loaded, computed, *placed.accumulator.settled],
-            nbytes=28 * chunk.size,
+            nbytes=scalars.rule.update_bytes * chunk.size,
             label=f"update {chunk.label}",
         )
         placed.accumulator.settled = (updated,)
@@ -179,7 +178,7 @@ class UpdatePipeline:
             reads=[placed.block, placed.accumulator.memory, placed.weights],
             writes=[placed.block, placed.weights],
             after=[computed, *placed.accumulator.settled, *self._last(placed)],
-            nbytes=28 * placed.chunk.size,
+            nbytes=scalars.rule.update_bytes * placed.chunk.size,
             label=f"update {placed.chunk.label}",
         )
         placed.accumulator.settled = (updated,)
@@ -189,4 +188,4 @@ class UpdatePipeline:
         self, update: Update, scalars: UpdateScalars, states: States, placed: Placed, out: Tensor | None
     ) -> Callable[[], None]:
         gradient = placed.accumulator.values
-        return partial(update, scalars, states.master, states.exp_avg, states.exp_avg_sq, gradient, out)
+        return partial(update, scalars, states.master, states.moments, gradient, out)

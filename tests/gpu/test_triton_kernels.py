@@ -7,7 +7,8 @@ import torch
 import triton_cases
 from triton_cases import GRADIENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
 
-from spillway_trainer import kernels, triton_adamw
+from spillway.update_rules import UpdateRule
+from spillway_trainer import kernels, triton_kernels
 
 LARGE = 32 * 2**20 + 5
 
@@ -15,11 +16,12 @@ LARGE = 32 * 2**20 + 5
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("out_type", OUT_TYPES)
 @pytest.mark.parametrize("gradient_type", GRADIENT_TYPES)
+@pytest.mark.parametrize("rule", UpdateRule)
 def test_ten_steps_have_the_bits_of_the_reference(
-    device: str, gradient_type: torch.dtype, out_type: torch.dtype | None, offset: int
+    device: str, rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype | None, offset: int
 ) -> None:
     for n in (*SIZES, 1_000_003):
-        triton_cases.check_adamw(device, n, gradient_type, out_type, offset, num_steps=10)
+        triton_cases.check_update(device, rule, n, gradient_type, out_type, offset, num_steps=10)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -41,8 +43,8 @@ def test_a_large_update_has_the_bits_of_the_kernel_that_the_cpu_runs(device: str
     on_device = [tensor.to(device) for tensor in host]
     gradient = values(LARGE, 4).bfloat16()
     out, out_on_device = torch.zeros(LARGE, dtype=torch.bfloat16), torch.zeros(LARGE, dtype=torch.bfloat16).to(device)
-    kernels.adamw(scalars(1), *host, gradient, out, num_threads=8)
-    triton_adamw.adamw(scalars(1), *on_device, gradient.to(device), out_on_device)
+    kernels.update(scalars(1), host[0], host[1:], gradient, out, num_threads=8)
+    triton_kernels.update(scalars(1), on_device[0], on_device[1:], gradient.to(device), out_on_device)
     for ours, theirs in zip((*on_device, out_on_device), (*host, out), strict=True):
         assert torch.equal(bits(ours), bits(theirs))
 
@@ -53,7 +55,7 @@ def test_indices_beyond_32_bits_are_reached(device: str) -> None:
         pytest.skip("less than 16 GiB of the device are free")
     accumulator = torch.full((n,), 1.0, device=device)
     gradient = torch.full((n,), 0.5, dtype=torch.bfloat16, device=device)
-    triton_adamw.accumulate(accumulator, gradient, False)
+    triton_kernels.accumulate(accumulator, gradient, False)
     assert bool((accumulator == 1.5).all())
 
 
@@ -64,6 +66,6 @@ def test_the_kernel_runs_on_the_current_stream(device: str) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         accumulator.fill_(1.0)
-        triton_adamw.accumulate(accumulator, torch.ones_like(accumulator), False)
+        triton_kernels.accumulate(accumulator, torch.ones_like(accumulator), False)
     stream.synchronize()
     assert bool((accumulator == 2.0).all())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillway_trainer import triton_adamw
+from spillway_trainer import triton_kernels
 
 CASES = Path(__file__).parents[1] / "triton_cases.py"
 
@@ -26,13 +26,13 @@ def test_the_interpreter_gives_the_bits_of_the_reference() -> None:
 
 
 def test_wrong_tensors_are_refused_before_anything_is_launched() -> None:
-    step = triton_adamw.UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95)
+    step = triton_kernels.UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95)
     four = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):
-        triton_adamw.adamw(step, *four[:3], torch.zeros(4, dtype=torch.float64), None)
+        triton_kernels.update(step, four[0], four[1:3], torch.zeros(4, dtype=torch.float64), None)
     with pytest.raises(ValueError, match=r"out is .* give a contiguous .* of 4 elements on cpu"):
-        triton_adamw.adamw(step, *four, torch.zeros(5))
+        triton_kernels.update(step, four[0], four[1:3], four[3], torch.zeros(5))
     with pytest.raises(ValueError, match=r"exp_avg is .* stride"):
-        triton_adamw.adamw(step, four[0], torch.zeros(8)[::2], *four[2:], None)
+        triton_kernels.update(step, four[0], (torch.zeros(8)[::2], four[2]), four[3], None)
     with pytest.raises(ValueError, match="gradient is"):
-        triton_adamw.accumulate(four[0], torch.zeros(5), True)
+        triton_kernels.accumulate(four[0], torch.zeros(5), True)

@@ -1,4 +1,4 @@
-"""reference.py's AdamW and accumulate on a GPU: the same order of operations, each rounded once, so the same bits.
+"""reference.py's updates and accumulate on a GPU: the same order of operations, each rounded once, so the same bits.
 
 What a GPU's compiler would do otherwise is switched off, and tests/contract/test_ptx.py holds that in the code made:
 no fused multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16
@@ -6,6 +6,8 @@ is converted by integers in both directions: the architectures' own conversions 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -46,15 +48,23 @@ def _store(pointer, at, value, mask):
 
 
 @triton.jit
-def adamw_kernel(  # noqa: PLR0913, PLR0917
+def _sign(value):
+    """1 above 0, -1 below; a zero or a NaN is its own sign."""
+    return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value))
+
+
+@triton.jit
+def update_kernel(  # noqa: PLR0913, PLR0917
     master,
-    exp_avg,
-    exp_avg_sq,
+    moment1,
+    moment2,
     gradient,
     out,
     n,
     gradient_scale,
     decay,
+    weight_decay,
+    momentum,
     beta1,
     one_minus_beta1,
     beta2,
@@ -62,20 +72,35 @@ def adamw_kernel(  # noqa: PLR0913, PLR0917
     sqrt_bias_correction2,
     eps,
     step_size,
+    RULE: tl.constexpr,
     HAS_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One AdamW step in place: csrc/include/spillway.h, spillway_adamw, line by line."""
+    """One update in place: csrc/include/spillway.h, spillway_rule, line by line."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     g = gradient_scale * _load(gradient, at, mask)
-    decayed = decay * _load(master, at, mask)
-    m = _quiet(beta1 * _load(exp_avg, at, mask) + one_minus_beta1 * g)
-    v = _quiet(beta2 * _load(exp_avg_sq, at, mask) + one_minus_beta2 * (g * g))
-    denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
-    p = _quiet(decayed - step_size * tl.div_rn(m, denominator))
-    _store(exp_avg, at, m, mask)
-    _store(exp_avg_sq, at, v, mask)
+    p = _load(master, at, mask)
+    m = _load(moment1, at, mask)
+    if RULE == "SgdMomentum":
+        g = g + weight_decay * p
+        m = _quiet(momentum * m + g)
+        p = _quiet(p - step_size * m)
+    elif RULE == "Lion":
+        step = step_size * _sign(beta1 * m + one_minus_beta1 * g)
+        p = _quiet(decay * p - step)
+        m = _quiet(beta2 * m + one_minus_beta2 * g)
+    else:
+        if RULE == "Adam":
+            g = g + weight_decay * p
+        else:
+            p = decay * p
+        m = _quiet(beta1 * m + one_minus_beta1 * g)
+        v = _quiet(beta2 * _load(moment2, at, mask) + one_minus_beta2 * (g * g))
+        denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
+        p = _quiet(p - step_size * tl.div_rn(m, denominator))
+        _store(moment2, at, v, mask)
+    _store(moment1, at, m, mask)
     _store(master, at, p, mask)
     if HAS_OUT:
         _store(out, at, p, mask)
@@ -92,27 +117,29 @@ def accumulate_kernel(accumulator, gradient, n, FIRST: tl.constexpr, BLOCK: tl.c
     _store(accumulator, at, g, mask)
 
 
-def adamw(
-    scalars: UpdateScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, out: Tensor | None
+def update(
+    scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
 ) -> None:
-    """reference.adamw on the device of `master`, on its current stream; returns before it is done."""
+    """reference.update on the device of `master`, on its current stream; returns before it is done."""
     n = master.numel()
-    for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
+    for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
         _check(name, tensor, n, master.device, torch.float32)
     _check("gradient", gradient, n, master.device, torch.float32, torch.bfloat16)
     if out is not None:
         _check("out", out, n, master.device, torch.float32, torch.bfloat16)
     if n == 0:
         return
-    adamw_kernel[(triton.cdiv(n, BLOCK),)](
+    update_kernel[(triton.cdiv(n, BLOCK),)](
         master,
-        exp_avg,
-        exp_avg_sq,
+        moments[0],
+        moments[-1],
         _words(gradient),
         master if out is None else _words(out),
         n,
         float32(scalars.gradient_scale),
         scalars.decay,
+        float32(scalars.weight_decay),
+        float32(scalars.momentum),
         float32(scalars.beta1),
         scalars.one_minus_beta1,
         float32(scalars.beta2),
@@ -120,6 +147,7 @@ def adamw(
         scalars.sqrt_bias_correction2,
         float32(scalars.eps),
         scalars.step_size,
+        RULE=scalars.rule.value,
         HAS_OUT=out is not None,
         BLOCK=BLOCK,
         **OPTIONS,

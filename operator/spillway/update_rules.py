@@ -1,0 +1,94 @@
+"""The optimizers that there are: what each keeps of a parameter, which fields it has, what an update moves.
+
+    AdamW         Loshchilov & Hutter 2019: weight decay shrinks the parameter, apart from the gradient
+    Adam          torch.optim.Adam: weight decay is added to the gradient (L2)
+    SgdMomentum   torch.optim.SGD with momentum, without dampening: weight decay is added to the gradient (L2)
+    Lion          Chen et al. 2023 (arXiv 2302.06675): the sign of a mean, decay as AdamW's
+
+The arithmetic, operation by operation, is spillway_trainer/reference.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+STATE_BYTES = 4
+"""of a parameter's value, gradient or state: all are float32"""
+MASTER = "master"
+"""the float32 values of a parameter"""
+MOMENTUM = 0.9
+"""default of SgdMomentum"""
+EPS = 1e-8
+"""default of AdamW and Adam"""
+RULE_FIELDS = ("betas", "eps", "momentum")
+"""of spec.training.optimizer, that not every rule has"""
+
+
+class UpdateRule(StrEnum):
+    """How a gradient changes a parameter; the names of spec.training.optimizer."""
+
+    ADAMW = "AdamW"
+    ADAM = "Adam"
+    SGD_MOMENTUM = "SgdMomentum"
+    LION = "Lion"
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The float32 states beside the master, in the order of every function that takes them."""
+        return _FACTS[self].moments
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """Of what a checkpoint has one tensor per parameter: "<kind>.<parameter>"."""
+        return (MASTER, *self.moments)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Those of RULE_FIELDS that it has."""
+        return _FACTS[self].fields
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Default of the decay rates of the means."""
+        return _FACTS[self].betas
+
+    @property
+    def weight_decay(self) -> float:
+        """Default of the weight decay of matrices."""
+        return _FACTS[self].weight_decay
+
+    @property
+    def corrects_bias(self) -> bool:
+        """Means that began at 0 are divided by what they lack, so the number of updates counts."""
+        return self in (UpdateRule.ADAMW, UpdateRule.ADAM)
+
+    @property
+    def decays_apart(self) -> bool:
+        """Weight decay multiplies the parameter; else it is added to the gradient."""
+        return self in (UpdateRule.ADAMW, UpdateRule.LION)
+
+    @property
+    def update_bytes(self) -> int:
+        """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
+        return STATE_BYTES * (1 + 2 * len(self.state_kinds))
+
+    def states_bytes(self, has_master: bool) -> int:
+        """Of one parameter; without a master of its own the float32 parameter is it."""
+        return STATE_BYTES * (len(self.moments) + has_master)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    moments: tuple[str, ...]
+    fields: frozenset[str]
+    weight_decay: float
+    betas: tuple[float, float] = (0.0, 0.0)
+
+
+_FACTS = {
+    UpdateRule.ADAMW: _Facts(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), 0.1, (0.9, 0.95)),
+    UpdateRule.ADAM: _Facts(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), 0.0, (0.9, 0.95)),
+    UpdateRule.SGD_MOMENTUM: _Facts(("momentum_buffer",), frozenset({"momentum"}), 0.0),
+    UpdateRule.LION: _Facts(("exp_avg",), frozenset({"betas"}), 0.1, (0.9, 0.99)),
+}
