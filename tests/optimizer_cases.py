@@ -120,6 +120,7 @@ def drive(
     returns the gradient norms."""
     norms = []
     for step in range(first, last):
+        optimizer.begin(1e-2 / (step + 1))
         for micro_batch in range(case.num_micro_batches):
             for name in case.uses:
                 optimizer.wait([name])
@@ -179,6 +180,7 @@ def split(
     chunk_parameters: int,
     num_threads: int = 1,
     overlap: Overlap = "None",
+    speculative_parameters: int = 0,
 ) -> OptimizerPlan:
     return OptimizerPlan(
         cpu_share=cpu,
@@ -187,4 +189,5 @@ def split(
         chunk_parameters=chunk_parameters,
         num_threads=num_threads,
         overlap=overlap,
+        speculative_parameters=speculative_parameters,
     )

@@ -374,10 +374,12 @@ class OptimizerMemory(Fields):
         description="Where optimizer states live and are updated. Device: all there. Host: in host memory, by the CPU. "
         "Interleaved: in host memory, by CPU and device in turn. Auto: any split of these, whatever is fastest.",
     )
-    overlap: Literal["Auto", "None", "Forward"] = Field(
+    overlap: Literal["Auto", "None", "Forward", "Backward"] = Field(
         default="Auto",
         description="What the update may run beside. None: nothing. Forward: the next step's forward, each segment of "
-        "which waits for its own parameters; on a CPU that pays where cores are left free. Auto: whatever is faster.",
+        "which waits for its own parameters; on a CPU that pays where cores are left free. Backward: besides, the CPU "
+        "updates some parameters in backward, out of place in host memory; it counts if the norm turns out to need no "
+        "clipping. Auto: whatever is faster; Backward only without gradientClipping.",
     )
 
 
@@ -429,7 +431,7 @@ class Memory(Fields):
                 problems.append(("budget.host", "required with mode Disabled, because nothing is planned"))
             if self.optimizer.placement not in ("Auto", "Device"):
                 problems.append(("optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"))
-            if self.optimizer.overlap == "Forward":
+            if self.optimizer.overlap in ("Forward", "Backward"):
                 problems.append(("optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
             if self.activations.policy not in ("Auto", "Keep"):
                 problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))

@@ -48,6 +48,7 @@ from spillway.footprint import (
     nvme_home_bytes,
     nvme_staging_bytes,
     padded,
+    speculation_bytes,
     states_bytes_per_parameter,
 )
 from spillway.hardware import NodeSpec
@@ -67,6 +68,7 @@ from spillway.step_time import (
     phase_seconds,
     predict,
     rank_rates,
+    speculative_window,
     update_loads,
 )
 
@@ -80,6 +82,8 @@ LEAST_GROUPS, MOST_RUNS_LOOKED_AT = 4, 2**15
 """groups of answers at least, and how many runs of equal blocks all layouts together may have"""
 MAX_LEVELS = 16
 """how many different amounts of streamed parameters are compared"""
+SPECULATION_SLACK = 0.9
+"""of the host memory that is left: rows of chunks are padded"""
 FORCED_SHARE = 0.1
 """least CPU and streamed share of placement Interleaved, which asks for both whatever is faster"""
 LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
@@ -287,6 +291,8 @@ class Group:
         update = self.least_update_seconds(free_bytes)
         if self.question.overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
             update = max(0.0, update - phase_seconds(forward, self.rates, overlapped))
+        if self.may_speculate:
+            update = 0.0
         return passes + update + self.exchange_seconds
 
     @cached_property
@@ -397,12 +403,35 @@ class Group:
         )
         return found.model_copy(update={"overlap": self.overlap(found)})
 
+    @cached_property
+    def may_speculate(self) -> bool:
+        """Backward may update: where the spec asks for it, and by itself where no clipping can make that void. It needs
+        parameters that the CPU sends up, and gradients that nobody adds to."""
+        if self.streaming.units or self.question.world_size > 1:
+            return False
+        unclipped = not self.question.job.spec.training.gradient_clipping and not self.rates.copies_use_cores
+        return self.question.overlap == "Backward" or (self.question.overlap == "Auto" and unclipped)
+
     def overlap(self, optimizer: OptimizerPlan) -> Overlap:
         """What the spec asks for, where there is an update to overlap; else what pays."""
-        if self.question.overlap != "Auto":
-            return "Forward" if self.question.overlap == "Forward" and optimizer.offloads else "None"
+        asked = self.question.overlap
         up = update_loads(self.work, self.rates, optimizer, self.streaming)[Resource.H2D]
-        return "Forward" if can_overlap(self.rates, optimizer, up, self.streaming) else "None"
+        pays = can_overlap(self.rates, optimizer, up, self.streaming) if asked == "Auto" else asked != "None"
+        if not (pays and optimizer.offloads):
+            return "None"
+        return "Backward" if self.may_speculate and optimizer.cpu_share else "Forward"
+
+    def speculating(self, optimizer: OptimizerPlan, blocks: Blocks, room: int) -> OptimizerPlan:
+        """`optimizer` with as much of its update in backward as the CPU has time for, in `room` bytes of host memory;
+        less than a chunk is not worth it."""
+        backward = backward_loads(self.work, self.rates, blocks, optimizer, self.streaming)
+        window = speculative_window(self.work, self.rates, optimizer, backward)
+        most = optimizer.model_copy(update={"speculative_parameters": max(1, window)})
+        if speculation_bytes(self.work, most) > room:
+            window = int(window * room / speculation_bytes(self.work, most) * SPECULATION_SLACK)
+        if window < optimizer.chunk_parameters:
+            return optimizer.model_copy(update={"overlap": "Forward"})
+        return optimizer.model_copy(update={"speculative_parameters": window})
 
 
 def groups(question: Question) -> list[Group]:
@@ -415,7 +444,9 @@ def groups(question: Question) -> list[Group]:
         work = workload(question, strategy)
         if question.parameters != "Stream":
             made.append(Group(question, work, RESIDENT, in_order, rates))
-        if question.parameters != "Resident" and strategy in STREAMING_STRATEGIES:
+        # What streams has its new values at home at once: nothing of it can be updated before it counts.
+        may_stream = question.parameters != "Resident" and question.overlap != "Backward"
+        if may_stream and strategy in STREAMING_STRATEGIES:
             made += _streamed_groups(question, work, rates)
     return made
 
@@ -611,6 +642,9 @@ class Search:
             Tier.NVME: nvme_bytes(work, blocks, streaming),
         }
         budget = self.question.budget
+        if optimizer.overlap == "Backward":
+            optimizer = group.speculating(optimizer, blocks, budget[Tier.HOST] - held[Tier.HOST].total)
+            held[Tier.HOST] = host_bytes(work, optimizer, blocks, window_bytes, streaming)
         missing = {tier: held[tier].total - budget[tier] for tier in Tier if held[tier].total > budget[tier]}
         return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
 

@@ -141,11 +141,16 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
         why = "; on a CPU both would take the same cores" if rates_of(question).copies_use_cores else ""
         yield f"overlap: none, forward begins when the update is done{asked or why}"
         return
+    if question.overlap == "Backward" and candidate.optimizer.overlap == "Forward":
+        asked = " (the spec asks for Backward, for which neither CPU nor host memory may be short)"
     whole = update_seconds(candidate.work, rates_of(question), candidate.optimizer, candidate.streaming)
     hidden = whole - prediction.exposed_optimizer_seconds
+    window = candidate.optimizer.speculative_parameters
+    early = window / (candidate.optimizer.cpu_share * candidate.work.rank_parameters)
+    backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
     yield (
-        "overlap: each segment of the next forward waits for the update of its own parameters alone"
-        f"{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
+        f"overlap: {backward if window else ''}each segment of the next forward waits for the update of its own "
+        f"parameters alone{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
     )
 
 
@@ -303,8 +308,11 @@ _FIELDS = {
     "placement": "spec.memory.optimizer.placement",
     "policy": "spec.memory.activations.policy",
     "parameters": "spec.memory.parameters.placement",
+    "overlap": "spec.memory.optimizer.overlap",
 }
 """parts of a Question that a job may force"""
+_FIT_AS_WELL = ("Auto", "None", "Forward")
+"""an overlap with these takes no memory"""
 
 
 def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
@@ -320,7 +328,7 @@ def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
     size = _smaller_micro_batch(question)
     if size is not None:
         yield f"spec.training.microBatchSize: {size}"
-    forced = [part for part in _FIELDS if getattr(question, part) != "Auto"]
+    forced = [part for part in _FIELDS if getattr(question, part) not in _FIT_AS_WELL]
     if forced and Search(replace(question, **dict.fromkeys(forced, "Auto"))).fits():  # type: ignore[arg-type]
         yield " and ".join(f"{_FIELDS[part]}: Auto" for part in forced)
 

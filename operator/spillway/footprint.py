@@ -530,6 +530,16 @@ def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     return 2 * NUM_STAGING_BUFFERS * padded(work.shape.trained_bytes * _chunk(work, optimizer))
 
 
+def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
+    """Second states of what backward updates, and the values made of them; every row of a chunk on a cache line."""
+    window = optimizer.speculative_parameters
+    if not window:
+        return 0
+    num_chunks = work.shape.num_tensors + window // optimizer.chunk_parameters + 1
+    states = states_bytes_per_parameter(work, on_cpu=True) * window + 3 * CACHE_LINE_BYTES * num_chunks
+    return padded(states) + padded(work.shape.trained_bytes * window + CACHE_LINE_BYTES * num_chunks)
+
+
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
     """Chunks never span parameters."""
     return min(optimizer.chunk_parameters, work.shape.largest_parameter, work.rank_parameters)
@@ -700,6 +710,7 @@ def host_bytes(
         activations=work.alive(streaming) * work.sum_of("moved_host", blocks.nvme, blocks.moved)
         + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
         buffers=staging_bytes(work, optimizer)
+        + speculation_bytes(work, optimizer)
         + home_staging_bytes(work, streaming)
         + (nvme_staging_bytes(work, window_bytes) if blocks.nvme or streaming.boundaries is Answer.NVME else 0),
     )

@@ -38,7 +38,7 @@ class Answer(StrEnum):
     NVME = "nvme"
 
 
-Overlap = Literal["None", "Forward"]
+Overlap = Literal["None", "Forward", "Backward"]
 """What the update of the optimizer may run beside."""
 
 
@@ -79,7 +79,10 @@ class OptimizerPlan(Frozen):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the update"""
     overlap: Overlap = "None"
-    """what the update may run beside: nothing, or the next forward, whose segments wait for their own parameters"""
+    """what the update may run beside: nothing; the next forward, whose segments wait for their own parameters; besides,
+    backward, in which some parameters are updated before it is known that this will count"""
+    speculative_parameters: int = Field(default=0, ge=0)
+    """Backward: how many, at most; they have a second set of states in host memory"""
 
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:

@@ -85,6 +85,11 @@ def _contradiction(question: Question) -> str:
             "spec.memory.optimizer.placement = Device: streamed parameters are updated by the CPU beside their homes; "
             "use Auto, or spec.memory.parameters.placement: Resident"
         )
+    if question.overlap == "Backward":
+        return (
+            "spec.memory.optimizer.overlap = Backward: streamed parameters cannot be updated before it is known that "
+            "this will count; use Auto or Forward, or spec.memory.parameters.placement: Resident"
+        )
     return (
         f"spec.parallelism.strategy = {question.strategy}: parameters can be streamed where ranks share nothing; use "
         f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.parameters.placement: Resident"
@@ -103,6 +108,11 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         raise UserError(
             f"spec.training.globalBatchSize = {spec.training.global_batch_size}: must be a multiple of "
             f"microBatchSize x ranks ({micro_batch_size} x {world_size})"
+        )
+    if memory.optimizer.overlap == "Backward" and world_size > 1:
+        raise UserError(
+            f"spec.memory.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so that none "
+            "can be used before; use Auto or Forward"
         )
     return Question(
         job=job,

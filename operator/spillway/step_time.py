@@ -301,16 +301,31 @@ def hidden_seconds(
 
     Chunks are updated in forward order, U seconds for all; F seconds of forward come to segment i when the segments
     before it are through. What is waited for is the worst of U x (share of the parameters up to and with i) less F x
-    (share of forward before i), and no less than what a resource of both does more than forward takes.
+    (share of forward before i), and no less than what a resource of both does more than forward takes. What backward
+    has updated, the end of the forward order, is only sent up.
     """
     forward, update = forward_loads(work, rates, blocks, streaming), update_loads(work, rates, optimizer, streaming)
     queues = blocks.moved and update[Resource.D2H]  # activations on their way out, behind states on theirs
     if queues or not can_overlap(rates, optimizer, update[Resource.H2D], streaming):
         return 0.0
     took, whole = phase_seconds(forward, rates, overlapped or not blocks.moved), max(update.values())
-    waited = max((whole * updated - took * passed for updated, passed in work.forward_order), default=whole)
-    crowded = max(forward.get(resource, 0.0) + update.get(resource, 0.0) for resource in Resource) - took
+    left = 1.0 - optimizer.speculative_parameters / work.rank_parameters
+    waited = max((whole * min(left, updated) - took * passed for updated, passed in work.forward_order), default=whole)
+    made = {Resource.CPU: 1.0 - left, Resource.DRAM: 1.0 - left}
+    crowded = max(forward.get(r, 0.0) + (1.0 - made.get(r, 0.0)) * update.get(r, 0.0) for r in Resource) - took
     return max(0.0, whole - max(waited, crowded))
+
+
+def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
+    """Parameters that the CPU can update in the last pass of backward, beside what it does there anyway: the states are
+    read and written once more than by an update in place."""
+    each = 2 * states_bytes_per_parameter(work, on_cpu=True) + UPDATE_BYTES + work.shape.trained_bytes
+    seconds = max(backward.values())
+    free = min(
+        (seconds - backward.get(resource, 0.0)) * rate
+        for resource, rate in ((Resource.CPU, rates.cpu), (Resource.DRAM, rates.dram))
+    )
+    return min(int(optimizer.cpu_share * work.rank_parameters), max(0, int(free / each)))
 
 
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:

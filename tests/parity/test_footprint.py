@@ -65,6 +65,7 @@ CASES = {
         | forced("Host", "Host"),
         NODE,
     ),
+    "updated in backward": (forced("Keep", "Host") | {"spec.memory.optimizer.overlap": "Backward"}, NODE),
     "streamed": (STREAM | forced("Recompute", "Host"), NODE),
     "streamed, tied": (STREAM | forced("Host", "Host") | {"spec.model.config.tieWordEmbeddings": True}, NODE),
     "streamed, float32": (STREAM | forced("Nvme", "Host") | {"spec.model.precision.compute": "float32"}, NODE),

@@ -84,6 +84,48 @@ def test_an_update_overlaps_the_next_forward_where_that_pays_or_the_spec_asks_fo
         assert decided.prediction.step_seconds < alone.prediction.step_seconds
 
 
+UNCLIPPED = {"spec.training.gradientClipping": 0, "spec.memory.optimizer.placement": "Host"}
+
+
+def test_backward_updates_where_nothing_is_clipped_or_the_spec_asks_for_it() -> None:
+    clipped = {"spec.memory.optimizer.placement": "Host"}
+    forward, backward = plan(clipped, GPU), plan(UNCLIPPED, GPU)
+    asked = plan(clipped | {"spec.memory.optimizer.overlap": "Backward"}, LOCAL)
+    assert [decided.optimizer.overlap for decided in (forward, backward, asked)] == ["Forward", "Backward", "Backward"]
+    assert backward.optimizer.speculative_parameters > 0
+    assert backward.prediction.step_seconds < forward.prediction.step_seconds
+    more = backward.bytes[Tier.HOST].total - forward.bytes[Tier.HOST].total
+    assert more >= 14 * backward.optimizer.speculative_parameters
+
+
+def test_the_second_states_fit_in_the_host_memory_that_is_left() -> None:
+    whole = plan(UNCLIPPED, GPU)
+    needed, window = whole.bytes[Tier.HOST].total, whole.optimizer.speculative_parameters
+    for missing in (4 * window, 13 * window):
+        decided = plan(UNCLIPPED | budget("4Gi", host=str(needed - missing)), GPU)
+        assert decided.bytes[Tier.HOST].total <= needed - missing
+        assert decided.optimizer.speculative_parameters < window
+    least = plan({"spec.memory.optimizer.placement": "Host"}, GPU).bytes[Tier.HOST].total
+    assert plan(UNCLIPPED | budget("4Gi", host=str(least)), GPU).optimizer.overlap == "Forward"
+
+
+def test_what_streams_cannot_be_updated_before_it_counts() -> None:
+    changes = {"spec.memory.optimizer.overlap": "Backward", "spec.memory.parameters": {"placement": "Stream"}}
+    with pytest.raises(UserError, match="streamed parameters cannot be updated before"):
+        plan(changes)
+    assert not plan(
+        {"spec.memory.optimizer.overlap": "Backward", "spec.memory.optimizer.placement": "Host"}
+    ).parameters.streams
+
+
+def test_ranks_cannot_update_before_they_have_added_up_their_gradients() -> None:
+    changes = {"spec.memory.optimizer.overlap": "Backward", "spec.parallelism": {"devicesPerNode": 2}}
+    with pytest.raises(UserError, match="2 ranks add up their gradients first"):
+        plan(changes, resolve_node("8xh100"))
+    free = plan(UNCLIPPED | {"spec.parallelism": {"devicesPerNode": 2}}, resolve_node("8xh100"))
+    assert free.optimizer.overlap == "Forward"
+
+
 def test_a_small_budget_moves_or_recomputes_something() -> None:
     decided = plan(budget("100Mi"))
     assert decided.spills
@@ -335,6 +377,7 @@ SHAPES = st.fixed_dictionaries(
         "spec.training.sequenceLength": st.sampled_from([64, 512, 2048]),
         "spec.training.microBatchSize": st.sampled_from([1, 2, 8]),
         "spec.memory.optimizer.placement": st.sampled_from(["Auto", "Auto", "Device", "Host", "Interleaved"]),
+        "spec.training.gradientClipping": st.sampled_from([0, 1]),
         "spec.memory.activations.policy": st.sampled_from(["Auto", "Auto", "Keep", "Recompute", "Host", "Nvme"]),
     }
 )

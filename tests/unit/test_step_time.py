@@ -21,6 +21,7 @@ from spillway.step_time import (
     hidden_seconds,
     phase_seconds,
     predict,
+    speculative_window,
     update_loads,
     update_seconds,
 )
@@ -108,6 +109,25 @@ def test_an_update_hides_behind_nothing_that_needs_the_same(
     split = OptimizerPlan(cpu_share=0.5, streamed_share=0.5, resident_share=0.0, overlap="Forward")
     assert hidden_seconds(WORK, rates, split, blocks, streaming) == 0.0, what
     assert hidden_seconds(WORK, RATES, split, ALL_KEPT) > 0.0
+
+
+def test_what_backward_has_updated_is_not_waited_for() -> None:
+    window = speculative_window(WORK, RATES, ON_CPU, backward_loads(WORK, RATES, ALL_KEPT, ON_CPU))
+    both = OVERLAPPED.model_copy(update={"overlap": "Backward", "speculative_parameters": window})
+    assert 0 < window < P
+    waited = update_seconds(WORK, RATES, ON_CPU) - hidden_seconds(WORK, RATES, OVERLAPPED, ALL_KEPT)
+    rest = update_seconds(WORK, RATES, ON_CPU) - hidden_seconds(WORK, RATES, both, ALL_KEPT)
+    assert waited - rest == pytest.approx(window / P * update_seconds(WORK, RATES, ON_CPU))
+
+
+def test_backward_updates_no_more_than_the_cpu_has_time_for() -> None:
+    """Copy of the states and update in place: 24 + 28 + 2 bytes a parameter, beside the gradients that arrive."""
+    backward = backward_loads(WORK, RATES, ALL_KEPT, ON_CPU)
+    window = speculative_window(WORK, RATES, ON_CPU, backward)
+    took = phase_seconds(backward, RATES)
+    assert backward[Resource.CPU] + 54 * window / RATES.cpu == pytest.approx(took, rel=1e-6)
+    slow = replace(RATES, cpu=10e9)
+    assert speculative_window(WORK, slow, ON_CPU, backward_loads(WORK, slow, ALL_KEPT, ON_CPU)) == 0
 
 
 def test_forward_is_not_hidden_twice() -> None:

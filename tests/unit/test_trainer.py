@@ -60,6 +60,9 @@ class CountingOptimizer:
     def norm(self) -> float:
         return self.norms.pop(0) if self.norms else 1.0
 
+    def begin(self, learning_rate: float) -> None:
+        return
+
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self.calls.append(("step", learning_rate, gradient_scale))
 

@@ -1,6 +1,6 @@
 """The optimizer as the step loop sees it, and its plain form: everything on the device, one parameter after the other.
 
-    wait (per segment, before its forward), take (per gradient, during backward) ... -> gradients -> norm -> step
+    begin, wait (per segment, before its forward), take (per gradient, during backward) ... -> gradients -> norm -> step
                                                              or, when the norm is not finite, -> skip
     flush, before anybody but the next forward looks
 
@@ -35,6 +35,10 @@ FLOAT32_BYTES = 4
 
 class Optimizer(Protocol):
     """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
+
+    def begin(self, learning_rate: float) -> None:
+        """A step begins whose update, if it comes to one, will have this learning rate. Optional: for whoever updates
+        before `step` says so."""
 
     def wait(self, names: Sequence[str]) -> None:
         """The compute lane, which is about to read these parameters, goes on when their updates are done. Raises the
@@ -169,6 +173,9 @@ class ResidentOptimizer:
         ledger.charge("gradients", self._accumulator_bytes)
         self._accumulators = {name: torch.empty(size, dtype=torch.float32) for name, size in sizes.items()}
         self._arrived: set[str] = set()
+
+    def begin(self, learning_rate: float) -> None:
+        """Nothing is updated before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:
         """`step` returns when all is done."""

@@ -224,6 +224,7 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
     samples = samples_of_step(settings, world, progress)
     run.position.step = step
     learning_rate = run.learning_rate(step)
+    run.optimizer.begin(learning_rate)
 
     with watch.phase(Phase.DATA):
         micro_batches = next_micro_batches(run.batches, settings, world, samples)

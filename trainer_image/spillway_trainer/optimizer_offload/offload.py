@@ -9,6 +9,7 @@ bitwise that of ResidentOptimizer for every split, chunk size, thread count and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ from ..trainable import Trainable, check_gradient, master_values
 from .assign import Path, Shares, assign_chunks
 from .gradients import Gradients, GradientWindow
 from .place import Homes, NoHomes, Placed, place_accumulators, place_chunks
+from .speculation import Speculation, window_of
 from .update import UpdatePipeline
 
 
@@ -70,6 +72,12 @@ class OptimizerOffload:
         self._pipeline = UpdatePipeline(
             lanes, self._upload_ring(), self._slot_ring(), cpu_update or native, device_update or native
         )
+        window = plan.speculative_parameters if plan.overlap == "Backward" else 0
+        self._speculation = Speculation(
+            lanes, self._arena, window_of(self._placed, self._trainable.tied, window), cpu_update or native
+        )
+        self._begun: tuple[float, UpdateCount] | None = None
+        """the learning rate of the step that was begun, and the number of updates after it"""
         self._overlaps = plan.overlap != "None"
         self._updating: dict[str, list[Event]] = {}
         """by parameter: updates that the compute lane has not waited for"""
@@ -82,18 +90,28 @@ class OptimizerOffload:
                 self._lanes.wait(event)
             self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
 
+    def begin(self, learning_rate: float) -> None:
+        count = replace(self._count)
+        count.advance()
+        self._begun = learning_rate, count
+
     def take(self, name: str, gradient: Tensor) -> None:
         owner = self._trainable.owner(name)
         parameter = self._trainable.parameters[owner]
         assert owner not in self._updating, "wait() or flush() comes between step() and the next forward"
         self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient))
+        if self._begun is not None:
+            learning_rate, count = self._begun
+            scalars = count.scalars(parameter, learning_rate, 1.0)
+            self._speculation.taken(name, self._of[owner], scalars, self._pipeline.ends)
 
     def arrived(self) -> Collection[str]:
         return self._gradients.all_arrived()
 
     def gradients(self) -> Iterator[Tensor]:
-        return self._gradients.sums()
+        self._speculation.discard()  # whoever takes them adds those of other ranks
+        yield from self._gradients.sums()
 
     def norm(self) -> float:
         self._gradients.sum_tied_uses()
@@ -109,14 +127,18 @@ class OptimizerOffload:
                 scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
                 updates += [(placed, scalars) for placed in self._of[name]]
                 increment_version(parameter)  # a backward of before this step must not go on unnoticed
-        for (placed, _), end in zip(updates, self._pipeline.submit(updates), strict=True):
+        if self._begun is None or self._begun[0] != learning_rate:
+            self._speculation.discard()
+        ready = ((placed.chunk, self._speculation.commit(placed, gradient_scale)) for placed, _ in updates)
+        committed = {chunk: values for chunk, values in ready if values is not None}
+        for (placed, _), end in zip(updates, self._pipeline.submit(updates, committed), strict=True):
             self._updating.setdefault(placed.chunk.parameter, []).append(end)
-        self._gradients.drop()
+        self._end_step(gradient_scale)
         if not self._overlaps:
             self.flush()
 
     def skip(self) -> None:
-        self._gradients.drop()
+        self._end_step(None)
 
     def flush(self) -> None:
         for event in self._pipeline.ends.values():
@@ -151,6 +173,11 @@ class OptimizerOffload:
 
     def held_bytes(self) -> dict[str, int]:
         return self._arena.held_bytes()
+
+    def _end_step(self, factor: float | None) -> None:
+        self._gradients.drop()
+        self._speculation.end(factor)
+        self._begun = None
 
     def _weights(self, owner: str) -> list[Region]:
         """What the compute lane reads of a parameter; whoever has the homes declares those that have one."""

@@ -64,9 +64,9 @@ class NoHomes:
         return
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
-    """One chunk with its memory, for the whole run."""
+    """One chunk with its memory, for the whole run; `block` alone may change, for another one of the same size."""
 
     chunk: Chunk
     dtype: torch.dtype

@@ -12,16 +12,17 @@ The bound for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (para
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from torch import Tensor
 
 from .. import kernels
 from ..optimizer import States, Update
 from ..reference import UpdateScalars
-from ..tiers.arena import Ring, RingSlot, as_bytes
+from ..tiers.arena import Part, Ring, RingSlot, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
@@ -42,12 +43,17 @@ class UpdatePipeline:
     device_update: Update
     ends: dict[Chunk, Event] = field(default_factory=dict)
 
-    def submit(self, updates: Sequence[tuple[Placed, UpdateScalars]]) -> list[Event]:
+    def submit(
+        self,
+        updates: Sequence[tuple[Placed, UpdateScalars]],
+        committed: Mapping[Chunk, tuple[Part, Event]] = MappingProxyType({}),
+    ) -> list[Event]:
         """Submit the updates in order and return the events that end them, one each: upload, store, write-back or
         device update. A chunk's accumulator is free for the next gradient once its update has read it.
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
-        come in as early as a slot is free, ahead of the uploads of the CPU chunks between.
+        come in as early as a slot is free, ahead of the uploads of the CPU chunks between. `committed` chunks have been
+        updated, by the event beside their new values: these go up in their turn.
         """
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
@@ -55,7 +61,10 @@ class UpdatePipeline:
         for placed, scalars in updates:
             while to_load and len(loaded) < len(self.slots):
                 loaded.append(self._load_states(to_load.popleft()))
-            if placed.chunk.path is Path.CPU:
+            if placed.chunk in committed:
+                values, made = committed[placed.chunk]
+                end = self._upload(placed, values.tensor[: placed.nbytes], values, (made, computed))
+            elif placed.chunk.path is Path.CPU:
                 end = self._update_on_cpu(placed, scalars, computed)
             elif placed.chunk.path is Path.STREAMED:
                 end = self._update_in_slot(placed, scalars, computed, *loaded.popleft())
@@ -74,7 +83,7 @@ class UpdatePipeline:
         staged = slot.buffer.tensor[: placed.nbytes]
         updated = self._submit_cpu(placed, scalars, staged, slot.buffer, slot.free)
         moved = (
-            self._upload(placed, staged, slot, (updated, computed))
+            self._upload(placed, staged, slot.buffer, (updated, computed))
             if home is None
             else self._store(placed, home, slot, updated)
         )
@@ -103,12 +112,13 @@ class UpdatePipeline:
         end = self.ends.get(placed.chunk)
         return () if end is None else (end,)
 
-    def _upload(self, placed: Placed, staged: Tensor, slot: RingSlot, after: Sequence[Event]) -> Event:
+    def _upload(self, placed: Placed, staged: Tensor, memory: Region, after: Sequence[Event]) -> Event:
+        """`staged` is a part of `memory`."""
         assert placed.parameter is not None
         return self.lanes.submit(
             Lane.H2D,
             partial(kernels.copy, as_bytes(placed.parameter), staged),
-            reads=[slot.buffer],
+            reads=[memory],
             writes=[placed.weights],
             after=after,
             nbytes=staged.numel(),

@@ -1,0 +1,124 @@
+"""Updates made during backward, before anybody knows whether they will count: out of place, in a bounded window.
+
+    backward   last gradient of W --> spare states = states, updated with factor 1; the rounded values wait beside them
+    step       factor 1, finite, no gradient since:  states and spare change places, the values go to the device in turn
+               else:                                 nobody has seen any of it; the step updates as it always does
+
+Which gradient is the last one is a guess, too: each parameter gets as many as in the step before. The arithmetic is the
+update's own, so what is committed is what the step would have computed, bit for bit. The window is the end of the
+forward order, where backward begins. It is tried as long as the last step's factor was 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from spillway.plan import Tier
+
+from .. import kernels
+from ..optimizer import Update
+from ..reference import UpdateScalars
+from ..tiers.arena import Arena, Part, padded
+from ..tiers.lanes import Event, Lane, Lanes
+from .assign import Chunk, Path
+from .memory import States
+from .place import Placed
+
+
+@dataclass(slots=True)
+class Spare:
+    """Memory for one chunk's next states and values."""
+
+    block: Part
+    values: Part
+    made: Event | None = None
+    """the update that is in them; None: nothing that counts"""
+
+
+class Speculation:
+    """The window's chunks, their spare memory and what is known of the step."""
+
+    def __init__(self, lanes: Lanes, arena: Arena, window: Sequence[Placed], update: Update) -> None:
+        self._lanes = lanes
+        self._update = update
+        blocks = arena.parts(Tier.HOST, [placed.block.nbytes for placed in window], "spare states")
+        values = arena.parts(Tier.HOST, [padded(placed.nbytes) for placed in window], "spare values")
+        self._spares = {p.chunk: Spare(block, value) for p, block, value in zip(window, blocks, values, strict=True)}
+        self._taken: Counter[str] = Counter()
+        """gradients by parameter, in this step"""
+        self._expected: Counter[str] = Counter()
+        """the same of the step before; empty: not known, nothing is guessed"""
+        self._is_likely = True
+        """the last factor was 1"""
+
+    def taken(self, name: str, chunks: Sequence[Placed], scalars: UpdateScalars, last: Mapping[Chunk, Event]) -> None:
+        """A gradient of `name` is on its way into the accumulators of `chunks`; `last` has what ended each one's last
+        update. Makes the update when it was the last gradient, and takes back one that was made too early."""
+        self._taken[name] += 1
+        for placed in chunks if self._spares else ():
+            spare = self._spares.get(placed.chunk)
+            if spare is None:
+                continue
+            spare.made = None
+            if self._is_likely and self._taken[name] == self._expected[name]:
+                spare.made = self._submit(placed, spare, scalars, last.get(placed.chunk))
+
+    def discard(self) -> None:
+        """Nothing that was made counts: the sums of this step are not those that were used."""
+        for spare in self._spares.values():
+            spare.made = None
+
+    def end(self, factor: float | None) -> None:
+        """The step was made with `factor`, or skipped (None). Nothing that was made and not committed counts."""
+        self.discard()
+        self._expected, self._taken = self._taken, Counter()
+        if factor is not None:
+            self._is_likely = factor == 1.0
+
+    def commit(self, placed: Placed, factor: float) -> tuple[Part, Event] | None:
+        """Let the chunk's states and its spare ones change places, if they are what a step with `factor` makes of them:
+        returns its values (uint8, in the compute type) and the event that ends their update; None = there are none."""
+        spare = self._spares.get(placed.chunk)
+        if spare is None or spare.made is None or factor != 1.0:
+            return None
+        placed.block, spare.block = spare.block, placed.block
+        return spare.values, spare.made
+
+    def _submit(self, placed: Placed, spare: Spare, scalars: UpdateScalars, last: Event | None) -> Event:
+        accumulator, values = placed.accumulator, spare.values.tensor[: placed.nbytes].view(placed.dtype)
+        made = self._lanes.submit(
+            Lane.CPU,
+            partial(self._work, scalars, placed.block.tensor, spare.block.tensor, placed, values),
+            reads=[placed.block, accumulator.memory],
+            writes=[spare.block, spare.values],
+            after=[*accumulator.settled, *([] if last is None else [last])],
+            nbytes=2 * placed.block.nbytes + 28 * placed.chunk.size + placed.nbytes,
+            label=f"speculate {placed.chunk.label}",
+        )
+        accumulator.settled = (made,)
+        return made
+
+    def _work(self, scalars: UpdateScalars, states: Tensor, spare: Tensor, placed: Placed, values: Tensor) -> None:
+        kernels.copy(spare, states)
+        found: States = placed.states(spare)
+        gradient = placed.accumulator.values
+        self._update(scalars, found.master, found.exp_avg, found.exp_avg_sq, gradient, values)
+
+
+def window_of(placed: Sequence[Placed], tied: Mapping[str, str], num_parameters: int) -> list[Placed]:
+    """The last chunks of at most `num_parameters` whose next states nobody reads before they count: updated by the CPU,
+    going up to the device, of a parameter with one use."""
+    shared = {*tied, *tied.values()}
+    found, left = list[Placed](), num_parameters
+    for one in reversed(placed):
+        if one.chunk.path is Path.CPU and one.home is None and one.chunk.parameter not in shared:
+            left -= one.chunk.size
+            if left < 0:
+                break
+            found.append(one)
+    return found[::-1]
