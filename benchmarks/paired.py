@@ -14,10 +14,12 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 __all__ = ["Ratio", "alternate", "main", "median", "paired_ratio", "timed"]
@@ -82,8 +84,15 @@ def _confidence(n: int, k: int) -> float:
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
 
 
-def main(benchmark: str, description: str, measure: Callable[[bool], Mapping[str, float]]) -> None:
-    """Runs `measure(quick)`, which prints its table and returns its figures; prints them, writes them."""
+def main(
+    benchmark: str,
+    description: str,
+    measure: Callable[[bool], Mapping[str, float]],
+    at_most: Mapping[str, float] = MappingProxyType({}),
+    at_least: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Runs `measure(quick)`, which prints its table and returns its figures; prints them, writes them. Exits with 1
+    when a figure is beyond the limit that it has, or one that has a limit is not there."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end in 50 s, one-time builds of rivals excepted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, commit and figures to FILE")
@@ -101,6 +110,22 @@ def main(benchmark: str, description: str, measure: Callable[[bool], Mapping[str
     if given.json is not None:
         document = {"benchmark": benchmark, "machine": machine(), "commit": commit(), "figures": figures}
         given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if missed := misses(figures, at_most, at_least):
+        sys.exit("\n".join(["", *missed]))
+
+
+def misses(figures: Mapping[str, float], at_most: Mapping[str, float], at_least: Mapping[str, float]) -> list[str]:
+    """One sentence for each figure that is beyond its limit, or that nothing was said of; NaN keeps no limit."""
+    nan = math.nan
+    over = [
+        f"{name} is {figures.get(name, nan):.3f}: it must be at most {limit}"
+        for name, limit in at_most.items() if not figures.get(name, nan) <= limit
+    ]  # fmt: skip
+    under = [
+        f"{name} is {figures.get(name, nan):.3f}: it must be at least {limit}"
+        for name, limit in at_least.items() if not figures.get(name, nan) >= limit
+    ]  # fmt: skip
+    return over + under
 
 
 def _load() -> str:

@@ -328,6 +328,17 @@ def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, b
     return min(int(optimizer.cpu_share * work.rank_parameters), max(0, int(free / each)))
 
 
+def beside_copies(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
+    """Bytes per second that the CPU's part of the update gets: what the cores stream, but no more of host memory than
+    the update's copies and writes leave, spread over the whole update."""
+    loads = update_loads(work, rates, optimizer, streaming)
+    seconds = max(loads.values())
+    if not seconds:
+        return rates.cpu
+    copied = loads[Resource.DRAM] * rates.dram - loads[Resource.CPU] * rates.cpu
+    return min(rates.cpu, rates.dram - copied / seconds)
+
+
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
     """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
 

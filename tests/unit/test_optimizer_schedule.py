@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.optimizer_offload.assign import stride
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Lane, Lanes, LazyLanes
@@ -78,6 +79,17 @@ def trace_update(shares: tuple[float, float, float]) -> tuple[float, tuple[objec
     optimizer.step(1e-3, 1.0)
     optimizer.flush()
     return lanes.host_seconds - started, lanes.schedule().races
+
+
+@pytest.mark.parametrize("every", [2, 3, 10])
+def test_the_papers_stride_changes_no_bit_and_has_no_race(every: int) -> None:
+    case = Case(torch.bfloat16, num_micro_batches=2, tied=True)
+    ledger, parameters = DeviceLedger(None), case.parameters()
+    lanes = TracingLanes(HostSlab(HOST_BYTES), ledger, {})
+    plan = split(1 - 1 / every, 1 / every, 0, 257)
+    optimizer = OptimizerOffload(parameters, case.aliases, SETTINGS, plan, lanes, ledger, by=stride(every))
+    assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
+    assert lanes.schedule().races == ()
 
 
 DEFECTS = [

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_trainer.optimizer_offload.assign import Path, Shares, assign, assign_chunks, cut
+from spillway_trainer.optimizer_offload.assign import (
+    STRIDES,
+    Path,
+    Shares,
+    assign,
+    assign_by_size,
+    assign_chunks,
+    cut,
+    stride,
+)
 
 
 @st.composite
@@ -65,3 +74,43 @@ def test_two_thirds_and_one_third_interleave_with_period_three() -> None:
 def test_shares_that_are_no_split_are_refused(shares: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="sum to 1"):
         Shares(*shares)
+
+
+@given(SIZES, splits())
+def test_small_chunks_are_the_cpus_where_its_share_has_room(sizes: list[int], shares: Shares) -> None:
+    paths = assign_by_size(sizes, shares)
+    small = [path for size, path in zip(sizes, paths, strict=True) if 2 * size < max(sizes)]
+    if sum(size for size in sizes if 2 * size < max(sizes)) <= shares.cpu * sum(sizes) and shares.streamed:
+        assert set(small) <= {Path.CPU}
+    else:
+        assert paths == assign(sizes, shares)
+
+
+@given(SIZES, splits())
+def test_the_shares_of_all_chunks_are_met_within_one_chunk_whatever_their_sizes(
+    sizes: list[int], shares: Shares
+) -> None:
+    taken = dict.fromkeys(Path, 0)
+    for size, path in zip(sizes, assign_by_size(sizes, shares), strict=True):
+        taken[path] += size
+    assert all(abs(shares.of(p) * sum(sizes) - taken[p]) <= max(sizes) * (1 + 1e-9) for p in Path)
+
+
+@pytest.mark.parametrize("every", STRIDES)
+def test_a_stride_streams_every_kth_chunk_and_the_cpu_updates_the_others(every: int) -> None:
+    paths = stride(every)([1, 2, 3] * 20, Shares(1.0 - 1.0 / every, 1.0 / every, 0.0))
+    assert [index for index, path in enumerate(paths, 1) if path is Path.STREAMED] == list(range(every, 61, every))
+    assert set(paths) == {Path.CPU, Path.STREAMED}
+
+
+@pytest.mark.parametrize("every", [-2, 0, 1, 11])
+def test_a_stride_that_nobody_ran_is_refused(every: int) -> None:
+    with pytest.raises(ValueError, match=f"stride {every}: every 2nd to 10th"):
+        stride(every)
+
+
+def test_chunks_by_stride_cover_the_same_parameters() -> None:
+    sizes, shares = {"a": 10_000, "b": 300}, Shares(0.5, 0.5, 0.0)
+    ours, theirs = assign_chunks(sizes, 1000, shares), assign_chunks(sizes, 1000, shares, by=stride(2))
+    assert [(c.parameter, c.offset, c.size) for c in ours] == [(c.parameter, c.offset, c.size) for c in theirs]
+    assert [c.path for c in theirs] == [Path.CPU, Path.STREAMED] * 5 + [Path.CPU]

@@ -16,6 +16,7 @@ from spillway.step_time import (
     Resource,
     backward_loads,
     balanced_streamed_share,
+    beside_copies,
     exchange_loads,
     forward_loads,
     hidden_seconds,
@@ -166,6 +167,21 @@ def test_the_balanced_split_beats_both_ends() -> None:
     for other in (0.0, share - 0.1, share + 0.1, 1.0):
         split = OptimizerPlan(cpu_share=1 - other, streamed_share=other, resident_share=0.0)
         assert best < update_seconds(WORK, RATES, split)
+
+
+def test_the_cpu_gets_what_copies_leave_of_host_memory() -> None:
+    """Where host memory is the bound, what it moves in the update's time less the copies' 24 and 2 bytes."""
+    bound = replace(RATES, dram=120e9)
+    share = balanced_streamed_share(WORK, bound)
+    split = OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0)
+    copied = (24 * share + 2 * (1 - share)) * P / update_seconds(WORK, bound, split)
+    assert beside_copies(WORK, bound, split) == pytest.approx(120e9 - copied)
+    assert beside_copies(WORK, bound, split) < 40e9
+
+
+def test_the_cpu_never_gets_more_than_its_cores_stream() -> None:
+    assert beside_copies(WORK, RATES, ON_CPU) == RATES.cpu
+    assert beside_copies(WORK, RATES, RESIDENT) == RATES.cpu
 
 
 def test_short_sequences_outrun_the_link() -> None:

@@ -119,6 +119,13 @@ def test_makespan_is_that_of_the_pipeline_and_the_bound_that_of_the_busiest_lane
     assert schedule.busy_seconds[Lane.D2H] == pytest.approx(3)
 
 
+def test_a_rate_that_changes_is_that_of_later_operations_alone(lanes: TracingLanes) -> None:
+    lanes.submit(Lane.H2D, nothing, nbytes=100)
+    lanes.set_rate(Lane.H2D, 10.0)
+    lanes.submit(Lane.H2D, nothing, nbytes=100)
+    assert lanes.schedule().busy_seconds[Lane.H2D] == 1.0 + 10.0
+
+
 def test_compute_waits_in_virtual_time(lanes: TracingLanes) -> None:
     lanes.wait(lanes.submit(Lane.H2D, nothing, nbytes=300))
     lanes.compute(reads=[Region(1000, "activations")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,6 +57,10 @@ class Chunk:
         return f"{self.parameter}[{self.offset}:{self.end}]"
 
 
+Assignment = Callable[[Sequence[int], Shares], list[Path]]
+"""sizes of chunks in update order -> the path of each"""
+
+
 def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
     """The path of each chunk, in update order.
 
@@ -75,8 +79,40 @@ def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
     return paths
 
 
+def assign_by_size(sizes: Sequence[int], shares: Shares) -> list[Path]:
+    """As `assign`, but chunks of less than half of the largest are the CPU's, where its share has room for all of them.
+
+    Two slots keep both directions of the link busy as long as what is in them is of one size: a small chunk's copies
+    end early, and the link waits until the other slot's states went back. Every norm's weights would cost a chunk's
+    copy.
+    """
+    half = max(sizes, default=0) / 2
+    large = [size for size in sizes if size >= half]
+    total, num_large = sum(sizes), sum(large)
+    if shares.streamed == 0.0 or total - num_large > shares.cpu * total:
+        return assign(sizes, shares)
+    paths = iter(assign(large, rest_of(shares, total, num_large)))
+    return [next(paths) if size >= half else Path.CPU for size in sizes]
+
+
+def stride(every: int) -> Assignment:
+    """Deep Optimizer States' own assignment, for comparison: the device updates every `every`-th chunk, whatever its
+    size, so that no share between 0 and 1/2 but 1/k can be had. Raises ValueError for a stride outside 2..10."""
+    if every not in STRIDES:
+        raise ValueError(f"stride {every}: every 2nd to 10th chunk can be streamed")
+    return lambda sizes, _: [Path.CPU if (index + 1) % every else Path.STREAMED for index in range(len(sizes))]
+
+
+STRIDES = range(2, 11)
+"""those that the paper's authors ran"""
+
+
 def assign_chunks(
-    num_parameters: Mapping[str, int], chunk_parameters: int, shares: Shares, streamed: Container[str] = ()
+    num_parameters: Mapping[str, int],
+    chunk_parameters: int,
+    shares: Shares,
+    streamed: Container[str] = (),
+    by: Assignment = assign_by_size,
 ) -> list[Chunk]:
     """Chunks of all parameters in update order: the declared order of the parameters, which is forward order.
 
@@ -86,7 +122,7 @@ def assign_chunks(
         (name, offset, size) for name, count in num_parameters.items() for offset, size in cut(count, chunk_parameters)
     ]
     free = [size for name, _, size in slices if name not in streamed]
-    paths = iter(assign(free, rest_of(shares, sum(num_parameters.values()), sum(free))))
+    paths = iter(by(free, rest_of(shares, sum(num_parameters.values()), sum(free))))
     return [Chunk(name, offset, size, Path.CPU if name in streamed else next(paths)) for name, offset, size in slices]
 
 

@@ -28,7 +28,7 @@ from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..trainable import Trainable, check_gradient, master_values
-from .assign import Path, Shares, assign_chunks
+from .assign import Assignment, Path, Shares, assign_by_size, assign_chunks
 from .gradients import Gradients, GradientWindow
 from .place import Homes, NoHomes, Placed, place_accumulators, place_chunks
 from .speculation import Speculation, window_of
@@ -38,10 +38,11 @@ from .update import UpdatePipeline
 class OptimizerOffload:
     """One rank's optimizer. Its memory is taken at construction, which raises when a budget is too small.
 
-    `cpu_update` and `device_update` are the kernels of the two sides; tests give them different code.
+    `cpu_update` and `device_update` are the kernels of the two sides; tests give them different code. `by` chooses the
+    paths of the chunks: `assign_by_size`, or for comparison `stride`.
     """
 
-    def __init__(  # noqa: PLR0913 - two of them are for tests alone
+    def __init__(  # noqa: PLR0913 - three of them are for tests and comparison alone
         self,
         parameters: Sequence[tuple[str, Parameter]],
         tied: Mapping[str, str],
@@ -53,6 +54,7 @@ class OptimizerOffload:
         homes: Homes | None = None,
         cpu_update: Update | None = None,
         device_update: Update | None = None,
+        by: Assignment = assign_by_size,
     ) -> None:
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
@@ -61,7 +63,8 @@ class OptimizerOffload:
         self._lanes = lanes
         owners = self._trainable.parameters
         shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share)
-        chunks = assign_chunks({name: p.numel() for name, p in owners.items()}, plan.chunk_parameters, shares, streamed)
+        sizes = {name: p.numel() for name, p in owners.items()}
+        chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
         self._placed = place_chunks(chunks, owners, self._homes, self._arena, len(self._rule.moments))
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk

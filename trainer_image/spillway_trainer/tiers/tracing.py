@@ -149,6 +149,10 @@ class TracingLanes:
         """Races, makespan and busy seconds of everything submitted until now."""
         return Schedule(tuple(self._races), max(self._free_at.values()), dict(self._busy))
 
+    def set_rate(self, lane: Lane, bytes_per_second: float) -> None:
+        """Of the operations that are submitted from now on."""
+        self._rates[lane] = bytes_per_second
+
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         return acquire(self._host, self._ledger, tier, nbytes, label)
 
