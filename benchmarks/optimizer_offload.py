@@ -15,7 +15,8 @@ Then, on the same two nodes and for models of 7 B to 20 B, sequence 2048, micro-
              the same chunks, and with the CPU path of the published code: 50 bytes of host memory a parameter, not 32
   DeepSpeed  0.19.8: gradient copies that do not block, then 50 bytes a parameter by the CPU, nothing beside it
 
-All in exposed update seconds: what the iteration takes beyond forward and backward. What DeepSpeed's gradient copies
+All in exposed update seconds: what the iteration takes beyond forward and backward, none of it behind the next forward,
+where ours can be (memory.optimizer.overlap). What DeepSpeed's gradient copies
 leave exposed in backward is not counted against it, and what ours leave is counted against ours. The CPU lane runs at
 what host memory leaves it beside the copies (step_time.beside_copies). The column "our path, by stride" has the stride
 with our CPU path: how far ours is ahead of it is what the real-valued share alone is worth. The last three columns are
