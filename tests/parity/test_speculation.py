@@ -12,6 +12,7 @@ from optimizer_cases import HOST_BYTES, LANES, Case, Named, Outcome, offload, ou
 from planted_races import Defect, LanesThatGoOn, LanesWithDefect
 
 from spillway.plan import OptimizerPlan
+from spillway.update_rules import UpdateRule
 from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.speculation import Speculation
@@ -102,6 +103,15 @@ def test_speculation_leaves_the_bits_of_the_plain_optimizer(
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk, window)
         if chunk == 257 or window == EVERYTHING:
             assert [step for step, chunks in enumerate(commits) if chunks] == COMMITTED
+
+
+@pytest.mark.parametrize("rule", [rule for rule in UpdateRule if rule is not UpdateRule.ADAMW])
+def test_speculation_leaves_the_bits_under_every_rule(rule: UpdateRule, commits: list[list[str]]) -> None:
+    case, ledger = Case(torch.bfloat16, tied=True, rule=rule), DeviceLedger(None)
+    plan = split(0.7, 0.3, 0, 257, overlap="Backward", speculative_parameters=EVERYTHING)
+    optimizer, parameters = speculating(case, plan, LANES["lazy"](HostSlab(HOST_BYTES), ledger), ledger)
+    assert outcome(optimizer, parameters, follow(optimizer, case)).difference(plain(case)) == []
+    assert [step for step, chunks in enumerate(commits) if chunks] == COMMITTED
 
 
 def test_the_window_is_the_end_of_the_forward_order_and_is_kept(commits: list[list[str]]) -> None:

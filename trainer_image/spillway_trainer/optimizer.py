@@ -113,6 +113,13 @@ class UpdateCount:
         for name in self.powers:
             self.powers[name] *= betas[name]
 
+    def following(self) -> UpdateCount:
+        """The count after one more update."""
+        found = UpdateCount(self.settings)
+        found.load(self.as_dict())
+        found.advance()
+        return found
+
     def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> UpdateScalars:
         """Scalars of the current update, after `advance`."""
         s = self.settings

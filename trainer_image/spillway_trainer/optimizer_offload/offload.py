@@ -9,7 +9,6 @@ bitwise that of ResidentOptimizer for every split, chunk size, thread count and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -94,9 +93,7 @@ class OptimizerOffload:
             self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
 
     def begin(self, learning_rate: float) -> None:
-        count = replace(self._count)
-        count.advance()
-        self._begun = learning_rate, count
+        self._begun = learning_rate, self._count.following()
 
     def take(self, name: str, gradient: Tensor) -> None:
         owner = self._trainable.owner(name)

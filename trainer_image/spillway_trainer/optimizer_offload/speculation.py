@@ -21,12 +21,11 @@ from torch import Tensor
 from spillway.plan import Tier
 
 from .. import kernels
-from ..optimizer import Update
+from ..optimizer import States, Update
 from ..reference import UpdateScalars
 from ..tiers.arena import Arena, Part, padded
 from ..tiers.lanes import Event, Lane, Lanes
 from .assign import Chunk, Path
-from .memory import States
 from .place import Placed
 
 
@@ -97,7 +96,7 @@ class Speculation:
             reads=[placed.block, accumulator.memory],
             writes=[spare.block, spare.values],
             after=[*accumulator.settled, *([] if last is None else [last])],
-            nbytes=2 * placed.block.nbytes + 28 * placed.chunk.size + placed.nbytes,
+            nbytes=2 * placed.block.nbytes + scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
             label=f"speculate {placed.chunk.label}",
         )
         accumulator.settled = (made,)
@@ -107,7 +106,7 @@ class Speculation:
         kernels.copy(spare, states)
         found: States = placed.states(spare)
         gradient = placed.accumulator.values
-        self._update(scalars, found.master, found.exp_avg, found.exp_avg_sq, gradient, values)
+        self._update(scalars, found.master, found.moments, gradient, values)
 
 
 def window_of(placed: Sequence[Placed], tied: Mapping[str, str], num_parameters: int) -> list[Placed]:
