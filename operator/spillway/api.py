@@ -334,6 +334,8 @@ class Training(Fields):
 # --- spec.parallelism, spec.memory ------------------------------------------------------------------------------------
 
 Strategy = Literal["Auto", "Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
+RUN_STRATEGIES: tuple[Literal["Ddp", "Zero1", "Zero2", "Zero3"], ...] = ("Ddp", "Zero1", "Zero2", "Zero3")
+"""what the trainer executes so far"""
 
 
 class Parallelism(Fields):
@@ -895,13 +897,18 @@ def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
 
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
-    strategy, model = job.spec.parallelism.strategy, job.spec.model
+    strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer
+    divides = strategy.startswith("Zero")
     inspected = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
     found = [
         (model.source, "spec.model.source", inspected),
         (model.entrypoint, "spec.model.entrypoint", inspected),
-        (strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
-         "does not work in a run yet; use Ddp or Auto (`spillway plan` knows the others)"),
+        (strategy not in ("Auto", *RUN_STRATEGIES), "spec.parallelism.strategy",
+         f"does not work in a run yet; use {', '.join(RUN_STRATEGIES)} or Auto (`spillway plan` knows the others)"),
+        (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
+         f"does not work with parallelism.strategy: {strategy}; use None or Auto"),
+        (divides and model.lora, "spec.model.lora",
+         f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp"),
     ]  # fmt: skip
     return [*_refusals_for_any_run(job), *_refused(found, job)]
 

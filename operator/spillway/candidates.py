@@ -30,6 +30,7 @@ from spillway.footprint import (
     NUM_SLOTS,
     RESIDENT,
     STREAMING_STRATEGIES,
+    ZERO_STRATEGIES,
     Blocks,
     DevicePeak,
     Order,
@@ -415,6 +416,8 @@ class Group:
     def overlap(self, optimizer: OptimizerPlan) -> Overlap:
         """What the spec asks for, where there is an update to overlap; else what pays."""
         asked = self.question.overlap
+        if asked == "Auto" and self.work.strategy in ZERO_STRATEGIES:  # every rank's new values have to be there first
+            return "None"
         up = update_loads(self.work, self.rates, optimizer, self.streaming)[Resource.H2D]
         pays = can_overlap(self.rates, optimizer, up, self.streaming) if asked == "Auto" else asked != "None"
         if not (pays and optimizer.offloads):

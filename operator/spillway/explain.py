@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from spillway.api import RUN_STRATEGIES
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
-    RUN_STRATEGY,
     Streaming,
     Workload,
     forced_share,
@@ -53,7 +53,7 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
 
 def _strategy_reason(search: Search, chosen: Timed) -> str:
     question, strategy = search.question, chosen.candidate.work.strategy
-    unable = "" if strategy == RUN_STRATEGY else f"; a run can only do {RUN_STRATEGY} so far"
+    unable = "" if strategy in RUN_STRATEGIES else f"; a run can only do {', '.join(RUN_STRATEGIES)} so far"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"

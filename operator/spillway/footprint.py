@@ -29,7 +29,9 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
 }
 """what each strategy divides among the ranks"""
 RUN_STRATEGY: Strategy = "Ddp"
-"""what the trainer executes so far: a plan that will be run takes it for Auto"""
+"""what a plan that will be run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
+ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
+"""those that DeepSpeed divides: the optimizer gets float32 sums over ranks, a micro-batch each"""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 """those under which model_spill runs: every rank has whole segments at home"""
 
@@ -473,8 +475,13 @@ def gathered_parameter_bytes(work: Workload) -> int:
 
 
 def transient_gradient_bytes(work: Workload) -> int:
-    """w x the largest parameter: on its way from backward to its accumulator; a whole segment before it is sharded."""
+    """w x the largest parameter: on its way from backward to its accumulator; a whole segment before it is sharded.
+    Under ZeRO: one bucket more, on its way to its owners, and the float32 sum of one piece as it comes together."""
     shape = work.shape
+    if work.strategy in ZERO_STRATEGIES and work.world_size > 1:
+        bucket = EXCHANGE_PARAMETERS // work.world_size
+        piece = ceil(shape.largest_parameter / work.shards("parameters"))
+        return shape.trained_bytes * (shape.largest_parameter + bucket) + FLOAT32_BYTES * piece
     return shape.trained_bytes * (work.largest_segment if work.shards("gradients") > 1 else shape.largest_parameter)
 
 
@@ -527,7 +534,9 @@ def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Host rings between the device and the CPU's update: gradients down, parameters up."""
     if optimizer.cpu_share == 0.0:
         return 0
-    return 2 * NUM_STAGING_BUFFERS * padded(work.shape.trained_bytes * _chunk(work, optimizer))
+    chunk, weight = _chunk(work, optimizer), work.shape.trained_bytes
+    gradient = FLOAT32_BYTES if work.strategy in ZERO_STRATEGIES and work.world_size > 1 else weight
+    return NUM_STAGING_BUFFERS * (padded(gradient * chunk) + padded(weight * chunk))
 
 
 def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:

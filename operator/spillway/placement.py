@@ -19,11 +19,10 @@ from spillway.candidates import TIE
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Reservation, Taint
 from spillway.errors import UserError
 from spillway.explain import lacking
-from spillway.footprint import RUN_STRATEGY
 from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.headroom import Preference, rank
 from spillway.plan import Infeasible, MemoryPlan, Tier
-from spillway.planner import Overrides, make_plan, shared_memory
+from spillway.planner import Overrides, make_plan, run_strategy, shared_memory
 from spillway.pod_resources import (
     PLANNED_MARGIN,
     PodResources,
@@ -167,7 +166,7 @@ def _miss(spec: TrainingJobSpec, view: NodeView) -> tuple[int, str] | None:
     devices = view.allocatable_devices.get(spec.resource_name, 0)
     if device == "Cuda" and devices < ranks:
         return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
-    memory = least_memory_bytes(spec.model, ranks, device)
+    memory = least_memory_bytes(spec.model, ranks, device, run_strategy(spec))
     if view.allocatable_memory_bytes < memory:
         has = format_bytes(view.allocatable_memory_bytes)
         return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
@@ -233,7 +232,8 @@ def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
-    memory = rounded_down(plannable_memory_bytes(limit, spec.model, spec.parallelism.devices_per_node, device))
+    plannable = plannable_memory_bytes(limit, spec.model, spec.parallelism.devices_per_node, device, run_strategy(spec))
+    memory = rounded_down(plannable)
     spill = rounded_down(_spill_capacity(spec, view, device))
     if device == "Cuda":
         product = view.labels.get(GPU_PRODUCT)
@@ -351,7 +351,7 @@ def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:
 def _overrides(job: TrainingJob, group: _NodeClass, ranks: int) -> Overrides:
     if group.node.device_kind == "Cpu":
         return shared_memory(job, group.shared_bytes, ranks)
-    return Overrides(strategy=RUN_STRATEGY)
+    return Overrides(strategy=run_strategy(job.spec))
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spillway.api import TrainingJob
+from spillway.api import RUN_STRATEGIES, TrainingJob, TrainingJobSpec
 from spillway.candidates import Question, Search, Timed, as_specified, best, timed
 from spillway.errors import UserError
 from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
@@ -31,7 +31,7 @@ class Overrides:
     nvme_bytes: int | None = None
     world_size: int | None = None
     strategy: Strategy | None = None
-    """the only one that the caller can run; None = what the spec says"""
+    """the one that the caller will run; None = what the spec says"""
     shape: ModelShape | None = None
     """of a model that was inspected; None = by the sizes of spec.model"""
 
@@ -47,7 +47,13 @@ def shared_memory(job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1)
     device_bytes = min(wanted, share)
     left = memory_bytes - num_local_ranks * device_bytes
     host_bytes = left if budget.host is None else min(budget.host, left)
-    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=RUN_STRATEGY)
+    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=run_strategy(job.spec))
+
+
+def run_strategy(spec: TrainingJobSpec) -> Strategy:
+    """The one that a run takes: what the spec asks for, where the trainer can do it."""
+    asked = spec.parallelism.strategy
+    return asked if asked in RUN_STRATEGIES else RUN_STRATEGY
 
 
 def make_plan(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from spillway.api import Model, TrainingJobSpec
-from spillway.footprint import padded
+from spillway.footprint import ZERO_STRATEGIES, padded
 from spillway.model_shape import shape_of
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, MIB
@@ -29,6 +29,8 @@ RANK_BYTES = 336 * MIB
 """a rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product"""
 FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
 """the same beside them for a model of `transformers`: 68 and 124 MiB after the import of its families"""
+DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB
+"""the same beside them for the strategies that DeepSpeed divides: 67 and 152 MiB after its import"""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """of each rank while it writes a checkpoint or loads one: a file's worth"""
 CUDA_RANK_BYTES = 2 * GIB
@@ -105,7 +107,7 @@ def pod_resources(
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks)
-    runtime = runtime_bytes(spec.model, num_local_ranks, plan.device)
+    runtime = runtime_bytes(spec.model, num_local_ranks, plan.device, plan.strategy)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
@@ -124,11 +126,13 @@ def pod_resources(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def runtime_bytes(model: Model, num_local_ranks: int, device: str) -> int:
-    """Memory of a pod, or of a local run, beside its plan; `device` is Cpu or Cuda."""
+def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
+    """Memory of a pod, or of a local run, beside its plan; `device` is Cpu or Cuda, `strategy` that of the run."""
     code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
     if not model.is_own_llama:
         code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
+    if strategy in ZERO_STRATEGIES:
+        code, rank = code + DEEPSPEED_CODE_BYTES, rank + DEEPSPEED_RANK_BYTES
     return code + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
 
 
@@ -145,10 +149,11 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
     return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
 
 
-def least_memory_bytes(model: Model, num_local_ranks: int, device: str) -> int:
+def least_memory_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
     """What a pod needs for the smallest plan."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    return padded(runtime_bytes(model, num_local_ranks, device) + corpus_build_bytes(num_local_ranks) + shared, MIB)
+    runtime = runtime_bytes(model, num_local_ranks, device, strategy)
+    return padded(runtime + corpus_build_bytes(num_local_ranks) + shared, MIB)
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:
@@ -162,10 +167,12 @@ def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
     return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
 
 
-def plannable_memory_bytes(limit_bytes: int, model: Model, num_local_ranks: int, device: str) -> int:
+def plannable_memory_bytes(
+    limit_bytes: int, model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp"
+) -> int:
     """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    beside = runtime_bytes(model, num_local_ranks, device) + shared + MIB
+    beside = runtime_bytes(model, num_local_ranks, device, strategy) + shared + MIB
     return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
 
 

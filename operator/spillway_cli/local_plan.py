@@ -10,7 +10,7 @@ from spillway.explain import lacking
 from spillway.hardware import local_node
 from spillway.model_shape import ModelShape
 from spillway.plan import Infeasible, MemoryPlan
-from spillway.planner import make_plan, shared_memory
+from spillway.planner import make_plan, run_strategy, shared_memory
 from spillway.pod_resources import runtime_bytes
 from spillway.profiles import with_rates
 from spillway.units import parse_quantity
@@ -71,7 +71,8 @@ def decided_for_this_machine(
     shape: ModelShape | None = None,
     profile: NodeProfileSpec | None = None,
 ) -> MemoryPlan | Infeasible:
-    memory_bytes = max(0, resources.memory_bytes - runtime_bytes(job.spec.model, num_ranks, "Cpu"))
+    runtime = runtime_bytes(job.spec.model, num_ranks, "Cpu", run_strategy(job.spec))
+    memory_bytes = max(0, resources.memory_bytes - runtime)
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
     node = node if profile is None else with_rates(profile, node)
     overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks, shape=shape)

@@ -16,7 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spillway.api import Location, TrainingJob, TrainingJobSpec, not_used_locally, refusals_for_local_run
+from spillway.api import (
+    RUN_STRATEGIES,
+    Location,
+    TrainingJob,
+    TrainingJobSpec,
+    not_used_locally,
+    refusals_for_local_run,
+)
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
@@ -53,11 +60,12 @@ def refuse_wrong_fields(job: TrainingJob, source: str) -> None:
 def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
     """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on.
 
-    Nodes and devices have one when --ranks stands for just as many.
+    Nodes and devices have one when --ranks stands for just as many, a strategy when there are several ranks.
     """
     claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
     counts = RANK_COUNTS if num_ranks == spec.parallelism.world_size else ()
-    return sorted({*not_used_locally(spec), *claim} - {*counts})
+    divides = num_ranks > 1 and spec.parallelism.strategy in RUN_STRATEGIES
+    return sorted({*not_used_locally(spec), *claim} - {*counts, *(["spec.parallelism.strategy"] if divides else [])})
 
 
 def parse_claims(texts: Sequence[str]) -> dict[str, Path]:

@@ -339,11 +339,17 @@ def test_a_cluster_refuses_what_only_plan_understands_too(path: str) -> None:
     assert [problem.path for problem in refusals_in_cluster(job(NOT_IN_A_LOCAL_RUN[path]))] == [path]
 
 
-def test_a_cluster_takes_gpus_and_no_strategy_but_ddp() -> None:
-    assert refusals_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": "Ddp"}})) == []
+def test_a_cluster_takes_gpus_and_every_strategy_but_fsdp() -> None:
+    for strategy in ("Ddp", "Zero1", "Zero2", "Zero3"):
+        assert refusals_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": strategy}})) == []
     (problem,) = refusals_in_cluster(job({"spec.parallelism.strategy": "Fsdp"}))
     assert (problem.path, problem.given) == ("spec.parallelism.strategy", "Fsdp")
-    assert "use Ddp or Auto" in problem.problem
+    assert "use Ddp, Zero1, Zero2, Zero3 or Auto" in problem.problem
+
+
+def test_a_cluster_divides_no_adapters() -> None:
+    (problem,) = refusals_in_cluster(job({"spec.model.lora": {"rank": 2}, "spec.parallelism.strategy": "Zero2"}))
+    assert (problem.path, problem.problem[-7:]) == ("spec.model.lora", "use Ddp")
 
 
 def test_half_a_core_can_be_asked_for() -> None:

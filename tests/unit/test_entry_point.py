@@ -116,7 +116,7 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     "answers for 3 segments": lambda p: {"activations": changed(p.activations, answers=p.activations.answers[:3])},
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "a world of 2": lambda p: {"world_size": 2},
-    "strategy Zero1; the trainer can only do Ddp": lambda p: {"strategy": "Zero1"},
+    "strategy Fsdp; the trainer can do Ddp, Zero1, Zero2, Zero3": lambda p: {"strategy": "Fsdp"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }
@@ -139,7 +139,7 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
         raise CheckpointNotWritten("old checkpoints not removed")
 
     spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2))
-    nothing = SimpleNamespace(optimizer=SimpleNamespace(state=dict), prune=refuse, spec=spec)
+    nothing = SimpleNamespace(optimizer=SimpleNamespace(state=dict), divided=None, prune=refuse, spec=spec)
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)

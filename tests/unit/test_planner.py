@@ -463,10 +463,13 @@ def test_a_caller_that_can_run_one_strategy_gets_it_whatever_the_spec_says() -> 
 
 def test_a_plan_that_no_run_can_do_yet_says_so() -> None:
     asked = plan({"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}})
-    assert asked.reasons[0] == "strategy Fsdp: the spec asks for it; a run can only do Ddp so far"
+    assert asked.reasons[0] == "strategy Fsdp: the spec asks for it; a run can only do Ddp, Zero1, Zero2, Zero3 so far"
     searched = make_plan(job(LLAMA_70B), resolve_node("8xh100"))
     assert isinstance(searched, MemoryPlan)
-    assert searched.reasons[0] == "strategy Fsdp: the only one that fits; a run can only do Ddp so far"
+    assert (
+        searched.reasons[0]
+        == "strategy Fsdp: the only one that fits; a run can only do Ddp, Zero1, Zero2, Zero3 so far"
+    )
 
 
 def test_a_plan_says_what_kind_of_device_it_is_for() -> None:

@@ -11,13 +11,13 @@ order                  one micro-batch after the other, or one segment after the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spillway.api import TrainingJobSpec
 from spillway.errors import UserError
@@ -26,10 +26,10 @@ from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
 from . import activation_spill, config, kernels, model_spill
 from .models.build import build_model
-from .models.chain import Chain, allocate
-from .optimizer import Optimizer, ResidentOptimizer
+from .models.chain import Chain, allocate, whole_shape
+from .optimizer import Hyperparameters, Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
-from .ranks import GradientSum, Ranks
+from .ranks import ONE_RANK, GradientSum, Ranks, unsummed
 from .resident_parameters import ResidentParameters
 from .saved_tensors import ParameterSource
 from .segments import Position, Ready, Residence, wrap_segments
@@ -39,6 +39,7 @@ from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
 from .tiers.nvme_slab import NvmeSlab
 from .trainer import MicroBatchOrder, in_order
+from .zero import run as zero
 
 FROZEN = "frozen."
 """states of parameters that are not trained: their values alone, in no checkpoint"""
@@ -86,9 +87,18 @@ class Assembly:
     """None when every segment's parameters stay on the device"""
     residence: Residence
     order: MicroBatchOrder
+    divided: zero.DividedModel | None = None
+    """None when every rank has the whole model"""
+
+    @property
+    def called(self) -> nn.Module:
+        """What is called with a micro-batch."""
+        return self.model if self.divided is None else self.divided.engine
 
     def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
-        """The sum over `ranks`, with its buffers, for gradients that travel as `wire`."""
+        """The sum over `ranks`, with its buffers, for gradients that travel as `wire`. A divided model sums its own."""
+        if self.divided is not None:
+            return unsummed
         num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return ranks.gradient_sum(num_values, wire, self.tiers.ledger, num_threads)
 
@@ -121,7 +131,7 @@ class Assembly:
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """The parameters that have states of their own: frozen ones and tied aliases are left out."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        return {name: p.shape for name, p in trained if name not in self.model.tied}
+        return {name: whole_shape(p) for name, p in trained if name not in self.model.tied}
 
     def load(self, name: str, value: Tensor) -> None:
         """One state: "frozen.<parameter>" goes to the parameter's place, all else to the optimizer."""
@@ -136,14 +146,16 @@ class Assembly:
             parameter.data.copy_(value)
 
 
-def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None) -> Assembly:
+def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None, ranks: Ranks = ONE_RANK) -> Assembly:
     """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
-    `model`: the job's, without memory; none = build it.
+    `model`: the job's, without memory; none = build it. `ranks`: those that divide it where the strategy says so.
 
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
     """
     tiers = make_tiers(job, plan)
     model = model or build_model(job.spec, job.claims)
+    if plan.strategy in zero.STAGES:
+        return assemble_divided(job, plan, model, ranks, tiers)
     streaming = model_spill.build(plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme)
     streamed = streaming.streamed if streaming else frozenset[str]()
     allocate_resident(model, streamed, tiers.ledger)
@@ -161,6 +173,27 @@ def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None) -> Asse
         spill, order = attach(plan, model, parameters, tiers)
         wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters, ready=ready)
     return Assembly(model, optimizer, position, tiers, spill, streaming, parameters, order)
+
+
+def assemble_divided(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks, tiers: Tiers) -> Assembly:
+    """As `assemble`, of a model whose states, gradients or parameters are divided among `ranks` (zero/)."""
+    settings = config.hyperparameters(job.spec)
+
+    def of_pieces(pieces: list[tuple[str, nn.Parameter]]) -> OptimizerOffload | ResidentOptimizer:
+        return optimizer_of(pieces, {}, settings, plan, tiers, gradient_dtype=torch.float32)
+
+    wire = config.gradient_wire(job.spec)
+    divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
+    tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+    position, parameters = Position(job.spec.training.seed), divided.parameters or parameter_source(model, None)
+    spill = None
+    if plan.mode == "Disabled":
+        wrap_segments(model.segments, position, None, autocast=model.autocast)
+    else:
+        spill, _ = attach(plan, model, parameters, tiers)
+        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters)
+    order = zero.in_order_divided
+    return Assembly(model, divided.optimizer, position, tiers, spill, None, parameters, order, divided)
 
 
 def parameter_source(
@@ -237,12 +270,33 @@ def make_optimizer(
     parameters, settings = list(model.named_parameters()), config.hyperparameters(spec)
     if streaming is not None:
         check_cpu_share(plan, model, streaming.streamed)
+    return optimizer_of(parameters, model.tied, settings, plan, tiers, homes=streaming)
+
+
+def optimizer_of(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    tied: Mapping[str, str],
+    settings: Hyperparameters,
+    plan: MemoryPlan,
+    tiers: Tiers,
+    *,
+    homes: model_spill.ModelSpill | None = None,
+    gradient_dtype: torch.dtype | None = None,
+) -> OptimizerOffload | ResidentOptimizer:
+    """The plan's optimizer of these parameters."""
     if plan.optimizer.offloads:
         return OptimizerOffload(
-            parameters, model.tied, settings, plan.optimizer, tiers.lanes, tiers.ledger, homes=streaming
+            parameters,
+            tied,
+            settings,
+            plan.optimizer,
+            tiers.lanes,
+            tiers.ledger,
+            homes=homes,
+            gradient_dtype=gradient_dtype,
         )
     update = partial(kernels.update, num_threads=plan.optimizer.num_threads)
-    return ResidentOptimizer(parameters, model.tied, settings, tiers.ledger, update)
+    return ResidentOptimizer(parameters, tied, settings, tiers.ledger, update, gradient_dtype)
 
 
 def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -> None:

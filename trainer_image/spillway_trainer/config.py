@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from spillway.api import Location, TrainingJobSpec
+from spillway.api import RUN_STRATEGIES, Location, TrainingJobSpec
 from spillway.errors import UserError
-from spillway.footprint import RUN_STRATEGY
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway.update_rules import EPS, MOMENTUM
@@ -123,10 +122,10 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
             f"the plan of {plan.job} has {'; '.join(found)}; the job has {num_segments} segments, a global batch of "
             f"{spec.training.global_batch_size} and {job.world_size} ranks: plan it again (spillway plan)"
         )
-    if plan.strategy != RUN_STRATEGY:
+    if plan.strategy not in RUN_STRATEGIES:
         raise UserError(
-            f"the plan of {plan.job} has strategy {plan.strategy}; the trainer can only do {RUN_STRATEGY} so far: set "
-            f"spec.parallelism.strategy: {RUN_STRATEGY} and plan it again"
+            f"the plan of {plan.job} has strategy {plan.strategy}; the trainer can do {', '.join(RUN_STRATEGIES)} so "
+            "far: set spec.parallelism.strategy to one of these and plan it again"
         )
 
 

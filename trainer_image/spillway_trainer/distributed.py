@@ -32,6 +32,7 @@ from spillway.footprint import EXCHANGE_PARAMETERS
 from . import kernels
 from .ending import PeerLost
 from .ranks import ONE_RANK, GradientSum, Ranks, Result, World
+from .reference import SquareSum
 from .tiers.device_ledger import DeviceLedger
 
 RENDEZVOUS_SECONDS = 300.0
@@ -46,6 +47,8 @@ VALUE_BYTES = 256
 """of what ranks compare"""
 HEADER_BYTES = 1024
 """name and shape of a shared tensor"""
+SQUARE_SUM_WORDS = 24
+"""32-bit words of an exact sum of squares: below 2^(2 x 277 + 64), in units of 2^-298"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,3 +400,54 @@ def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
                 pieces, room = [], size
     if pieces:
         yield pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the ranks of a divided model (zero/) exchange: parts of gradients, sums of squares, states.
+
+    Every rank makes the same calls in the same order. Each raises PeerLost."""
+
+    world: World
+
+    def same(self, value: int) -> bool:
+        """Whether all ranks have this value (below 2^63)."""
+        every = torch.empty(self.world.size, dtype=torch.int64)
+        with peers("the other ranks' gradients"):
+            dist.all_gather_into_tensor(every, torch.tensor([value]))
+        return bool((every == value).all())
+
+    def scatter(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> None:
+        """Rank s gets part s of every rank's `sent`, which has `sizes`; `received` has them by rank, end to end."""
+        own = sizes[self.world.rank]
+        with peers("the other ranks' gradients"):
+            dist.all_to_all_single(received, sent, [own] * self.world.size, list(sizes))
+
+    def add(self, own: SquareSum) -> SquareSum:
+        """The sum over ranks: exact, so in any order."""
+        words = [own.total >> 32 * word & 0xFFFFFFFF for word in range(SQUARE_SUM_WORDS)] + [own.num_non_finite]
+        assert own.total >> 32 * SQUARE_SUM_WORDS == 0
+        every = torch.empty(self.world.size * len(words), dtype=torch.int64)
+        with peers("the other ranks' norms"):
+            dist.all_gather_into_tensor(every, torch.tensor(words))
+        found = SquareSum()
+        for of_rank in torch.split(every, len(words)):
+            *total, num_non_finite = of_rank.tolist()
+            found += SquareSum(sum(word << 32 * index for index, word in enumerate(total)), num_non_finite)
+        return found
+
+    def joined(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The flat parts of all ranks, end to end, on every rank; `sizes` are those of the parts."""
+        longest = max(sizes)
+        padded = torch.zeros(longest, dtype=own.dtype)
+        padded[: own.numel()].copy_(own)
+        every = torch.empty(self.world.size * longest, dtype=own.dtype)
+        with peers("the other ranks' states"):
+            dist.all_gather_into_tensor(every, padded)
+        parts = torch.split(every, longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def complete(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole` with every rank's `part`, equal in size, in the order of the ranks. It may lie in `whole`."""
+        with peers("the other ranks' parameters"):
+            dist.all_gather_into_tensor(whole, part)

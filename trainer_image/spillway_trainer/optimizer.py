@@ -167,8 +167,11 @@ class ResidentOptimizer:
         settings: Hyperparameters,
         ledger: DeviceLedger,
         update: Update = kernels.update,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
+        """`gradient_dtype`: that in which gradients come; none = that of their parameter."""
         self._trainable = Trainable.of(parameters, tied)
+        self._gradient_dtype = gradient_dtype
         self._count, self._rule = UpdateCount(settings), settings.rule
         self._update = update
         self._states_bytes = sum(_states_bytes(p, self._rule) for p in self._trainable.parameters.values())
@@ -189,7 +192,7 @@ class ResidentOptimizer:
 
     def take(self, name: str, gradient: Tensor) -> None:
         parameter = self._trainable.parameters[self._trainable.owner(name)]
-        flat_gradient = check_gradient(name, parameter, gradient)
+        flat_gradient = check_gradient(name, parameter, gradient, self._gradient_dtype)
         kernels.accumulate(self._accumulators[name], flat_gradient, name not in self._arrived)
         self._arrived.add(name)
 
@@ -202,9 +205,12 @@ class ResidentOptimizer:
                 yield accumulator
 
     def norm(self) -> float:
+        return self.square_sum().norm()
+
+    def square_sum(self) -> SquareSum:
         self._sum_tied_uses()
         names = [name for name in self._trainable.parameters if name in self._arrived]
-        return sum((kernels.square_sum(self._accumulators[name]) for name in names), SquareSum()).norm()
+        return sum((kernels.square_sum(self._accumulators[name]) for name in names), SquareSum())
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self._sum_tied_uses()

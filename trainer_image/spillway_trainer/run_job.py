@@ -76,7 +76,7 @@ def run_ranks(
     batches = make_batches(job, corpus, model.objective)
     ranks.agree("tokens and their order", batches.fingerprint)
     recorder.preparing("making room in the tiers")
-    with assembled(job, plan, model) as assembly, ExitStack() as opened:
+    with assembled(job, plan, model, ranks) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
         recorder.preparing(checkpoints.origin)
@@ -95,7 +95,7 @@ def run_ranks(
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
         )
         run = Run(
-            model=assembly.model,
+            model=assembly.called,
             optimizer=assembly.optimizer,
             techniques=assembly,
             position=assembly.position,
@@ -159,8 +159,8 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
 
 
 @contextmanager
-def assembled(job: JobFile, plan: MemoryPlan, model: Chain) -> Iterator[Assembly]:
-    assembly = assemble(job, plan, model)
+def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks) -> Iterator[Assembly]:
+    assembly = assemble(job, plan, model, ranks)
     try:
         yield assembly
     finally:
@@ -181,8 +181,23 @@ class RunCheckpoints:
     ranks: Ranks
 
     def commit(self, progress: Progress) -> tuple[int, float]:
-        """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed."""
-        return self.ranks.first("checkpoint", lambda: self._commit(progress)) or (0, 0.0)
+        """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
+
+        Where states are divided, every rank hands over its part of each, also of those that a failing rank 0 does not
+        write."""
+        tensors = self.assembly.optimizer.state()
+        is_divided = self.assembly.divided is not None
+        if is_divided and not self.ranks.world.is_first:
+            exhaust(tensors)
+
+        def work() -> tuple[int, float]:
+            try:
+                return self._commit(progress, tensors)
+            finally:
+                if is_divided:
+                    exhaust(tensors)
+
+        return self.ranks.first("checkpoint", work) or (0, 0.0)
 
     @property
     def origin(self) -> str:
@@ -205,10 +220,10 @@ class RunCheckpoints:
             checkpoint.restore_random_state(state.random_state)
             progress.step, progress.samples = state.step, state.samples_consumed
 
-    def _commit(self, progress: Progress) -> tuple[int, float]:
+    def _commit(self, progress: Progress, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, float]:
         assert self.epoch is not None
         started = time.perf_counter()
-        committed = checkpoint.save(self.epoch, self._state(progress), self.assembly.optimizer.state())
+        committed = checkpoint.save(self.epoch, self._state(progress), tensors)
         try:
             self.epoch.prune(self.job.spec.checkpoint.keep)
         except CheckpointNotWritten as error:  # the new one is committed all the same
@@ -256,6 +271,11 @@ class RunCheckpoints:
             special_tokens=self.corpus.special_tokens,
             rule=training.optimizer.name,
         )
+
+
+def exhaust(tensors: Iterator[object]) -> None:
+    for _ in tensors:
+        pass
 
 
 def digest(text: str) -> str:

@@ -84,12 +84,13 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def check_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Tensor:
-    """`gradient` flat and contiguous. Raises UserError when it is not a dense gradient in the parameter's dtype."""
-    if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+def check_gradient(name: str, parameter: Parameter, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`gradient` flat and contiguous. Raises UserError when it is not dense and of `dtype` (none: the parameter's)."""
+    expected = dtype or parameter.dtype
+    if gradient.layout != torch.strided or gradient.dtype != expected:
         raise UserError(
             f"parameter {name}: gradient of dtype {gradient.dtype} and layout {gradient.layout}; "
-            f"expected a dense {parameter.dtype} one (embeddings: sparse=False)"
+            f"expected a dense {expected} one (embeddings: sparse=False)"
         )
     return gradient.detach().reshape(-1)
 

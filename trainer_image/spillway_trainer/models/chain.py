@@ -63,7 +63,7 @@ class Chain(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name not in self.tied:
-                value = torch.empty(parameter.shape, dtype=torch.float32)
+                value = torch.empty(whole_shape(parameter), dtype=torch.float32)
                 self.fill_initial(name, value, generator)
                 yield name, value
 
@@ -95,6 +95,12 @@ class Chain(nn.Module):
             carried = as_carried(module(*carried, *self.arguments(name, tokens_BT, labels_BT, num_tokens)))
         (loss,) = carried
         return loss
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Also of one that ZeRO-3 has divided (zero/): its own tensor is empty while nobody uses it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from spillway.errors import UserError
 
 from ..seeds import fork_seed
-from .chain import Chain
+from .chain import Chain, whole_shape
 from .source import PREFIX, Weights, stored_name
 
 
@@ -101,7 +101,7 @@ class HuggingFaceChain(Chain):
             if self.weights is not None and not is_adapter(name):
                 yield name, self.weights.value(name).float()
             else:
-                value = torch.empty(parameter.shape, dtype=torch.float32)
+                value = torch.empty(whole_shape(parameter), dtype=torch.float32)
                 self.fill_initial(name, value, of_adapters if is_adapter(name) else generator)
                 yield name, value
 

@@ -22,6 +22,7 @@ from spillway.update_rules import MASTER
 
 from .. import kernels
 from ..optimizer import Hyperparameters, Update, UpdateCount
+from ..reference import SquareSum
 from ..tiers.arena import Arena, Ring
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
@@ -54,7 +55,10 @@ class OptimizerOffload:
         cpu_update: Update | None = None,
         device_update: Update | None = None,
         by: Assignment = assign_by_size,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
+        """`gradient_dtype`: that in which gradients come; none = that of their parameter."""
+        self._gradient_dtype = gradient_dtype
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
         self._trainable = Trainable.of(parameters, tied, streamed | {a for a, o in tied.items() if o in streamed})
@@ -100,7 +104,7 @@ class OptimizerOffload:
         parameter = self._trainable.parameters[owner]
         assert owner not in self._updating, "wait() or flush() comes between step() and the next forward"
         self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
-        self._gradients.take(name, check_gradient(name, parameter, gradient))
+        self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
         if self._begun is not None:
             learning_rate, count = self._begun
             scalars = count.scalars(parameter, learning_rate, 1.0)
@@ -114,8 +118,11 @@ class OptimizerOffload:
         yield from self._gradients.sums()
 
     def norm(self) -> float:
+        return self.square_sum().norm()
+
+    def square_sum(self) -> SquareSum:
         self._gradients.sum_tied_uses()
-        return self._gradients.square_sum().norm()
+        return self._gradients.square_sum()
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self._gradients.sum_tied_uses()
@@ -192,25 +199,34 @@ class OptimizerOffload:
         accumulators = {name: [placed.accumulator for placed in parts] for name, parts in self._of.items()}
         for alias, owner in self._trainable.tied.items():
             accumulators[alias] = place_accumulators([placed.chunk for placed in self._of[owner]], self._arena)
-        largest = max((p.numel() * p.element_size() for p in self._trainable.parameters.values()), default=0)
+        parameters = self._trainable.parameters.values()
+        largest = max((p.numel() * self._gradient_bytes(p.dtype) for p in parameters), default=0)
         return Gradients(
             self._lanes,
             accumulators,
             self._trainable.tied,
-            self._staging_ring([p for p in self._placed if p.chunk.path is Path.CPU], "gradient staging"),
+            self._gradient_ring([p for p in self._placed if p.chunk.path is Path.CPU]),
             GradientWindow(ledger, largest),
             num_threads,
         )
 
+    def _gradient_bytes(self, dtype: torch.dtype) -> int:
+        """of one gradient of a parameter of `dtype`"""
+        return (self._gradient_dtype or dtype).itemsize
+
+    def _gradient_ring(self, chunks: Sequence[Placed]) -> Ring:
+        sizes = [placed.chunk.size * self._gradient_bytes(placed.dtype) for placed in chunks]
+        return self._staging_ring(sizes, "gradient staging")
+
     def _upload_ring(self) -> Ring:
         """For updated values that the CPU cannot write where they live: on the device, on NVMe."""
         on_cpu = [placed for placed in self._placed if placed.chunk.path is Path.CPU]
-        return self._staging_ring([p for p in on_cpu if p.home is None or p.home.memory is None], "uploads")
+        return self._staging_ring([p.nbytes for p in on_cpu if p.home is None or p.home.memory is None], "uploads")
 
-    def _staging_ring(self, chunks: Sequence[Placed], label: str) -> Ring:
-        """Host buffers that hold any one of `chunks` in the compute dtype, in whole blocks."""
-        largest = max((placed.nbytes for placed in chunks), default=0)
-        return self._arena.ring(Tier.HOST, min(NUM_STAGING_BUFFERS, len(chunks)), round_up(largest), label)
+    def _staging_ring(self, sizes_bytes: Sequence[int], label: str) -> Ring:
+        """Host buffers that hold any one of `sizes_bytes`, in whole blocks."""
+        largest = max(sizes_bytes, default=0)
+        return self._arena.ring(Tier.HOST, min(NUM_STAGING_BUFFERS, len(sizes_bytes)), round_up(largest), label)
 
     def _slot_ring(self) -> Ring:
         sizes = [placed.block.nbytes for placed in self._placed if placed.chunk.path is Path.STREAMED]

@@ -1,0 +1,46 @@
+"""Which values of each parameter belong to which rank, as DeepSpeed cuts them. Pure.
+
+Zero1, Zero2   the parameters of a group lie end to end, and the whole is cut into equal parts: a parameter belongs to
+               one rank, or to several neighbours
+Zero3          every parameter is cut into equal parts, the last one shorter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Values [offset, offset + size) of one flattened parameter: those of one rank. Size 0: it has none."""
+
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+Layout = Mapping[str, Sequence[Piece]]
+"""parameter -> one piece a rank; together they are the parameter"""
+
+
+def cut_group(places: Mapping[str, tuple[int, int]], partition_size: int, world_size: int) -> dict[str, list[Piece]]:
+    """`places`: parameter -> (offset in its group, number of values); each rank has `partition_size` of the group."""
+
+    def piece(start: int, size: int, rank: int) -> Piece:
+        first = min(max(rank * partition_size, start), start + size)
+        last = max(min((rank + 1) * partition_size, start + size), first)
+        return Piece(first - start, last - first)
+
+    return {name: [piece(start, size, rank) for rank in range(world_size)] for name, (start, size) in places.items()}
+
+
+def cut_evenly(num_values: int, world_size: int) -> list[Piece]:
+    """One parameter in parts of ceil(n / ranks) values; what is left is the last one's."""
+    part = -(-num_values // world_size)
+    starts = [min(rank * part, num_values) for rank in range(world_size + 1)]
+    return [Piece(start, end - start) for start, end in pairwise(starts)]
