@@ -18,10 +18,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from enum import StrEnum
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -30,6 +31,8 @@ from spillway.errors import ExitCode, InvalidJob, Preempted, SpillwayError, User
 
 from .console import Format, leave_reader, message_console, print_json
 from .interrupts import wants_json
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Commands(TyperGroup):
@@ -65,7 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify and export checkpoints.")
+checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, export, import.")
 app.add_typer(checkpoints, name="ckpt")
 
 FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the result is printed.")]
@@ -269,20 +272,57 @@ def verify(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
     raise typer.Exit(checkpoint_command.verify(run, output))
 
 
-@checkpoints.command(help="Weights as a Hugging Face directory (safetensors).")
+@checkpoints.command(help="Weights for Hugging Face, or states for DeepSpeed and torch.")
 def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
     step: Annotated[int | None, typer.Option(min=0, help="Default: the newest that is intact.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    form: Annotated[str, typer.Option("--as", metavar="FORM", help="huggingface, universal or dcp.")] = "huggingface",
+    dtype: Annotated[str | None, typer.Option(help="Of weights: bfloat16 (default) or float32.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Which loads --as universal: torch (default) or deepspeed.")
+    ] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import checkpoint_command  # noqa: PLC0415
+    from . import checkpoint_command as command  # noqa: PLC0415
 
-    wanted = checkpoint_command.ExportDtype
-    if dtype not in list(wanted):
-        raise typer.BadParameter(f"{dtype!r}: use bfloat16 or float32", param_hint="--dtype")
-    raise typer.Exit(checkpoint_command.export(run, to, step, wanted(dtype), output))
+    options = command.ExportOptions(
+        run,
+        to,
+        step,
+        one_of(command.ExportForm, form, "--as"),
+        None if dtype is None else one_of(command.ExportDtype, dtype, "--dtype"),
+        None if optimizer is None else one_of(command.LoadingOptimizer, optimizer, "--optimizer"),
+        output,
+    )
+    raise typer.Exit(command.export(options))
+
+
+@checkpoints.command("import", help="States of DeepSpeed or torch become a run to go on from.")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory of another program's checkpoint.")],
+    job: Annotated[Path, typer.Option("--job", metavar="JOB", help="The TrainingJob that goes on with it.")],
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory of the run; a new one.")],
+    claim: Annotated[list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory for a claim.")] = None,
+    device: DeviceOption = None,
+    host: HostOption = None,
+    nvme: NvmeOption = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import import_command  # noqa: PLC0415
+    from .local_plan import BudgetOverrides  # noqa: PLC0415
+
+    budget = BudgetOverrides(device, host, nvme)
+    options = import_command.ImportOptions(source, job, directory, claim or [], budget, output)
+    raise typer.Exit(import_command.import_checkpoint(options))
+
+
+def one_of(choices: type[Choice], given: str, option: str) -> Choice:
+    """Raises the library's error for a word that is none of `choices`."""
+    if given not in list(choices):
+        *others, last = choices
+        raise typer.BadParameter(f"{given!r}: use {', '.join(others)} or {last}", param_hint=option)
+    return choices(given)
 
 
 def main() -> None:

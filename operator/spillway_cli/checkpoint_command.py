@@ -1,4 +1,4 @@
-"""`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, its weights for other programs.
+"""`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, weights and states for others.
 
 The run is the --output of a `spillway run`, or the directory of a cluster's job on its checkpoint claim.
 """
@@ -27,12 +27,44 @@ class ExportDtype(StrEnum):
     FLOAT32 = "float32"
 
 
+class ExportForm(StrEnum):
+    """What `ckpt export --as` writes: weights alone, or states that a training run of another program loads."""
+
+    HUGGINGFACE = "huggingface"
+    UNIVERSAL = "universal"
+    DCP = "dcp"
+
+
+class LoadingOptimizer(StrEnum):
+    """Who will load: torch.optim keeps its step as a tensor, DeepSpeed's FusedAdam and DeepSpeedCPUAdam as a number."""
+
+    TORCH = "torch"
+    DEEPSPEED = "deepspeed"
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Where a run's checkpoints and its tokenizer lie."""
 
     checkpoints: Path
     tokenizer: Path
+    betas: tuple[float, float] | None = None
+    """of the job, where its job.json lies beside the checkpoints"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The command line of `spillway ckpt export`."""
+
+    run: Path
+    to: Path
+    step: int | None
+    form: ExportForm
+    dtype: ExportDtype | None
+    """None: bfloat16 where weights are exported; states are float32 always"""
+    optimizer: LoadingOptimizer | None
+    """None: torch"""
+    output: Format
 
 
 def saved_by(path: Path) -> Saved:
@@ -41,8 +73,12 @@ def saved_by(path: Path) -> Saved:
         return Saved(path.resolve(), path.resolve() / "corpus" / "tokenizer.json")
     run = existing_run(path)
     job = read_job_file(run.job_file)
+    if job is None:
+        return Saved(run.checkpoints, run.corpus / "tokenizer.json")
+    optimizer = job.spec.training.optimizer
+    beta1, beta2 = optimizer.betas or optimizer.rule.betas
     # The corpus may lie outside the run.
-    return Saved(run.checkpoints, (run.corpus if job is None else Path(job.corpus_directory)) / "tokenizer.json")
+    return Saved(run.checkpoints, Path(job.corpus_directory) / "tokenizer.json", (beta1, beta2))
 
 
 def ls(run_path: Path, output: Format) -> int:
@@ -75,17 +111,61 @@ def verify(run_path: Path, output: Format) -> int:
     return ExitCode.CHECKPOINT_CORRUPT if problems else ExitCode.COMPLETED
 
 
-def export(run_path: Path, to: Path, step: int | None, dtype: ExportDtype, output: Format) -> int:
-    """Weights of one checkpoint (default: the newest good one) as a Hugging Face directory."""
+def export(options: ExportOptions) -> int:
+    """One checkpoint (default: the newest good one) for other programs. Raises UserError for another form's options."""
+    if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
+        raise UserError(f"--optimizer {options.optimizer}: only --as universal depends on it; leave it out")
+    if options.form is ExportForm.HUGGINGFACE:
+        return export_weights(options)
+    if options.dtype is not None:
+        raise UserError(f"--dtype {options.dtype}: --as {options.form} keeps states as they are, float32; leave it out")
+    return export_states(options)
+
+
+def export_weights(options: ExportOptions) -> int:
+    """Weights as a Hugging Face directory."""
     from spillway_trainer import export as exporter  # noqa: PLC0415 - imports torch
 
-    saved = saved_by(run_path)
-    checkpoint = chosen(saved.checkpoints, step)
+    saved, to, dtype = saved_by(options.run), options.to, options.dtype or ExportDtype.BFLOAT16
+    checkpoint = chosen(saved.checkpoints, options.step)
     files = exporter.export(checkpoint, to, tokenizer=saved.tokenizer, dtype=dtype.value)
-    if output is Format.JSON:
+    if options.output is Format.JSON:
         print_json({"checkpoint": checkpoint.name, "directory": str(to.resolve()), "dtype": dtype})
     else:
         result_console().print(f"{checkpoint.name} exported to {to}: {', '.join(files)} in {dtype}, config, tokenizer")
+    return ExitCode.COMPLETED
+
+
+def export_states(options: ExportOptions) -> int:
+    """Masters, moments and step as a directory that DeepSpeed or torch trains on from."""
+    from spillway_trainer.interchange import exporting  # noqa: PLC0415 - imports torch
+
+    saved, to = saved_by(options.run), options.to
+    checkpoint = chosen(saved.checkpoints, options.step)
+    as_number = options.optimizer is LoadingOptimizer.DEEPSPEED
+    written = exporting.export_states(
+        checkpoint,
+        to,
+        "dcp" if options.form is ExportForm.DCP else "universal",
+        betas=saved.betas,
+        step_kind="number" if as_number else "tensor",
+    )
+    if options.output is Format.JSON:
+        print_json(
+            {
+                "checkpoint": checkpoint.name,
+                "directory": str(to.resolve()),
+                "form": options.form,
+                "step": written.num_steps,
+                "updates": written.num_updates,
+                "parameters": written.num_parameters,
+            }
+        )
+    else:
+        result_console().print(
+            f"{checkpoint.name} exported to {to}: states of {written.num_parameters} parameters after "
+            f"{written.num_updates} updates"
+        )
     return ExitCode.COMPLETED
 
 

@@ -139,6 +139,59 @@ def test_ckpt_ls_shows_the_kept_checkpoints(finished: Finished, capsys: pytest.C
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [6, 4]
 
 
+def test_run_goes_on_from_an_imported_export_of_itself_as_if_it_had_never_stopped(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert run_app(["ckpt", "export", str(finished.path), "--to", str(out), "--step", "4", "--as", "universal"]) == 0
+    _, job, _, _, _, claim, *_ = finished.arguments
+    capsys.readouterr()
+    options = ["--job", job, "--claim", claim, "--output", str(again), "-o", "json"]
+    assert run_app(["ckpt", "import", str(out), *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["checkpoint"], document["step"], document["updates"]) == ("step-4.e1", 4, 4)
+    assert (document["format"], document["run"]) == ("DeepSpeed universal", str(again))
+    assert {path.name for path in again.iterdir()} == {"job.json", "plan.json", "corpus", "checkpoints"}
+    assert str(tmp_path / "again.") not in (again / "job.json").read_text(), "paths of the directory that was renamed"
+    done = subprocess.run(
+        [sys.executable, "-m", "spillway_cli", *command(job, claim, again)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    whole, rest = (read_run_log(path / "run.jsonl").steps for path in (finished.path, again))
+    losses = {step: whole[step].metrics.loss for step in whole if step > 4}
+    assert {step: rest[step].metrics.loss for step in rest} == losses and len(losses) == 2
+    ends = [next((path / "checkpoints").glob("step-6.e*")) for path in (finished.path, again)]
+    files = [{path.name: path.read_bytes() for path in end.glob("*.safetensors")} for end in ends]
+    assert files[0] == files[1]
+
+
+def test_ckpt_import_refuses_a_directory_that_exists_and_leaves_none_behind(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, job, _, _, _, claim, *_ = finished.arguments
+    options = ["--job", job, "--claim", claim, "--output"]
+    assert run_app(["ckpt", "import", str(tmp_path), *options, str(finished.path)]) == 64
+    assert "exists already" in capsys.readouterr().err
+    assert run_app(["ckpt", "import", str(tmp_path), *options, str(tmp_path / "new")]) == 64
+    assert "no checkpoint with optimizer states" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--as", "universal", "--dtype", "float32"], "--dtype float32: --as universal keeps states as they are"),
+        (["--optimizer", "deepspeed"], "--optimizer deepspeed: only --as universal depends on it"),
+        (["--as", "zero"], "'zero': use huggingface, universal or dcp"),
+    ],
+)
+def test_ckpt_export_refuses_options_of_another_form(
+    finished: Finished, tmp_path: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["ckpt", "export", str(finished.path), "--to", str(tmp_path / "out"), *options]) == 64
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
 def test_ckpt_verify_passes_what_was_written(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["ckpt", "verify", str(finished.path)]) == 0
     assert "2 checkpoints, every byte as written" in capsys.readouterr().out

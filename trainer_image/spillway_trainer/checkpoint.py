@@ -136,9 +136,9 @@ def check_same_run(
         )
 
 
-def random_state() -> str:
-    """State of torch's CPU generator as text, for TrainingState."""
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+def random_state(generator: torch.Generator = torch.default_generator) -> str:
+    """State of torch's CPU generator as text, for TrainingState; a new generator is in that of a new process."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def restore_random_state(text: str) -> None:

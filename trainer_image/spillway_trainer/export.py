@@ -69,7 +69,7 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     """
     if output.exists():
         raise UserError(f"{output}: exists already; name a directory that does not")
-    checkpoint = _verified(checkpoint_path)
+    checkpoint = verified(checkpoint_path)
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
@@ -205,7 +205,7 @@ def adapter_name(name: str) -> str:
     return "base_model.model." + name.removeprefix(_PREFIX).replace(".default.", ".")
 
 
-def _verified(path: Path) -> Checkpoint:
+def verified(path: Path) -> Checkpoint:
     if problems := verify_checkpoint(path):
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointCorrupt(f"{path}: not exported, it is not as it was written\n{lines}")

@@ -1,0 +1,124 @@
+"""`spillway ckpt import CHECKPOINT --job JOB --output DIR`: another program's states become a run that can go on.
+
+Everything is made beside DIR and renamed: what ends it early leaves no half of a run, which would start from the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway.api import TrainingJob, load_job
+from spillway.errors import ExitCode, UserError
+from spillway.job import JobFile
+from spillway.plan import MemoryPlan
+from spillway_trainer.durable_files import DurableFiles
+
+from . import local_run
+from .console import Format, message_console, print_json, result_console
+from .local_node import probe, usable_cores
+from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
+from .local_run import LocalJob, local_files
+from .model_inspection import inspected_shape
+from .node_profile import own_profile
+from .run_directory import RunDirectory, is_text, write_atomic
+
+EPOCH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """The command line of `spillway ckpt import`."""
+
+    source: Path
+    job: Path
+    output: Path
+    claims: Sequence[str]
+    budget: BudgetOverrides
+    format: Format
+
+
+def import_checkpoint(options: ImportOptions) -> int:
+    """Refuses what `spillway run` would, then imports. Nothing is left behind by a refusal."""
+    source = str(options.job)
+    job = with_budget(load_job(options.job), options.budget)
+    local_run.refuse_wrong_fields(job, source)
+    claims = local_run.parse_claims(options.claims)
+    local_run.refuse_missing_locations(job, claims, source)
+    if not is_text(options.output):
+        raise UserError(f"--output {options.output}: the name is not UTF-8; name a directory whose path is text")
+    if options.output.exists():
+        raise UserError(f"--output {options.output}: exists already; name a directory that does not")
+    output = options.output.resolve()
+    files, temporary = DurableFiles(), output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with files.temporary_directory(temporary):
+            document = import_in(RunDirectory(temporary), RunDirectory(output), options, job, claims)
+            files.sync_directory(temporary)
+            files.rename(temporary, output)
+        files.sync_directory(output.parent)
+    except OSError as error:
+        raise UserError(f"--output {options.output}: not imported: {error.strerror or error}") from error
+    say_result(document, options)
+    return ExitCode.COMPLETED
+
+
+def import_in(
+    made: RunDirectory, final: RunDirectory, options: ImportOptions, job: TrainingJob, claims: Mapping[str, Path]
+) -> dict[str, object]:
+    """Fill `made`, which will be renamed to `final`; returns the document of `-o json`."""
+    from spillway_trainer.interchange import importing  # noqa: PLC0415 - imports torch
+
+    console = message_console()
+    foreign = importing.open_foreign(options.source)
+    shape = inspected_shape(options.job, job, claims)
+    own = own_profile(usable_cores(Path("/")), None)
+    resources = probe(made.path)
+    plan = plan_for_this_machine(job, resources, 1, shape, own.spec)
+    write_job(made, job, claims, plan, resources.cores)
+    job_file = local_run.read_job_file(made.job_file)
+    assert job_file is not None, "just written"
+    imported = importing.import_into(job_file, foreign, console.print)
+    write_atomic(made.job_file, renamed(job_file, made, final).model_dump_json(indent=2) + os.linesep)
+    state = imported.checkpoint.manifest.state
+    return {
+        "run": str(final.path),
+        "checkpoint": str(imported.checkpoint),
+        "format": foreign.format,
+        "step": state.step,
+        "updates": foreign.num_updates,
+        "parameters": imported.num_parameters,
+    }
+
+
+def write_job(run: RunDirectory, job: TrainingJob, claims: Mapping[str, Path], plan: MemoryPlan, cores: int) -> None:
+    """job.json and plan.json, as the first attempt of a run has them."""
+    local_files(run, LocalJob(job, claims, run.corpus, run.path), plan, cores, None).write(EPOCH)
+
+
+def renamed(job: JobFile, made: RunDirectory, final: RunDirectory) -> JobFile:
+    """The same job with its run's final paths."""
+    return job.model_copy(
+        update={
+            "output_directory": str(final.path),
+            "corpus_directory": str(final.corpus),
+            "checkpoint_directory": str(final.checkpoints),
+            "spill_directory": str(final.path),
+            "termination_message_path": str(final.attempt(EPOCH) / "termination.json"),
+        }
+    )
+
+
+def say_result(document: Mapping[str, object], options: ImportOptions) -> None:
+    if options.format is Format.JSON:
+        print_json(document)
+        return
+    result_console().print(
+        f"{document['checkpoint']} in {options.output}: states of {document['parameters']} parameters after "
+        f"{document['updates']} updates, from {document['format']}; spillway run {options.job} --output "
+        f"{options.output} goes on with them"
+    )

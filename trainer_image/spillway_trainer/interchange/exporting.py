@@ -1,0 +1,144 @@
+"""One of our checkpoints as a directory that DeepSpeed or torch loads with its optimizer's states."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spillway.errors import UserError
+
+from ..checkpoint_manifest import Checkpoint
+from ..durable_files import DurableFiles
+from ..export import verified
+from ..optimizer import Hyperparameters
+from .distributed import write_distributed
+from .foreign import KINDS, powers_after
+from .naming import class_names
+from .universal import LATEST, write_universal
+
+ExportFormat = Literal["universal", "dcp"]
+StepKind = Literal["tensor", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedStates:
+    """What was written, for the command to say."""
+
+    num_parameters: int
+    num_steps: int
+    num_updates: int
+
+
+def export_states(
+    checkpoint_path: Path,
+    output: Path,
+    form: ExportFormat,
+    *,
+    betas: tuple[float, float] | None = None,
+    step_kind: StepKind = "tensor",
+) -> ExportedStates:
+    """Write masters, moments and step of one checkpoint into the new directory `output`; no bit changes.
+
+    `betas`: the job's, where they are known. `step_kind`: as the loading optimizer keeps its step. Raises
+    CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, and for what the format
+    cannot say.
+    """
+    if output.exists():
+        raise UserError(f"{output}: exists already; name a directory that does not")
+    checkpoint = verified(checkpoint_path)
+    state = checkpoint.manifest.state
+    names = _parameters(checkpoint)
+    num_updates = int(state.scalars["num_updates"])
+    _check_powers(checkpoint, num_updates, betas)
+    naming = class_names(state.model)
+    states = ((kind, other, value) for kind, name, value in _values(checkpoint) for other in naming(name))
+    files, temporary = DurableFiles(), output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with files.temporary_directory(temporary):
+            if form == "dcp":
+                write_distributed(temporary, states, _aliases(checkpoint, names), num_updates)
+            else:
+                tag = f"step-{state.step}"
+                (temporary / tag).mkdir()
+                write_universal(
+                    temporary / tag,
+                    files,
+                    states,
+                    num_parameters=len(names),
+                    num_steps=state.step,
+                    num_updates=num_updates,
+                    num_samples=state.samples_consumed,
+                    step=torch.tensor(float(num_updates)) if step_kind == "tensor" else num_updates,
+                )
+                files.write(temporary / LATEST, [memoryview(tag.encode())])
+            for directory in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+                files.sync_directory(directory)
+            files.rename(temporary, output)
+        files.sync_directory(output.parent)
+    except OSError as error:
+        raise UserError(f"{output}: not exported: {error.strerror or error}") from error
+    return ExportedStates(len(names), state.step, num_updates)
+
+
+def _parameters(checkpoint: Checkpoint) -> list[str]:
+    """Raises UserError for the states of a rule that these formats have no place for."""
+    kinds: dict[str, set[str]] = {}
+    for full_name in checkpoint.manifest.tensors:
+        kind, _, name = full_name.partition(".")
+        kinds.setdefault(name, set()).add(kind)
+    for name, found in kinds.items():
+        if found != set(KINDS):
+            raise UserError(
+                f"{checkpoint}: {name} has the states {', '.join(sorted(found))}; the format has a place for those of "
+                f"AdamW and Adam only ({', '.join(KINDS)}); --as huggingface exports the weights"
+            )
+    return list(kinds)
+
+
+def _check_powers(checkpoint: Checkpoint, num_updates: int, betas: tuple[float, float] | None) -> None:
+    """A step alone says the bias correction only if every update had the same betas."""
+    scalars = checkpoint.manifest.state.scalars
+    if betas is None:
+        return
+    expected = powers_after(Hyperparameters(beta1=betas[0], beta2=betas[1]), num_updates)
+    differing = [name for name, value in expected.items() if scalars.get(name) != value]
+    if differing:
+        raise UserError(
+            f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, {num_updates} updates with betas {betas} "
+            f"make {expected[differing[0]]}: the betas have changed on the way, which the format cannot say"
+        )
+
+
+def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, value), file by file."""
+    tensors = checkpoint.manifest.tensors
+    for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
+        with safe_open(checkpoint.path / file_name, framework="pt") as opened:
+            for full_name in names:
+                kind, _, name = full_name.partition(".")
+                yield kind, name, opened.get_tensor(full_name)
+
+
+def _aliases(checkpoint: Checkpoint, names: Sequence[str]) -> Mapping[str, str]:
+    """Names that a model's state_dict() has for tied parameters, beside the owner's."""
+    model = checkpoint.manifest.state.model
+    naming = class_names(model)
+    if "config" in model and "lora" not in model:
+        from ..models import families  # noqa: PLC0415 - imports transformers
+
+        tied = families.chain_of(families.empty_model(families.config_from(model["config"])), torch.float32).tied
+    elif model.get("tie_word_embeddings"):
+        tied = {"head.lm_head.weight": "embed_tokens.weight"}
+    else:
+        return {}
+    known = set(names)
+    return {naming(alias)[0]: naming(owner)[0] for alias, owner in tied.items() if owner in known}

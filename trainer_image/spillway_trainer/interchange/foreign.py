@@ -1,0 +1,173 @@
+"""What another program's checkpoint holds, and how its files are read.
+
+Their files are pickles. Here `torch.load` rebuilds tensors, numbers, text and containers, and the few classes that
+DeepSpeed puts among them as empty stand-ins; a file with anything else is refused, and nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from spillway.errors import UserError
+
+from ..optimizer import Hyperparameters, UpdateCount
+
+MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""what AdamW and Adam keep for a parameter; the formats have no place for other kinds"""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """The states of one foreign checkpoint. Names of parameters are the other program's."""
+
+    path: Path
+    format: str
+    """as in messages: "DeepSpeed ZeRO-2" """
+    shapes: Mapping[str, tuple[int, ...] | None]
+    """of the trained parameters; None: the format keeps flat values, whose number is looked at when they are read"""
+    num_steps: int
+    """steps of the run, also those that changed nothing"""
+    num_updates: int
+    """updates that the optimizer has counted: what corrects the bias of its moments"""
+    betas: tuple[float, float] | None
+    """None: not in the files"""
+    read: Callable[[str, str], Tensor]
+    """(kind, name) -> float32 values in the shape of `shapes`, or flat. Raises UserError"""
+
+
+class StandIn:
+    """In place of a DeepSpeed object: takes its fields, has no behaviour."""
+
+    numel: int
+    start: int
+
+
+STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (StandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (StandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
+]
+"""all that a ZeRO checkpoint holds beside what torch itself takes for data"""
+
+
+def read_torch_file(path: Path) -> Any:
+    """What `torch.save` wrote. Every byte is compared with its checksum; tensors stay in the file until they are used.
+
+    Raises UserError: no such file, cut off, changed, or with objects that are no data.
+    """
+    with readable(path):
+        _check_archive(path)
+        with torch.serialization.safe_globals(STAND_INS):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def read_torch_stream(stream: IO[bytes], path: Path) -> Any:
+    """As `read_torch_file`, of bytes that came out of `path`."""
+    with readable(path):
+        _check_archive(stream)
+        stream.seek(0)
+        with torch.serialization.safe_globals(STAND_INS):
+            return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _check_archive(file: Path | IO[bytes]) -> None:
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise zipfile.BadZipFile("compressed, which torch.save never does")
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{damaged} is not as it was written")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever a file that somebody else wrote does to its readers becomes a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file; the checkpoint is incomplete") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path}: no whole file of torch.save: {error}; copy the checkpoint again") from error
+    except UnpicklingError as error:
+        raise UserError(
+            f"{path}: refused, it holds objects that are no data, and reading them would run code: "
+            f"{_first_lines(str(error))}"
+        ) from error
+    except Exception as error:  # a hostile file may raise anything
+        raise UserError(f"{path}: cannot be read: {type(error).__name__}: {_first_lines(str(error))}") from error
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+@contextmanager
+def laid_out(path: Path, program: str) -> Iterator[None]:
+    """A field that is missing, or of another type, becomes a UserError: `path` was not written by `program`."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {_first_lines(str(error))}"
+        raise UserError(f"{path}: not laid out as {program} does ({what})") from error
+
+
+def float32_values(value: object, what: str) -> Tensor:
+    """Raises UserError unless `value` is a dense float32 tensor: states are copied bit by bit, never converted."""
+    if not isinstance(value, Tensor):
+        raise UserError(f"{what}: expected a tensor, found {type(value).__name__}")
+    if value.dtype != torch.float32 or value.layout != torch.strided:
+        found = str(value.dtype).removeprefix("torch.")
+        raise UserError(f"{what}: {found} there, and checkpoints hold float32; only float32 states can be taken over")
+    return value.detach()
+
+
+def whole_number(value: object, what: str) -> int:
+    """A step, which programs keep as an integer, a float or a tensor of one element. Raises UserError."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
+        raise UserError(f"{what}: expected a number of steps, found {_first_lines(repr(value))}")
+    return int(number)
+
+
+def the_one(values: Mapping[str, Any], what: str) -> Any:
+    """The value that all have. Raises UserError naming two that differ, or when there is none."""
+    if not values:
+        raise UserError(f"{what}: none there")
+    first, *others = values.items()
+    for where, value in others:
+        if value != first[1]:
+            raise UserError(
+                f"{what}: {first[1]} of {first[0]} and {value} of {where}; Spillway counts them for the whole model"
+            )
+    return first[1]
+
+
+def betas_of(groups: Sequence[Mapping[str, Any]], path: Path) -> tuple[float, float] | None:
+    """Of the optimizer's groups of parameters, which must agree; None when they say nothing."""
+    with laid_out(path, "torch.optim"):
+        found = {f"group {i}": tuple(group["betas"]) for i, group in enumerate(groups) if "betas" in group}
+        if not found:
+            return None
+        beta1, beta2 = the_one(found, f"{path}: betas")
+        return float(beta1), float(beta2)
+
+
+def powers_after(settings: Hyperparameters, num_updates: int) -> dict[str, float]:
+    """The optimizer's scalars after so many updates: powers by repeated fp64 product, as every update makes them."""
+    count = UpdateCount(settings)
+    for _ in range(num_updates):
+        count.advance()
+    return count.as_dict()

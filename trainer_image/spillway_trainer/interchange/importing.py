@@ -1,0 +1,159 @@
+"""A foreign checkpoint becomes the first checkpoint of a run, from which `spillway run` goes on.
+
+What the foreign files do not say is the job's: tokens and their order, the seed, the schedule. The position in the data
+is that of a run which trained as many steps of this job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spillway.errors import UserError
+from spillway.job import JobFile
+
+from .. import checkpoint, config, run_job
+from ..checkpoint_directory import Epoch
+from ..checkpoint_manifest import Checkpoint, TrainingState
+from ..models.build import build_model
+from ..models.chain import Chain
+from ..optimizer import Hyperparameters
+from ..tokens import Corpus, prepare_corpus
+from .distributed import METADATA, read_distributed
+from .foreign import KINDS, Foreign, powers_after
+from .naming import class_names, matched
+from .universal import LATEST, STATES, read_universal
+from .zero import OPTIMIZER_FILES, read_zero
+
+_LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What became of a foreign checkpoint, for the command to say."""
+
+    checkpoint: Checkpoint
+    foreign: Foreign
+    num_parameters: int
+
+
+def open_foreign(path: Path) -> Foreign:
+    """The checkpoint in `path`, whichever program wrote it; of several tags the one that `latest` names.
+
+    Raises UserError when it is none that is known, or damaged.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such directory")
+    directory = _tag(path)
+    if (directory / METADATA).is_file():
+        return read_distributed(directory)
+    if (directory / STATES).is_dir():
+        return read_universal(directory)
+    if any(directory.glob(OPTIMIZER_FILES)):
+        return read_zero(directory)
+    raise UserError(
+        f"{directory}: no checkpoint with optimizer states that Spillway knows: neither {METADATA} "
+        f"(torch.distributed.checkpoint) nor {STATES}/ (DeepSpeed universal) nor {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
+    )
+
+
+def _tag(path: Path) -> Path:
+    for latest in (path / LATEST, path / _LATEST):
+        if latest.is_file():
+            tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+            if Path(tag).name != tag or not (path / tag).is_dir():
+                raise UserError(f"{latest}: names {tag!r}, and there is no such directory beside it")
+            return path / tag
+    return path
+
+
+def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> Imported:
+    """Commit the first checkpoint of `job`, whose checkpoint directory must not exist. Builds the corpus.
+
+    Raises UserError before anything is written when names, shapes or betas are not the job's.
+    """
+    _check_rule(job)
+    model = build_model(job.spec, job.claims)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in model.tied}
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    names = matched(foreign, shapes, class_names(model.description))
+    _check_steps(job, foreign)
+    settings = config.hyperparameters(job.spec)
+    _check_betas(foreign, (settings.beta1, settings.beta2))
+    recipe = run_job.tokenizer_recipe(job, model.objective)
+    corpus = prepare_corpus(run_job.source_of(job), Path(job.corpus_directory), model.vocab_size, say, recipe)
+    state = _training_state(job, foreign, model, corpus, settings)
+    say(f"copying the states of {len(shapes)} parameters from {foreign.format}")
+    epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
+    return Imported(checkpoint.save(epoch, state, _tensors(foreign, names, shapes)), foreign, len(shapes))
+
+
+def _check_rule(job: JobFile) -> None:
+    rule = job.spec.training.optimizer.rule
+    if rule.state_kinds != KINDS:
+        raise UserError(
+            f"spec.training.optimizer.name = {rule}: keeps {', '.join(rule.state_kinds)}; what can be imported is "
+            f"{', '.join(KINDS)}: use AdamW or Adam"
+        )
+
+
+def _check_steps(job: JobFile, foreign: Foreign) -> None:
+    if foreign.num_steps < foreign.num_updates:
+        raise UserError(
+            f"{foreign.path}: {foreign.num_steps} steps of the run and {foreign.num_updates} updates of its optimizer; "
+            "these files are of two checkpoints"
+        )
+    if foreign.num_steps >= job.spec.training.steps:
+        raise UserError(
+            f"{foreign.path}: {foreign.num_steps} steps are trained there, spec.training.steps is "
+            f"{job.spec.training.steps}; nothing would be left to train: raise it"
+        )
+
+
+def _check_betas(foreign: Foreign, betas: tuple[float, float]) -> None:
+    """Moments are corrected by powers of the betas that made them."""
+    if foreign.betas is not None and foreign.betas != betas:
+        raise UserError(
+            f"{foreign.path}: its moments were made with betas {foreign.betas}, spec.training.optimizer.betas are "
+            f"{betas}; set them to the same"
+        )
+
+
+def _training_state(
+    job: JobFile, foreign: Foreign, model: Chain, corpus: Corpus, settings: Hyperparameters
+) -> TrainingState:
+    training = job.spec.training
+    return TrainingState(
+        step=foreign.num_steps,
+        seed=training.seed,
+        samples_consumed=foreign.num_steps * training.global_batch_size,
+        sequence_length=training.sequence_length,
+        scalars=powers_after(settings, foreign.num_updates),
+        schedule=dataclasses.asdict(config.learning_rate(job.spec)),
+        random_state=checkpoint.random_state(torch.Generator()),
+        data_xxh3=run_job.make_batches(job, corpus, model.objective).fingerprint,
+        tokenizer_xxh3=corpus.index.tokenizer_xxh3,
+        model=model.description,
+        special_tokens=corpus.special_tokens,
+        rule=training.optimizer.name,
+    )
+
+
+def _tensors(
+    foreign: Foreign, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in shapes.items():
+        for kind in KINDS:
+            value = foreign.read(kind, names[name])
+            flat = value.dim() == 1 and foreign.shapes[names[name]] is None
+            if tuple(value.shape) != shape and not (flat and value.numel() == math.prod(shape)):
+                raise UserError(
+                    f"{foreign.path}: {kind} of {names[name]} is {tuple(value.shape)} there, {shape} in the job"
+                )
+            yield f"{kind}.{name}", value.reshape(shape)
