@@ -1,9 +1,9 @@
 """Optimizer states of other programs' checkpoints, into a run and out of one (docs/checkpoints.md, ADR 14).
 
     foreign.py        what any such checkpoint holds, and how its files are read without running what lies in them
-    zero.py           DeepSpeed ZeRO 1, 2, 3      in
-    universal.py      DeepSpeed universal         in, out
-    distributed.py    torch.distributed.checkpoint   in, out
+    zero.py           DeepSpeed ZeRO 1, 2, 3    in
+    universal.py      DeepSpeed universal       in, out
+    distributed.py    DCP, torch's own          in, out
     naming.py         our names of parameters, and theirs
     importing.py      foreign checkpoint -> first checkpoint of a run
     exporting.py      our checkpoint -> foreign directory

@@ -25,7 +25,7 @@ from ..models.build import build_model
 from ..models.chain import Chain
 from ..optimizer import Hyperparameters
 from ..tokens import Corpus, prepare_corpus
-from .distributed import METADATA, read_distributed
+from .distributed import METADATA, PROGRAM, read_distributed
 from .foreign import KINDS, Foreign, powers_after
 from .naming import class_names, matched
 from .universal import LATEST, STATES, read_universal
@@ -59,7 +59,7 @@ def open_foreign(path: Path) -> Foreign:
         return read_zero(directory)
     raise UserError(
         f"{directory}: no checkpoint with optimizer states that Spillway knows: neither {METADATA} "
-        f"(torch.distributed.checkpoint) nor {STATES}/ (DeepSpeed universal) nor {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
+        f"({PROGRAM}) nor {STATES}/ (DeepSpeed universal) nor {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
     )
 
 
