@@ -33,9 +33,9 @@ from spillway.profiles import rates_from, with_rates
 from spillway.step_time import rank_rates
 from spillway.units import GIB, MIB, format_seconds
 from spillway_cli.calibrate_command import fastest, priced, probed_node, samples_of, spread
-from spillway_cli.local_node import usable_cores
 from spillway_cli.run_log import step_metrics
 from spillway_trainer import probe
+from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.probe import Cell
 
 DIRECTORY = Path(os.environ.get("STEP_TIME_DIRECTORY", "."))

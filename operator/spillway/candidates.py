@@ -71,6 +71,7 @@ from spillway.step_time import (
     rank_rates,
     speculative_window,
     update_loads,
+    update_threads,
 )
 
 TIE = 1.01
@@ -400,7 +401,9 @@ class Group:
             streamed_share=streamed_share,
             resident_share=resident_share,
             chunk_parameters=chunk_parameters(self.work),
-            num_threads=max(1, self.question.node.num_cores // self.question.local_ranks),
+            num_threads=update_threads(
+                self.question.node.num_cores, self.question.local_ranks, self.rates.copies_use_cores
+            ),
         )
         return found.model_copy(update={"overlap": self.overlap(found)})
 

@@ -339,6 +339,17 @@ def beside_copies(work: Workload, rates: Rates, optimizer: OptimizerPlan, stream
     return min(rates.cpu, rates.dram - copied / seconds)
 
 
+LAUNCHING_CORES = 2
+"""of a rank whose device is no CPU: forward and what Python does for it, backward in autograd's thread"""
+
+
+def update_threads(num_cores: int, local_ranks: int, copies_use_cores: bool) -> int:
+    """CPU threads of one rank's update: its part of the node's cores, less those that launch the device's work. On a
+    CPU device the same cores compute and update, in turn."""
+    cores = num_cores // local_ranks
+    return max(1, cores if copies_use_cores else cores - LAUNCHING_CORES)
+
+
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
     """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
 

@@ -42,9 +42,9 @@ from spillway.metrics import Phase, StepMetrics
 from spillway.profiles import document, rates_from, with_rates
 from spillway.step_time import Rates, rank_rates
 from spillway.units import format_bytes, format_count, format_seconds
+from spillway_trainer.cgroup import read_text, usable_cores
 
 from .console import Format, message_console, print_json, result_console, table
-from .local_node import read_text, usable_cores
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import read_plan

@@ -15,11 +15,12 @@ from spillway.api import TrainingJob, load_job
 from spillway.errors import ExitCode, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
+from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.durable_files import DurableFiles
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console
-from .local_node import probe, usable_cores
+from .local_node import probe
 from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from .local_run import LocalJob, local_files
 from .model_inspection import inspected_shape

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from spillway_trainer.cgroup import read_text, usable_cores, v1_directories, v2_directories
+
 MEMORY_CONTROLLER_V1 = "memory"
 UNLIMITED_V1_BYTES = 2**62
 """cgroup v1 writes a page-rounded 2^63 for "no limit"."""
@@ -31,16 +33,6 @@ def probe(directory: Path, root: Path = Path("/")) -> LocalResources:
     return LocalResources(usable_cores(root), max(0, min(headrooms)), status.f_bavail * status.f_frsize)
 
 
-def usable_cores(root: Path) -> int:
-    """Cores of the affinity mask, bounded by a CPU quota, at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    for directory in v2_directories(root):
-        quota, _, period = read_text(directory / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
-
-
 def meminfo_bytes(root: Path, name: str) -> int:
     """MemAvailable or MemTotal of /proc/meminfo."""
     for line in read_text(root / "proc/meminfo").splitlines():
@@ -59,7 +51,7 @@ def cgroup_headroom_bytes(root: Path) -> list[int]:
     v2 = [headroom(directory, "memory.max", "memory.current", "inactive_file") for directory in v2_directories(root)]
     v1 = [
         headroom(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        for directory in v1_directories(root)
+        for directory in v1_directories(root, MEMORY_CONTROLLER_V1)
     ]
     return [value for value in (*v2, *v1) if value is not None]
 
@@ -72,41 +64,3 @@ def headroom(directory: Path, limit_name: str, usage_name: str, reclaimable_name
     statistics = (line.split() for line in read_text(directory / "memory.stat").splitlines())
     reclaimable = sum(int(pair[1]) for pair in statistics if len(pair) == 2 and pair[0] == reclaimable_name)
     return int(limit) - max(0, int(usage) - reclaimable)
-
-
-def v2_directories(root: Path) -> list[Path]:
-    return ancestors(root / "sys/fs/cgroup", own_path(root, controller=None))
-
-
-def v1_directories(root: Path) -> list[Path]:
-    return ancestors(root / "sys/fs/cgroup" / MEMORY_CONTROLLER_V1, own_path(root, MEMORY_CONTROLLER_V1))
-
-
-def own_path(root: Path, controller: str | None) -> str | None:
-    """This process's cgroup, from /proc/self/cgroup: the v2 line is "0::/path", a v1 line "4:memory:/path"."""
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if (controller is None and number == "0" and not controllers) or (controller in controllers.split(",")):
-            return path
-    return None
-
-
-def ancestors(mount: Path, path: str | None) -> list[Path]:
-    """The cgroup's directory and those above it up to the mount.
-
-    In a container without its own cgroup namespace the path is the host's and is not there: then the mount is ours.
-    """
-    if path is None:
-        return []
-    own = mount / path.strip("/")
-    if not own.is_dir():
-        return [mount]
-    return [own, *(parent for parent in own.parents if parent == mount or mount in parent.parents)]
-
-
-def read_text(path: Path) -> str:
-    """A file of the kernel, or "" where this kernel or container does not have it."""
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

@@ -14,11 +14,12 @@ from spillway.errors import ExitCode, SpillwayError, UserError
 from spillway.model_shape import ModelShape
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
+from spillway_trainer.cgroup import usable_cores
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
 from .local_attempts import Attempt
-from .local_node import probe, usable_cores
+from .local_node import probe
 from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from .local_run import LocalJob
 from .model_inspection import inspected_shape

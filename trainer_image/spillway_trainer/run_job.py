@@ -22,6 +22,7 @@ from spillway.plan import MemoryPlan
 
 from . import checkpoint, config, native
 from .assemble import FROZEN, Assembly, assemble, initial_states
+from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
@@ -58,7 +59,12 @@ def run_job(
         ranks.agree("job.json", digest(job.model_dump_json()))
         ranks.agree("plan.json", digest(plan.model_dump_json()))
         ranks.agree("model", digest(json.dumps(model.description)))
-        run_ranks(job, plan, model, recorder, progress, stop, ranks)
+        usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
+        if usable != plan:
+            report(
+                f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here"
+            )
+        run_ranks(job, usable, model, recorder, progress, stop, ranks)
 
 
 def run_ranks(
