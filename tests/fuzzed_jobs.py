@@ -167,9 +167,10 @@ class _Maker:
                 "eps": ("1e-8", "1e300"),
                 "momentum": ("0", "0.9"),
             }
-            for name in sorted(rule.fields):
+            for name in sorted(set(values) & set(rule.defaults)):
                 self._maybe(optimizer, name, OFTEN, *values[name])
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
+            self._maybe(optimizer, "groups", SOMETIMES, [], [{"match": "*", "learningRateFactor": "0.1"}])
         if self._often(SOMETIMES):
             schedule = training["schedule"] = {"name": self._one_of("Cosine", "Linear", "Constant")}
             self._maybe(schedule, "warmupSteps", OFTEN, 0, 1, training["steps"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import UpdateRule
 from spillway_trainer import reference
@@ -37,6 +38,9 @@ UNTIL_MIDDLE, NUM_STEPS = 2, 5
 SKIPPED_STEP, RARE_STEPS, ALIAS_ALONE_STEP = 3, (1, 4), 4
 HOST_BYTES, LANE_RATE = 8 * 2**20, 1e9
 
+GROUPS = (Group("*norm", weight_decay=0.3), Group("[nu]p*", 3.0, 0.0), Group("e*", 0.1))
+"""the vector "norm" decays, "up" does not; the tied "embedding" and "empty" are slower"""
+
 Named = list[tuple[str, Parameter]]
 
 
@@ -48,10 +52,13 @@ class Case:
     tied: bool = False
     seed: int = 0
     rule: UpdateRule = UpdateRule.ADAMW
+    groups: tuple[Group, ...] = ()
 
     @property
     def settings(self) -> Hyperparameters:
-        return replace(SETTINGS, rule=self.rule, momentum=0.8)
+        return replace(
+            SETTINGS, rule=self.rule, momentum=0.8, groups=groups_by_name(self.groups, [*SHAPES], self.aliases)
+        )
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -250,6 +250,21 @@ class Data(Fields):
 # --- spec.training ----------------------------------------------------------------------------------------------------
 
 
+class ParameterGroup(Fields):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Name = Field(
+        description="Names of parameters, as in the checkpoints: * stands for any characters, ? for one, [ab] for one "
+        "of these. Of several groups that match the first counts."
+    )
+    learning_rate_factor: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
+        default=1.0, description="Their learning rate as a multiple of everyone's, at every step."
+    )
+    weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
+        default=None, description="Their weight decay, vectors too. Default: everyone's; vectors do not decay."
+    )
+
+
 class Optimizer(Fields):
     """How gradients change parameters. Vectors (norms, biases) do not decay."""
 
@@ -259,7 +274,7 @@ class Optimizer(Fields):
         "SgdMomentum add it to the gradient.",
     )
     learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
-    # None: the default depends on the name, which a static default in a cluster would hide.
+    # Their defaults depend on the name: none here, where an API server would write them down for another.
     betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
         description="AdamW, Adam: decay rates of the two moments; default 0.9 and 0.95. Lion: of the mean that the "
@@ -274,20 +289,26 @@ class Optimizer(Fields):
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
     )
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), max_length=64, description="Parameters that are treated otherwise. Each group must have some."
+    )
 
     @property
     def rule(self) -> UpdateRule:
         return UpdateRule(self.name)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_its_name(cls, given: Any) -> Any:
+        name = given.get("name", cls.model_fields["name"].default) if isinstance(given, dict) else None
+        if name not in tuple(UpdateRule):
+            return given
+        return {**UpdateRule(name).defaults, **{field: value for field, value in given.items() if value is not None}}
+
     @model_validator(mode="after")
     def _only_its_own(self) -> Self:
-        refuse(
-            [
-                (name, f"{self.name} has none; leave it out")
-                for name in RULE_FIELDS
-                if name not in self.rule.fields and getattr(self, name) is not None
-            ]
-        )
+        others = [name for name in RULE_FIELDS if name not in self.rule.defaults and getattr(self, name) is not None]
+        refuse([(name, f"{self.name} has none; leave it out") for name in others])
         return self
 
 

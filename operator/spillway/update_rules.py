@@ -10,6 +10,7 @@ The arithmetic, operation by operation, is spillway_trainer/reference.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,10 +18,6 @@ STATE_BYTES = 4
 """of a parameter's value, gradient or state: all are float32"""
 MASTER = "master"
 """the float32 values of a parameter"""
-MOMENTUM = 0.9
-"""default of SgdMomentum"""
-EPS = 1e-8
-"""default of AdamW and Adam"""
 RULE_FIELDS = ("betas", "eps", "momentum")
 """of spec.training.optimizer, that not every rule has"""
 
@@ -44,19 +41,9 @@ class UpdateRule(StrEnum):
         return (MASTER, *self.moments)
 
     @property
-    def fields(self) -> frozenset[str]:
-        """Those of RULE_FIELDS that it has."""
-        return _FACTS[self].fields
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Default of the decay rates of the means."""
-        return _FACTS[self].betas
-
-    @property
-    def weight_decay(self) -> float:
-        """Default of the weight decay of matrices."""
-        return _FACTS[self].weight_decay
+    def defaults(self) -> Mapping[str, float | tuple[float, float]]:
+        """What spec.training.optimizer is where it says nothing: weightDecay, and the fields that this rule has."""
+        return _FACTS[self].defaults
 
     @property
     def corrects_bias(self) -> bool:
@@ -81,14 +68,13 @@ class UpdateRule(StrEnum):
 @dataclass(frozen=True, slots=True)
 class _Facts:
     moments: tuple[str, ...]
-    fields: frozenset[str]
-    weight_decay: float
-    betas: tuple[float, float] = (0.0, 0.0)
+    defaults: Mapping[str, float | tuple[float, float]]
 
 
+_TWO_MOMENTS = ("exp_avg", "exp_avg_sq")
 _FACTS = {
-    UpdateRule.ADAMW: _Facts(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), 0.1, (0.9, 0.95)),
-    UpdateRule.ADAM: _Facts(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), 0.0, (0.9, 0.95)),
-    UpdateRule.SGD_MOMENTUM: _Facts(("momentum_buffer",), frozenset({"momentum"}), 0.0),
-    UpdateRule.LION: _Facts(("exp_avg",), frozenset({"betas"}), 0.1, (0.9, 0.99)),
+    UpdateRule.ADAMW: _Facts(_TWO_MOMENTS, {"weightDecay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}),
+    UpdateRule.ADAM: _Facts(_TWO_MOMENTS, {"weightDecay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}),
+    UpdateRule.SGD_MOMENTUM: _Facts(("momentum_buffer",), {"weightDecay": 0.0, "momentum": 0.9}),
+    UpdateRule.LION: _Facts(("exp_avg",), {"weightDecay": 0.1, "betas": (0.9, 0.99)}),
 }

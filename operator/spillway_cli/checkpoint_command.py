@@ -75,8 +75,7 @@ def saved_by(path: Path) -> Saved:
     job = read_job_file(run.job_file)
     if job is None:
         return Saved(run.checkpoints, run.corpus / "tokenizer.json")
-    optimizer = job.spec.training.optimizer
-    beta1, beta2 = optimizer.betas or optimizer.rule.betas
+    beta1, beta2 = job.spec.training.optimizer.betas or (0.0, 0.0)
     # The corpus may lie outside the run.
     return Saved(run.checkpoints, Path(job.corpus_directory) / "tokenizer.json", (beta1, beta2))
 

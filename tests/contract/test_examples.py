@@ -18,6 +18,7 @@ NODES = {
     "demo": "cpu",
     "tiny-llama": "cpu",
     "lora": "cpu",
+    "lion": "cpu",
     "larger-than-device": "cpu",
     "llama-70b": "8xh100",
     "one-pod": "cpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
+from spillway.parameter_groups import Group
 from spillway.update_rules import UpdateRule
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 from spillway_trainer.optimizer import Optimizer, ResidentOptimizer
@@ -57,6 +59,27 @@ def test_stays_within_1e_5_of_torch_adamw_with_fp32_masters() -> None:
         ours.step(1e-2, 1.0)
         torchs.step()
     assert max((p - q).abs().max().item() for (_, p), q in zip(named, theirs, strict=True)) <= 1e-5
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_a_group_trains_as_a_run_with_its_rate_and_decay_for_all(rule: UpdateRule) -> None:
+    """Bit for bit; and every other parameter as without groups."""
+    case, factor, decay = Case(torch.bfloat16, rule=rule), 0.25, 0.03
+    grouped = replace(case.settings, groups=dict.fromkeys(("up", "norm"), Group("", factor, decay)))
+    alike = replace(case.settings, groups=dict.fromkeys(SHAPES, Group("", 1.0, decay)))
+    ends = []
+    for settings, rate in ((grouped, 1.0), (case.settings, 1.0), (alike, factor)):
+        optimizer = ResidentOptimizer(case.parameters(), {}, settings, DeviceLedger(None))
+        for step in range(3):
+            for name, gradient in case.gradients(step, 0):
+                optimizer.take(name, gradient)
+            optimizer.step(rate * 1e-2 / (step + 1), 1.0)
+        ends.append(dict(optimizer.state()))
+    found, without, with_all = ends
+    for name, value in found.items():
+        inside = name.partition(".")[2] in ("up", "norm")
+        assert torch.equal(value, (with_all if inside else without)[name]), name
+    assert not torch.equal(found["master.norm"], without["master.norm"])
 
 
 def test_norm_is_that_of_torch_up_to_its_rounding() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from optimizer_cases import (
+    GROUPS,
     HOST_BYTES,
     LANES,
     NUM_STEPS,
@@ -43,7 +44,6 @@ CHUNKS = (1009, 4096, 1 << 20)
 DTYPES = (torch.bfloat16, torch.float32)
 MODES: tuple[tuple[int, Overlap], ...] = ((1, "None"), (2, "None"), (1, "Forward"))
 """threads, overlap"""
-OTHER_RULES = [rule for rule in UpdateRule if rule is not UpdateRule.ADAMW]
 
 
 def memory() -> tuple[HostSlab, DeviceLedger]:
@@ -76,11 +76,12 @@ def test_every_split_leaves_the_bits_of_the_plain_optimizer(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", OTHER_RULES)
+@pytest.mark.parametrize("rule", UpdateRule)
 def test_every_rule_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, dtype: torch.dtype) -> None:
-    """With every split; tied parameters, an empty one, one that has no gradient in most steps."""
-    for shares, lanes_name in itertools.product(SPLITS, LANES):
-        case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+    """With every split, with and without groups; tied parameters, an empty one, one without gradient in most steps."""
+    for index, (shares, lanes_name) in enumerate(itertools.product(SPLITS, LANES)):
+        groups = GROUPS if index % 2 else ()
+        case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True, rule=rule, groups=groups)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
         result = run(case, split(*shares, 1009, num_threads=2), lanes, ledger)
@@ -89,9 +90,9 @@ def test_every_rule_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, dty
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), shares
 
 
-@pytest.mark.parametrize("rule", OTHER_RULES)
+@pytest.mark.parametrize("rule", UpdateRule)
 def test_what_one_plan_saved_another_continues_by_every_rule(rule: UpdateRule) -> None:
-    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule, groups=GROUPS)
     for before, after in ((SPLITS[5], SPLITS[0]), (SPLITS[2], SPLITS[4])):
         continues(case, before, after)
 

@@ -104,6 +104,10 @@ MODELS = {
     },
     "one micro-batch, no clipping": {"microBatchSize: 4": "microBatchSize: 8", '"0.5"': '"0"'},
     "eight micro-batches": {"microBatchSize: 4": "microBatchSize: 1"},
+    "Lion, groups": {
+        'learningRate: "2e-3"': 'name: Lion, learningRate: "3e-4", groups: [{match: "*norm*", weightDecay: "0.5"}, '
+        '{match: "layers.[01].*", learningRateFactor: "0.5"}]'
+    },
 }
 PLANS: dict[str, tuple[tuple[float, float, float], Overlap, list[Answer]]] = {
     "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),

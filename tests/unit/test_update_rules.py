@@ -8,28 +8,41 @@ import pytest
 from job_documents import job
 
 from spillway.api import Optimizer
+from spillway.errors import UserError
 from spillway.footprint import Workload, states_bytes_per_parameter
 from spillway.hardware import resolve_node
 from spillway.model_shape import model_shape
+from spillway.parameter_groups import Group
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
 from spillway.planner import make_plan
 from spillway.profiles import memory_fingerprint
 from spillway.step_time import Resource, rank_rates, update_loads
 from spillway.update_rules import RULE_FIELDS, UpdateRule
 from spillway_trainer.config import hyperparameters
+from spillway_trainer.models.build import build_model
+from spillway_trainer.optimizer import Hyperparameters
 
 OPTIMIZER = "spec.training.optimizer"
 WIDE = {UpdateRule.ADAMW, UpdateRule.ADAM}
 """two moments; the others have one"""
 
 
-def told(**fields: Any) -> Any:
-    return hyperparameters(job({OPTIMIZER: fields}).spec)
+def told(**fields: Any) -> Hyperparameters:
+    spec = job({OPTIMIZER: fields}).spec
+    return hyperparameters(spec, build_model(spec))
 
 
 def test_the_manifest_names_exactly_the_rules_that_there_are() -> None:
     assert set(get_args(Optimizer.model_fields["name"].annotation)) == set(UpdateRule)
-    assert all(rule.fields <= set(RULE_FIELDS) for rule in UpdateRule)
+    for rule in UpdateRule:
+        assert set(rule.defaults) <= {"weightDecay", *RULE_FIELDS}
+
+
+def test_defaults_are_written_down_so_a_job_file_of_before_other_rules_is_the_same_job() -> None:
+    before = {"name": "AdamW", "learningRate": "0.0003", "betas": ["0.9", "0.95"], "eps": "1e-08", "weightDecay": "0.1"}
+    assert job({OPTIMIZER: before}).spec == job().spec
+    assert job({OPTIMIZER: {"betas": None, "weightDecay": None}}).spec == job().spec
+    assert job().spec.training.model_dump(mode="json")["optimizer"]["betas"] == ["0.9", "0.95"]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +62,27 @@ def test_what_is_given_is_what_the_trainer_uses_zeros_too() -> None:
     assert told(weightDecay="0").weight_decay == 0.0
     assert told(name="Lion", betas=["0", "0.5"]).beta2 == 0.5
     assert told(eps="1e-6").eps == 1e-6
+
+
+def test_groups_reach_the_trainer_in_their_order() -> None:
+    groups = [{"match": "*norm*", "weightDecay": "0"}, {"match": "layers.0.*", "learningRateFactor": "0.5"}]
+    found = told(groups=groups).groups
+    assert found["layers.0.input_layernorm.weight"] == found["head.norm.weight"] == Group("*norm*", 1.0, 0.0)
+    assert found["layers.0.mlp.up_proj.weight"] == Group("layers.0.*", 0.5, None)
+    assert "layers.1.mlp.up_proj.weight" not in found
+
+
+def test_a_group_that_no_trained_parameter_of_the_model_belongs_to_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"groups\[0\]\.match = layers\.9\.\*: matches no trained parameter; .*layers\."
+    ):
+        told(groups=[{"match": "layers.9.*"}])
+    spec = job({f"{OPTIMIZER}.groups": [{"match": "embed_tokens.*"}]}).spec
+    model = build_model(spec)
+    assert hyperparameters(spec, model).groups
+    model.get_parameter("embed_tokens.weight").requires_grad_(False)
+    with pytest.raises(UserError, match="matches no trained parameter"):
+        hyperparameters(spec, model)
 
 
 @pytest.mark.parametrize("rule", UpdateRule)

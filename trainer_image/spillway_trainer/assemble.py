@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from spillway.api import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
@@ -152,16 +151,17 @@ def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None, ranks: 
 
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
     """
-    tiers = make_tiers(job, plan)
     model = model or build_model(job.spec, job.claims)
+    settings = config.hyperparameters(job.spec, model)
+    tiers = make_tiers(job, plan)
     if plan.strategy in zero.STAGES:
-        return assemble_divided(job, plan, model, ranks, tiers)
+        return assemble_divided(job, plan, model, settings, ranks, tiers)
     streaming = model_spill.build(plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme)
     streamed = streaming.streamed if streaming else frozenset[str]()
     allocate_resident(model, streamed, tiers.ledger)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     position = Position(job.spec.training.seed)
-    optimizer = make_optimizer(job.spec, plan, model, streaming, tiers)
+    optimizer = make_optimizer(settings, plan, model, streaming, tiers)
     send_gradients(model, optimizer)
     parameters = parameter_source(model, streaming)
     ready = updated(model, optimizer)
@@ -175,9 +175,10 @@ def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None, ranks: 
     return Assembly(model, optimizer, position, tiers, spill, streaming, parameters, order)
 
 
-def assemble_divided(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks, tiers: Tiers) -> Assembly:
+def assemble_divided(
+    job: JobFile, plan: MemoryPlan, model: Chain, settings: Hyperparameters, ranks: Ranks, tiers: Tiers
+) -> Assembly:
     """As `assemble`, of a model whose states, gradients or parameters are divided among `ranks` (zero/)."""
-    settings = config.hyperparameters(job.spec)
 
     def of_pieces(pieces: list[tuple[str, nn.Parameter]]) -> OptimizerOffload | ResidentOptimizer:
         return optimizer_of(pieces, {}, settings, plan, tiers, gradient_dtype=torch.float32)
@@ -265,9 +266,13 @@ def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLed
 
 
 def make_optimizer(
-    spec: TrainingJobSpec, plan: MemoryPlan, model: Chain, streaming: model_spill.ModelSpill | None, tiers: Tiers
+    settings: Hyperparameters,
+    plan: MemoryPlan,
+    model: Chain,
+    streaming: model_spill.ModelSpill | None,
+    tiers: Tiers,
 ) -> Optimizer:
-    parameters, settings = list(model.named_parameters()), config.hyperparameters(spec)
+    parameters = list(model.named_parameters())
     if streaming is not None:
         check_cpu_share(plan, model, streaming.streamed)
     return optimizer_of(parameters, model.tied, settings, plan, tiers, homes=streaming)

@@ -11,9 +11,10 @@ import torch
 from spillway.api import RUN_STRATEGIES, Location, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.job import JobFile
+from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.update_rules import EPS, MOMENTUM
 
+from .models.chain import Chain
 from .models.transformer import TransformerConfig
 from .optimizer import Hyperparameters
 from .ranks import World
@@ -61,17 +62,20 @@ def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:
     return DTYPES[spec.model.precision.gradient_reduce]
 
 
-def hyperparameters(spec: TrainingJobSpec) -> Hyperparameters:
+def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
+    """Raises UserError for a group that no trained parameter of `model` belongs to."""
     optimizer = spec.training.optimizer
-    rule = optimizer.rule
-    beta1, beta2 = optimizer.betas or rule.betas
+    groups = [Group(group.match, group.learning_rate_factor, group.weight_decay) for group in optimizer.groups]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and name not in model.tied]
+    beta1, beta2 = optimizer.betas or (0.0, 0.0)
     return Hyperparameters(
         beta1=beta1,
         beta2=beta2,
-        eps=EPS if optimizer.eps is None else optimizer.eps,
-        weight_decay=rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay,
-        momentum=MOMENTUM if optimizer.momentum is None else optimizer.momentum,
-        rule=rule,
+        eps=optimizer.eps or 0.0,
+        weight_decay=optimizer.weight_decay or 0.0,
+        momentum=optimizer.momentum or 0.0,
+        rule=optimizer.rule,
+        groups=groups_by_name(groups, trained, model.tied),
     )
 
 

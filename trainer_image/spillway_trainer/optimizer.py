@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from spillway.parameter_groups import Group
 from spillway.plan import Tier
 from spillway.update_rules import MASTER, UpdateRule
 
@@ -31,6 +32,8 @@ Update = Callable[[UpdateScalars, Tensor, Sequence[Tensor], Tensor, Tensor | Non
 """update(scalars, master, moments, gradient, out): in place, flat tensors (reference.update)"""
 
 FLOAT32_BYTES = 4
+NO_GROUP = Group("")
+"""what a parameter is treated by that is in no group"""
 
 
 class Optimizer(Protocol):
@@ -83,8 +86,8 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters that do not change from step to step; a rule reads those that it has. Vectors (dim < 2) never
-    decay."""
+    """What does not change from step to step; a rule reads what it has. Vectors (dim < 2) do not decay, unless their
+    group says so."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -92,6 +95,8 @@ class Hyperparameters:
     weight_decay: float = 0.1
     momentum: float = 0.0
     rule: UpdateRule = UpdateRule.ADAMW
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    """by parameter, those that have a learning rate or decay of their own"""
 
 
 @dataclass(slots=True)
@@ -120,12 +125,14 @@ class UpdateCount:
         found.advance()
         return found
 
-    def scalars(self, parameter: Parameter, learning_rate: float, gradient_scale: float) -> UpdateScalars:
-        """Scalars of the current update, after `advance`."""
-        s = self.settings
+    def scalars(self, name: str, parameter: Parameter, learning_rate: float, gradient_scale: float) -> UpdateScalars:
+        """Scalars of the current update of one parameter, after `advance`."""
+        s, group = self.settings, self.settings.groups.get(name, NO_GROUP)
         weight_decay = s.weight_decay if parameter.dim() >= 2 else 0.0
+        if group.weight_decay is not None:
+            weight_decay = group.weight_decay
         return UpdateScalars(
-            learning_rate=learning_rate,
+            learning_rate=learning_rate * group.learning_rate_factor,
             beta1=s.beta1,
             beta2=s.beta2,
             eps=s.eps,
@@ -219,7 +226,7 @@ class ResidentOptimizer:
             if name not in self._arrived:  # no gradient: no decay and no moment update either, as in torch.optim
                 continue
             states = self._states[name]
-            scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
+            scalars = self._count.scalars(name, parameter, learning_rate, gradient_scale)
             out = None if parameter.dtype == torch.float32 else flat(parameter)
             self._update(scalars, states.master, states.moments, self._accumulators[name], out)
             increment_version(parameter)  # a backward of before this step must not go on unnoticed

@@ -84,7 +84,7 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
     shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     names = matched(foreign, shapes, class_names(model.description))
     _check_steps(job, foreign)
-    settings = config.hyperparameters(job.spec)
+    settings = config.hyperparameters(job.spec, model)
     _check_betas(foreign, (settings.beta1, settings.beta2))
     recipe = run_job.tokenizer_recipe(job, model.objective)
     corpus = prepare_corpus(run_job.source_of(job), Path(job.corpus_directory), model.vocab_size, say, recipe)

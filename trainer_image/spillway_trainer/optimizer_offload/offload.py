@@ -107,7 +107,7 @@ class OptimizerOffload:
         self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
         if self._begun is not None:
             learning_rate, count = self._begun
-            scalars = count.scalars(parameter, learning_rate, 1.0)
+            scalars = count.scalars(owner, parameter, learning_rate, 1.0)
             self._speculation.taken(name, self._of[owner], scalars, self._pipeline.ends)
 
     def arrived(self) -> Collection[str]:
@@ -131,7 +131,7 @@ class OptimizerOffload:
         updates = []
         for name, parameter in self._trainable.parameters.items():
             if self._gradients.arrived(name):  # no gradient: no decay and no moment update either, as in torch.optim
-                scalars = self._count.scalars(parameter, learning_rate, gradient_scale)
+                scalars = self._count.scalars(name, parameter, learning_rate, gradient_scale)
                 updates += [(placed, scalars) for placed in self._of[name]]
                 increment_version(parameter)  # a backward of before this step must not go on unnoticed
         if self._begun is None or self._begun[0] != learning_rate:

@@ -1,0 +1,57 @@
+"""Parameter groups: which parameters have a learning rate or a weight decay of their own.
+
+A parameter belongs to the first group that matches it. A group that nothing belongs to is a mistake, and an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from spillway.errors import UserError
+
+FIELD = "spec.training.optimizer.groups"
+NUM_NEAR = 3
+"""names that an error proposes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What its parameters have of their own."""
+
+    match: str
+    """glob of names: * stands for any characters, dots too, ? for one, [ab] for one of these"""
+    learning_rate_factor: float = 1.0
+    weight_decay: float | None = None
+    """None: that of all others"""
+
+
+def groups_by_name(groups: Sequence[Group], names: Sequence[str], tied: Mapping[str, str]) -> dict[str, Group]:
+    """The group of each of `names`, the trained parameters; those in none are left out. `tied` aliases are updated with
+    their owners and belong to no group themselves.
+
+    Raises UserError for a group that no parameter belongs to.
+    """
+    found: dict[str, Group] = {}
+    for index, group in enumerate(groups):
+        matched = [name for name in names if fnmatchcase(name, group.match)]
+        new = [name for name in matched if name not in found]
+        if not new:
+            raise UserError(f"{FIELD}[{index}].match = {group.match}: {_nobody(group, matched, found, names, tied)}")
+        found |= dict.fromkeys(new, group)
+    return found
+
+
+def _nobody(
+    group: Group, matched: Sequence[str], found: Mapping[str, Group], names: Sequence[str], tied: Mapping[str, str]
+) -> str:
+    """Why no parameter belongs to the group, and what to do."""
+    if matched:
+        earlier = found[matched[0]].match
+        return f"all that it matches belong to groups before it ({matched[0]} to {earlier}); put it before them"
+    if aliases := [alias for alias in tied if fnmatchcase(alias, group.match)]:
+        return f"{aliases[0]} is tied to {tied[aliases[0]]} and updated with it; match that name"
+    near = difflib.get_close_matches(group.match, names, n=NUM_NEAR, cutoff=0.0)
+    return f"matches no trained parameter; some of the {len(names)} names: {', '.join(near)}"
