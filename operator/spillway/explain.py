@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from spillway.api import RUN_STRATEGIES
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
+    ZERO_STRATEGIES,
     Streaming,
     Workload,
     forced_share,
@@ -138,8 +139,8 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
         return
     asked = "" if question.overlap == "Auto" else f" (the spec asks for {question.overlap})"
     if candidate.optimizer.overlap == "None":
-        why = "; on a CPU both would take the same cores" if rates_of(question).copies_use_cores else ""
-        yield f"overlap: none, forward begins when the update is done{asked or why}"
+        why = asked or _why_not_overlapped(question, candidate)
+        yield f"overlap: none, forward begins when the update is done{why}"
         return
     if question.overlap == "Backward" and candidate.optimizer.overlap == "Forward":
         asked = " (the spec asks for Backward, for which neither CPU nor host memory may be short)"
@@ -152,6 +153,14 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
         f"overlap: {backward if window else ''}each segment of the next forward waits for the update of its own "
         f"parameters alone{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
     )
+
+
+def _why_not_overlapped(question: Question, chosen: Candidate) -> str:
+    if rates_of(question).copies_use_cores:
+        return "; on a CPU both would take the same cores"
+    if chosen.work.strategy in ZERO_STRATEGIES:
+        return "; it needs the updates of all ranks"
+    return "; loads of streamed segments would queue behind what it sends up"
 
 
 def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:

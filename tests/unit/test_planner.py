@@ -84,6 +84,14 @@ def test_an_update_overlaps_the_next_forward_where_that_pays_or_the_spec_asks_fo
         assert decided.prediction.step_seconds < alone.prediction.step_seconds
 
 
+def test_a_plan_says_why_nothing_overlaps_its_update() -> None:
+    host = {"spec.memory.optimizer.placement": "Host"}
+    zero = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero2"}}
+    for changes, node, why in ((host, LOCAL, "same cores"), (host | zero, resolve_node("8xh100"), "of all ranks")):
+        (reason,) = [reason for reason in plan(changes, node).reasons if reason.startswith("overlap:")]
+        assert reason.endswith(why)
+
+
 UNCLIPPED = {"spec.training.gradientClipping": 0, "spec.memory.optimizer.placement": "Host"}
 
 
