@@ -194,12 +194,10 @@ class _Maker:
             self._maybe(budget, tier, SOMETIMES, *SIZES, *(() if tier == "device" else (0, "0")))
         if budget or self._often(SOMETIMES):
             memory["budget"] = budget
-        placements = ("Auto", "Device") if disabled else ("Auto", "Device", "Host", "Interleaved")
+        placements = ("Auto", "Device") if disabled else ("Auto", "Device", "Host", "Interleaved", "Nvme")
         policies = ("Auto", "Keep") if disabled else ("Auto", "Keep", "Recompute", "Host", "Nvme")
         if self._often(SOMETIMES):
-            memory["optimizer"] = {
-                "placement": self._one_of(*placements, *(["Nvme"] if self._often(0.05) and not disabled else []))
-            }
+            memory["optimizer"] = {"placement": self._one_of(*placements)}
         if self._often(SOMETIMES):
             memory["activations"] = {"policy": self._one_of(*policies)}
         if self._often(SOMETIMES):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+from fake_spill_file import FakeSpillFile
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,6 +21,7 @@ from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
 from spillway_trainer.tiers.tracing import TracingLanes
 
 SETTINGS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -173,11 +176,22 @@ LANES: dict[str, Callable[[HostSlab, DeviceLedger], Lanes]] = {
 }
 
 
-def offload(parameters: Named, case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> OptimizerOffload:
+def offload(
+    parameters: Named,
+    case: Case,
+    plan: OptimizerPlan,
+    lanes: Lanes,
+    ledger: DeviceLedger,
+    nvme: NvmeSlab | None = None,
+) -> OptimizerOffload:
     """The CPU path on the native kernel and the device path on the reference: two different codes meet."""
     return OptimizerOffload(
-        parameters, case.aliases, case.settings, plan, lanes, ledger, device_update=reference.update
+        parameters, case.aliases, case.settings, plan, lanes, ledger, nvme=nvme, device_update=reference.update
     )
+
+
+def nvme_slab(nbytes: int = HOST_BYTES, open_file: OpenFile = FakeSpillFile) -> NvmeSlab:
+    return NvmeSlab(Path("/spill"), nbytes, 1, open_file=open_file)
 
 
 def split(
@@ -188,8 +202,11 @@ def split(
     num_threads: int = 1,
     overlap: Overlap = "None",
     speculative_parameters: int = 0,
+    *,
+    nvme: float = 0.0,
 ) -> OptimizerPlan:
     return OptimizerPlan(
+        nvme_share=nvme,
         cpu_share=cpu,
         streamed_share=streamed,
         resident_share=resident,

@@ -395,7 +395,8 @@ class OptimizerMemory(Fields):
     placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"] = Field(
         default="Auto",
         description="Where optimizer states live and are updated. Device: all there. Host: in host memory, by the CPU. "
-        "Interleaved: in host memory, by CPU and device in turn. Auto: any split of these, whatever is fastest.",
+        "Interleaved: in host memory, by CPU and device in turn. Nvme: on NVMe, read for every update by the CPU and "
+        "written back. Auto: any split of these, whatever is fastest; NVMe for what host memory does not hold.",
     )
     overlap: Literal["Auto", "None", "Forward", "Backward"] = Field(
         default="Auto",
@@ -899,8 +900,6 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
         (spec.members, "spec.members", "does not work yet; write one TrainingJob per model"),
         (spec.objective, "spec.objective", "belongs to members, which do not work yet; leave it out"),
         (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
-        (spec.memory.optimizer.placement == "Nvme", "spec.memory.optimizer.placement",
-         "Nvme does not work yet; use Host, Interleaved or Auto"),
         (spec.spill.encryption != "None", "spec.spill.encryption",
          "does not work yet; use None, or an encrypted storage class"),
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from itertools import combinations
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec
 from spillway.metrics import Phase, StepMetrics
-from spillway.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds
+from spillway.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds, side_by_side
 
 WARM_UP_STEPS = 2
 """of every attempt: pages are touched, kernels chosen, files opened"""
@@ -161,9 +161,7 @@ def _planned_optimizer(amounts: Mapping[str, float], rates: Rates) -> _Planned:
 
 def _update_seconds(amounts: Mapping[str, float], rates: Rates) -> float:
     """step_time.update_seconds without its operations."""
-    loads = loads_of({**amounts, "operations": 0.0}, rates)
-    shared = loads[Resource.DRAM] + loads[Resource.COMPUTE] if rates.copies_use_cores else 0.0
-    return max(shared, *loads.values())
+    return side_by_side(loads_of({**amounts, "operations": 0.0}, rates), rates)
 
 
 def _solved_pair(passes: _Planned, optimizer: _Planned, took: float, update_took: float) -> tuple[float, float]:

@@ -7,7 +7,7 @@ A candidate answers four questions:
     activations   how many blocks are recomputed and how many are moved; of the moved ones, as many as fit go to host
                   memory and the others to NVMe (order in the model: footprint.Blocks)
     optimizer     as much resident as the device has left; the rest split between CPU and device so that both end
-                  together (step_time.balanced_streamed_share)
+                  together (step_time.balanced_streamed_share); what host memory does not hold of it, on NVMe
 
     Question -> Space (groups of layouts; independent of budgets) -> Search (with budgets): best, fits, nearest miss
 
@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import floor, isqrt
+from math import ceil, floor, isqrt
 from operator import itemgetter
 
 from spillway.api import TrainingJob
@@ -48,6 +48,7 @@ from spillway.footprint import (
     nvme_bytes,
     nvme_home_bytes,
     nvme_staging_bytes,
+    nvme_states_bytes,
     padded,
     speculation_bytes,
     states_bytes_per_parameter,
@@ -91,6 +92,8 @@ FORCED_SHARE = 0.1
 LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
 LEAST_RESIDENT_SHARE = 1e-3
 """smaller resident shares are not worth a third path"""
+ROUNDING = 2e-4
+"""of shares with four digits"""
 AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero1", "Zero2", "Fsdp")
 """Zero3 shares what Fsdp shares: the same arithmetic"""
 _ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
@@ -180,7 +183,7 @@ def timed(question: Question, candidate: Candidate) -> Timed:
         drives=question.drives,
     )
     limit = question.job.spec.memory.endurance.drive_writes_per_day
-    chosen_freely = question.policy == "Auto"
+    chosen_freely = question.policy == "Auto" and question.placement != "Nvme"
     return Timed(candidate, prediction, chosen_freely and prediction.drive_writes_per_day > limit)
 
 
@@ -264,11 +267,18 @@ class Group:
     @cached_property
     def least_host_bytes(self) -> int:
         """In host memory, with all states on the device that may be there, and homes and activations on NVMe."""
-        share = {"Host": (0.0, 0.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 1.0))
-        return self.host_bytes_beside_homes(self.split(*share))
+        placement = self.question.placement
+        share = {"Host": (0.0, 0.0), "Interleaved": (self.ratio, 0.0), "Nvme": (0.0, 0.0)}.get(placement, (0.0, 1.0))
+        return self.least_host_bytes_of(self.split(*share))
+
+    def least_host_bytes_of(self, optimizer: OptimizerPlan) -> int:
+        """Beside homes, with as many of its states on NVMe as may be there."""
+        held = self.host_bytes_beside_homes(optimizer)
+        may_spill = self.question.placement in ("Auto", "Nvme") and optimizer.offloads
+        return min(held, self.host_bytes_beside_homes(self.spilled(optimizer, 1.0))) if may_spill else held
 
     def host_bytes_beside_homes(self, optimizer: OptimizerPlan) -> int:
-        shares = (optimizer.streamed_share, optimizer.resident_share)
+        shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
         if shares not in self._host_bytes:
             nothing = Blocks(self.question.num_layers)
             held = host_bytes(self.work, optimizer, nothing, 0, self.streaming).total
@@ -334,6 +344,9 @@ class Group:
         if placement == "Device":
             yield resident
             return
+        if placement == "Nvme":
+            yield self.spilled(self.split(0.0, 0.0), 1.0)
+            return
         if placement == "Auto" and self._fits(resident, free_bytes):
             yield resident
             return
@@ -375,7 +388,7 @@ class Group:
         return {}
 
     @cached_property
-    def _host_bytes(self) -> dict[tuple[float, float], int]:
+    def _host_bytes(self) -> dict[tuple[float, float, float], int]:
         return {}
 
     @cached_property
@@ -405,6 +418,17 @@ class Group:
                 self.question.node.num_cores, self.question.local_ranks, self.rates.copies_use_cores
             ),
         )
+        return found.model_copy(update={"overlap": self.overlap(found)})
+
+    def spilled(self, optimizer: OptimizerPlan, part: float) -> OptimizerPlan:
+        """`part` of what is not resident on NVMe; CPU and device share the rest as before. Four digits, rounded towards
+        NVMe."""
+        left = 1.0 - optimizer.resident_share
+        nvme_share = min(left, ceil(part * left * 1e4) / 1e4)
+        streamed_share = min(floor((1.0 - part) * optimizer.streamed_share * 1e4) / 1e4, left - nvme_share)
+        cpu_share = max(0.0, round(left - nvme_share - streamed_share, 4))
+        shares = {"cpu_share": cpu_share, "streamed_share": streamed_share, "nvme_share": round(nvme_share, 4)}
+        found = optimizer.model_copy(update=shares)
         return found.model_copy(update={"overlap": self.overlap(found)})
 
     @cached_property
@@ -567,7 +591,35 @@ class Search:
 
     def candidates(self, group: Group, layout: Layout) -> Iterator[Candidate]:
         for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
-            yield self._candidate(group, layout, optimizer)
+            for split in self._between_host_and_nvme(group, layout, optimizer):
+                yield self._candidate(group, layout, split)
+
+    def _between_host_and_nvme(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Iterator[OptimizerPlan]:
+        """`optimizer` as it is when host memory holds all that leaves the device. Else the splits that are worth
+        comparing: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
+        yield optimizer
+        budget, streaming = self.question.budget, group.streaming
+        if self.question.placement != "Auto" or not optimizer.offloads or not budget[Tier.NVME]:
+            return
+        others = host_home_bytes(group.work, streaming)
+        if self.question.policy != "Nvme":
+            others += group.work.alive(streaming) * group.work.sum_of("moved_host", 0, layout.blocks.moved)
+        needed = [held for held in (0, others) if group.host_bytes_beside_homes(optimizer) + held > budget[Tier.HOST]]
+        parts = {self._least_spilled(group, optimizer, budget[Tier.HOST] - held) for held in needed}
+        if parts:
+            yield from (group.spilled(optimizer, part) for part in sorted(parts | {1.0}))
+
+    def _least_spilled(self, group: Group, optimizer: OptimizerPlan, room: int) -> float:
+        """The least part on NVMe with which states fit in `room` of host memory, which falls linearly with it; 1 when
+        none does."""
+        low, high = 0.25, 0.75
+        at_low, at_high = (group.host_bytes_beside_homes(group.spilled(optimizer, part)) for part in (low, high))
+        if at_low == at_high:
+            return 1.0
+        part = low + (at_low - room) * (high - low) / (at_low - at_high)
+        part = max(ceil(part * 1e4) / 1e4, 0.0) + ROUNDING
+        fits = part < 1.0 and group.host_bytes_beside_homes(group.spilled(optimizer, part)) <= room
+        return part if fits else 1.0
 
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
         """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
@@ -620,7 +672,7 @@ class Search:
         if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
             return True
         splits = group.optimizers(budget[Tier.DEVICE] - least)
-        return all(group.host_bytes_beside_homes(split) > budget[Tier.HOST] for split in splits)
+        return all(group.least_host_bytes_of(split) > budget[Tier.HOST] for split in splits)
 
     def nearest_miss(self) -> Candidate:
         """The one that lacks least."""
@@ -645,7 +697,7 @@ class Search:
         held = {
             Tier.DEVICE: device_bytes(work, optimizer, layout.peak, streaming),
             Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),
-            Tier.NVME: nvme_bytes(work, blocks, streaming),
+            Tier.NVME: nvme_bytes(work, optimizer, blocks, streaming),
         }
         budget = self.question.budget
         if optimizer.overlap == "Backward":
@@ -664,9 +716,10 @@ class Search:
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer)
         if group.streaming.boundaries is Answer.HOST:
             room -= kept_boundary_bytes(work, blocks, Answer.HOST)
-        streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME])
+        states = nvme_states_bytes(work, optimizer, group.streaming)
+        streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME] - states)
         room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
-        nvme_room = budget[Tier.NVME] - nvme_home_bytes(work, streaming)
+        nvme_room = budget[Tier.NVME] - states - nvme_home_bytes(work, streaming)
         if policy == "Nvme":
             return replace(blocks, host=0, nvme=moved), streaming
         if policy == "Host" or not moved:

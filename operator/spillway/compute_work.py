@@ -31,8 +31,8 @@ FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 6, 8
 costs as much again"""
 MOVED_OPERATIONS = 8
 """for each copy of what a segment saved, its dozen storages recorded, and for each transfer to and from a disk"""
-RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS = 2, 3, 4
-"""of a chunk, once a step: norm, update; upload besides; states in, update, states out"""
+RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
+"""of a chunk, once a step: norm, update; upload besides; states in, update, states out; all of these"""
 
 
 class Prices(Protocol):
@@ -90,7 +90,7 @@ def backward_work(
     shape, batches = work.shape, work.alive(streaming)
     recomputed = (blocks.moved, blocks.moved + blocks.recomputed)
     saved = BACKWARD_PASSES * _weighed_bytes(work) + FORWARD_PASSES * work.sum_of("saved", *recomputed)
-    gradients = BACKWARD_OPERATIONS * (1.0 + optimizer.cpu_share) * num_chunks(work, optimizer)
+    gradients = BACKWARD_OPERATIONS * (1.0 + optimizer.updated_by_cpu) * num_chunks(work, optimizer)
     again = FORWARD_OPERATIONS * shape.num_tensors * blocks.recomputed / shape.num_segments
     moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme)
     return ComputeWork(
@@ -115,6 +115,7 @@ def update_work(work: Workload, optimizer: OptimizerPlan) -> ComputeWork:
         RESIDENT_OPERATIONS * optimizer.resident_share
         + UPDATE_OPERATIONS * optimizer.cpu_share
         + STREAMED_OPERATIONS * optimizer.streamed_share
+        + NVME_OPERATIONS * optimizer.nvme_share
     )
     return ComputeWork(operations=each * num_chunks(work, optimizer))
 

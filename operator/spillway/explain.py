@@ -20,7 +20,7 @@ from spillway.footprint import (
     waiting_frontier_bytes,
 )
 from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
-from spillway.step_time import update_seconds
+from spillway.step_time import stored_states_bytes, update_seconds
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -33,6 +33,11 @@ def reasons(search: Search, chosen: Timed) -> Iterator[str]:
         yield _strategy_reason(search, chosen)
     yield from _parameter_reasons(question, chosen.candidate)
     yield _optimizer_reason(question, chosen.candidate)
+    if question.placement == "Auto" and chosen.candidate.optimizer.nvme_share:
+        yield (
+            "host memory does not hold all that leaves the device: every update reads and writes "
+            f"{format_bytes(stored_states_bytes(chosen.candidate.work, chosen.candidate.optimizer))} of states on NVMe"
+        )
     yield from _overlap_reasons(question, chosen)
     yield from _activation_reasons(question, chosen.candidate)
     if chosen.prediction.nvme_written_bytes_per_day:
@@ -127,6 +132,7 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
         (f"{plan.resident_share:.0%}", plan.resident_share, "resident on the device"),
         (f"{plan.streamed_share:.0%}", plan.streamed_share, "streamed through it"),
         (f"{plan.cpu_share:.0%}", plan.cpu_share, "updated by the CPU"),
+        (f"{plan.nvme_share:.0%}", plan.nvme_share, "updated by the CPU from states on NVMe"),
     )
     states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
     balance = "; CPU and device end their parts together" if plan.streamed_share else ""
@@ -146,11 +152,12 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
         asked = " (the spec asks for Backward, for which neither CPU nor host memory may be short)"
     whole = update_seconds(candidate.work, rates_of(question), candidate.optimizer, candidate.streaming)
     hidden = whole - prediction.exposed_optimizer_seconds
-    window = candidate.optimizer.speculative_parameters
-    early = window / (candidate.optimizer.cpu_share * candidate.work.rank_parameters)
-    backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
+    window, backward = candidate.optimizer.speculative_parameters, ""
+    if window:
+        early = window / (candidate.optimizer.updated_by_cpu * candidate.work.rank_parameters)
+        backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
     yield (
-        f"overlap: {backward if window else ''}each segment of the next forward waits for the update of its own "
+        f"overlap: {backward}each segment of the next forward waits for the update of its own "
         f"parameters alone{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
     )
 
@@ -229,6 +236,7 @@ _VARIANTS = (
     _Variant("all activations to host memory", policy="Host"),
     _Variant("all activations to NVMe", policy="Nvme"),
     _Variant("all optimizer states updated by the CPU", placement="Host"),
+    _Variant("all optimizer states on NVMe", placement="Nvme"),
     _Variant("all parameters resident", parameters="Resident"),
     _Variant("parameters of every block streamed", parameters="Stream"),
 )

@@ -1,9 +1,9 @@
 """Footprint: bytes of one rank in each tier, as the trainer holds them. Arithmetic only; every function is one row.
 
-P = trained parameters of this rank's shard; b = bytes of the compute type, w = of a trained parameter's; c, g, s =
-shares of the optimizer updated by the CPU, streamed through the device, resident on it. In order, micro-batches run one
-after the other and activations of one are alive; weight-stationary, those of all M between forward and backward are.
-docs/planning.md writes the rows down as formulas.
+P = trained parameters of this rank's shard; b = bytes of the compute type, w = of a trained parameter's; c, g, s, n =
+shares of the optimizer updated by the CPU, streamed through the device, resident on it, on NVMe. In order,
+micro-batches run one after the other and activations of one are alive; weight-stationary, those of all M between
+forward and backward are. docs/planning.md writes the rows down as formulas.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ NUM_SLOTS = 2
 """device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
 NUM_STAGING_BUFFERS = 4
 """host buffers of one chunk for gradients on their way down, and as many for parameters on their way up"""
+NUM_STATE_BUFFERS = 4
+"""host buffers of one chunk's states that are on NVMe: one is read, one updated, one written, and one more, so that a
+small chunk between large ones leaves no lane idle"""
 NUM_RELOADED_SEGMENTS = 2
 """spilled segments that are back on the device at once: the one in backward and the one before it"""
 NUM_GATHERED_SEGMENTS = 2
@@ -489,7 +492,7 @@ def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streami
     """Values whose accumulator is in host memory: all of the streamed ones, and the CPU's share of the others."""
     forced, total = work.units.accumulated[streaming.units], work.shape.num_accumulated
     x = forced_share(work, streaming)
-    rest = max(0.0, optimizer.cpu_share - x) / (1.0 - x) if x < 1.0 else 0.0
+    rest = max(0.0, optimizer.updated_by_cpu - x) / (1.0 - x) if x < 1.0 else 0.0
     return forced + rest * (total - forced)
 
 
@@ -513,8 +516,11 @@ def chunk_slack(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
     if share == 0.0 or not optimizer.offloads:
         return 0
     num_chunks = work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
-    whole = min(optimizer.chunk_parameters, work.rank_parameters) if share < 1.0 else 0
-    return whole + num_chunks * PADDING_PARAMETERS
+    return _whole_chunk(work, optimizer, share) + num_chunks * PADDING_PARAMETERS
+
+
+def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
+    return min(optimizer.chunk_parameters, work.rank_parameters) if share < 1.0 else 0
 
 
 def states_bytes(work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool) -> int:
@@ -532,7 +538,7 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Host rings between the device and the CPU's update: gradients down, parameters up."""
-    if optimizer.cpu_share == 0.0:
+    if optimizer.updated_by_cpu == 0.0:
         return 0
     chunk, weight = _chunk(work, optimizer), work.shape.trained_bytes
     gradient = FLOAT32_BYTES if work.strategy in ZERO_STRATEGIES and work.world_size > 1 else weight
@@ -547,6 +553,31 @@ def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     num_chunks = work.shape.num_tensors + window // optimizer.chunk_parameters + 1
     states = states_bytes_per_parameter(work, on_cpu=True) * window + 3 * CACHE_LINE_BYTES * num_chunks
     return padded(states) + padded(work.shape.trained_bytes * window + CACHE_LINE_BYTES * num_chunks)
+
+
+def state_window_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
+    """Host buffers that states on NVMe pass through: each state of a chunk in whole pages."""
+    if optimizer.nvme_share == 0.0:
+        return 0
+    return NUM_STATE_BUFFERS * _num_states(work) * padded(FLOAT32_BYTES * _chunk(work, optimizer))
+
+
+def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
+    """States in the spill file, each of every chunk in whole pages. Those of streamed parameters are divided by
+    themselves, and so may be a chunk off by themselves."""
+    share = optimizer.nvme_share
+    if share == 0.0:
+        return 0
+    num_chunks = work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
+    pages = _num_states(work) * PAGE_BYTES * num_chunks
+    groups = 2 if 0.0 < forced_share(work, streaming) < 1.0 else 1
+    parameters = min(work.rank_parameters, share * work.rank_parameters + groups * _whole_chunk(work, optimizer, share))
+    return padded(ceil(states_bytes_per_parameter(work, on_cpu=True) * parameters)) + pages
+
+
+def _num_states(work: Workload) -> int:
+    """Of a parameter that the CPU updates."""
+    return states_bytes_per_parameter(work, on_cpu=True) // FLOAT32_BYTES
 
 
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -687,7 +718,7 @@ def device_bytes(
     work: Workload, optimizer: OptimizerPlan, peak: DevicePeak, streaming: Streaming = RESIDENT
 ) -> TierBytes:
     """Everything of one rank on the device at its fullest moment, with all accumulators allocated."""
-    on_device = 1.0 - optimizer.cpu_share
+    on_device = 1.0 - optimizer.updated_by_cpu
     slack = FLOAT32_BYTES * chunk_slack(work, optimizer, on_device)
     accumulated = work.shape.num_accumulated - cpu_accumulated(work, optimizer, streaming)
     return TierBytes(
@@ -706,7 +737,7 @@ def host_bytes(
     work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
 ) -> TierBytes:
     """Everything of one rank in host memory, pinned or about to be; the process itself is not counted."""
-    slack = FLOAT32_BYTES * chunk_slack(work, optimizer, optimizer.cpu_share)
+    slack = FLOAT32_BYTES * chunk_slack(work, optimizer, optimizer.updated_by_cpu)
     accumulators = accumulator_bytes(work, cpu_accumulated(work, optimizer, streaming)) + slack
     has_aliases = work.shape.num_accumulated > work.shape.num_trained
     on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
@@ -720,6 +751,7 @@ def host_bytes(
         + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
         buffers=staging_bytes(work, optimizer)
         + speculation_bytes(work, optimizer)
+        + state_window_bytes(work, optimizer)
         + home_staging_bytes(work, streaming)
         + (nvme_staging_bytes(work, window_bytes) if blocks.nvme or streaming.boundaries is Answer.NVME else 0),
     )
@@ -731,11 +763,12 @@ def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
     return max(window_bytes, NUM_RELOADED_SEGMENTS * work.largest_block.moved_nvme)
 
 
-def nvme_bytes(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT) -> TierBytes:
+def nvme_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming = RESIDENT) -> TierBytes:
     """Everything of one rank on NVMe."""
     boundaries = spilled_boundary_bytes(work, blocks, streaming) if streaming.boundaries is Answer.NVME else 0
     return TierBytes(
         parameters=nvme_home_bytes(work, streaming),
+        optimizer_states=nvme_states_bytes(work, optimizer, streaming),
         activations=work.alive(streaming) * work.sum_of("moved_nvme", 0, blocks.nvme) + boundaries,
     )
 
@@ -747,5 +780,5 @@ def tier_bytes(
     return {
         Tier.DEVICE: device_bytes(work, optimizer, device_peak(work, blocks, window_bytes, streaming), streaming),
         Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),
-        Tier.NVME: nvme_bytes(work, blocks, streaming),
+        Tier.NVME: nvme_bytes(work, optimizer, blocks, streaming),
     }

@@ -74,6 +74,8 @@ class OptimizerPlan(Frozen):
     """g: states in host memory, streamed to the device, updated there, streamed back"""
     resident_share: float = Field(default=1.0, ge=0.0, le=1.0)
     """s: states stay on the device"""
+    nvme_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """n: states on NVMe, read into host memory, updated there by CPU threads, written back"""
     chunk_parameters: int = Field(default=1 << 20, ge=1)
     """parameters per chunk: the unit of assignment, update and copy (4 Mi parameters = 16 MiB of fp32)"""
     num_threads: int = Field(default=1, ge=1)
@@ -86,7 +88,7 @@ class OptimizerPlan(Frozen):
 
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:
-        total = self.cpu_share + self.streamed_share + self.resident_share
+        total = self.cpu_share + self.streamed_share + self.resident_share + self.nvme_share
         if abs(total - 1.0) > SHARE_TOLERANCE:
             raise ValueError(f"the shares sum to {total}, not to 1")
         return self
@@ -94,6 +96,11 @@ class OptimizerPlan(Frozen):
     @property
     def offloads(self) -> bool:
         return self.resident_share < 1.0
+
+    @property
+    def updated_by_cpu(self) -> float:
+        """c + n: CPU threads update it, its accumulators are in host memory, its new values go up the link or home."""
+        return self.cpu_share + self.nvme_share
 
 
 class ActivationPlan(Frozen):

@@ -4,7 +4,8 @@
                          gather of sharded parameters
     backward, per pass   compute, recompute | h2d, disk read of parameters and activations | d2h and accumulation of
                          gradients
-    update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk write of homes
+    update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk read and write of
+                         states and disk write of homes
     exchange, once       gradients and parameters between ranks, where they are not part of the above
 
 Inside a phase resources work side by side, so the phase takes as long as the busiest; phases follow one another,
@@ -12,9 +13,10 @@ because the update needs the norm of all gradients and the next forward needs th
 the two, each of its segments its own part of the update. Loads of all techniques are
 summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
 
-Bounds of the update per parameter (c, g, s = CPU, streamed, resident share; x = share whose parameters are streamed;
-w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW):
-    CPU (u + w)c    h2d w(c - x) + zg    d2h zg    host memory (u + w)c + w(c - x) + 2zg    device (u + w)(s + g)
+Bounds of the update per parameter (c, g, s, n = CPU, streamed, resident, NVMe share; x = share whose parameters are
+streamed; w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW):
+    CPU (u + w)(c + n)    h2d w(c + n - x) + zg    d2h zg    host memory (u + w)(c + n) + w(c + n - x) + 2z(g + n)
+    device (u + w)(s + g)    disk zn read and zn written, one after the other: the same drives do both
 """
 
 from __future__ import annotations
@@ -155,20 +157,22 @@ def backward_loads(
 def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> Loads:
     """What is streamed is updated by the CPU straight into its home: nothing goes up, NVMe homes are written."""
     parameters, w = work.rank_parameters, work.shape.trained_bytes
-    c, g, s = (
-        share * parameters for share in (optimizer.cpu_share, optimizer.streamed_share, optimizer.resident_share)
+    u, g, s = (
+        share * parameters for share in (optimizer.updated_by_cpu, optimizer.streamed_share, optimizer.resident_share)
     )
-    up = w * max(0.0, c - work.units.trained[streaming.units])
+    up = w * max(0.0, u - work.units.trained[streaming.units])
     streamed = g * states_bytes_per_parameter(work, on_cpu=False)
-    written = stored_bytes(work, streaming)
+    read = stored_states_bytes(work, optimizer)
+    written = read + stored_bytes(work, streaming)
     updated = work.rule.update_bytes + w
     duplex = rates.duplex if streamed else 1.0
     return {
-        Resource.CPU: c * updated / rates.cpu,
+        Resource.CPU: u * updated / rates.cpu,
         Resource.H2D: (up + streamed) / (duplex * rates.h2d),
         Resource.D2H: streamed / (duplex * rates.d2h),
+        Resource.READ: read / rates.read if read else 0.0,
         Resource.WRITE: written / rates.write if written else 0.0,
-        Resource.DRAM: (c * updated + up + 2 * streamed + written) / rates.dram,
+        Resource.DRAM: (u * updated + up + 2 * streamed + read + written) / rates.dram,
         Resource.COMPUTE: (s + g) * updated / rates.device,
     }
 
@@ -186,6 +190,11 @@ def spilled_bytes(work: Workload, blocks: Blocks) -> int:
 def stored_bytes(work: Workload, streaming: Streaming) -> int:
     """Trained parameters whose homes on NVMe are written by every update."""
     return work.shape.trained_bytes * work.units.trained[streaming.nvme]
+
+
+def stored_states_bytes(work: Workload, optimizer: OptimizerPlan) -> float:
+    """Optimizer states on NVMe, which every update reads and writes."""
+    return optimizer.nvme_share * work.rank_parameters * states_bytes_per_parameter(work, on_cpu=True)
 
 
 def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
@@ -273,13 +282,17 @@ def busy_seconds(loads: Loads, rates: Rates) -> float:
 
 
 def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
-    """The update by itself: CPU, streamed and resident shares run side by side, also on a CPU device, where the cores
-    share the memory bandwidth that bounds them all."""
-    loads, each = update_loads(work, rates, optimizer, streaming), update_work(work, optimizer).seconds(rates)
-    if not rates.copies_use_cores:
-        return max(loads.values()) + each
-    shared = loads[Resource.DRAM] + loads[Resource.COMPUTE]
-    return max(shared, *loads.values()) + each
+    """The update by itself: what each share asks for, and its operations."""
+    loads = update_loads(work, rates, optimizer, streaming)
+    return side_by_side(loads, rates) + update_work(work, optimizer).seconds(rates)
+
+
+def side_by_side(update: Mapping[Resource, float], rates: Rates) -> float:
+    """All shares of an update at once, also on a CPU device, where the cores share the memory bandwidth that bounds
+    them all. The same drives read states and write them, so these add up."""
+    disk = update[Resource.READ] + update[Resource.WRITE]
+    shared = update[Resource.DRAM] + update[Resource.COMPUTE] if rates.copies_use_cores else 0.0
+    return max(shared, disk, *update.values())
 
 
 def can_overlap(rates: Rates, optimizer: OptimizerPlan, up_seconds: float, streaming: Streaming = RESIDENT) -> bool:
@@ -308,12 +321,13 @@ def hidden_seconds(
     queues = blocks.moved and update[Resource.D2H]  # activations on their way out, behind states on theirs
     if queues or not can_overlap(rates, optimizer, update[Resource.H2D], streaming):
         return 0.0
-    took, whole = phase_seconds(forward, rates, overlapped or not blocks.moved), max(update.values())
+    took, whole = phase_seconds(forward, rates, overlapped or not blocks.moved), side_by_side(update, rates)
     left = 1.0 - optimizer.speculative_parameters / work.rank_parameters
     waited = max((whole * min(left, updated) - took * passed for updated, passed in work.forward_order), default=whole)
     made = {Resource.CPU: 1.0 - left, Resource.DRAM: 1.0 - left}
     crowded = max(forward.get(r, 0.0) + (1.0 - made.get(r, 0.0)) * update.get(r, 0.0) for r in Resource) - took
-    return max(0.0, whole - max(waited, crowded))
+    disk = sum(forward.get(r, 0.0) + update[r] for r in (Resource.READ, Resource.WRITE)) - took
+    return max(0.0, whole - max(waited, crowded, disk if update[Resource.READ] else 0.0))
 
 
 def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
@@ -426,7 +440,7 @@ def predict(
     step_seconds = passes + exposed + exchange[Resource.NETWORK]
     in_passes = _summed(((forward, num_passes), (backward, num_passes)))
     total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))
-    per_step = written_bytes(work, blocks, streaming)
+    per_step = written_bytes(work, optimizer, blocks, streaming)
     per_day = per_step * min(steps, SECONDS_PER_DAY / step_seconds)
     return Prediction(
         step_seconds=step_seconds,
@@ -498,12 +512,13 @@ def pass_seconds(
     return seconds
 
 
-def written_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
+def written_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming) -> float:
     """To NVMe, in one step."""
     num_passes = work.num_micro_batches // work.alive(streaming)
     boundaries = handed_on_bytes(work, streaming) if streaming.boundaries is Answer.NVME else 0
     activations = work.num_micro_batches * spilled_bytes(work, blocks)
-    return activations + num_passes * boundaries + stored_bytes(work, streaming)
+    states = stored_states_bytes(work, optimizer)
+    return activations + num_passes * boundaries + stored_bytes(work, streaming) + states
 
 
 def _summed(phases: Sequence[tuple[Mapping[Resource, float], int]]) -> Loads:

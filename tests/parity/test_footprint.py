@@ -88,6 +88,12 @@ CASES = {
     "t5": (family("t5"), NODE),
     "streamed gpt2": (STREAM | forced("Recompute", "Host") | family("gpt2"), NODE),
     "streamed t5": (STREAM | forced("Recompute", "Host") | family("t5"), NODE),
+    "states on NVMe": (forced("Host", "Nvme"), NODE),
+    "states on NVMe, float32": (forced("Recompute", "Nvme") | {"spec.model.precision.compute": "float32"}, NODE),
+    "states on NVMe, tied": (forced("Keep", "Nvme") | {"spec.model.config.tieWordEmbeddings": True}, NODE),
+    "states partly on NVMe": (budget("50Mi", host="60Mi"), SLOW),
+    "streamed, states on NVMe": (STREAM | forced("Recompute", "Nvme"), NODE),
+    "streamed, states partly on NVMe": (STREAM | forced("Recompute", "Auto") | budget("40Mi", host="70Mi"), SLOW),
     "dropout": (budget("60Mi") | {"spec.model.config.dropout": "0.1"}, SLOW),
 }
 

@@ -172,7 +172,7 @@ def test_host_and_nvme_blocks_are_counted_where_they_lie() -> None:
     w = work()
     blocks = Blocks(4, host=1, nvme=2)
     assert host_bytes(w, RESIDENT, blocks, 0).activations == block(w).moved
-    assert nvme_bytes(w, blocks).activations == 2 * block(w).moved_nvme
+    assert nvme_bytes(w, RESIDENT, blocks).activations == 2 * block(w).moved_nvme
 
 
 def test_blocks_lie_in_the_order_in_which_backward_needs_them_last() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from optimizer_cases import HOST_BYTES, SETTINGS, Case, Outcome, drive, offload, oracle, outcome, split
+from optimizer_cases import HOST_BYTES, SETTINGS, Case, Outcome, drive, nvme_slab, offload, oracle, outcome, split
 from planted_races import Defect, LanesThatGoOn, LanesThatLose, LanesWithDefect
 from torch import Tensor
 from torch.nn import Parameter
 
+from spillway.plan import OptimizerPlan
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import stride
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -27,8 +28,8 @@ SCALE = 64
 CHUNK = 4 << 20
 RANK_PARAMETERS = 5 * 10**9
 """one of four ranks of a 20 B model"""
-LINK, CPU_DRAM, HBM = 50 * GB, 120 * GB, 2500 * GB
-"""bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory"""
+LINK, CPU_DRAM, HBM, DISK = 50 * GB, 120 * GB, 2500 * GB, 12 * GB
+"""bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory, drives each way"""
 CPU_BYTES, UPLOAD_BYTES, STATE_BYTES = 30, 2, 12
 """per parameter: float32 gradient, states in and out, bf16 out; bf16 up; master and moments one way"""
 
@@ -36,31 +37,42 @@ BEST = (CPU_BYTES / CPU_DRAM - UPLOAD_BYTES / LINK) / (CPU_BYTES / CPU_DRAM + (S
 """the streamed share g* at which the CPU and H2D finish together, without residency"""
 
 
-def bound_seconds(cpu: float, streamed: float, resident: float) -> float:
-    """docs/optimizer-offload.md, Time: the busiest of the cores, H2D and the device's own memory."""
-    cores = cpu * CPU_BYTES / CPU_DRAM
-    h2d = (UPLOAD_BYTES * cpu + STATE_BYTES * streamed) / LINK
+def bound_seconds(cpu: float, streamed: float, resident: float, nvme: float = 0.0) -> float:
+    """docs/optimizer-offload.md, Time: the busiest of the cores, H2D, the device's own memory, and the drives."""
+    cores = (cpu + nvme) * CPU_BYTES / CPU_DRAM
+    h2d = (UPLOAD_BYTES * (cpu + nvme) + STATE_BYTES * streamed) / LINK
     device = 28 * (streamed + resident) / HBM
-    return RANK_PARAMETERS * max(cores, h2d, device)
+    return RANK_PARAMETERS * max(cores, h2d, device, STATE_BYTES * nvme / DISK)
 
 
 @pytest.mark.parametrize(
     "shares",
-    [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, 0.5, 0), (1 - BEST, BEST, 0), (0.41, 0.34, 0.25)],
+    [
+        (1, 0, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+        (0.5, 0.5, 0),
+        (1 - BEST, BEST, 0),
+        (0.41, 0.34, 0.25),
+        (0, 0, 0, 1),
+        (0.7, 0, 0, 0.3),
+        (0.8, 0, 0, 0.2),
+        (0.3, 0.3, 0.2, 0.2),
+    ],
     ids=lambda shares: "-".join(f"{share:.2f}" for share in shares),
 )
 def test_update_of_a_5b_rank_takes_at_most_four_percent_more_than_its_bound(
-    shares: tuple[float, float, float], capsys: pytest.CaptureFixture[str]
+    shares: tuple[float, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds, schedule_races = trace_update(shares)
     bound = bound_seconds(*shares)
     with capsys.disabled():
-        print(f"\n  c,g,s = {shares}: modelled update {seconds:.3f} s, bound {bound:.3f} s, {seconds / bound:.3f}x")
+        print(f"\n  c,g,s,n = {shares}: modelled update {seconds:.3f} s, bound {bound:.3f} s, {seconds / bound:.3f}x")
     assert schedule_races == ()
     assert seconds <= 1.04 * bound
 
 
-def trace_update(shares: tuple[float, float, float]) -> tuple[float, tuple[object, ...]]:
+def trace_update(shares: tuple[float, ...]) -> tuple[float, tuple[object, ...]]:
     """Virtual seconds of step + flush, and the races of the whole trace (initialisation, backward, norm, update)."""
     width, num_layers = 512, 40
     rows = RANK_PARAMETERS // SCALE // num_layers // width
@@ -68,10 +80,18 @@ def trace_update(shares: tuple[float, float, float]) -> tuple[float, tuple[objec
         (f"layer{i}", Parameter(torch.empty(rows, width, dtype=torch.bfloat16, device="meta")))
         for i in range(num_layers)
     ]
-    rates = {Lane.H2D: LINK / SCALE, Lane.D2H: LINK / SCALE, Lane.CPU: CPU_DRAM / SCALE, Lane.COMPUTE: HBM / SCALE}
+    speeds = {
+        Lane.H2D: LINK, Lane.D2H: LINK, Lane.CPU: CPU_DRAM, Lane.COMPUTE: HBM,
+        Lane.NVME_READ: DISK, Lane.NVME_WRITE: DISK,
+    }  # fmt: skip
+    rates = {lane: speed / SCALE for lane, speed in speeds.items()}
     ledger = DeviceLedger(None)
     lanes = TracingLanes(HostSlab(20 * RANK_PARAMETERS // SCALE), ledger, rates, run=False)
-    optimizer = OptimizerOffload(weights, {}, SETTINGS, split(*shares, CHUNK // SCALE), lanes, ledger)
+    cpu, streamed, resident, *nvme = shares
+    plan = split(cpu, streamed, resident, CHUNK // SCALE, nvme=sum(nvme))
+    optimizer = OptimizerOffload(
+        weights, {}, SETTINGS, plan, lanes, ledger, nvme=nvme_slab(20 * RANK_PARAMETERS // SCALE)
+    )
     for name, weight in reversed(weights):
         optimizer.take(name, torch.empty_like(weight))
     optimizer.norm()
@@ -105,13 +125,25 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=str)
-def test_tracing_lanes_find_a_missing_edge(defect: Defect) -> None:
+DEFECTS_ON_NVME = [
+    Defect("window refilled before its write ended", Lane.NVME_READ, "read states", lambda after: after[:1]),
+    Defect("update before its read ended", Lane.CPU, "update", lambda after: after[1:]),
+    Defect("states written before the update", Lane.NVME_WRITE, "write states", lambda after: after[1:]),
+]
+WITH_NVME = split(0.3, 0.2, 0, 257, nvme=0.5)
+
+
+@pytest.mark.parametrize(
+    ("defect", "plan"),
+    [*((defect, split(0.6, 0.4, 0, 257)) for defect in DEFECTS), *((defect, WITH_NVME) for defect in DEFECTS_ON_NVME)],
+    ids=str,
+)
+def test_tracing_lanes_find_a_missing_edge(defect: Defect, plan: OptimizerPlan) -> None:
     case = Case(torch.bfloat16, num_micro_batches=4, tied=True)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
     tracing = TracingLanes(host, ledger, {})
     lanes = LanesWithDefect(tracing, defect)
-    optimizer = offload(case.parameters(), case, split(0.6, 0.4, 0, 257), lanes, ledger)
+    optimizer = offload(case.parameters(), case, plan, lanes, ledger, nvme_slab())
     drive(optimizer, case)
     assert lanes.dropped > 0
     assert tracing.schedule().races != ()
@@ -130,13 +162,17 @@ def test_tracing_lanes_find_two_accumulations_at_once() -> None:
     assert [race.region for race in tracing.schedule().races] == ["gradients 0"] * 2
 
 
-@pytest.mark.parametrize("defect", [DEFECTS[i] for i in (1, 2, 3, 6)], ids=str)
-def test_lazy_lanes_turn_a_missing_edge_into_wrong_bits(defect: Defect) -> None:
+@pytest.mark.parametrize(
+    ("defect", "plan"),
+    [*((DEFECTS[i], split(0.6, 0.4, 0, 257)) for i in (1, 2, 3, 6)), (DEFECTS_ON_NVME[1], WITH_NVME)],
+    ids=str,
+)
+def test_lazy_lanes_turn_a_missing_edge_into_wrong_bits(defect: Defect, plan: OptimizerPlan) -> None:
     case = Case(torch.bfloat16, num_micro_batches=4, tied=True)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
     parameters = case.parameters()
     lanes = LanesWithDefect(LazyLanes(host, ledger), defect)
-    optimizer = offload(parameters, case, split(0.6, 0.4, 0, 257), lanes, ledger)
+    optimizer = offload(parameters, case, plan, lanes, ledger, nvme_slab())
     assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) != []
 
 

@@ -146,10 +146,66 @@ def test_plan_prefers_host_over_nvme_when_both_fit() -> None:
     assert count(decided, Answer.NVME) == 0
 
 
+IN_HOST = {"spec.memory.optimizer.placement": "Host"}
+
+
 def test_nvme_takes_what_host_memory_cannot() -> None:
-    decided = plan(SMALL_HEAD | budget("80Mi", host="120Mi"), SLOW)
+    decided = plan(SMALL_HEAD | budget("80Mi", host="130Mi") | IN_HOST, SLOW)
     assert count(decided, Answer.NVME) > 0
-    assert decided.bytes[Tier.HOST].total <= 120 * MIB
+    assert decided.bytes[Tier.HOST].total <= 130 * MIB
+
+
+def test_states_stay_in_host_memory_as_far_as_it_reaches_and_the_rest_goes_to_nvme() -> None:
+    """The shorter host memory is, the more states are on NVMe; where it holds all, none."""
+    shares = []
+    for host in ("140Mi", "130Mi", "120Mi", "110Mi", "90Mi"):
+        decided = plan(SMALL_HEAD | budget("80Mi", host=host), SLOW)
+        assert decided.bytes[Tier.HOST].total <= parse_quantity(host)
+        shares.append(decided.optimizer.nvme_share)
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0 < shares[1]
+
+
+def test_states_go_to_nvme_where_host_memory_has_room_for_accumulators_alone() -> None:
+    """Nothing else fits: without NVMe host memory is what is missing, and so it is said."""
+    short = SMALL_HEAD | budget("50Mi", host="60Mi")
+    decided = plan(short, SLOW)
+    assert decided.optimizer.nvme_share > 0.5
+    assert any("states on NVMe" in reason for reason in decided.reasons)
+    lacking = infeasible(short | budget("50Mi", host="60Mi", nvme="0"), SLOW)
+    assert lacking.missing_bytes[Tier.HOST] > 0
+    assert "spec.memory.budget.nvme" in lacking.nearest
+
+
+def test_states_forced_to_nvme_are_all_there_and_what_they_write_is_counted() -> None:
+    forced = {"spec.memory.optimizer.placement": "Nvme", "spec.training.steps": 10**8}
+    decided = plan(forced)
+    num_parameters = ask(job(forced), LOCAL).shape.num_trained
+    assert decided.optimizer.nvme_share == 1.0
+    assert decided.bytes[Tier.NVME].optimizer_states >= 12 * num_parameters
+    steps_a_day = 86400 / decided.prediction.step_seconds
+    assert decided.prediction.nvme_written_bytes_per_day == pytest.approx(12 * num_parameters * steps_a_day)
+    assert decided.prediction.link_bytes["nvme_read"] == decided.prediction.link_bytes["nvme_write"]
+
+
+def test_states_are_not_sent_to_drives_that_they_would_wear_out() -> None:
+    short = SMALL_HEAD | budget("50Mi", host="60Mi") | {"spec.training.steps": 10**8}
+    sparing, worn = (
+        infeasible(short, replace(SLOW, nvme_bytes=4 * GIB)),
+        plan(short, replace(SLOW, nvme_bytes=GIB << 20)),
+    )
+    assert "driveWritesPerDay" in sparing.nearest
+    assert worn.optimizer.nvme_share > 0.5
+
+
+def test_nothing_fits_is_said_with_the_bytes_that_nvme_lacks() -> None:
+    forced = {"spec.memory.optimizer.placement": "Nvme"}
+    decided = infeasible(forced | budget("1Gi", nvme="20Mi"))
+    assert decided.missing_bytes[Tier.NVME] > 12 * ask(job(forced), LOCAL).shape.num_trained - 20 * MIB
+    assert set(decided.missing_bytes) == {Tier.NVME}
+    field, _, amount = decided.nearest.split(" or ")[0].partition(": ")
+    assert field == "spec.memory.budget.nvme"
+    plan(forced | budget("1Gi", nvme=amount))
 
 
 def test_a_fast_device_recomputes_instead_of_copying() -> None:
@@ -203,7 +259,7 @@ def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "expected"),
-    [("Device", (0.0, 0.0, 1.0)), ("Host", (1.0, 0.0, 0.0)), ("Auto", (0.0, 0.0, 1.0))],
+    [("Device", (0.0, 0.0, 1.0)), ("Host", (1.0, 0.0, 0.0)), ("Nvme", (0.0, 0.0, 0.0)), ("Auto", (0.0, 0.0, 1.0))],
 )
 def test_a_placement_is_obeyed(placement: str, expected: tuple[float, float, float]) -> None:
     optimizer = plan({"spec.memory.optimizer.placement": placement}).optimizer
@@ -384,7 +440,7 @@ SHAPES = st.fixed_dictionaries(
         "spec.model.precision.compute": st.sampled_from(["bfloat16", "float32"]),
         "spec.training.sequenceLength": st.sampled_from([64, 512, 2048]),
         "spec.training.microBatchSize": st.sampled_from([1, 2, 8]),
-        "spec.memory.optimizer.placement": st.sampled_from(["Auto", "Auto", "Device", "Host", "Interleaved"]),
+        "spec.memory.optimizer.placement": st.sampled_from(["Auto", "Auto", "Device", "Host", "Interleaved", "Nvme"]),
         "spec.training.gradientClipping": st.sampled_from([0, 1]),
         "spec.memory.activations.policy": st.sampled_from(["Auto", "Auto", "Keep", "Recompute", "Host", "Nvme"]),
     }

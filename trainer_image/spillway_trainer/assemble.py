@@ -254,6 +254,7 @@ def uses_nvme(plan: MemoryPlan) -> bool:
         Answer.NVME in plan.activations.uses
         or Tier.NVME in plan.parameters.homes
         or plan.parameters.boundaries is Answer.NVME
+        or plan.optimizer.nvme_share > 0.0
     )
 
 
@@ -299,6 +300,7 @@ def optimizer_of(
             tiers.ledger,
             homes=homes,
             gradient_dtype=gradient_dtype,
+            nvme=tiers.nvme,
         )
     update = partial(kernels.update, num_threads=plan.optimizer.num_threads)
     return ResidentOptimizer(parameters, tied, settings, tiers.ledger, update, gradient_dtype)
@@ -308,10 +310,10 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
     """Raises UserError when the CPU does not update all that is streamed: its new values go home, not to the device."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in model.tied}
     fraction = sum(size for name, size in sizes.items() if name in streamed) / max(1, sum(sizes.values()))
-    if plan.optimizer.cpu_share < fraction - SHARE_TOLERANCE:
+    if plan.optimizer.updated_by_cpu < fraction - SHARE_TOLERANCE:
         raise UserError(
             f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update "
-            f"{plan.optimizer.cpu_share:.4f} of them; those that are streamed are updated there: plan it again "
+            f"{plan.optimizer.updated_by_cpu:.4f} of them; those that are streamed are updated there: plan it again "
             "(spillway plan)"
         )
 

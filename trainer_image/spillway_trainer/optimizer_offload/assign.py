@@ -18,23 +18,42 @@ class Path(StrEnum):
     """states in host memory, streamed through a device slot; the update runs on the device"""
     RESIDENT = "resident"
     """states on the device, and so does the update"""
+    NVME = "nvme"
+    """states on NVMe, brought to host memory for the update by CPU threads; gradients and parameters as for `cpu`"""
+
+    @property
+    def updates_on_cpu(self) -> bool:
+        """CPU threads update it from an accumulator in host memory."""
+        return self in (Path.CPU, Path.NVME)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The real-valued split c + g + s = 1 of the parameters by path."""
+    """The real-valued split c + g + s + n = 1 of the parameters by path."""
 
     cpu: float
     streamed: float
     resident: float
+    nvme: float = 0.0
 
     def __post_init__(self) -> None:
-        shares = (self.cpu, self.streamed, self.resident)
+        shares = (self.cpu, self.streamed, self.resident, self.nvme)
         if min(shares) < 0.0 or abs(sum(shares) - 1.0) > 1e-6:
-            raise ValueError(f"optimizer shares {shares} (cpu, streamed, resident) must be >= 0 and sum to 1")
+            raise ValueError(f"optimizer shares {shares} (cpu, streamed, resident, nvme) must be >= 0 and sum to 1")
 
     def of(self, path: Path) -> float:
-        return {Path.CPU: self.cpu, Path.STREAMED: self.streamed, Path.RESIDENT: self.resident}[path]
+        return {
+            Path.CPU: self.cpu, Path.STREAMED: self.streamed, Path.RESIDENT: self.resident, Path.NVME: self.nvme,
+        }[path]  # fmt: skip
+
+    @property
+    def of_cpu(self) -> Shares:
+        """How the CPU's updates are divided by where their states live; where it has none: all in host memory."""
+        both = self.cpu + self.nvme
+        return Shares(1.0 - self.nvme / both, 0.0, 0.0, self.nvme / both) if both else ALL_IN_HOST
+
+
+ALL_IN_HOST = Shares(1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +135,32 @@ def assign_chunks(
 ) -> list[Chunk]:
     """Chunks of all parameters in update order: the declared order of the parameters, which is forward order.
 
-    `streamed` parameters are updated by the CPU, beside which they live; the others share what is left of each path.
+    `streamed` parameters are updated by the CPU, beside which they live, from states in host memory and on NVMe as the
+    shares have it; the others share what is left of each path.
     """
     slices = [
         (name, offset, size) for name, count in num_parameters.items() for offset, size in cut(count, chunk_parameters)
     ]
     free = [size for name, _, size in slices if name not in streamed]
-    paths = iter(by(free, rest_of(shares, sum(num_parameters.values()), sum(free))))
-    return [Chunk(name, offset, size, Path.CPU if name in streamed else next(paths)) for name, offset, size in slices]
+    forced = [size for name, _, size in slices if name in streamed]
+    of_free = iter(by(free, rest_of(shares, sum(num_parameters.values()), sum(free), shares.of_cpu)))
+    of_forced = iter(assign(forced, shares.of_cpu))
+    return [
+        Chunk(name, offset, size, next(of_forced if name in streamed else of_free)) for name, offset, size in slices
+    ]
 
 
-def rest_of(shares: Shares, num_parameters: int, num_free: int) -> Shares:
-    """Shares of the `num_free` parameters that may take any path, when all others take the CPU's."""
+def rest_of(shares: Shares, num_parameters: int, num_free: int, of_cpu: Shares = ALL_IN_HOST) -> Shares:
+    """Shares of the `num_free` parameters that may take any path, when all others take the CPU's, as `of_cpu` divides
+    them."""
     num_forced = num_parameters - num_free
     if num_forced == 0 or num_free == 0:
         return shares
     parts = (
-        max(0.0, shares.cpu * num_parameters - num_forced),
+        max(0.0, shares.cpu * num_parameters - of_cpu.cpu * num_forced),
         shares.streamed * num_parameters,
         shares.resident * num_parameters,
+        max(0.0, shares.nvme * num_parameters - of_cpu.nvme * num_forced),
     )
     total = sum(parts)
-    return Shares(*(part / total for part in parts)) if total else Shares(1.0, 0.0, 0.0)
+    return Shares(*(part / total for part in parts)) if total else of_cpu

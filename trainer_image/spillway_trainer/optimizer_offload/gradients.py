@@ -19,7 +19,7 @@ from ..reference import SquareSum
 from ..tiers.arena import Part, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lane, Lanes, Region
-from .assign import Chunk, Path
+from .assign import Chunk
 from .memory import FLOAT32_BYTES
 
 
@@ -37,7 +37,7 @@ class Accumulator:
     @property
     def lane(self) -> Lane:
         """The lane that owns the accumulator's memory."""
-        return Lane.CPU if self.chunk.path is Path.CPU else Lane.COMPUTE
+        return Lane.CPU if self.chunk.path.updates_on_cpu else Lane.COMPUTE
 
 
 class GradientWindow:

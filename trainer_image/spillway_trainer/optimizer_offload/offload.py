@@ -16,20 +16,23 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS
+from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.plan import OptimizerPlan, Tier
 from spillway.update_rules import MASTER
 
 from .. import kernels
 from ..optimizer import Hyperparameters, Update, UpdateCount
 from ..reference import SquareSum
-from ..tiers.arena import Arena, Ring
+from ..tiers.arena import Arena, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
+from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import Trainable, check_gradient, master_values
 from .assign import Assignment, Path, Shares, assign_by_size, assign_chunks
 from .gradients import Gradients, GradientWindow
+from .memory import FLOAT32_BYTES
+from .nvme_states import StateWindow
 from .place import Homes, NoHomes, Placed, place_accumulators, place_chunks
 from .speculation import Speculation, window_of
 from .update import UpdatePipeline
@@ -52,6 +55,7 @@ class OptimizerOffload:
         ledger: DeviceLedger,
         *,
         homes: Homes | None = None,
+        nvme: NvmeSlab | None = None,
         cpu_update: Update | None = None,
         device_update: Update | None = None,
         by: Assignment = assign_by_size,
@@ -65,18 +69,19 @@ class OptimizerOffload:
         self._count, self._rule = UpdateCount(settings), settings.rule
         self._lanes = lanes
         owners = self._trainable.parameters
-        shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share)
+        shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share, plan.nvme_share)
         sizes = {name: p.numel() for name, p in owners.items()}
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
-        self._placed = place_chunks(chunks, owners, self._homes, self._arena, len(self._rule.moments))
+        self._placed = place_chunks(chunks, owners, self._homes, self._arena, nvme, len(self._rule.moments))
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.update, num_threads=plan.num_threads)
+        self._window = StateWindow(lanes, self._window_ring())
         self._pipeline = UpdatePipeline(
-            lanes, self._upload_ring(), self._slot_ring(), cpu_update or native, device_update or native
+            lanes, self._upload_ring(), self._slot_ring(), self._window, cpu_update or native, device_update or native
         )
         window = plan.speculative_parameters if plan.overlap == "Backward" else 0
         self._speculation = Speculation(
@@ -150,6 +155,10 @@ class OptimizerOffload:
     def flush(self) -> None:
         for event in self._pipeline.ends.values():
             event.wait()
+        for placed in self._placed:
+            if placed.chunk.path is Path.NVME:  # its states are on their way back when its values have arrived
+                for event in placed.on_nvme.settled:
+                    event.wait()
         self._pipeline.ends.clear()
         self._updating.clear()
 
@@ -162,12 +171,18 @@ class OptimizerOffload:
     def load(self, name: str, value: Tensor) -> None:
         self.flush()
         kind, _, parameter_name = name.partition(".")
-        values = value.reshape(-1)
+        values, ends = value.reshape(-1).float().contiguous(), list[Event]()
         for placed in self._of[parameter_name]:
-            states = placed.states(placed.block.tensor)
-            states.of(self._rule, kind).copy_(values[placed.chunk.offset : placed.chunk.end])
+            part = values[placed.chunk.offset : placed.chunk.end]
+            if placed.chunk.path is Path.NVME:
+                fill, index = partial(_fill, as_bytes(part)), self._rule.state_kinds.index(kind)
+                ends.append(self._window.store_row(placed.on_nvme, index, Lane.CPU, fill))
+            else:
+                placed.states(placed.held.tensor).of(self._rule, kind).copy_(part)
             if kind == MASTER and placed.parameter is not None and not placed.parameter_is_master:
-                placed.parameter.copy_(master_values(states.master, placed.dtype))
+                placed.parameter.copy_(master_values(part, placed.dtype))
+        for event in ends:
+            event.wait()
         if kind == MASTER and self._homes.of(parameter_name):
             dtype = self._trainable.parameters[parameter_name].dtype
             self._homes.set(parameter_name, master_values(values.float(), dtype))
@@ -179,7 +194,8 @@ class OptimizerOffload:
         self._count.load(scalars)
 
     def held_bytes(self) -> dict[str, int]:
-        return self._arena.held_bytes()
+        on_nvme = sum(placed.block.nbytes for placed in self._placed if placed.chunk.path is Path.NVME)
+        return {**self._arena.held_bytes(), Tier.NVME.value: on_nvme}
 
     def _end_step(self, factor: float | None) -> None:
         self._gradients.drop()
@@ -192,8 +208,18 @@ class OptimizerOffload:
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""
-        chunks = (placed.states(placed.block.tensor).of(self._rule, kind).cpu() for placed in self._of[name])
-        return torch.cat([torch.empty(0), *chunks])
+        found = torch.empty(self._trainable.parameters[name].numel(), dtype=torch.float32)
+        ends = []
+        for placed in self._of[name]:
+            target = found[placed.chunk.offset : placed.chunk.end]
+            if placed.chunk.path is Path.NVME:
+                index = self._rule.state_kinds.index(kind)
+                ends.append(self._window.fetch_row(placed.on_nvme, index, as_bytes(target)))
+            else:
+                target.copy_(placed.states(placed.held.tensor).of(self._rule, kind))
+        for event in ends:
+            event.wait()
+        return found
 
     def _new_gradients(self, ledger: DeviceLedger, num_threads: int) -> Gradients:
         accumulators = {name: [placed.accumulator for placed in parts] for name, parts in self._of.items()}
@@ -205,7 +231,7 @@ class OptimizerOffload:
             self._lanes,
             accumulators,
             self._trainable.tied,
-            self._gradient_ring([p for p in self._placed if p.chunk.path is Path.CPU]),
+            self._gradient_ring([p for p in self._placed if p.chunk.path.updates_on_cpu]),
             GradientWindow(ledger, largest),
             num_threads,
         )
@@ -220,7 +246,7 @@ class OptimizerOffload:
 
     def _upload_ring(self) -> Ring:
         """For updated values that the CPU cannot write where they live: on the device, on NVMe."""
-        on_cpu = [placed for placed in self._placed if placed.chunk.path is Path.CPU]
+        on_cpu = [placed for placed in self._placed if placed.chunk.path.updates_on_cpu]
         return self._staging_ring([p.nbytes for p in on_cpu if p.home is None or p.home.memory is None], "uploads")
 
     def _staging_ring(self, sizes_bytes: Sequence[int], label: str) -> Ring:
@@ -229,28 +255,47 @@ class OptimizerOffload:
         return self._arena.ring(Tier.HOST, min(NUM_STAGING_BUFFERS, len(sizes_bytes)), round_up(largest), label)
 
     def _slot_ring(self) -> Ring:
-        sizes = [placed.block.nbytes for placed in self._placed if placed.chunk.path is Path.STREAMED]
+        sizes = [placed.held.nbytes for placed in self._placed if placed.chunk.path is Path.STREAMED]
         return self._arena.ring(Tier.DEVICE, min(NUM_SLOTS, len(sizes)), max(sizes, default=0), "streamed states")
+
+    def _window_ring(self) -> Ring:
+        sizes = [placed.on_nvme.nbytes for placed in self._placed if placed.chunk.path is Path.NVME]
+        return self._arena.ring(Tier.HOST, min(NUM_STATE_BUFFERS, len(sizes)), max(sizes, default=0), "states of NVMe")
 
     def _initialise_states(self) -> None:
         """Masters from the parameters, those of streamed ones 0 until they are loaded; moments 0. Submitted, so that
         virtual lanes can leave it out."""
-        events = [
-            self._lanes.submit(
-                Lane.COMPUTE,
-                partial(_initialise, placed),
-                reads=[] if placed.parameter is None else [placed.weights],
-                writes=[placed.block],
-                label=f"initialise {placed.chunk.label}",
-            )
-            for placed in self._placed
-        ]
+        events = []
+        for placed in self._placed:
+            if placed.chunk.path is not Path.NVME:
+                events.append(self._initialise(placed))
+            elif placed.parameter is not None:  # else 0, as every row is that was never written
+                master, fill = self._rule.state_kinds.index(MASTER), partial(_widen, placed.parameter)
+                weights = [placed.weights]
+                events.append(self._window.store_row(placed.on_nvme, master, Lane.COMPUTE, fill, weights))
         for event in events:
             event.wait()
 
+    def _initialise(self, placed: Placed) -> Event:
+        return self._lanes.submit(
+            Lane.COMPUTE,
+            partial(_initialise, placed),
+            reads=[] if placed.parameter is None else [placed.weights],
+            writes=[placed.held],
+            label=f"initialise {placed.chunk.label}",
+        )
+
+
+def _fill(values: Tensor, row: Tensor) -> None:
+    kernels.copy(row[: values.numel()], values)
+
+
+def _widen(parameter: Tensor, row: Tensor) -> None:
+    row[: FLOAT32_BYTES * parameter.numel()].view(torch.float32).copy_(parameter)
+
 
 def _initialise(placed: Placed) -> None:
-    states = placed.states(placed.block.tensor)
+    states = placed.states(placed.held.tensor)
     if placed.parameter is None:
         states.master.zero_()
     elif not placed.parameter_is_master:

@@ -15,10 +15,12 @@ from spillway.plan import Tier
 from ..optimizer import States
 from ..tiers.arena import Arena, Part
 from ..tiers.lanes import Event, Region
+from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import flat
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, accumulator_bytes, states_bytes, view_states
+from .memory import FLOAT32_BYTES, accumulator_bytes, row_bytes, states_bytes, view_states
+from .nvme_states import NvmeStates, place_on_nvme
 
 
 class Home(Protocol):
@@ -76,9 +78,21 @@ class Placed:
     home: Home | None
     weights: Region
     """the memory of `parameter`, or of the home"""
-    block: Part
-    """the chunk's states where they live between updates: host memory, or the device for a resident chunk"""
+    block: Part | NvmeStates
+    """the chunk's states where they live between updates: host memory, the device for a resident chunk, or NVMe"""
     accumulator: Accumulator
+
+    @property
+    def held(self) -> Part:
+        """`block` of a chunk whose states are in memory."""
+        assert isinstance(self.block, Part), self.block.label
+        return self.block
+
+    @property
+    def on_nvme(self) -> NvmeStates:
+        """`block` of a chunk whose states are not."""
+        assert isinstance(self.block, NvmeStates), self.block.label
+        return self.block
 
     @property
     def nbytes(self) -> int:
@@ -88,11 +102,12 @@ class Placed:
     @property
     def parameter_is_master(self) -> bool:
         """With float32 compute the master of a chunk that the device updates never exists twice."""
-        return self.dtype == torch.float32 and self.chunk.path is not Path.CPU
+        return self.dtype == torch.float32 and not self.chunk.path.updates_on_cpu
 
     def states(self, block: Tensor) -> States:
-        """`block` (uint8: this chunk's, or a slot that holds its states) as states."""
-        return view_states(block, self.chunk.size, self.parameter if self.parameter_is_master else None)
+        """`block` (uint8: this chunk's, or a buffer of a ring that holds its states) as states."""
+        row = self.block.row_bytes if isinstance(self.block, NvmeStates) else row_bytes(self.chunk.size)
+        return view_states(block, self.chunk.size, row, self.parameter if self.parameter_is_master else None)
 
     @property
     def device_out(self) -> Tensor | None:
@@ -101,14 +116,17 @@ class Placed:
 
 
 def place_chunks(
-    chunks: Sequence[Chunk], parameters: Mapping[str, Parameter], homes: Homes, arena: Arena, num_moments: int
+    chunks: Sequence[Chunk],
+    parameters: Mapping[str, Parameter],
+    homes: Homes,
+    arena: Arena,
+    nvme: NvmeSlab | None,
+    num_moments: int,
 ) -> list[Placed]:
     """State blocks and accumulators of `chunks`, in their order."""
     to_come = {name: iter(homes.of(name)) for name in parameters}
     dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
-    has_master = [chunk.path is Path.CPU or dtype != torch.float32 for chunk, dtype in zip(chunks, dtypes, strict=True)]
-    sizes = [states_bytes(chunk.size, has, num_moments) for chunk, has in zip(chunks, has_master, strict=True)]
-    blocks = _parts(arena, chunks, sizes, lambda path: path is Path.RESIDENT, "optimizer_states")
+    blocks = _place_states(chunks, dtypes, arena, nvme, num_moments)
     accumulators = place_accumulators(chunks, arena)
     placed = []
     for chunk, dtype, block, accumulator in zip(chunks, dtypes, blocks, accumulators, strict=True):
@@ -119,10 +137,25 @@ def place_chunks(
     return placed
 
 
+def _place_states(
+    chunks: Sequence[Chunk], dtypes: Sequence[torch.dtype], arena: Arena, nvme: NvmeSlab | None, num_moments: int
+) -> list[Part | NvmeStates]:
+    """One block a chunk, in memory or on NVMe."""
+    in_memory = [(chunk, dtype) for chunk, dtype in zip(chunks, dtypes, strict=True) if chunk.path is not Path.NVME]
+    held = [chunk for chunk, _ in in_memory]
+    sizes = [
+        states_bytes(chunk.size, chunk.path.updates_on_cpu or dtype != torch.float32, num_moments)
+        for chunk, dtype in in_memory
+    ]
+    parts = iter(_parts(arena, held, sizes, lambda path: path is Path.RESIDENT, "optimizer_states"))
+    stored = iter(place_on_nvme(nvme, [chunk for chunk in chunks if chunk.path is Path.NVME], 1 + num_moments))
+    return [next(stored) if chunk.path is Path.NVME else next(parts) for chunk in chunks]
+
+
 def place_accumulators(chunks: Sequence[Chunk], arena: Arena) -> list[Accumulator]:
     """One float32 accumulator a chunk: in host memory where the CPU updates it, else on the device."""
     sizes = [accumulator_bytes(chunk.size) for chunk in chunks]
-    parts = _parts(arena, chunks, sizes, lambda path: path is not Path.CPU, "gradients")
+    parts = _parts(arena, chunks, sizes, lambda path: not path.updates_on_cpu, "gradients")
     return [
         Accumulator(chunk, part, part.tensor[: FLOAT32_BYTES * chunk.size].view(torch.float32))
         for chunk, part in zip(chunks, parts, strict=True)

@@ -45,7 +45,7 @@ class Speculation:
     def __init__(self, lanes: Lanes, arena: Arena, window: Sequence[Placed], update: Update) -> None:
         self._lanes = lanes
         self._update = update
-        blocks = arena.parts(Tier.HOST, [placed.block.nbytes for placed in window], "spare states")
+        blocks = arena.parts(Tier.HOST, [placed.held.nbytes for placed in window], "spare states")
         values = arena.parts(Tier.HOST, [padded(placed.nbytes) for placed in window], "spare values")
         self._spares = {p.chunk: Spare(block, value) for p, block, value in zip(window, blocks, values, strict=True)}
         self._taken: Counter[str] = Counter()
@@ -85,18 +85,18 @@ class Speculation:
         spare = self._spares.get(placed.chunk)
         if spare is None or spare.made is None or factor != 1.0:
             return None
-        placed.block, spare.block = spare.block, placed.block
+        placed.block, spare.block = spare.block, placed.held
         return spare.values, spare.made
 
     def _submit(self, placed: Placed, spare: Spare, scalars: UpdateScalars, last: Event | None) -> Event:
         accumulator, values = placed.accumulator, spare.values.tensor[: placed.nbytes].view(placed.dtype)
         made = self._lanes.submit(
             Lane.CPU,
-            partial(self._work, scalars, placed.block.tensor, spare.block.tensor, placed, values),
+            partial(self._work, scalars, placed.held.tensor, spare.block.tensor, placed, values),
             reads=[placed.block, accumulator.memory],
             writes=[spare.block, spare.values],
             after=[*accumulator.settled, *([] if last is None else [last])],
-            nbytes=2 * placed.block.nbytes + scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
+            nbytes=2 * placed.held.nbytes + scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
             label=f"speculate {placed.chunk.label}",
         )
         accumulator.settled = (made,)

@@ -5,8 +5,9 @@
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
-The bound for c + g + s = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states) and of D2H
-(docs/optimizer-offload.md, Time).
+Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
+for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
+which reads and writes (docs/optimizer-offload.md, Time).
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from ..tiers.arena import Part, Ring, RingSlot, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
+from .nvme_states import StateWindow
 from .place import Home, Placed
+
+
+@dataclass(frozen=True, slots=True)
+class InHost:
+    """States that the CPU can update: `block`, a part of `region`, once `ready` is complete."""
+
+    block: Tensor
+    region: Region
+    ready: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,8 @@ class UpdatePipeline:
     """host buffers of one chunk in the compute dtype: between the CPU's update and the upload"""
     slots: Ring
     """device buffers of one state block: streamed chunks pass through them"""
+    window: StateWindow
+    """what states on NVMe pass through"""
     cpu_update: Update
     device_update: Update
     ends: dict[Chunk, Event] = field(default_factory=dict)
@@ -65,7 +78,9 @@ class UpdatePipeline:
                 values, made = committed[placed.chunk]
                 end = self._upload(placed, values.tensor[: placed.nbytes], values, (made, computed))
             elif placed.chunk.path is Path.CPU:
-                end = self._update_on_cpu(placed, scalars, computed)
+                end = self._update_on_cpu(placed, scalars, computed, InHost(placed.held.tensor, placed.held))
+            elif placed.chunk.path is Path.NVME:
+                end = self._update_in_window(placed, scalars, computed)
             elif placed.chunk.path is Path.STREAMED:
                 end = self._update_in_slot(placed, scalars, computed, *loaded.popleft())
             else:
@@ -73,15 +88,23 @@ class UpdatePipeline:
             self.ends[placed.chunk] = end
         return [self.ends[placed.chunk] for placed, _ in updates]
 
-    def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
+    def _update_in_window(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
+        """States from NVMe, update by the CPU, states back; the new values go their own way meanwhile, which is what
+        forward waits for."""
+        loaded = self.window.load(placed.on_nvme)
+        moved = self._update_on_cpu(placed, scalars, computed, InHost(loaded.block, loaded.slot.buffer, (loaded.read,)))
+        self.window.store(placed.on_nvme, loaded, placed.accumulator.settled)
+        return moved
+
+    def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event, states: InHost) -> Event:
         home = placed.home
         if home is not None and home.memory is not None:
-            updated = self._submit_cpu(placed, scalars, home.memory, home.region, ())
+            updated = self._submit_cpu(placed, scalars, states, home.memory, home.region, ())
             home.changed = (updated,)
             return updated
         slot = self.uploads.take()
         staged = slot.buffer.tensor[: placed.nbytes]
-        updated = self._submit_cpu(placed, scalars, staged, slot.buffer, slot.free)
+        updated = self._submit_cpu(placed, scalars, states, staged, slot.buffer, slot.free)
         moved = (
             self._upload(placed, staged, slot.buffer, (updated, computed))
             if home is None
@@ -91,16 +114,21 @@ class UpdatePipeline:
         return moved
 
     def _submit_cpu(
-        self, placed: Placed, scalars: UpdateScalars, out: Tensor, memory: Region, free: Sequence[Event]
+        self,
+        placed: Placed,
+        scalars: UpdateScalars,
+        states: InHost,
+        out: Tensor,
+        memory: Region,
+        free: Sequence[Event],
     ) -> Event:
         """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
-        states = placed.states(placed.block.tensor)
         updated = self.lanes.submit(
             Lane.CPU,
-            self._work(self.cpu_update, scalars, states, placed, out.view(placed.dtype)),
-            reads=[placed.block, placed.accumulator.memory],
-            writes=[placed.block, memory],
-            after=[*placed.accumulator.settled, *free, *self._last(placed)],
+            self._work(self.cpu_update, scalars, placed.states(states.block), placed, out.view(placed.dtype)),
+            reads=[states.region, placed.accumulator.memory],
+            writes=[states.region, memory],
+            after=[*states.ready, *placed.accumulator.settled, *free, *self._last(placed)],
             nbytes=scalars.rule.update_bytes * placed.chunk.size + out.numel(),
             label=f"update {placed.chunk.label}",
         )
@@ -141,10 +169,10 @@ class UpdatePipeline:
 
     def _load_states(self, placed: Placed) -> tuple[RingSlot, Event]:
         slot = self.slots.take()
-        nbytes = placed.block.nbytes
+        nbytes = placed.held.nbytes
         loaded = self.lanes.submit(
             Lane.H2D,
-            partial(kernels.copy, slot.buffer.tensor[:nbytes], placed.block.tensor),
+            partial(kernels.copy, slot.buffer.tensor[:nbytes], placed.held.tensor),
             reads=[placed.block],
             writes=[slot.buffer],
             after=[*slot.free, *self._last(placed)],
@@ -156,7 +184,7 @@ class UpdatePipeline:
     def _update_in_slot(
         self, placed: Placed, scalars: UpdateScalars, computed: Event, slot: RingSlot, loaded: Event
     ) -> Event:
-        chunk, nbytes = placed.chunk, placed.block.nbytes
+        chunk, nbytes = placed.chunk, placed.held.nbytes
         block = slot.buffer.tensor[:nbytes]
         updated = self.lanes.submit(
             Lane.COMPUTE,
@@ -170,7 +198,7 @@ class UpdatePipeline:
         placed.accumulator.settled = (updated,)
         written_back = self.lanes.submit(
             Lane.D2H,
-            partial(kernels.copy, placed.block.tensor, block),
+            partial(kernels.copy, placed.held.tensor, block),
             reads=[slot.buffer],
             writes=[placed.block],
             after=[updated],
@@ -181,7 +209,7 @@ class UpdatePipeline:
         return written_back
 
     def _update_resident(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
-        states = placed.states(placed.block.tensor)
+        states = placed.states(placed.held.tensor)
         updated = self.lanes.submit(
             Lane.COMPUTE,
             self._work(self.device_update, scalars, states, placed, placed.device_out),

@@ -1,0 +1,197 @@
+"""States on NVMe: where a chunk's states are between updates when host memory does not hold them.
+
+    nvme_read    states N0 | states N1 | states N2 |            into a buffer of the window, a bounded ring
+    cpu                    | update N0 | update N1 | ...
+    nvme_write                         | states N0 | ...        a buffer is filled again only after it was written
+
+The spill file is scratch: a checkpoint is what is durable. A state's bytes are checked when they come back, and a write
+that failed is an error of the step: everything after it fails with the same error, so that no checkpoint sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from .. import kernels
+from ..tiers.arena import Ring, RingSlot
+from ..tiers.extents import round_up
+from ..tiers.lanes import Event, Lane, Lanes, Region
+from ..tiers.nvme_slab import NvmeSlab
+from .assign import Chunk
+from .memory import row_bytes
+
+
+class NvmeStates(Region):
+    """The states of one chunk in the spill file: rows of equal size in whole pages, each with the checksum of what was
+    written last. A row that was never written is 0, as moments are before the first update."""
+
+    __slots__ = ("_checksums", "_nvme", "_offset", "row_bytes", "settled")
+
+    def __init__(self, nvme: NvmeSlab, offset: int, row_bytes: int, num_rows: int, label: str) -> None:
+        super().__init__(row_bytes * num_rows, label)
+        self._nvme = nvme
+        self._offset = offset
+        self.row_bytes = row_bytes
+        self._checksums: list[int | None] = [None] * num_rows
+        self.settled: tuple[Event, ...] = ()
+        """complete when everything submitted so far is in the file"""
+
+    def read(self, block: Tensor) -> None:
+        """Fill `block` (uint8, whole pages) with all rows. Runs on lane nvme_read. Raises SpillIOError."""
+        self._read({index: self.row(block, index) for index in range(len(self._checksums))})
+
+    def write(self, block: Tensor) -> None:
+        """Take over all rows. Runs on lane nvme_write. Raises SpillIOError."""
+        self._write({index: self.row(block, index) for index in range(len(self._checksums))})
+
+    def read_row(self, index: int, row: Tensor) -> None:
+        """One row alone, as `read`."""
+        self._read({index: row})
+
+    def write_row(self, index: int, row: Tensor) -> None:
+        """One row alone, as `write`."""
+        self._write({index: row})
+
+    def row(self, block: Tensor, index: int) -> Tensor:
+        """That row's whole pages of a block."""
+        return block[index * self.row_bytes : (index + 1) * self.row_bytes]
+
+    def _read(self, rows: Mapping[int, Tensor]) -> None:
+        requests = []
+        for index, row in rows.items():
+            checksum = self._checksums[index]
+            if checksum is None:
+                row.numpy().fill(0)  # zero_() would use torch's threads in a lane
+            else:
+                requests.append((self._at(index), row, checksum, self.label))
+        if requests:
+            self._nvme.read_batch(requests)
+
+    def _write(self, rows: Mapping[int, Tensor]) -> None:
+        requests = [(self._at(index), row, self.label) for index, row in rows.items()]
+        for index, checksum in zip(rows, self._nvme.write_batch(requests), strict=True):
+            self._checksums[index] = checksum
+
+    def _at(self, index: int) -> int:
+        return self._offset + index * self.row_bytes
+
+
+def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[Chunk], num_rows: int) -> list[NvmeStates]:
+    """Room for `num_rows` states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the
+    bytes that are missing."""
+    sizes = [round_up(row_bytes(chunk.size)) for chunk in chunks]
+    if not sizes:
+        return []
+    if nvme is None:
+        raise ValueError("the plan has optimizer states on NVMe and there is no spill file")
+    offset, placed = nvme.allocate(num_rows * sum(sizes), "optimizer states").offset, []
+    for chunk, size in zip(chunks, sizes, strict=True):
+        placed.append(NvmeStates(nvme, offset, size, num_rows, f"states of {chunk.label}"))
+        offset += size * num_rows
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A chunk's states on their way through the window."""
+
+    slot: RingSlot
+    block: Tensor
+    """uint8, all rows in whole pages"""
+    read: Event
+    """ends their way in"""
+
+
+@dataclass(frozen=True, slots=True)
+class StateWindow:
+    """The host buffers of one chunk each that states pass through between NVMe and the CPU."""
+
+    lanes: Lanes
+    ring: Ring
+
+    def load(self, stored: NvmeStates) -> Loaded:
+        """Bring all states into the next buffer, once it is free; `store` gives it back."""
+        slot = self.ring.take()
+        block = slot.buffer.tensor[: stored.nbytes]
+        read = self.lanes.submit(
+            Lane.NVME_READ,
+            partial(stored.read, block),
+            reads=[stored],
+            writes=[slot.buffer],
+            after=[*stored.settled, *slot.free],
+            nbytes=stored.nbytes,
+            label=f"read {stored.label}",
+        )
+        return Loaded(slot, block, read)
+
+    def store(self, stored: NvmeStates, loaded: Loaded, updated: Sequence[Event]) -> Event:
+        """Write them back once they are `updated`."""
+        write = partial(stored.write, loaded.block)
+        return self._write(stored, loaded.slot, write, updated, loaded.block.numel(), f"write {stored.label}")
+
+    def store_row(
+        self, stored: NvmeStates, index: int, lane: Lane, fill: Callable[[Tensor], None], source: Sequence[Region] = ()
+    ) -> Event:
+        """Write one state alone: `fill` puts it into a row, on `lane`, which reads `source`."""
+        slot = self.ring.take()
+        row = stored.row(slot.buffer.tensor, index)
+        filled = self.lanes.submit(
+            lane,
+            partial(fill, row),
+            reads=source,
+            writes=[slot.buffer],
+            after=slot.free,
+            nbytes=row.numel(),
+            label=f"fill {stored.label}",
+        )
+        write = partial(stored.write_row, index, row)
+        return self._write(stored, slot, write, (filled,), row.numel(), f"write one of {stored.label}")
+
+    def fetch_row(self, stored: NvmeStates, index: int, target: Tensor) -> Event:
+        """Read one state alone into `target` (uint8), which is no longer than a row."""
+        slot = self.ring.take()
+        row = stored.row(slot.buffer.tensor, index)
+        read = self.lanes.submit(
+            Lane.NVME_READ,
+            partial(stored.read_row, index, row),
+            reads=[stored],
+            writes=[slot.buffer],
+            after=[*stored.settled, *slot.free],
+            nbytes=row.numel(),
+            label=f"read one of {stored.label}",
+        )
+        copied = self.lanes.submit(
+            Lane.CPU,
+            partial(kernels.copy, target, row[: target.numel()]),
+            reads=[slot.buffer],
+            after=[read],
+            nbytes=target.numel(),
+            label=f"copy one of {stored.label}",
+        )
+        slot.free = (copied,)
+        return copied
+
+    def _write(
+        self,
+        stored: NvmeStates,
+        slot: RingSlot,
+        write: Callable[[], None],
+        after: Sequence[Event],
+        nbytes: int,
+        label: str,
+    ) -> Event:
+        written = self.lanes.submit(
+            Lane.NVME_WRITE,
+            write,
+            reads=[slot.buffer],
+            writes=[stored],
+            after=[*after, *stored.settled],
+            nbytes=nbytes,
+            label=label,
+        )
+        slot.free = stored.settled = (written,)
+        return written
