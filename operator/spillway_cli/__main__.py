@@ -299,7 +299,7 @@ def export(
 
 
 @checkpoints.command("import", help="States of DeepSpeed or torch become a run to go on from.")
-def import_(
+def import_(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory of another program's checkpoint.")],
     job: Annotated[Path, typer.Option("--job", metavar="JOB", help="The TrainingJob that goes on with it.")],
     directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory of the run; a new one.")],
@@ -307,13 +307,14 @@ def import_(
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Of the runs to come, as run --ranks.")] = 1,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import import_command  # noqa: PLC0415
     from .local_plan import BudgetOverrides  # noqa: PLC0415
 
     budget = BudgetOverrides(device, host, nvme)
-    options = import_command.ImportOptions(source, job, directory, claim or [], budget, output)
+    options = import_command.ImportOptions(source, job, directory, claim or [], budget, output, ranks)
     raise typer.Exit(import_command.import_checkpoint(options))
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from spillway.api import TrainingJob, load_job
 from spillway.errors import ExitCode, UserError
 from spillway.job import JobFile
-from spillway.plan import MemoryPlan
 from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.durable_files import DurableFiles
 
@@ -40,6 +39,8 @@ class ImportOptions:
     claims: Sequence[str]
     budget: BudgetOverrides
     format: Format
+    num_ranks: int = 1
+    """of the runs to come: a run keeps the threads of each for life"""
 
 
 def import_checkpoint(options: ImportOptions) -> int:
@@ -71,7 +72,7 @@ def import_checkpoint(options: ImportOptions) -> int:
 def import_in(
     made: RunDirectory, final: RunDirectory, options: ImportOptions, job: TrainingJob, claims: Mapping[str, Path]
 ) -> dict[str, object]:
-    """Fill `made`, which will be renamed to `final`; returns the document of `-o json`."""
+    """Fill `made`, to be renamed to `final`, as a run's first attempt does; returns the document of `-o json`."""
     from spillway_trainer.interchange import importing  # noqa: PLC0415 - imports torch
 
     console = message_console()
@@ -79,8 +80,9 @@ def import_in(
     shape = inspected_shape(options.job, job, claims)
     own = own_profile(usable_cores(Path("/")), None)
     resources = probe(made.path)
-    plan = plan_for_this_machine(job, resources, 1, shape, own.spec)
-    write_job(made, job, claims, plan, resources.cores)
+    plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
+    local = LocalJob(job, claims, made.corpus, made.path, num_ranks=options.num_ranks)
+    local_files(made, local, plan, resources.cores, None).write(EPOCH)
     job_file = local_run.read_job_file(made.job_file)
     assert job_file is not None, "just written"
     imported = importing.import_into(job_file, foreign, console.print)
@@ -94,11 +96,6 @@ def import_in(
         "updates": foreign.num_updates,
         "parameters": imported.num_parameters,
     }
-
-
-def write_job(run: RunDirectory, job: TrainingJob, claims: Mapping[str, Path], plan: MemoryPlan, cores: int) -> None:
-    """job.json and plan.json, as the first attempt of a run has them."""
-    local_files(run, LocalJob(job, claims, run.corpus, run.path), plan, cores, None).write(EPOCH)
 
 
 def renamed(job: JobFile, made: RunDirectory, final: RunDirectory) -> JobFile:

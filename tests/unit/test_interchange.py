@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -15,8 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import training_state
 from interchange_cases import BETAS, GROUPS, KINDS, SHAPES, bits, states, write_zero
+from local_runs import job_file
 
+from spillway.api import Optimizer
 from spillway.errors import CheckpointCorrupt, UserError
+from spillway.job import JobFile
 from spillway_trainer.checkpoint import save
 from spillway_trainer.checkpoint_directory import Epoch
 from spillway_trainer.checkpoint_manifest import Checkpoint
@@ -25,7 +29,7 @@ from spillway_trainer.interchange import exporting
 from spillway_trainer.interchange.distributed import find_keys
 from spillway_trainer.interchange.exporting import export_states
 from spillway_trainer.interchange.foreign import Foreign, powers_after
-from spillway_trainer.interchange.importing import open_foreign
+from spillway_trainer.interchange.importing import import_into, open_foreign
 from spillway_trainer.interchange.naming import class_names, matched
 from spillway_trainer.optimizer import Hyperparameters
 
@@ -369,6 +373,13 @@ def twice(metadata: Any) -> None:
     entry.chunks.append(entry.chunks[0])
 
 
+def overlapping(metadata: Any) -> None:
+    """As many values as the whole, and one of them twice."""
+    chunk = type(metadata.state_dict_metadata["model.a.bias"].chunks[0])
+    boxes = [chunk(torch.Size([0]), torch.Size([2])), chunk(torch.Size([1]), torch.Size([1]))]
+    metadata.state_dict_metadata["model.a.bias"].chunks[:] = boxes
+
+
 def nowhere(metadata: Any) -> None:
     metadata.storage_data = {}
 
@@ -379,6 +390,7 @@ def nowhere(metadata: Any) -> None:
         (outside, "names a file outside the checkpoint"),
         (transformed, "stored transformed"),
         (twice, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
+        (overlapping, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
         (nowhere, "the metadata name no place for it"),
     ],
 )
@@ -423,6 +435,42 @@ def test_states_of_another_model_are_refused(tmp_path: Path, shapes: Any, senten
     write_zero(tmp_path / "t", 1, 2, states())
     with pytest.raises(UserError, match=sentence):
         matched(open_foreign(tmp_path / "t"), shapes, class_names({"class": "any"}))
+
+
+def job(directory: Path, **training: Any) -> JobFile:
+    """Of 12 steps; `training` in place of fields of spec.training."""
+    made = job_file(directory / "run", directory, directory / "run" / "corpus", 1)
+    return made.model_copy(
+        update={"spec": made.spec.model_copy(update={"training": made.spec.training.model_copy(update=training)})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_steps": 2}, "2 steps of the run and 3 updates of its optimizer; these files are of two checkpoints"),
+        ({"num_steps": 12}, r"12 steps are trained there, spec\.training\.steps is 12"),
+        (
+            {"betas": (0.9, 0.999)},
+            r"made with betas \(0\.9, 0\.999\), .*optimizer\.betas are \(0\.9, 0\.95\)",
+        ),
+        ({}, r"made for another model; 42 parameters differ"),
+    ],
+)
+def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    write_zero(tmp_path / "t", 1, 2, states())
+    foreign = dataclasses.replace(open_foreign(tmp_path / "t"), **changes)
+    with pytest.raises(UserError, match=sentence):
+        import_into(job(tmp_path), foreign, print)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_import_into_a_job_of_another_rule_is_refused(tmp_path: Path) -> None:
+    write_zero(tmp_path / "t", 1, 2, states())
+    with pytest.raises(UserError, match=r"optimizer\.name = Lion: keeps master, exp_avg; .* use AdamW or Adam"):
+        import_into(job(tmp_path, optimizer=Optimizer(name="Lion")), open_foreign(tmp_path / "t"), print)
 
 
 def test_two_groups_lie_as_the_cases_say() -> None:

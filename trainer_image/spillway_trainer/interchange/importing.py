@@ -79,13 +79,13 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
     Raises UserError before anything is written when names, shapes or betas are not the job's.
     """
     _check_rule(job)
+    _check_steps(job, foreign)
     model = build_model(job.spec, job.claims)
+    settings = config.hyperparameters(job.spec, model)
+    _check_betas(foreign, (settings.beta1, settings.beta2))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in model.tied}
     shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     names = matched(foreign, shapes, class_names(model.description))
-    _check_steps(job, foreign)
-    settings = config.hyperparameters(job.spec, model)
-    _check_betas(foreign, (settings.beta1, settings.beta2))
     recipe = run_job.tokenizer_recipe(job, model.objective)
     corpus = prepare_corpus(run_job.source_of(job), Path(job.corpus_directory), model.vocab_size, say, recipe)
     state = _training_state(job, foreign, model, corpus, settings)
