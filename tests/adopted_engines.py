@@ -107,8 +107,11 @@ def train(engine: Any, rank: int, steps: range) -> list[float]:
 
 def states_of(engine: Any) -> dict[str, Tensor]:
     """By DeepSpeed's accessors, whole; every rank asks."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if type(engine.optimizer) is DeepSpeedZeroOptimizer:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # its first step would do so
     found = {}
     for name, parameter in engine.module.named_parameters():
         found[f"master.{name}"] = safe_get_full_fp32_param(parameter).clone()

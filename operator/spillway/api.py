@@ -366,7 +366,10 @@ class Parallelism(Fields):
     devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
     device: Literal["Auto", "Cuda", "Cpu"] = Field(default="Auto", description="Kind of device.")
     strategy: Strategy = Field(
-        default="Auto", description="What ranks share: Ddp and Fsdp are torch's, Zero1 to Zero3 DeepSpeed's."
+        default="Auto",
+        description="What ranks divide among them: nothing (Ddp); optimizer states and sums of gradients (Zero1, "
+        "Zero2), parameters too (Zero3), by DeepSpeed; the same by torch (Fsdp), which no run can do yet. Auto is Ddp "
+        "in a run.",
     )
 
     @model_validator(mode="after")

@@ -210,3 +210,12 @@ def test_homes_of_streamed_parameters_are_memory_and_volume_of_the_pod() -> None
 def test_a_checkpoint_holds_what_is_trained() -> None:
     whole, adapters = (pods.checkpoint_bytes(job(c).spec, "Cpu") for c in ({}, {"spec.model.lora": {"rank": 8}}))
     assert 0 < adapters < whole / 20
+
+
+def test_strategies_that_deepspeed_divides_bring_its_libraries() -> None:
+    for strategy in ("Zero1", "Zero2", "Zero3"):
+        more = pods.runtime_bytes(MODEL, 3, "Cpu", strategy) - pods.runtime_bytes(MODEL, 3, "Cpu")
+        assert more == pods.DEEPSPEED_CODE_BYTES + 3 * pods.DEEPSPEED_RANK_BYTES
+    two = {"spec.parallelism": {"nodes": 2}}
+    divided = {"spec.parallelism": {"nodes": 2, "strategy": "Zero2"}}
+    assert resources(divided).memory_bytes > resources(two).memory_bytes + pods.DEEPSPEED_RANK_BYTES

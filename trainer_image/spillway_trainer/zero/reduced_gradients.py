@@ -99,6 +99,11 @@ class ReducedGradients:
         """All that is in the bucket. A gradient that is still being cut stays charged."""
         slices, self._slices, self._room = self._slices, [], self._bucket
         self._check_same(slices)
+        if slices:
+            self._sum(slices)
+        self._release()
+
+    def _sum(self, slices: list[Slice]) -> None:
         world, sizes = self._peers.world, [0] * self._peers.world.size
         for one in slices:
             sizes[one.owner] += one.values.numel()
@@ -107,8 +112,6 @@ class ReducedGradients:
             sent[offset : offset + one.values.numel()].copy_(one.values)
             offset += one.values.numel()
         received, own = self._incoming[: sizes[world.rank] * world.size], self._own[: sizes[world.rank]]
-        if not slices:
-            return
         self._peers.scatter(received, sent, sizes)
         for rank, part in enumerate(torch.split(received, own.numel()) if own.numel() else ()):
             kernels.accumulate(own, part, rank == 0, num_threads=self._num_threads)
@@ -117,7 +120,6 @@ class ReducedGradients:
             if one.owner == world.rank:
                 self._place(one, own[offset : offset + one.values.numel()])
                 offset += one.values.numel()
-        self._release()
 
     def _place(self, one: Slice, values: Tensor) -> None:
         """Hand the piece on once it is whole. A slice at the start of a piece begins a new sum."""

@@ -1,0 +1,48 @@
+"""DeepSpeed's own engine with our optimizer in it: its checkpoints and accessors stay valid, for every stage and plan.
+
+Two ranks; all cases are run first, by one process that has imported DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import adopted_engines
+import pytest
+from adopted_engines import PLANS, STAGES
+
+Found = dict[str, list[dict[str, Any]]]
+TRAINED = [f"stage {stage}, {name}" for stage in STAGES for name in PLANS]
+FACTS = (
+    "accessors",
+    "plain engine reads it",
+    "adopted engine reads a plain one",
+    "goes on alike",
+    "set",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return adopted_engines.run_all(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("fact", FACTS)
+def test_deepspeed_sees_the_states_that_we_hold(found: Found, case: str, fact: str) -> None:
+    """Its accessors read and set; its checkpoint is read by an engine that is not adopted, and
+    the other way round, after which training goes on with the same losses."""
+    assert [of_rank[fact] for of_rank in found[case]] == [True, True]
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_no_stage_and_no_plan_changes_a_bit(found: Found, case: str) -> None:
+    for of_rank, plain in zip(found[case], found[TRAINED[0]], strict=True):
+        assert of_rank["losses"] == plain["losses"]
+        assert of_rank["digest"] == plain["digest"]
+
+
+@pytest.mark.parametrize("field", ["optimizer", "optimizer's parameter groups", "zero_optimization"])
+def test_an_engine_outside_of_the_support_matrix_is_refused_by_field(found: Found, field: str) -> None:
+    for of_rank in found["refused"]:
+        assert f"\n  {field}: " in of_rank[field]
