@@ -76,6 +76,7 @@ CELLS = {
     "states on the CPU": Cell(forced("Host", "Keep"), holds=("host",)),
     "states interleaved, recomputed": Cell(forced("Interleaved", "Recompute"), holds=("host", "recompute")),
     "activations to host memory": Cell(forced("Host", "Host"), holds=("host",)),
+    "states on NVMe": Cell(forced("Nvme", "Keep"), holds=("nvme",)),
     "activations to NVMe": Cell(forced("Host", "Nvme") | MANY, holds=("nvme",)),
     "float32, interleaved, NVMe": Cell(forced("Interleaved", "Nvme") | FLOAT32 | MANY, holds=("nvme",)),
     "large vocabulary": Cell(forced("Device", "Keep") | model(vocabSize=16384, numLayers=2)),

@@ -28,6 +28,7 @@ from optimizer_cases import (
 
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull
 from spillway.plan import OptimizerPlan, Overlap
+from spillway.update_rules import UpdateRule
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
@@ -72,6 +73,17 @@ def test_every_share_on_nvme_leaves_the_bits_of_the_plain_optimizer(
         lanes.close()
         assert result.difference(oracle(case)) == [], (case, chunk, overlap)
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
+
+
+@pytest.mark.parametrize("rule", list(UpdateRule))
+def test_every_rule_of_update_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule) -> None:
+    """Those with one moment have a row less on NVMe."""
+    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+    host, ledger = memory()
+    parameters, lanes, nvme = case.parameters(), LazyLanes(host, ledger), nvme_slab()
+    optimizer = offload(parameters, case, plan((0.2, 0.2, 0, 0.6), 1009), lanes, ledger, nvme)
+    assert nvme.held_bytes % (1 + len(rule.moments)) == 0
+    assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -93,7 +93,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
     state |= {f"parameter.{name}": p.detach().clone() for name, p in assembly.model.named_parameters()}
     held = assembly.held_bytes()
     assembly.tiers.close()
-    assert held[Tier.NVME] == 0, "nothing stays in the spill file between steps"
+    assert (held[Tier.NVME] > 0) == (plan.optimizer.nvme_share > 0.0), "states alone stay there between steps"
     return Outcome(losses, norms, state)
 
 
@@ -109,20 +109,22 @@ MODELS = {
         '{match: "layers.[01].*", learningRateFactor: "0.5"}]'
     },
 }
-PLANS: dict[str, tuple[tuple[float, float, float], Overlap, list[Answer]]] = {
+PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {
     "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),
     "kept, all on the CPU": ((1.0, 0.0, 0.0), "Backward", [KEEP] * 4),
     "host, all streamed": ((0.0, 1.0, 0.0), "None", [HOST] * 4),
     "nvme, half and half": ((0.5, 0.5, 0.0), "Forward", [NVME] * 4),
     "recomputed, a third each": ((0.34, 0.33, 0.33), "None", [RECOMPUTE] * 4),
     "mixed": ((0.61, 0.17, 0.22), "Forward", [NVME, RECOMPUTE, KEEP, HOST]),
+    "kept, states on NVMe": ((0.0, 0.0, 0.0, 1.0), "None", [KEEP] * 4),
+    "mixed, states on NVMe": ((0.2, 0.2, 0.2, 0.4), "Forward", [NVME, RECOMPUTE, KEEP, HOST]),
 }
 LANES = {"threads": CpuLanes, "lazy": LazyLanes}
 
 
-def plan_of(job: JobFile, shares: tuple[float, float, float], overlap: Overlap, answers: list[Answer]) -> MemoryPlan:
+def plan_of(job: JobFile, shares: tuple[float, ...], overlap: Overlap, answers: list[Answer]) -> MemoryPlan:
     micro_batch_size = job.spec.training.micro_batch_size
-    cpu, streamed, resident = shares
+    cpu, streamed, resident, *nvme = shares
     return local_runs.spread_plan().model_copy(
         update={
             "micro_batch_size": micro_batch_size,
@@ -131,6 +133,7 @@ def plan_of(job: JobFile, shares: tuple[float, float, float], overlap: Overlap, 
                 cpu_share=cpu,
                 streamed_share=streamed,
                 resident_share=resident,
+                nvme_share=sum(nvme),
                 chunk_parameters=1009,
                 overlap=overlap,
                 speculative_parameters=SPECULATIVE if overlap == "Backward" else 0,
