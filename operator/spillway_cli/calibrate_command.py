@@ -390,6 +390,11 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
             f"{path}: its update ran beside forward, so that none of its phases says how long either takes; calibrate "
             "from a run with spec.memory.optimizer.overlap: None"
         )
+    if plan.optimizer.nvme_share:
+        raise UserError(
+            f"{path}: its update read and wrote states on NVMe at once, so that no lane's seconds are those of the "
+            "disk alone; calibrate from a run with spec.memory.optimizer.placement: Host"
+        )
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in log.curve:

@@ -150,6 +150,15 @@ def test_a_run_whose_update_overlapped_forward_is_refused(tmp_path: Path) -> Non
         read_evidence(run, CORES)
 
 
+def test_a_run_whose_states_were_on_nvme_is_refused(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", 2.0)
+    plan = json.loads((run / "plan.json").read_text())
+    plan["optimizer"] |= {"cpu_share": 0.0, "streamed_share": 0.0, "resident_share": 0.0, "nvme_share": 1.0}
+    (run / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"from a run with spec\.memory\.optimizer\.placement: Host"):
+        read_evidence(run, CORES)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     assert calibrate("--from", str(tmp_path)) == ExitCode.USER_ERROR
 
