@@ -51,6 +51,8 @@ def run_here(spillway: Installed, namespace: str, attempt: str, claim: Path, dir
         "corpus_directory": str(claim / Path(job.corpus_directory).relative_to(Path(job.checkpoint_directory).parent)),
         "spill_directory": str(directory),
         "termination_message_path": str(directory / "termination"),
+        "master_address": "127.0.0.1",
+        "master_port": 0,
         "metrics_port": None,
     }
     (directory / "output").mkdir()
