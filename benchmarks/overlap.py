@@ -36,7 +36,7 @@ from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.probe import Cell
 from spillway_trainer.trainer import Progress, StopRequest, train_step
 
-CELL = Cell(512, 8, 1024, 512, 4, optimizer="Host", num_micro_batches=1)
+CELL = Cell(512, 8, 1024, 512, 1, optimizer="Host", num_micro_batches=1)
 STEPS = 3
 """of each run in a round, after one that is not counted: it begins with whatever the round before left"""
 
