@@ -170,7 +170,9 @@ class _Maker:
             for name in sorted(set(values) & set(rule.defaults)):
                 self._maybe(optimizer, name, OFTEN, *values[name])
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
-            self._maybe(optimizer, "groups", SOMETIMES, [], [{"match": "*", "learningRateFactor": "0.1"}])
+            self._maybe(
+                optimizer, "groups", SOMETIMES, [], [{"match": "*", "learningRateFactor": "0.1", "weightDecay": "0"}]
+            )
         if self._often(SOMETIMES):
             schedule = training["schedule"] = {"name": self._one_of("Cosine", "Linear", "Constant")}
             self._maybe(schedule, "warmupSteps", OFTEN, 0, 1, training["steps"])
@@ -198,6 +200,8 @@ class _Maker:
         policies = ("Auto", "Keep") if disabled else ("Auto", "Keep", "Recompute", "Host", "Nvme")
         if self._often(SOMETIMES):
             memory["optimizer"] = {"placement": self._one_of(*placements)}
+            overlaps = ("Auto", "None") if disabled else ("Auto", "None", "Forward", "Backward")
+            self._maybe(memory["optimizer"], "overlap", SOMETIMES, *overlaps)
         if self._often(SOMETIMES):
             memory["activations"] = {"policy": self._one_of(*policies)}
         if self._often(SOMETIMES):
