@@ -1,4 +1,4 @@
-"""Optimizer states of other programs' checkpoints, into a run and out of one (docs/checkpoints.md, ADR 14).
+"""Optimizer states of other programs' checkpoints, into a run and out of one (docs/checkpoints.md, ADR 11).
 
     foreign.py        what any such checkpoint holds, and how its files are read without running what lies in them
     zero.py           DeepSpeed ZeRO 1, 2, 3    in
