@@ -1,0 +1,127 @@
+"""A real training step whose optimizer states are on NVMe, beside the larger of its compute and its disk time.
+
+One compute thread, one update thread, a model of 100 million parameters (--quick: 13 million), bfloat16, all states on
+NVMe: every step reads 12 bytes a parameter and writes them back. Three runs of it make a step each, in turn:
+
+  compute  the same run whose update is left out: forward, backward, sums of gradients, norm
+  disk     the update alone, by a kernel that computes nothing: the same bytes, chunks, checksums and threads
+  step     the whole, with overlap: Forward, so that the disk works beside the next forward
+
+nvme_step_ratio = step / max(compute, disk), the median over rounds; the goal is 1.15 on a quiet machine. What the
+update computes counts against us: it is in neither of the two. disk_over_compute says which of them bound the step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import paired
+from overlap import WithoutUpdate
+
+from spillway.hardware import local_node
+from spillway.plan import MemoryPlan, Overlap
+from spillway.planner import make_plan
+from spillway.units import GIB, format_seconds
+from spillway_trainer import config, kernels, probe
+from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.probe import Cell
+from spillway_trainer.trainer import Progress, StopRequest, train_step
+
+CELL = Cell(768, 12, 10240, 512, 4, optimizer="Nvme", num_micro_batches=1)
+QUICK_CELL = Cell(384, 6, 4096, 256, 2, optimizer="Nvme", num_micro_batches=1)
+LIMITS = {"nvme_step_ratio": 1.15}
+
+
+class UpdateTimed:
+    """An optimizer that says how long its update took, from first to last byte."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.seconds = 0.0
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        begin = time.perf_counter()
+        self._optimizer.step(learning_rate, gradient_scale)
+        self._optimizer.flush()
+        self.seconds = time.perf_counter() - begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def computes_nothing(*_: object, **__: object) -> None:
+    """Stands for a rule of update."""
+
+
+class Contestants:
+    """Runs of one cell with states on NVMe, each with a spill file of its own."""
+
+    def __init__(self, cell: Cell, opened: ExitStack) -> None:
+        self._cell, self._opened, self._job = cell, opened, cell.job()
+        planned = make_plan(self._job, local_node(1, 8 * GIB, 4 * GIB, 4 * GIB))
+        assert isinstance(planned, MemoryPlan), "4 GiB are enough"
+        self._plan = planned
+        self._directory = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=".")))
+
+    def compute(self) -> Callable[[], float]:
+        return paired.timed(self._run("None", WithoutUpdate)[1])
+
+    def disk(self) -> Callable[[], float]:
+        with mock.patch.object(kernels, "update", computes_nothing):
+            optimizer, step = self._run("None", UpdateTimed)
+
+        def update_alone() -> float:
+            step()
+            return cast(UpdateTimed, optimizer).seconds
+
+        return update_alone
+
+    def step(self) -> Callable[[], float]:
+        optimizer, step = self._run("Forward", lambda optimizer: optimizer)
+
+        def one_after_another() -> float:
+            step()  # begins with nothing in flight, as no step of a run does
+            seconds = paired.timed(step)()
+            optimizer.flush()  # nothing of it runs in the turn of another one
+            return seconds
+
+        return one_after_another
+
+    def _run(self, overlap: Overlap, wrap: Callable[[Optimizer], Any]) -> tuple[Any, Callable[[], object]]:
+        """The optimizer and a step of one more run."""
+        optimizer_plan = self._plan.optimizer.model_copy(update={"overlap": overlap})
+        plan = self._plan.model_copy(update={"optimizer": optimizer_plan})
+        assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1))
+        optimizer = wrap(assembly.optimizer)
+        run = replace(probe.run_of(self._job, self._cell, assembly), optimizer=optimizer)
+        settings, progress = config.loop_settings(self._job.spec, plan), Progress()
+        return optimizer, lambda: train_step(run, settings, progress, StopRequest())
+
+
+def measure(quick: bool) -> dict[str, float]:
+    probe.as_the_trainer(1)
+    with ExitStack() as opened:
+        made = Contestants(QUICK_CELL if quick else CELL, opened)
+        contestants = {"compute": made.compute(), "disk": made.disk(), "step": made.step()}
+        rounds = paired.alternate(contestants, seconds=30.0 if quick else 180.0)
+    both = list(zip(rounds["compute"], rounds["disk"], rounds["step"], strict=True))
+    for name, seconds in rounds.items():
+        print(f"{name:8}{format_seconds(paired.median(seconds)):>10}   median of {len(both)} rounds")
+    return {
+        "nvme_step_ratio": paired.median(step / max(compute, disk) for compute, disk, step in both),
+        "step_over_sum": paired.median(step / (compute + disk) for compute, disk, step in both),
+        "disk_over_compute": paired.median(disk / compute for compute, disk, _ in both),
+        "rounds": float(len(both)),
+    }
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    paired.main("nvme_states", __doc__, measure, at_most=LIMITS)
