@@ -1,7 +1,7 @@
 """How much of a CPU update hides behind the next forward, when compute leaves a core free.
 
-One compute thread, one update thread, a model of 8 layers whose optimizer states are all updated by the CPU. Three runs
-of it make three steps each, in turn:
+One compute thread, one update thread, a model of 100 million parameters (--quick: 26 million) whose optimizer states
+are all updated by the CPU. Three runs of it make three steps each, in turn:
 
   free     the same run whose update is left out: gradients are accumulated, the norm is taken, and the step skipped
   none     overlap: None, forward begins when the update is done
@@ -36,7 +36,8 @@ from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.probe import Cell
 from spillway_trainer.trainer import Progress, StopRequest, train_step
 
-CELL = Cell(512, 8, 1024, 512, 1, optimizer="Host", num_micro_batches=1)
+CELL = Cell(768, 12, 10240, 512, 1, optimizer="Host", num_micro_batches=1)
+QUICK_CELL = Cell(512, 8, 1024, 512, 1, optimizer="Host", num_micro_batches=1)
 STEPS = 3
 """of each run in a round, after one that is not counted: it begins with whatever the round before left"""
 
@@ -63,9 +64,9 @@ class Taken(NamedTuple):
     """in phase optimizer: the norm, and the update as far as the phase waits for it"""
 
 
-def contestant(assembly: Assembly, plan: MemoryPlan, optimizer: Optimizer) -> Callable[[], Taken]:
-    job = CELL.job()
-    run = replace(probe.run_of(job, CELL, assembly), optimizer=optimizer)
+def contestant(cell: Cell, assembly: Assembly, plan: MemoryPlan, optimizer: Optimizer) -> Callable[[], Taken]:
+    job = cell.job()
+    run = replace(probe.run_of(job, cell, assembly), optimizer=optimizer)
     settings, progress = config.loop_settings(job.spec, plan), Progress()
 
     def step() -> StepMetrics:
@@ -88,7 +89,8 @@ def mean(steps: Sequence[StepMetrics], phase: Phase) -> float:
 
 def measure(quick: bool) -> dict[str, float]:
     probe.as_the_trainer(1)
-    node, job = local_node(1, 4 * GIB, 4 * GIB, GIB), CELL.job()
+    cell = QUICK_CELL if quick else CELL
+    node, job = local_node(1, 4 * GIB, 4 * GIB, GIB), cell.job()
     planned = make_plan(job, node)
     assert isinstance(planned, MemoryPlan), "4 GiB are enough"
     modes: dict[str, Overlap] = {"free": "None", "none": "None", "forward": "Forward"}
@@ -102,7 +104,7 @@ def measure(quick: bool) -> dict[str, float]:
             optimizer = assembly.optimizer
             if name == "free":
                 optimizer = cast(Optimizer, WithoutUpdate(optimizer))
-            contestants[name] = contestant(assembly, plan, optimizer)
+            contestants[name] = contestant(cell, assembly, plan, optimizer)
         rounds = paired.alternate(contestants, seconds=30.0 if quick else 180.0)
     return figures(rounds)
 
