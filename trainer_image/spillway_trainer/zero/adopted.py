@@ -266,6 +266,9 @@ def _kind(key: str | None) -> str:
     return key or MASTER
 
 
+MOVED_BY_PLAN = "offload_states, reload_states: an adopted engine's states lie where Spillway's plan has them"
+
+
 class Adopted:
     """What both classes of DeepSpeed get from us. Theirs come after it in the order of methods."""
 
@@ -293,6 +296,9 @@ class Adopted:
         self.spillway.reduced.finish()
         self._epilogue_ran_this_backward = True
 
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.finish()
+
     @contextmanager
     def published(self) -> Iterator[None]:
         """Inside, DeepSpeed's own tensors have the states, and may be changed; see `take_back`."""
@@ -318,6 +324,22 @@ class Adopted:
         )
         self.spillway.sharded.load_scalars(scalars_after(int(states[0]["step"]), self.optimizer.param_groups[0]))
         self.spillway.divided.complete()
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
+        with self.published():
+            super().load_state_dict(*arguments, **options)  # type: ignore[misc]  # DeepSpeed's
+            self.take_back()
+
+    def refresh_fp32_params(self) -> None:
+        with self.published():
+            super().refresh_fp32_params()  # type: ignore[misc]
+            self.take_back()
+
+    def offload_states(self, *arguments: Any, **options: Any) -> None:
+        raise UserError(MOVED_BY_PLAN)
+
+    def reload_states(self, *arguments: Any, **options: Any) -> None:
+        raise UserError(MOVED_BY_PLAN)
 
     def forget_states(self) -> None:
         for tensor in self.own_flats():
@@ -357,29 +379,10 @@ class AdoptedStages1And2(Adopted, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         self.finish()
 
-    def independent_gradient_partition_epilogue(self) -> None:
-        self.finish()
-
     def state_dict(self) -> dict[str, Any]:
         with self.published():
             found: dict[str, Any] = super().state_dict()
         return found
-
-    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        with self.published():
-            super().load_state_dict(*arguments, **options)
-            self.take_back()
-
-    def refresh_fp32_params(self) -> None:
-        with self.published():
-            super().refresh_fp32_params()
-            self.take_back()
-
-    def offload_states(self, *arguments: Any, **options: Any) -> None:
-        raise UserError(MOVED_BY_PLAN)
-
-    def reload_states(self, *arguments: Any, **options: Any) -> None:
-        raise UserError(MOVED_BY_PLAN)
 
     def own_flats(self) -> list[Tensor]:
         return list(self.single_partition_of_fp32_groups)
@@ -400,9 +403,6 @@ class AdoptedStages1And2(Adopted, DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 parameter.get_full_hp_grad = types.MethodType(_no_gradient, parameter)
                 parameter.set_full_hp_grad = types.MethodType(_no_gradient, parameter)
                 parameter._spillway = self.spillway
-
-
-MOVED_BY_PLAN = "offload_states, reload_states: an adopted engine's states lie where Spillway's plan has them"
 
 
 def _full(parameter: Any, optim_state_key: str | None = None) -> Tensor:
@@ -427,9 +427,6 @@ class AdoptedStage3(Adopted, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     def reduce_ready_partitions_and_remove_grads(self, parameter: Parameter) -> None:
         self.spillway.take(parameter)
 
-    def independent_gradient_partition_epilogue(self) -> None:
-        self.finish()
-
     def before_update(self) -> None:
         """Whole copies would be those of before the update."""
         self._partition_all_parameters()
@@ -439,16 +436,6 @@ class AdoptedStage3(Adopted, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
             found: dict[str, Any] = super().state_dict()
             found["fp32_flat_groups"] = [tensor.detach() for tensor in self.own_flats()]  # ours lose their values
         return found
-
-    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        with self.published():
-            super().load_state_dict(*arguments, **options)
-            self.take_back()
-
-    def refresh_fp32_params(self) -> None:
-        with self.published():
-            super().refresh_fp32_params()
-            self.take_back()
 
     def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> Tensor | None:
         return self.spillway.full(param, optim_state_key) if param.requires_grad else None
@@ -476,12 +463,6 @@ class AdoptedStage3(Adopted, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def get_hp_param_device(self, param: Parameter, optim_state_key: str | None = None) -> torch.device | None:
         return torch.device("cpu") if param.requires_grad else None
-
-    def offload_states(self, *arguments: Any, **options: Any) -> None:
-        raise UserError(MOVED_BY_PLAN)
-
-    def reload_states(self, *arguments: Any, **options: Any) -> None:
-        raise UserError(MOVED_BY_PLAN)
 
     def own_flats(self) -> list[Tensor]:
         return list(self.fp32_partitioned_groups_flat)
