@@ -183,10 +183,20 @@ def offload(
     lanes: Lanes,
     ledger: DeviceLedger,
     nvme: NvmeSlab | None = None,
+    *,
+    in_place: bool = False,
 ) -> OptimizerOffload:
     """The CPU path on the native kernel and the device path on the reference: two different codes meet."""
     return OptimizerOffload(
-        parameters, case.aliases, case.settings, plan, lanes, ledger, nvme=nvme, device_update=reference.update
+        parameters,
+        case.aliases,
+        case.settings,
+        plan,
+        lanes,
+        ledger,
+        nvme=nvme,
+        device_update=reference.update,
+        in_place=in_place,
     )
 
 

@@ -34,7 +34,7 @@ from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Lanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import TracingLanes
 
 torch.set_num_threads(1)
@@ -50,9 +50,9 @@ def memory() -> tuple[HostSlab, DeviceLedger]:
     return HostSlab(HOST_BYTES), DeviceLedger(None)
 
 
-def run(case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger) -> Outcome:
+def run(case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger, *, in_place: bool = False) -> Outcome:
     parameters = case.parameters()
-    optimizer = offload(parameters, case, plan, lanes, ledger)
+    optimizer = offload(parameters, case, plan, lanes, ledger, in_place=in_place)
     return outcome(optimizer, parameters, drive(optimizer, case))
 
 
@@ -73,6 +73,28 @@ def test_every_split_leaves_the_bits_of_the_plain_optimizer(
         lanes.close()
         assert result.difference(oracle(case)) == [], (case, chunk, num_threads, overlap)
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
+
+
+@pytest.mark.parametrize("overlap", ["None", "Forward", "Backward"])
+@pytest.mark.parametrize("lanes_name", LANES)
+def test_an_update_that_writes_the_parameter_itself_leaves_the_same_bits_and_sends_nothing_up(
+    lanes_name: str, overlap: Overlap
+) -> None:
+    """But what backward has updated: nobody knew then whether it would count."""
+    for shares, dtype, chunk, tied in itertools.product(
+        (SPLITS[0], SPLITS[3], SPLITS[5]), DTYPES, CHUNKS, (False, True)
+    ):
+        case = Case(dtype, num_micro_batches=2, tied=tied)
+        host, ledger = memory()
+        lanes = LANES[lanes_name](host, ledger)
+        plan = split(*shares, chunk, overlap=overlap, speculative_parameters=5000 if overlap == "Backward" else 0)
+        result = run(case, plan, lanes, ledger, in_place=True)
+        lanes.close()
+        assert result.difference(oracle(case)) == [], (shares, dtype, chunk, tied)
+        assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (shares, dtype, chunk, tied)
+        if shares == SPLITS[0] and overlap != "Backward":
+            assert Lane.H2D not in lanes.moved_bytes(), (dtype, chunk, tied)
+        assert not any("uploads" in label for label in host.by_label())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -191,11 +191,11 @@ def test_write_back_that_is_left_out_changes_the_states() -> None:
 # --- the next forward begins before the update has ended
 
 
-def overlapped(lanes: Lanes, shares: tuple[float, float, float] = (0.6, 0.4, 0)) -> Outcome:
+def overlapped(lanes: Lanes, shares: tuple[float, float, float] = (0.6, 0.4, 0), *, in_place: bool = False) -> Outcome:
     case = Case(torch.bfloat16, tied=True)
     parameters = case.parameters()
     plan = split(*shares, 257, overlap="Forward")
-    optimizer = offload(parameters, case, plan, lanes, DeviceLedger(None))
+    optimizer = offload(parameters, case, plan, lanes, DeviceLedger(None), in_place=in_place)
     seen: list[Tensor] = []
     values = dict(parameters)
     norms = drive(optimizer, case, read=lambda name: seen.append(values[name].detach().clone()))
@@ -227,17 +227,20 @@ def test_tracing_lanes_find_an_edge_that_is_missing_between_steps(defect: Defect
     assert (region, kind) not in races_of(replace(defect, keep=lambda after: after))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("shares", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.6, 0.4, 0)], ids=str)
-def test_tracing_lanes_find_a_forward_that_does_not_wait(shares: tuple[float, float, float]) -> None:
+def test_tracing_lanes_find_a_forward_that_does_not_wait(shares: tuple[float, float, float], in_place: bool) -> None:
     tracing = TracingLanes(HostSlab(HOST_BYTES), DeviceLedger(None), {})
-    overlapped(LanesThatGoOn(tracing), shares)
+    overlapped(LanesThatGoOn(tracing), shares, in_place=in_place)
     assert {("forward of up", RaceKind.READ_BEFORE_WRITE)} <= {(r.second, r.kind) for r in tracing.schedule().races}
 
 
-def test_lazy_lanes_show_stale_weights_to_a_forward_that_does_not_wait() -> None:
-    plain, stale = (overlapped(lanes(LazyLanes(HostSlab(HOST_BYTES), DeviceLedger(None)))) for lanes in (
-        lambda lanes: lanes, LanesThatGoOn,
-    ))  # fmt: skip
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lazy_lanes_show_stale_weights_to_a_forward_that_does_not_wait(in_place: bool) -> None:
+    plain, stale = (
+        overlapped(lanes(LazyLanes(HostSlab(HOST_BYTES), DeviceLedger(None))), in_place=in_place)
+        for lanes in (lambda lanes: lanes, LanesThatGoOn)
+    )
     assert plain.difference(stale) != []
 
 

@@ -301,6 +301,7 @@ def optimizer_of(
             homes=homes,
             gradient_dtype=gradient_dtype,
             nvme=tiers.nvme,
+            in_place=all(parameter.device.type in ("cpu", "meta") for _, parameter in parameters),
         )
     update = partial(kernels.update, num_threads=plan.optimizer.num_threads)
     return ResidentOptimizer(parameters, tied, settings, tiers.ledger, update, gradient_dtype)

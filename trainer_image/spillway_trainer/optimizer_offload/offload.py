@@ -60,9 +60,11 @@ class OptimizerOffload:
         device_update: Update | None = None,
         by: Assignment = assign_by_size,
         gradient_dtype: torch.dtype | None = None,
+        in_place: bool = False,
     ) -> None:
-        """`gradient_dtype`: that in which gradients come; none = that of their parameter."""
-        self._gradient_dtype = gradient_dtype
+        """`gradient_dtype`: that in which gradients come; none = that of their parameter. `in_place`: the device's
+        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up."""
+        self._gradient_dtype, self._in_place = gradient_dtype, in_place
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
         self._trainable = Trainable.of(parameters, tied, streamed | {a for a, o in tied.items() if o in streamed})
@@ -80,8 +82,9 @@ class OptimizerOffload:
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.update, num_threads=plan.num_threads)
         self._window = StateWindow(lanes, self._window_ring())
+        uploads, slots = self._upload_ring(), self._slot_ring()
         self._pipeline = UpdatePipeline(
-            lanes, self._upload_ring(), self._slot_ring(), self._window, cpu_update or native, device_update or native
+            lanes, uploads, slots, self._window, cpu_update or native, device_update or native, in_place
         )
         window = plan.speculative_parameters if plan.overlap == "Backward" else 0
         self._speculation = Speculation(
@@ -245,9 +248,10 @@ class OptimizerOffload:
         return self._staging_ring(sizes, "gradient staging")
 
     def _upload_ring(self) -> Ring:
-        """For updated values that the CPU cannot write where they live: on the device, on NVMe."""
+        """For updated values that the CPU cannot write where they live: on a device apart, on NVMe."""
         on_cpu = [placed for placed in self._placed if placed.chunk.path.updates_on_cpu]
-        return self._staging_ring([p.nbytes for p in on_cpu if p.home is None or p.home.memory is None], "uploads")
+        apart = [p for p in on_cpu if (not self._in_place if p.home is None else p.home.memory is None)]
+        return self._staging_ring([placed.nbytes for placed in apart], "uploads")
 
     def _staging_ring(self, sizes_bytes: Sequence[int], label: str) -> Ring:
         """Host buffers that hold any one of `sizes_bytes`, in whole blocks."""

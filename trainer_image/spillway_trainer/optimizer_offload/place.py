@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from spillway.plan import Tier
 
 from ..optimizer import States
-from ..tiers.arena import Arena, Part
+from ..tiers.arena import Arena, Part, as_bytes
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import flat
@@ -98,6 +98,12 @@ class Placed:
     def nbytes(self) -> int:
         """of the values in the compute dtype"""
         return self.chunk.size * self.dtype.itemsize
+
+    @property
+    def device_bytes(self) -> Tensor:
+        """`parameter` as uint8, of a chunk whose values live on the device."""
+        assert self.parameter is not None, self.chunk.label
+        return as_bytes(self.parameter)
 
     @property
     def parameter_is_master(self) -> bool:

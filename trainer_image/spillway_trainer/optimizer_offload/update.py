@@ -5,6 +5,7 @@
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
+Where the device's memory is the host's (`in_place`), the CPU's update writes the parameter and nothing is uploaded.
 Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
 for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
 which reads and writes (docs/optimizer-offload.md, Time).
@@ -23,7 +24,7 @@ from torch import Tensor
 from .. import kernels
 from ..optimizer import States, Update
 from ..reference import UpdateScalars
-from ..tiers.arena import Part, Ring, RingSlot, as_bytes
+from ..tiers.arena import Part, Ring, RingSlot
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
@@ -54,6 +55,8 @@ class UpdatePipeline:
     """what states on NVMe pass through"""
     cpu_update: Update
     device_update: Update
+    in_place: bool = False
+    """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
     ends: dict[Chunk, Event] = field(default_factory=dict)
 
     def submit(
@@ -102,6 +105,8 @@ class UpdatePipeline:
             updated = self._submit_cpu(placed, scalars, states, home.memory, home.region, ())
             home.changed = (updated,)
             return updated
+        if home is None and self.in_place:
+            return self._submit_cpu(placed, scalars, states, placed.device_bytes, placed.weights, (computed,))
         slot = self.uploads.take()
         staged = slot.buffer.tensor[: placed.nbytes]
         updated = self._submit_cpu(placed, scalars, states, staged, slot.buffer, slot.free)
@@ -142,10 +147,9 @@ class UpdatePipeline:
 
     def _upload(self, placed: Placed, staged: Tensor, memory: Region, after: Sequence[Event]) -> Event:
         """`staged` is a part of `memory`."""
-        assert placed.parameter is not None
         return self.lanes.submit(
             Lane.H2D,
-            partial(kernels.copy, as_bytes(placed.parameter), staged),
+            partial(kernels.copy, placed.device_bytes, staged),
             reads=[memory],
             writes=[placed.weights],
             after=after,
