@@ -3,9 +3,10 @@
 // form for every machine.
 //
 // Vector: kLanes float32 values; load, load_pairs (2 * kLanes bfloat16 values in any order), store, broadcast, + - * /,
-// sqrt, sign (1, -1, or a zero or NaN itself) and quiet (NaN -> 0x7FC00000), each operation rounded once. Its bfloat16 store rounds to nearest even by
-// integers and expects a quiet value; `stream` writes a whole cache line of them past the cache. prefetch and
-// prefetch_to_write may do nothing.
+// sqrt, sign (1, -1, or a zero or NaN itself) and quiet (NaN -> 0x7FC00000), each operation rounded once. A float16 that
+// is loaded may be any NaN. Stores of bfloat16 (by integers) and float16 round to nearest even and expect a quiet value.
+// `stream` writes past the cache: kLanes float32 values to a multiple of their own size, or a whole line of the small
+// types. prefetch, prefetch_to_write and stream's way past the cache may do nothing.
 // Doubles: kLanes float64 values; load from float32, broadcast, store, + - *.
 
 constexpr int64_t kLineBytes = 64;
@@ -13,6 +14,13 @@ constexpr int64_t kLineBytes = 64;
 constexpr int64_t kBlock = 32;
 // 2 KiB of float32, half a page. Measured: 256 to 1024 differ by less than 3 %; none costs 10 to 15 %.
 constexpr int64_t kPrefetchAhead = 512;
+
+// As arithmetic takes it: conversions of float16 differ in the payloads of NaNs, so those are declared.
+template <class Gradient>
+static inline Vector load_gradient(const Gradient* at) {
+  return Vector::load(at);
+}
+static inline Vector load_gradient(const float16* at) { return quiet(Vector::load(at)); }
 
 struct NoOut {};
 template <class Out>
@@ -23,10 +31,24 @@ constexpr bool kWritten<NoOut> = false;
 // --- rules: spillway.h says each line by line. `step` takes kLanes values; it returns the new parameters, which the
 // caller writes to `out` as well. Scalars are broadcast once a range.
 
+// Where states are read, and where they go: the same arrays, or others.
 template <bool kHasSecond>
 struct States {
   float *p, *m, *v;  // v: null without a second moment
-  States at(int64_t i) const { return {p + i, m + i, kHasSecond ? v + i : nullptr}; }
+  float *p_after, *m_after, *v_after;
+  bool past_cache;  // of what is written
+  States at(int64_t i) const {
+    return {p + i, m + i, kHasSecond ? v + i : nullptr, p_after + i, m_after + i, kHasSecond ? v_after + i : nullptr,
+            past_cache};
+  }
+  bool in_place() const { return p == p_after; }
+  // Whole lines, which need not be read first.
+  bool lines_after() const {
+    const uintptr_t any = reinterpret_cast<uintptr_t>(p_after) | reinterpret_cast<uintptr_t>(m_after) |
+                          (kHasSecond ? reinterpret_cast<uintptr_t>(v_after) : 0);
+    return any % kLineBytes == 0;
+  }
+  void put(const Vector& value, float* to) const { past_cache ? value.stream(to) : value.store(to); }
 };
 
 // AdamW, and Adam, whose weight decay goes through the gradient.
@@ -46,7 +68,7 @@ struct AdamRule {
 
   template <class Gradient>
   Vector step(const At& at, const Gradient* g_at) const {
-    Vector g = gradient_scale * Vector::load(g_at);
+    Vector g = gradient_scale * load_gradient(g_at);
     Vector before = Vector::load(at.p);
     if constexpr (kDecaysApart) {
       before = decay * before;
@@ -57,9 +79,9 @@ struct AdamRule {
     const Vector v = quiet(beta2 * Vector::load(at.v) + one_minus_beta2 * (g * g));
     const Vector denominator = sqrt(v) / sqrt_bias_correction2 + eps;
     const Vector p = quiet(before - step_size * (m / denominator));
-    m.store(at.m);
-    v.store(at.v);
-    p.store(at.p);
+    at.put(m, at.m_after);
+    at.put(v, at.v_after);
+    at.put(p, at.p_after);
     return p;
   }
 
@@ -79,11 +101,11 @@ struct SgdMomentumRule {
   template <class Gradient>
   Vector step(const At& at, const Gradient* g_at) const {
     const Vector before = Vector::load(at.p);
-    const Vector g = gradient_scale * Vector::load(g_at) + weight_decay * before;
+    const Vector g = gradient_scale * load_gradient(g_at) + weight_decay * before;
     const Vector m = quiet(momentum * Vector::load(at.m) + g);
     const Vector p = quiet(before - step_size * m);
-    m.store(at.m);
-    p.store(at.p);
+    at.put(m, at.m_after);
+    at.put(p, at.p_after);
     return p;
   }
 
@@ -103,13 +125,13 @@ struct LionRule {
 
   template <class Gradient>
   Vector step(const At& at, const Gradient* g_at) const {
-    const Vector g = gradient_scale * Vector::load(g_at);
+    const Vector g = gradient_scale * load_gradient(g_at);
     const Vector before = Vector::load(at.m);
     const Vector direction = sign(beta1 * before + one_minus_beta1 * g);
     const Vector p = quiet(decay * Vector::load(at.p) - step_size * direction);
     const Vector m = quiet(beta2 * before + one_minus_beta2 * g);
-    m.store(at.m);
-    p.store(at.p);
+    at.put(m, at.m_after);
+    at.put(p, at.p_after);
     return p;
   }
 
@@ -125,9 +147,9 @@ static void update_tail(const Rule& rule, const typename Rule::At& at, const Gra
   Gradient g_pad[Vector::kLanes] = {};
   for (int64_t i = 0; i < n; ++i) p_pad[i] = at.p[i], m_pad[i] = at.m[i], g_pad[i] = g[i];
   for (int64_t i = 0; at.v != nullptr && i < n; ++i) v_pad[i] = at.v[i];
-  [[maybe_unused]] const Vector updated = rule.step({p_pad, m_pad, v_pad}, g_pad);
-  for (int64_t i = 0; i < n; ++i) at.p[i] = p_pad[i], at.m[i] = m_pad[i];
-  for (int64_t i = 0; at.v != nullptr && i < n; ++i) at.v[i] = v_pad[i];
+  [[maybe_unused]] const Vector updated = rule.step({p_pad, m_pad, v_pad, p_pad, m_pad, v_pad, false}, g_pad);
+  for (int64_t i = 0; i < n; ++i) at.p_after[i] = p_pad[i], at.m_after[i] = m_pad[i];
+  for (int64_t i = 0; at.v != nullptr && i < n; ++i) at.v_after[i] = v_pad[i];
   if constexpr (kWritten<Out>) {
     Out out_pad[Vector::kLanes];
     updated.store(out_pad);
@@ -140,19 +162,28 @@ static void update_tail(const Rule& rule, const typename Rule::At& at, const Gra
 template <bool kHasSecond, class Gradient>
 static inline void prefetch_ahead(const States<kHasSecond>& at, const Gradient* g) {
   for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(float)}) {
-    Vector::prefetch_to_write(at.p + i);
-    Vector::prefetch_to_write(at.m + i);
-    if constexpr (kHasSecond) Vector::prefetch_to_write(at.v + i);
+    if (!at.in_place()) {
+      Vector::prefetch(at.p + i);
+      Vector::prefetch(at.m + i);
+      if constexpr (kHasSecond) Vector::prefetch(at.v + i);
+    }
+    if (!at.past_cache) {
+      Vector::prefetch_to_write(at.p_after + i);
+      Vector::prefetch_to_write(at.m_after + i);
+      if constexpr (kHasSecond) Vector::prefetch_to_write(at.v_after + i);
+    }
   }
   for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(Gradient)}) {
     Vector::prefetch(g + i);
   }
 }
 
-// kStream: `out` is at a line's beginning, and blocks of it are written past the cache: nobody here reads them again.
+// kStream: `out` is at a line's beginning, and blocks of it are written past the cache: nobody here reads them again. Nor
+// the states that go elsewhere, where their arrays begin at lines, too.
 template <bool kStream, class Rule, class Gradient, class Out>
-static void update_vectors(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
+static void update_vectors(const Rule& rule, typename Rule::At at, const Gradient* g, Out* out, int64_t n) {
   int64_t i = 0;
+  at.past_cache = !at.in_place() && at.lines_after();
   for (; i + kBlock <= n; i += kBlock) {
     prefetch_ahead(at.at(i), g + i);
     Vector updated[kBlock / Vector::kLanes];
@@ -165,6 +196,7 @@ static void update_vectors(const Rule& rule, const typename Rule::At& at, const 
       for (int64_t k = 0; k < kBlock; k += Vector::kLanes) updated[k / Vector::kLanes].store(out + i + k);
     }
   }
+  at.past_cache = false;
   for (; i + Vector::kLanes <= n; i += Vector::kLanes) {
     [[maybe_unused]] const Vector updated = rule.step(at.at(i), g + i);
     if constexpr (kWritten<Out>) updated.store(out + i);
@@ -172,16 +204,14 @@ static void update_vectors(const Rule& rule, const typename Rule::At& at, const 
   if (i < n) update_tail(rule, at.at(i), g + i, out == nullptr ? nullptr : out + i, n - i);
 }
 
-// bfloat16 out: a head up to the first line, then streaming stores.
-template <class Rule, class Gradient>
-static void update_streaming(const Rule& rule, const typename Rule::At& at, const Gradient* g, bfloat16* out,
-                             int64_t n) {
+// bfloat16 and float16 out: a head up to the first line, then streaming stores.
+template <class Rule, class Gradient, class Out>
+static void update_streaming(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
   const uint64_t to_line_bytes = -reinterpret_cast<uintptr_t>(out) % kLineBytes;
-  const int64_t to_line = static_cast<int64_t>(to_line_bytes / sizeof(bfloat16));
+  const int64_t to_line = static_cast<int64_t>(to_line_bytes / sizeof(Out));
   const int64_t head = to_line < n ? to_line : n;
   if (head > 0) update_vectors<false>(rule, at, g, out, head);
   update_vectors<true>(rule, at.at(head), g + head, out + head, n - head);
-  Vector::end_streaming();
 }
 
 template <class Rule, class Gradient>
@@ -190,40 +220,49 @@ static void update_typed(const spillway_update_scalars& scalars, const typename 
   const Rule rule(scalars);
   if (out_type == SPILLWAY_BFLOAT16) {
     update_streaming(rule, at, g, static_cast<bfloat16*>(out), n);
+  } else if (out_type == SPILLWAY_FLOAT16) {
+    update_streaming(rule, at, g, static_cast<float16*>(out), n);
   } else if (out_type == SPILLWAY_FLOAT32) {
     update_vectors<false>(rule, at, g, static_cast<float*>(out), n);
   } else {
     update_vectors<false, Rule, Gradient, NoOut>(rule, at, g, nullptr, n);
   }
+  Vector::end_streaming();
 }
 
 template <class Rule>
-static void update_by(const spillway_update_scalars& scalars, const typename Rule::At& at, const void* gradient,
-                      int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
+static void update_by(const spillway_update_scalars& scalars, const spillway_states& before,
+                      const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
+                      int32_t out_type, int64_t n) {
+  const typename Rule::At at = {before.master, before.moment1, before.moment2,
+                                after.master,  after.moment1,  after.moment2, false};
   if (gradient_type == SPILLWAY_BFLOAT16) {
     update_typed<Rule>(scalars, at, static_cast<const bfloat16*>(gradient), out, out_type, n);
+  } else if (gradient_type == SPILLWAY_FLOAT16) {
+    update_typed<Rule>(scalars, at, static_cast<const float16*>(gradient), out, out_type, n);
   } else {
     update_typed<Rule>(scalars, at, static_cast<const float*>(gradient), out, out_type, n);
   }
 }
 
-static void update(int32_t rule, const spillway_update_scalars& scalars, float* p, float* m, float* v,
-                   const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
+static void update(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
+                   const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
+                   int32_t out_type, int64_t n) {
   switch (rule) {
     case SPILLWAY_ADAMW:
-      return update_by<AdamRule<true>>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<true>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_ADAM:
-      return update_by<AdamRule<false>>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<false>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_SGD_MOMENTUM:
-      return update_by<SgdMomentumRule>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+      return update_by<SgdMomentumRule>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     default:
-      return update_by<LionRule>(scalars, {p, m, v}, gradient, gradient_type, out, out_type, n);
+      return update_by<LionRule>(scalars, before, after, gradient, gradient_type, out, out_type, n);
   }
 }
 
 template <class Gradient, bool kFirst>
 static inline void accumulate_vector(float* sum_at, const Gradient* g_at) {
-  const Vector g = Vector::load(g_at);
+  const Vector g = load_gradient(g_at);
   if constexpr (kFirst) {
     g.store(sum_at);
   } else {
@@ -250,6 +289,8 @@ static void accumulate_gradient(float* sum, const Gradient* g, bool first, int64
 static void accumulate(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n) {
   if (gradient_type == SPILLWAY_BFLOAT16) {
     accumulate_gradient(accumulator, static_cast<const bfloat16*>(gradient), first, n);
+  } else if (gradient_type == SPILLWAY_FLOAT16) {
+    accumulate_gradient(accumulator, static_cast<const float16*>(gradient), first, n);
   } else {
     accumulate_gradient(accumulator, static_cast<const float*>(gradient), first, n);
   }

@@ -11,6 +11,10 @@ struct bfloat16 {
   uint16_t bits;
 };
 
+struct float16 {
+  uint16_t bits;
+};
+
 // Values that one call of Elementwise::square_batch sums.
 constexpr int64_t kSquareBatch = 1024;
 
@@ -24,11 +28,13 @@ struct SquareBatch {
 
 // One instruction set's functions over one range on one thread. Types are checked by the caller.
 struct Elementwise {
-  // `v` is null where the rule has one moment.
-  void (*update)(int32_t rule, const spillway_update_scalars& scalars, float* p, float* m, float* v,
-                 const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n);
+  // `moment2` is null where the rule has one moment.
+  void (*update)(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
+                 const spillway_states& after, const void* gradient, int32_t gradient_type, void* out, int32_t out_type,
+                 int64_t n);
   void (*accumulate)(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n);
-  // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite.
+  // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite. `type` is
+  // FLOAT32 or BFLOAT16.
   bool (*square_batch)(SquareBatch& sum, const void* values, int32_t type);
 };
 

@@ -1,4 +1,4 @@
-// Eight values at a time. Compiled with -mavx2.
+// Eight values at a time. Compiled with -mavx2 -mf16c.
 #include <immintrin.h>
 
 #include "elementwise.h"
@@ -15,22 +15,30 @@ struct Vector {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
   }
+  static Vector load(const float16* at) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))};
+  }
   static void load_pairs(const bfloat16* at, Vector& a, Vector& b) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     a = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
     b = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
   }
   void store(float* at) const { _mm256_storeu_ps(at, value); }
-  void store(bfloat16* at) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), rounded()); }
-  static void stream(const Vector (&values)[4], bfloat16* line) {
-    for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(line) + i, values[i].rounded());
+  void store(bfloat16* at) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), rounded(at)); }
+  void store(float16* at) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), rounded(at)); }
+  void stream(float* at) const { _mm256_stream_ps(at, value); }
+  template <class Small>
+  static void stream(const Vector (&values)[4], Small* line) {
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(line) + i, values[i].rounded(line));
   }
   static void end_streaming() { _mm_sfence(); }
   static void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
   static void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1); }
 
  private:
-  __m128i rounded() const {
+  // The argument says which type.
+  __m128i rounded(const float16*) const { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+  __m128i rounded(const bfloat16*) const {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));

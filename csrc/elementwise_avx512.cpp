@@ -15,24 +15,32 @@ struct Vector {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
   }
+  static Vector load(const float16* at) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))};
+  }
   static void load_pairs(const bfloat16* at, Vector& a, Vector& b) {
     const __m512i pairs = _mm512_loadu_si512(at);
     a = {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
     b = {_mm512_castsi512_ps(_mm512_and_epi32(pairs, _mm512_set1_epi32(-0x10000)))};
   }
   void store(float* at) const { _mm512_storeu_ps(at, value); }
-  void store(bfloat16* at) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded()); }
-  static void stream(const Vector (&values)[2], bfloat16* line) {
-    const __m512i low = _mm512_castsi256_si512(values[0].rounded());
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(line), _mm512_inserti64x4(low, values[1].rounded(), 1));
+  void store(bfloat16* at) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded(at)); }
+  void store(float16* at) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded(at)); }
+  void stream(float* at) const { _mm512_stream_ps(at, value); }
+  template <class Small>
+  static void stream(const Vector (&values)[2], Small* line) {
+    const __m512i low = _mm512_castsi256_si512(values[0].rounded(line));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(line), _mm512_inserti64x4(low, values[1].rounded(line), 1));
   }
   static void end_streaming() { _mm_sfence(); }
   static void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
   static void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1); }
 
  private:
+  // The argument says which type.
+  __m256i rounded(const float16*) const { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
   // By integers: VCVTNEPS2BF16 would flush denormals to zero.
-  __m256i rounded() const {
+  __m256i rounded(const bfloat16*) const {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));

@@ -15,6 +15,9 @@ struct Vector {
     const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(at));
     return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(bits), 16))};
   }
+  static Vector load(const float16* at) {
+    return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(at))))};
+  }
   static void load_pairs(const bfloat16* at, Vector& a, Vector& b) { a = load(at), b = load(at + 4); }
   void store(float* at) const { vst1q_f32(at, value); }
   void store(bfloat16* at) const {
@@ -23,8 +26,13 @@ struct Vector {
     const uint32x4_t sum = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF)));
     vst1_u16(reinterpret_cast<uint16_t*>(at), vshrn_n_u32(sum, 16));
   }
+  void store(float16* at) const {
+    vst1_u16(reinterpret_cast<uint16_t*>(at), vreinterpret_u16_f16(vcvt_f16_f32(value)));
+  }
   // Plain stores: a core that sees whole lines being written does not fetch them first.
-  static void stream(const Vector (&values)[8], bfloat16* line) {
+  void stream(float* at) const { store(at); }
+  template <class Small>
+  static void stream(const Vector (&values)[8], Small* line) {
     for (int i = 0; i < 8; ++i) values[i].store(line + 4 * i);
   }
   static void end_streaming() {}

@@ -18,6 +18,15 @@ struct Vector {
     memcpy(&x.value, &bits, sizeof bits);
     return x;
   }
+  static Vector load(const float16* at) {
+    const uint32_t magnitude = at->bits & 0x7FFFu, sign = static_cast<uint32_t>(at->bits & 0x8000u) << 16;
+    if (magnitude < 0x400) return {(sign ? -0x1p-24f : 0x1p-24f) * static_cast<float>(magnitude)};
+    // An infinity or NaN has the greatest exponent of both types; every other one moves from bias 15 to 127.
+    const uint32_t bits = sign | ((magnitude << 13) + ((magnitude < 0x7C00 ? 112u : 224u) << 23));
+    Vector x;
+    memcpy(&x.value, &bits, sizeof bits);
+    return x;
+  }
   static void load_pairs(const bfloat16* at, Vector& a, Vector& b) { a = load(at), b = load(at + 1); }
   void store(float* at) const { *at = value; }
   void store(bfloat16* at) const {
@@ -25,7 +34,27 @@ struct Vector {
     memcpy(&bits, &value, sizeof bits);
     at->bits = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
   }
-  static void stream(const Vector (&values)[32], bfloat16* line) {
+  void store(float16* at) const {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t magnitude = bits & 0x7FFFFFFF;
+    uint32_t rounded;
+    if (magnitude > 0x7F800000) {
+      rounded = 0x7E00;  // the quiet NaN
+    } else if (magnitude >= 0x477FF000) {
+      rounded = 0x7C00;  // from 65520 on, where to nearest is the infinity
+    } else if (magnitude >= 0x38800000) {
+      rounded = (magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    } else {  // below 2^-14, multiples of 2^-24: as float32's are from 1/2 to 1, so that one addition rounds
+      const float sum = ::fabsf(value) + 0.5f;
+      memcpy(&rounded, &sum, sizeof sum);
+      rounded -= 0x3F000000;
+    }
+    at->bits = static_cast<uint16_t>(rounded | ((bits >> 16) & 0x8000));
+  }
+  void stream(float* at) const { store(at); }
+  template <class Small>
+  static void stream(const Vector (&values)[32], Small* line) {
     for (int i = 0; i < 32; ++i) values[i].store(line + i);
   }
   static void end_streaming() {}

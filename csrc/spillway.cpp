@@ -1,6 +1,10 @@
 // The C ABI: checks arguments, chooses the instruction set, spreads ranges over threads. No exception leaves this file.
 #include "spillway.h"
 
+#if defined(SPILLWAY_HAVE_AVX2)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -28,6 +32,14 @@ constexpr int64_t kElementwiseRange = int64_t{1} << 16;
 constexpr int64_t kSquaresRange = int64_t{1} << 20;
 constexpr uint64_t kCopyRange = uint64_t{4} << 20;
 
+#if defined(SPILLWAY_HAVE_AVX2)
+// Older compilers' __builtin_cpu_supports does not know it.
+bool has_f16c() {
+  unsigned int eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+}
+#endif
+
 const Elementwise* elementwise_of(int32_t isa) {
   switch (isa) {
     case SPILLWAY_ISA_AUTO:
@@ -39,7 +51,7 @@ const Elementwise* elementwise_of(int32_t isa) {
       return &scalar::kElementwise;
 #if defined(SPILLWAY_HAVE_AVX2)
     case SPILLWAY_ISA_AVX2:
-      return __builtin_cpu_supports("avx2") ? &avx2::kElementwise : nullptr;
+      return __builtin_cpu_supports("avx2") && has_f16c() ? &avx2::kElementwise : nullptr;
 #endif
 #if defined(SPILLWAY_HAVE_AVX512)
     case SPILLWAY_ISA_AVX512:
@@ -54,14 +66,18 @@ const Elementwise* elementwise_of(int32_t isa) {
   }
 }
 
-bool is_gradient_type(int32_t type) { return type == SPILLWAY_FLOAT32 || type == SPILLWAY_BFLOAT16; }
+bool is_gradient_type(int32_t type) { return type >= SPILLWAY_FLOAT32 && type <= SPILLWAY_FLOAT16; }
 
-int64_t element_bytes(int32_t type) { return type == SPILLWAY_FLOAT32 ? 4 : type == SPILLWAY_BFLOAT16 ? 2 : 0; }
+int64_t element_bytes(int32_t type) { return type == SPILLWAY_FLOAT32 ? 4 : is_gradient_type(type) ? 2 : 0; }
 
 template <class Pointer>
 Pointer* advance(Pointer* array, int64_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
   return array == nullptr ? nullptr : reinterpret_cast<Pointer*>(reinterpret_cast<Byte*>(array) + bytes);
+}
+
+spillway_states from(const spillway_states& states, int64_t begin, bool has_moment2) {
+  return {states.master + begin, states.moment1 + begin, has_moment2 ? states.moment2 + begin : nullptr};
 }
 
 // Calls work(begin, count) for consecutive ranges of [0, n), each under the declared floating-point mode.
@@ -112,18 +128,21 @@ const char* spillway_strerror(int32_t error) {
 
 int32_t spillway_isa_available(int32_t isa) { return elementwise_of(isa) != nullptr; }
 
-int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, float* master, float* moment1,
-                        float* moment2, const void* gradient, int32_t gradient_type, void* out, int32_t out_type,
-                        int64_t n, int32_t isa, int32_t num_threads) {
+int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, const spillway_states* before,
+                        const spillway_states* after, const void* gradient, int32_t gradient_type, void* out,
+                        int32_t out_type, int64_t n, int32_t isa, int32_t num_threads) {
   const bool has_out = is_gradient_type(out_type), has_moment2 = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
   if (rule < SPILLWAY_ADAMW || rule > SPILLWAY_LION || scalars == nullptr || n < 0) return SPILLWAY_BAD_ARGUMENT;
   if (!is_gradient_type(gradient_type) || (!has_out && out_type != SPILLWAY_NONE)) return SPILLWAY_BAD_ARGUMENT;
-  const bool all_there = master && moment1 && (moment2 || !has_moment2) && gradient && (out || !has_out);
-  if (n > 0 && !all_there) return SPILLWAY_BAD_ARGUMENT;
+  if (before == nullptr || after == nullptr || (n > 0 && (!gradient || (has_out && !out)))) return SPILLWAY_BAD_ARGUMENT;
+  for (const spillway_states* states : {before, after}) {
+    const bool all_there = states->master && states->moment1 && (states->moment2 || !has_moment2);
+    if (n > 0 && !all_there) return SPILLWAY_BAD_ARGUMENT;
+  }
   const Elementwise* functions = elementwise_of(isa);
   if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
   return for_ranges(n, kElementwiseRange, num_threads, [=](int64_t begin, int64_t count) {
-    functions->update(rule, *scalars, master + begin, moment1 + begin, has_moment2 ? moment2 + begin : nullptr,
+    functions->update(rule, *scalars, from(*before, begin, has_moment2), from(*after, begin, has_moment2),
                       advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
                       has_out ? advance(out, begin * element_bytes(out_type)) : nullptr, out_type, count);
   });

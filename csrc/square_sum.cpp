@@ -68,12 +68,24 @@ void add_values(ExponentTable& table, const Elementwise& functions, const Gradie
   table.add(values + i, n - i);
 }
 
+// Through float32, which holds every float16 exactly.
+void add_widened(ExponentTable& table, const Elementwise& functions, const float16* values, int64_t n) {
+  float wide[kSquareBatch];
+  for (int64_t i = 0; i < n; i += kSquareBatch) {
+    const int64_t count = std::min(kSquareBatch, n - i);
+    functions.accumulate(wide, values + i, SPILLWAY_FLOAT16, true, count);
+    add_values(table, functions, wide, SPILLWAY_FLOAT32, count);
+  }
+}
+
 }  // namespace
 
 SquareSum::SquareSum(const Elementwise& functions, const void* values, int32_t type, int64_t n) {
   ExponentTable table;
   if (type == SPILLWAY_BFLOAT16) {
     add_values(table, functions, static_cast<const bfloat16*>(values), type, n);
+  } else if (type == SPILLWAY_FLOAT16) {
+    add_widened(table, functions, static_cast<const float16*>(values), n);
   } else {
     add_values(table, functions, static_cast<const float*>(values), type, n);
   }

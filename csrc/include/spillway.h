@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 3
+#define SPILLWAY_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -50,7 +50,8 @@ typedef enum spillway_isa {
 typedef enum spillway_type {
   SPILLWAY_NONE = 0, /* no array: the pointer is ignored */
   SPILLWAY_FLOAT32 = 1,
-  SPILLWAY_BFLOAT16 = 2
+  SPILLWAY_BFLOAT16 = 2,
+  SPILLWAY_FLOAT16 = 3
 } spillway_type;
 
 SPILLWAY_API int32_t spillway_abi_version(void);
@@ -94,14 +95,24 @@ typedef struct spillway_update_scalars {
   float step_size; /* ADAMW, ADAM: learning_rate / bias_correction1; else the learning rate */
 } spillway_update_scalars;
 
-/* One update in place. `moment2` is ignored by rules that have no `v`. `gradient_type` is FLOAT32 or BFLOAT16; `out_type`
- * is BFLOAT16 (round to nearest even), FLOAT32 (a copy of p) or NONE.
- * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0): payloads are what IEEE 754 leaves open. */
-SPILLWAY_API int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, float* master, float* moment1,
-                                     float* moment2, const void* gradient, int32_t gradient_type, void* out,
-                                     int32_t out_type, int64_t n, int32_t isa, int32_t num_threads);
+/* The float32 states of one update: n values each, `p`, `m` and `v` of spillway_rule. */
+typedef struct spillway_states {
+  float* master;
+  float* moment1;
+  float* moment2; /* ignored by rules that have no `v` */
+} spillway_states;
 
-/* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. */
+/* One update. The states are read from `before` and written to `after`: the same arrays (in place), or arrays that overlap
+ * none of `before`, which then stay as they are; those that begin at a cache line are written past the cache.
+ * `gradient_type` is FLOAT32, BFLOAT16 or FLOAT16; `out_type` is BFLOAT16 or FLOAT16 (round to nearest even; beyond
+ * FLOAT16's range an infinity), FLOAT32 (a copy of p) or NONE.
+ * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0, 0x7E00): payloads are what IEEE 754 leaves open. */
+SPILLWAY_API int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, const spillway_states* before,
+                                     const spillway_states* after, const void* gradient, int32_t gradient_type,
+                                     void* out, int32_t out_type, int64_t n, int32_t isa, int32_t num_threads);
+
+/* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. A FLOAT16 NaN
+ * becomes the quiet one. */
 SPILLWAY_API int32_t spillway_accumulate(float* accumulator, const void* gradient, int32_t gradient_type, int32_t first,
                                          int64_t n, int32_t isa, int32_t num_threads);
 

@@ -1,5 +1,6 @@
 // Every instruction set gives the scalar bits, at every length and alignment, and writes nothing outside its arrays.
 #include <cstring>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -9,7 +10,17 @@
 namespace {
 
 constexpr float kGuard = 7.0f;
-constexpr int64_t kMargin = 40;
+constexpr int64_t kMargin = 64;
+
+// At a line's beginning, so that offset 0 is one, too.
+template <class T>
+struct OfLines {
+  using value_type = T;
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+  bool operator==(const OfLines&) const { return true; }
+  bool operator!=(const OfLines&) const { return false; }
+};
 
 template <class T>
 struct Guarded {
@@ -25,14 +36,14 @@ struct Guarded {
   bool operator==(const Guarded& other) const {
     return std::memcmp(buffer.data(), other.buffer.data(), buffer.size() * sizeof(T)) == 0;
   }
-  std::vector<T> buffer;
+  std::vector<T, OfLines<T>> buffer;
   int64_t begin, n;
 };
 
 struct Arrays {
   Arrays(int64_t n, int64_t offset, uint32_t seed)
       : p(n, offset), m(n, (offset + 1) % 32), v(n, (offset + 2) % 32), g(n, (offset + 3) % 32),
-        out16(n, offset), out32(n, offset) {
+        out16(n, offset), out32(n, offset), new_p(n, offset), new_m(n, offset), new_v(n, offset) {
     std::mt19937 random(seed);
     for (float* array : {p.data(), m.data(), v.data(), g.data()}) {
       for (int64_t i = 0; i < n; ++i) {
@@ -44,26 +55,46 @@ struct Arrays {
   Guarded<float> p, m, v, g;
   Guarded<uint16_t> out16;
   Guarded<float> out32;
+  Guarded<float> new_p, new_m, new_v;
 
-  void step(int32_t rule, int32_t gradient_type, int32_t out_type, int32_t isa, int32_t num_threads) {
+  void step(int32_t rule, int32_t gradient_type, int32_t out_type, int32_t isa, int32_t num_threads, bool in_place) {
     const spillway_update_scalars scalars = {0.37f, 0.99997f, 0.01f, 0.9f, 0.9f, 0.1f, 0.95f, 0.05f, 0.22f, 1e-8f, 3e-3f};
-    void* out = out_type == SPILLWAY_BFLOAT16 ? static_cast<void*>(out16.data()) : out32.data();
-    CHECK(spillway_update(rule, &scalars, p.data(), m.data(), v.data(), g.data(), gradient_type, out, out_type, p.n, isa,
-                          num_threads) == SPILLWAY_OK);
+    void* out = out_type == SPILLWAY_FLOAT32 ? static_cast<void*>(out32.data()) : out16.data();
+    const spillway_states before = {p.data(), m.data(), v.data()};
+    const spillway_states elsewhere = {new_p.data(), new_m.data(), new_v.data()};
+    CHECK(spillway_update(rule, &scalars, &before, in_place ? &before : &elsewhere, g.data(), gradient_type, out, out_type,
+                          p.n, isa, num_threads) == SPILLWAY_OK);
   }
   bool operator==(const Arrays& o) const { return p == o.p && m == o.m && v == o.v && out16 == o.out16 && out32 == o.out32; }
-  bool intact() const { return p.intact() && m.intact() && v.intact() && out16.intact() && out32.intact(); }
+  // What an update elsewhere wrote is what `o` has after one in place; its own states are those of before.
+  bool made_elsewhere(const Arrays& o, const Arrays& untouched, bool has_second) const {
+    const bool kept = p == untouched.p && m == untouched.m && v == untouched.v;
+    return kept && same(new_p, o.p) && same(new_m, o.m) && (!has_second || same(new_v, o.v)) && out16 == o.out16 &&
+           out32 == o.out32;
+  }
+  bool intact() const {
+    return p.intact() && m.intact() && v.intact() && out16.intact() && out32.intact() && new_p.intact() &&
+           new_m.intact() && new_v.intact();
+  }
+  // The arrays themselves, wherever they begin.
+  static bool same(const Guarded<float>& a, const Guarded<float>& b) {
+    return std::memcmp(&a.buffer[static_cast<size_t>(a.begin)], &b.buffer[static_cast<size_t>(b.begin)],
+                       static_cast<size_t>(a.n) * sizeof(float)) == 0;
+  }
 };
 
 void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
-  for (int32_t gradient_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16}) {
+  for (int32_t gradient_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16}) {
     for (int32_t rule : {SPILLWAY_ADAMW, SPILLWAY_ADAM, SPILLWAY_SGD_MOMENTUM, SPILLWAY_LION}) {
-      for (int32_t out_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_NONE}) {
-        Arrays plain(n, offset, 1), vectors(n, offset, 1);
-        plain.step(rule, gradient_type, out_type, SPILLWAY_ISA_SCALAR, 1);
-        vectors.step(rule, gradient_type, out_type, isa, num_threads);
+      for (int32_t out_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16, SPILLWAY_NONE}) {
+        Arrays plain(n, offset, 1), vectors(n, offset, 1), elsewhere(n, offset, 1);
+        plain.step(rule, gradient_type, out_type, SPILLWAY_ISA_SCALAR, 1, true);
+        vectors.step(rule, gradient_type, out_type, isa, num_threads, true);
         CHECK(plain == vectors);
         CHECK(vectors.intact());
+        elsewhere.step(rule, gradient_type, out_type, isa, num_threads, false);
+        CHECK(elsewhere.made_elsewhere(plain, Arrays(n, offset, 1), rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM));
+        CHECK(elsewhere.intact());
       }
     }
     for (int32_t first : {0, 1}) {
@@ -79,7 +110,8 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
 int32_t update(int32_t rule, float* moment2, int32_t gradient_type, int32_t out_type, int64_t n, int32_t isa) {
   const spillway_update_scalars scalars = {};
   float p[1] = {}, m[1] = {}, g[1] = {};
-  return spillway_update(rule, &scalars, p, m, moment2, g, gradient_type, nullptr, out_type, n, isa, 1);
+  const spillway_states states = {p, m, moment2};
+  return spillway_update(rule, &scalars, &states, &states, g, gradient_type, nullptr, out_type, n, isa, 1);
 }
 
 void test_arguments_are_checked() {
@@ -100,7 +132,10 @@ void test_arguments_are_checked() {
   CHECK(update(SPILLWAY_ADAMW, v, 1, 2, 1, 0) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, -1, 0) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, 1, 99) == SPILLWAY_ISA_UNAVAILABLE);
-  CHECK(spillway_update(1, &scalars, nullptr, nullptr, nullptr, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_OK);
+  const spillway_states none = {};
+  CHECK(spillway_update(1, &scalars, &none, &none, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_OK);
+  CHECK(spillway_update(1, &scalars, &none, nullptr, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(spillway_update(1, &scalars, nullptr, &none, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
 }
 
 }  // namespace

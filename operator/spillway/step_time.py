@@ -331,9 +331,9 @@ def hidden_seconds(
 
 
 def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
-    """Parameters that the CPU can update in the last pass of backward, beside what it does there anyway: the states are
-    read and written once more than by an update in place."""
-    each = 2 * states_bytes_per_parameter(work, on_cpu=True) + work.rule.update_bytes + work.shape.trained_bytes
+    """Parameters that the CPU can update in the last pass of backward, beside what it does there anyway: out of place
+    it moves as much as in place."""
+    each = work.rule.update_bytes + work.shape.trained_bytes
     seconds = max(backward.values())
     free = min(
         (seconds - backward.get(resource, 0.0)) * rate

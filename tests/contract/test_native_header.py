@@ -26,6 +26,7 @@ SCALARS = {
 }
 STRUCTS = {
     "spillway_update_scalars": native.UpdateScalarsStruct,
+    "spillway_states": native.StatesStruct,
     "spillway_square_sum": native.SquareSumStruct,
     "spillway_copy": native.CopyStruct,
     "spillway_io_request": native.IoRequestStruct,

@@ -34,7 +34,7 @@ OPERATIONS = {
     UpdateRule.LION: {"mul": 7, "add": 2, "sub": 1, "sqrt": 0, "div": 0},
 }
 """of one value"""
-TYPES = {"float32": "*fp32", "bfloat16": "*u16"}
+TYPES = {"float32": "*fp32", "bfloat16": "*u16", "float16": "*fp16"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def forbidden_in(ptx: str) -> list[str]:
 
 
 LAUNCHES = [
-    *itertools.product([UpdateRule.ADAMW], [80, 90], TYPES, ["float32", "bfloat16", "none"], [True, False]),
+    *itertools.product([UpdateRule.ADAMW], [80, 90], TYPES, [*TYPES, "none"], [True, False]),
     *itertools.product(set(UpdateRule) - {UpdateRule.ADAMW}, [80], TYPES, ["bfloat16"], [True, False]),
 ]
 """rule, architecture, gradient, out, aligned; what `out` and architecture change is the same code for every rule"""
@@ -88,7 +88,7 @@ def test_an_update_rounds_every_operation_once(
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradient", TYPES)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_accumulate_rounds_every_operation_once(architecture: int, gradient: str, first: bool) -> None:
     signature = {"accumulator": "*fp32", "gradient": TYPES[gradient], "n": "i64"}

@@ -33,7 +33,7 @@ def test_accumulated_gradients_have_the_bits_of_the_reference(
         triton_cases.check_accumulate(device, n, gradient_type, offset)
 
 
-def test_every_bfloat16_is_rounded_to_nearest_even(device: str) -> None:
+def test_every_bfloat16_and_float16_is_rounded_to_nearest_even(device: str) -> None:
     triton_cases.check_rounding(device)
 
 

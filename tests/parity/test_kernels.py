@@ -32,7 +32,7 @@ def any_values(n: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [1, 31, 200_003])
 def test_accumulate_has_the_bits_of_the_reference(isa: str, n: int, gradient_type: torch.dtype, first: bool) -> None:
     found, wanted = any_values(n + 1, 1)[1:], any_values(n + 1, 1)[1:]

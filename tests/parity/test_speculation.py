@@ -10,15 +10,18 @@ import pytest
 import torch
 from optimizer_cases import HOST_BYTES, LANES, Case, Named, Outcome, offload, outcome, resident, split
 from planted_races import Defect, LanesThatGoOn, LanesWithDefect
+from torch import Tensor
 
 from spillway.plan import OptimizerPlan
 from spillway.update_rules import UpdateRule
+from spillway_trainer import kernels
 from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.speculation import Speculation
+from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Lane, Lanes
+from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
 
 torch.set_num_threads(1)
@@ -125,6 +128,40 @@ def test_the_window_is_the_end_of_the_forward_order_and_is_kept(commits: list[li
     chunks = [1009, 1009, 44]
     more = sum(3 * -(-4 * size // 64) * 64 + -(-2 * size // 64) * 64 for size in chunks)
     assert optimizer.held_bytes()["host"] - without.held_bytes()["host"] == more
+
+
+class CountingLanes(LazyLanes):
+    """Remembers the bytes that each kind of work on the CPU moves."""
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+        super().__init__(host, ledger)
+        self.by_label: dict[str, set[int]] = {}
+
+    def submit(self, lane: Lane, work: Any, **how: Any) -> Event:
+        self.by_label.setdefault(how["label"], set()).add(how.get("nbytes", 0))
+        return super().submit(lane, work, **how)
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_an_update_in_backward_reads_and_writes_each_state_once(rule: UpdateRule) -> None:
+    """As many bytes as an update in its turn, which is in place; and nothing is copied beside it."""
+    case, ledger = Case(torch.bfloat16, rule=rule), DeviceLedger(None)
+    plan = split(1, 0, 0, 257, overlap="Backward", speculative_parameters=EVERYTHING)
+    lanes, places = CountingLanes(HostSlab(HOST_BYTES), ledger), list[tuple[set[int], set[int]]]()
+
+    def update(scalars: UpdateScalars, master: Tensor, moments: Any, *rest: Any, after: Any = None) -> None:
+        kernels.update(scalars, master, moments, *rest, after=after)
+        if after is not None:
+            places.append(({t.data_ptr() for t in (master, *moments)}, {t.data_ptr() for t in after}))
+
+    parameters = case.parameters()
+    optimizer = OptimizerOffload(parameters, {}, case.settings, plan, lanes, ledger, cpu_update=update)
+    follow(optimizer, case)
+    speculated = {label.removeprefix("speculate "): n for label, n in lanes.by_label.items() if "speculate" in label}
+    assert speculated == {chunk: lanes.by_label[f"update {chunk}"] for chunk in speculated}
+    assert len(speculated) > 5
+    assert places
+    assert all(not before & after for before, after in places)
 
 
 @pytest.mark.parametrize("middle", range(1, len(STEPS)))

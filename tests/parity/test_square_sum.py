@@ -44,10 +44,18 @@ def test_any_values_have_the_sum_of_the_reference(isa: str, n: int) -> None:
     assert native.square_sum(values, instruction_set=isa) == reference.square_sum(values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_have_the_sum_of_the_reference(isa: str, dtype: torch.dtype) -> None:
     values = gradients(3_000_001).to(dtype)
     assert native.square_sum(values, instruction_set=isa, num_threads=2) == reference.square_sum(values)
+
+
+@pytest.mark.parametrize("n", [1, 511, 1025, 100_003])
+def test_float16_has_the_sum_of_the_same_values_in_float32(isa: str, n: int) -> None:
+    values = torch.randint(-(2**15), 2**15, (n,), generator=torch.Generator().manual_seed(n)).to(torch.int16)
+    halves = values.view(torch.float16)
+    found = native.square_sum(halves, instruction_set=isa)
+    assert found == native.square_sum(halves.float(), instruction_set=isa) == reference.square_sum(halves)
 
 
 @pytest.mark.parametrize("n", [1, 511, 1_000_003])

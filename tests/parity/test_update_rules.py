@@ -6,12 +6,15 @@ Bits are compared as integers, so that NaNs and signed zeros count.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton_cases import OUT_TYPES, around_ties
 
 from spillway.update_rules import UpdateRule
 from spillway_trainer import native, reference
@@ -49,13 +52,16 @@ def scalars(step: int, weight_decay: float = 0.1, rule: UpdateRule = UpdateRule.
 
 
 def extreme_values(n: int, generator: torch.Generator) -> Tensor:
-    """Normal values; all magnitudes from 1e-38 to 1e38; denormals; exact ties of bfloat16; zeros of both signs."""
+    """Normal values; all magnitudes from 1e-38 to 1e38; denormals; exact ties of bfloat16, and of float16 with its
+    denormals; zeros of both signs."""
     values = torch.randn(n, generator=generator)
     fifth = n // 5
     values[:fifth] *= 10.0 ** torch.linspace(-38, 38, fifth)
     values[fifth : 2 * fifth] *= 1e-40
     ties = values[2 * fifth : 3 * fifth].view(torch.int32)
     ties.copy_(ties & -0x10000 | 0x8000)
+    ties = values[4 * fifth :]
+    ties.copy_((torch.randint(0, 2**16, ties.shape, generator=generator) + 0.5) * 2.0**-24)
     values[3 * fifth : 3 * fifth + 1000] = 0.0
     values[3 * fifth + 1000 : 3 * fifth + 2000] = -0.0
     return values
@@ -100,8 +106,15 @@ def expected(rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype
     return run(functools.partial(reference.update), rule, gradient_type, out_type)
 
 
-@pytest.mark.parametrize("out_type", [torch.bfloat16, torch.float32], ids=["out_bf16", "out_fp32"])
-@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32], ids=["grad_bf16", "grad_fp32"])
+TYPES = [
+    *itertools.product([torch.bfloat16, torch.float32], [torch.bfloat16, torch.float32]),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float16),
+]
+"""of gradient and out"""
+
+
+@pytest.mark.parametrize(("gradient_type", "out_type"), TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_ten_steps_have_the_bits_of_the_reference(
     isa: str, rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype
@@ -118,6 +131,36 @@ def test_the_extreme_values_reach_denormal_infinite_and_nan_states(rule: UpdateR
     last = expected(rule, torch.float32, torch.bfloat16)[rule.moments[-1]]
     kinds = [((last > 0) & (last < 1.1754944e-38)).any(), last.isinf().any(), last.isnan().any()]
     assert all(kinds)
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_leaves_what_it_read(
+    isa: str, rule: UpdateRule
+) -> None:
+    """Aligned to lines (written past the cache), and not."""
+    generator, offsets = torch.Generator().manual_seed(9), [(0, 0), (1, 0), (0, 3)]
+    for n, (before_at, after_at), out_type in itertools.product((31, 65536 + 77), offsets, OUT_TYPES):
+        before = [at_offset(extreme_values(n, generator), before_at) for _ in rule.state_kinds]
+        kept, wanted = [state.clone() for state in before], [state.clone() for state in before]
+        after = [at_offset(torch.full((n,), 7.0), after_at) for _ in before]
+        gradient = gradients(n, generator)
+        outs = [None if out_type is None else torch.zeros(n, dtype=out_type) for _ in range(2)]
+        step = functools.partial(native.update, scalars(1, rule=rule), instruction_set=isa, num_threads=2)
+        step(before[0], before[1:], gradient, outs[0], after=after)
+        step(wanted[0], wanted[1:], gradient, outs[1])
+        for found, expected_one in zip((*after, *before), (*wanted, *kept), strict=True):
+            assert torch.equal(bits(found), bits(expected_one)), (n, before_at, after_at, out_type)
+        assert outs[0] is None or outs[1] is None or torch.equal(bits(outs[0]), bits(outs[1]))
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_the_reference_out_of_place_is_itself_in_place(rule: UpdateRule) -> None:
+    states, g = small_states(1000, 1, rule)
+    kept, after = [state.clone() for state in states], [torch.empty_like(state) for state in states]
+    reference.update(scalars(1, rule=rule), states[0], states[1:], g, None, after=after)
+    assert torch.equal(torch.stack(states), torch.stack(kept))
+    reference.update(scalars(1, rule=rule), states[0], states[1:], g, None)
+    assert torch.equal(torch.stack(after), torch.stack(states))
 
 
 def small_states(n: int, seed: int, rule: UpdateRule) -> tuple[list[Tensor], Tensor]:
@@ -174,6 +217,34 @@ def test_bits_do_not_depend_on_the_number_of_threads(isa: str, num_threads: int)
         native.update(scalars(1, rule=rule), found[0], found[1:], g, None, instruction_set=isa, num_threads=num_threads)
         reference.update(scalars(1, rule=rule), wanted[0], wanted[1:], g, None)
         assert torch.equal(torch.stack(found), torch.stack(wanted)), rule
+
+
+def test_out_rounds_every_float16_as_numpy_and_torch_do(isa: str) -> None:
+    """Every one of them, denormals too, and what lies between two of them; beyond 65519.99 the infinity."""
+    values = around_ties(torch.float16)
+    master, zeros = values.clone(), torch.zeros_like(values)
+    out = torch.empty_like(values, dtype=torch.float16)
+    moments = (zeros.clone(), zeros.clone())
+    native.update(scalars(1, weight_decay=0.0), master, moments, zeros, out, instruction_set=isa)
+    numbers = ~values.isnan()
+    with np.errstate(over="ignore"):
+        by_numpy = torch.from_numpy(values.numpy().astype(np.float16))
+    for wanted in (by_numpy, values.half(), reference.float16(values)):
+        assert torch.equal(bits(out)[numbers], bits(wanted)[numbers])
+    assert out[values.isnan()].view(torch.int16).tolist() == [0x7E00]
+    assert bool(((out != 0) & (out.abs() < 6e-5)).any()), "denormals are among them"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_float16_is_read_exactly(isa: str, first: bool) -> None:
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    found, wanted = torch.zeros(len(every)), torch.zeros(len(every))
+    native.accumulate(found, every, first, instruction_set=isa)
+    reference.accumulate(wanted, every, first)
+    assert torch.equal(bits(found), bits(wanted))
+    finite = every.isfinite()
+    assert torch.equal(found[finite].double(), every[finite].double())
+    assert set(bits(found)[every.isnan()].tolist()) == {0x7FC00000}
 
 
 def test_out_rounds_every_bfloat16_tie_to_even(isa: str) -> None:

@@ -20,13 +20,15 @@ def update(
     gradient: Tensor,
     out: Tensor | None,
     *,
+    after: Sequence[Tensor] | None = None,
     num_threads: int = 1,
 ) -> None:
-    """One update in place: see reference.update. The reference ignores `num_threads`: torch has its own."""
+    """One update: see reference.update, which ignores `num_threads`: torch has its own. `after`, out of place: natively
+    each state is read once and written once."""
     if native.available():
-        native.update(scalars, master, moments, gradient, out, num_threads=num_threads)
+        native.update(scalars, master, moments, gradient, out, after=after, num_threads=num_threads)
     else:
-        reference.update(scalars, master, moments, gradient, out)
+        reference.update(scalars, master, moments, gradient, out, after=after)
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1) -> None:

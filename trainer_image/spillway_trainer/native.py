@@ -25,14 +25,14 @@ from spillway.update_rules import UpdateRule
 from .io_engine import Direction, Failure, SystemCall, Transfer
 from .reference import SquareSum, UpdateScalars, float32
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
 RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
 """SPILLWAY_ADAMW and the others, in the header's order"""
-TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
-"""SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16; 0 is SPILLWAY_NONE"""
+TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""SPILLWAY_FLOAT32 and the others; 0 is SPILLWAY_NONE"""
 IO_ENGINE = "SPILLWAY_IO_ENGINE"
 ENGINE_CODES = {"threads": 1, "io_uring": 2}
 """SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
@@ -65,6 +65,12 @@ class UpdateScalarsStruct(Structure):
         ("eps", c_float),
         ("step_size", c_float),
     ]
+
+
+class StatesStruct(Structure):
+    """spillway_states"""
+
+    _fields_ = [("master", c_void_p), ("moment1", c_void_p), ("moment2", c_void_p)]
 
 
 class SquareSumStruct(Structure):
@@ -104,7 +110,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_update": (
         c_int32,
         (
-            *(c_int32, POINTER(UpdateScalarsStruct), c_void_p, c_void_p, c_void_p),
+            *(c_int32, POINTER(UpdateScalarsStruct), POINTER(StatesStruct), POINTER(StatesStruct)),
             *(c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
         ),
     ),
@@ -180,22 +186,23 @@ def update(
     gradient: Tensor,
     out: Tensor | None,
     *,
+    after: Sequence[Tensor] | None = None,
     num_threads: int = 1,
     instruction_set: str = "",
 ) -> None:
     """reference.update, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
-    n = master.numel()
-    for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
-        _check(name, tensor, n, torch.float32)
+    n, before = master.numel(), (master, *moments)
+    for states in (before,) if after is None else (before, after):
+        for name, tensor in zip(scalars.rule.state_kinds, states, strict=True):
+            _check(name, tensor, n, torch.float32)
     _check("gradient", gradient, n, *TYPE_CODES)
     if out is not None:
         _check("out", out, n, *TYPE_CODES)
     error = _library().spillway_update(
         RULE_CODES[scalars.rule],
         _scalars_struct(scalars),
-        master.data_ptr(),
-        moments[0].data_ptr(),
-        moments[-1].data_ptr(),
+        _states_struct(before),
+        _states_struct(before if after is None else after),
         gradient.data_ptr(),
         TYPE_CODES[gradient.dtype],
         None if out is None else out.data_ptr(),
@@ -351,6 +358,11 @@ def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -
             f"{name} is {tensor.dtype}, {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}: "
             f"give a contiguous {wanted} tensor of {num_elements} elements on the CPU"
         )
+
+
+def _states_struct(states: Sequence[Tensor]) -> StatesStruct:
+    master, *moments = (tensor.data_ptr() for tensor in states)
+    return StatesStruct(master, moments[0], moments[-1])
 
 
 def _scalars_struct(scalars: UpdateScalars) -> UpdateScalarsStruct:

@@ -10,7 +10,7 @@ arithmetic is reference.py's; the number of updates belongs to the optimizer, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,22 @@ from .reference import SquareSum, UpdateScalars
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
-Update = Callable[[UpdateScalars, Tensor, Sequence[Tensor], Tensor, Tensor | None], None]
-"""update(scalars, master, moments, gradient, out): in place, flat tensors (reference.update)"""
+
+class Update(Protocol):
+    """reference.update: flat tensors, in place; speculation alone asks for the new states elsewhere (`after`)."""
+
+    def __call__(
+        self,
+        scalars: UpdateScalars,
+        master: Tensor,
+        moments: Sequence[Tensor],
+        gradient: Tensor,
+        out: Tensor | None,
+        /,
+        *,
+        after: Sequence[Tensor] | None = None,
+    ) -> None: ...
+
 
 FLOAT32_BYTES = 4
 NO_GROUP = Group("")

@@ -75,21 +75,32 @@ class UpdateScalars:
 
 
 def update(
-    scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
+    scalars: UpdateScalars,
+    master: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    out: Tensor | None,
+    *,
+    after: Sequence[Tensor] | None = None,
 ) -> None:
-    """One update in place by `scalars.rule`; `moments` are those of the rule, in its order.
+    """One update by `scalars.rule`; `moments` are those of the rule, in its order. In place, or of copies: `after` is
+    where the new master and moments go, which overlap none of those given; these then stay as they are.
 
-    All tensors are flat and contiguous with n values: master and moments float32, gradient float32 or bfloat16, out
-    bfloat16 (round to nearest even), float32 (a copy) or None.
+    All tensors are flat and contiguous with n values: master and moments float32; gradient float32, bfloat16 or
+    float16; out bfloat16 or float16 (round to nearest even), float32 (a copy) or None.
     """
     assert len(moments) == len(scalars.rule.moments), f"{scalars.rule} with {len(moments)} moments"
     part = _PARTS[scalars.rule]
+    if after is not None:
+        for new, old in zip(after, (master, *moments), strict=True):
+            new.copy_(old)
+        master, *moments = after
     outs = repeat(None) if out is None else torch.split(out, _CHUNK_ELEMENTS)
     states = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (gradient, master, *moments))
     for part_out, given, p, *of_p in zip(outs, *states, strict=False):
         part(scalars, given.float() * float32(scalars.gradient_scale), p, *of_p)
         if part_out is not None:
-            part_out.copy_(p if part_out.dtype == torch.float32 else bfloat16(p))
+            part_out.copy_(rounded(p, part_out.dtype))
 
 
 def _adamw(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
@@ -159,14 +170,28 @@ def bfloat16(values: Tensor) -> Tensor:
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
 
 
+def float16(values: Tensor) -> Tensor:
+    """float32 -> float16, to nearest even: keeps denormals, makes every NaN the quiet NaN 0x7E00, and an infinity of
+    what rounds beyond 65504."""
+    return _quiet(values).to(torch.float16)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values as those of a parameter: float32 (themselves), bfloat16 or float16."""
+    if dtype == torch.float32:
+        return values
+    return float16(values) if dtype == torch.float16 else bfloat16(values)
+
+
 def _quiet(values: Tensor) -> Tensor:
     return torch.where(torch.isnan(values), math.nan, values)
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
-    """accumulator (float32) = float(gradient) if `first`, else accumulator + float(gradient), rounded once."""
+    """accumulator (float32) = float(gradient) if `first`, else accumulator + float(gradient), rounded once. A NaN of
+    float16 becomes the quiet one: its conversion leaves payloads open."""
     if first:
-        accumulator.copy_(gradient)
+        accumulator.copy_(_quiet(gradient.float()) if gradient.dtype == torch.float16 else gradient)
     else:
         accumulator.copy_(_quiet(accumulator + gradient.float()))
 
@@ -205,7 +230,7 @@ def _rounded_sqrt(value: int) -> float:
 
 
 def square_sum(values: Tensor) -> SquareSum:
-    """SquareSum of a float32 or bfloat16 tensor: a value's square is the integer mantissa^2 times a power of four."""
+    """SquareSum of float32, bfloat16 or float16 values: a square is the integer mantissa^2 times a power of four."""
     total = num_non_finite = 0
     for part in torch.split(values.reshape(-1), _CHUNK_ELEMENTS):
         bits = part.float().view(torch.int32)

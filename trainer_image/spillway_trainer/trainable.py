@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from spillway.errors import UserError
 
-from .reference import bfloat16
+from .reference import rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,10 @@ def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
             f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
             "so its gradient would change layout with its placement; replace it by parameter.contiguous()"
         )
-    if parameter.dtype not in (torch.float32, torch.bfloat16):
-        raise UserError(f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32 and bfloat16")
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(
+            f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32, bfloat16 and float16"
+        )
 
 
 def _check_device(parameters: Mapping[str, Parameter]) -> None:
@@ -96,5 +98,5 @@ def check_gradient(name: str, parameter: Parameter, gradient: Tensor, dtype: tor
 
 
 def master_values(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float32 master as parameter values: itself, or rounded to bfloat16."""
-    return master if dtype == torch.float32 else bfloat16(master)
+    """The float32 master as parameter values: itself, or rounded to bfloat16 or float16."""
+    return rounded(master, dtype)

@@ -2,7 +2,8 @@
 
 What a GPU's compiler would do otherwise is switched off, and tests/contract/test_ptx.py holds that in the code made:
 no fused multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16
-is converted by integers in both directions: the architectures' own conversions differ for NaNs.
+is converted by integers in both directions: the architectures' own conversions differ for NaNs. float16 is converted by
+the device, which keeps its denormals and rounds to nearest even, beyond its range to an infinity; NaNs are declared.
 """
 
 from __future__ import annotations
@@ -20,15 +21,8 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """of every launch"""
 BLOCK = 1024
 """values per program: eight a thread, two 16-byte accesses of each float32 array"""
-
-
-@triton.jit
-def _load(pointer, at, mask):
-    """float32 values; bfloat16 arrays are passed as uint16 and are the upper halves of float32."""
-    value = tl.load(pointer + at, mask=mask, other=0)
-    if pointer.dtype.element_ty == tl.uint16:
-        value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return value
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""of gradients and of updated parameters"""
 
 
 @triton.jit
@@ -39,11 +33,26 @@ def _quiet(value):
 
 
 @triton.jit
+def _load(pointer, at, mask):
+    """float32 values; bfloat16 arrays are passed as uint16 and are the upper halves of float32."""
+    value = tl.load(pointer + at, mask=mask, other=0)
+    if pointer.dtype.element_ty == tl.uint16:
+        value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    if pointer.dtype.element_ty == tl.float16:
+        value = _quiet(value.to(tl.float32))
+    return value
+
+
+@triton.jit
 def _store(pointer, at, value, mask):
-    """A quiet value; to bfloat16 by round-to-nearest-even."""
+    """A quiet value; to bfloat16 and float16 by round-to-nearest-even."""
     if pointer.dtype.element_ty == tl.uint16:
         bits = value.to(tl.uint32, bitcast=True)
         value = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+    if pointer.dtype.element_ty == tl.float16:
+        is_nan = (value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+        half = value.to(tl.float16).to(tl.uint16, bitcast=True)
+        value = tl.where(is_nan, 0x7E00, half).to(tl.uint16).to(tl.float16, bitcast=True)
     tl.store(pointer + at, value, mask=mask)
 
 
@@ -124,9 +133,9 @@ def update(
     n = master.numel()
     for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
         _check(name, tensor, n, master.device, torch.float32)
-    _check("gradient", gradient, n, master.device, torch.float32, torch.bfloat16)
+    _check("gradient", gradient, n, master.device, *TYPES)
     if out is not None:
-        _check("out", out, n, master.device, torch.float32, torch.bfloat16)
+        _check("out", out, n, master.device, *TYPES)
     if n == 0:
         return
     update_kernel[(triton.cdiv(n, BLOCK),)](
@@ -158,7 +167,7 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
     """reference.accumulate on the device of `accumulator`, on its current stream; returns before it is done."""
     n = accumulator.numel()
     _check("accumulator", accumulator, n, accumulator.device, torch.float32)
-    _check("gradient", gradient, n, accumulator.device, torch.float32, torch.bfloat16)
+    _check("gradient", gradient, n, accumulator.device, *TYPES)
     if n == 0:
         return
     accumulate_kernel[(triton.cdiv(n, BLOCK),)](accumulator, _words(gradient), n, FIRST=first, BLOCK=BLOCK, **OPTIONS)

@@ -1,6 +1,6 @@
 """Updates made during backward, before anybody knows whether they will count: out of place, in a bounded window.
 
-    backward   last gradient of W --> spare states = states, updated with factor 1; the rounded values wait beside them
+    backward   last gradient of W --> spare states = states updated with factor 1; the rounded values wait beside them
     step       factor 1, finite, no gradient since:  states and spare change places, the values go to the device in turn
                else:                                 nobody has seen any of it; the step updates as it always does
 
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from spillway.plan import Tier
 
-from .. import kernels
-from ..optimizer import States, Update
+from ..optimizer import Update
 from ..reference import UpdateScalars
 from ..tiers.arena import Arena, Part, padded
 from ..tiers.lanes import Event, Lane, Lanes
@@ -96,17 +95,16 @@ class Speculation:
             reads=[placed.block, accumulator.memory],
             writes=[spare.block, spare.values],
             after=[*accumulator.settled, *([] if last is None else [last])],
-            nbytes=2 * placed.held.nbytes + scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
+            nbytes=scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
             label=f"speculate {placed.chunk.label}",
         )
         accumulator.settled = (made,)
         return made
 
     def _work(self, scalars: UpdateScalars, states: Tensor, spare: Tensor, placed: Placed, values: Tensor) -> None:
-        kernels.copy(spare, states)
-        found: States = placed.states(spare)
-        gradient = placed.accumulator.values
-        self._update(scalars, found.master, found.moments, gradient, values)
+        before, after = placed.states(states), placed.states(spare)
+        made = (after.master, *after.moments)
+        self._update(scalars, before.master, before.moments, placed.accumulator.values, values, after=made)
 
 
 def window_of(placed: Sequence[Placed], tied: Mapping[str, str], num_parameters: int) -> list[Placed]:
