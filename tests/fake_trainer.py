@@ -32,6 +32,7 @@ def step_line(step: int, time: float) -> dict[str, Any]:
         "tier_bytes": {"device": 40 << 20, "host": 80 << 20, "nvme": 20 << 20},
         "tier_peak_bytes": {"device": 60 << 20, "host": 88 << 20, "nvme": (30 << 20) + step * 4096},
         "moved_bytes": {"h2d": 1 << 20, "d2h": 1 << 20, "nvme_read": 3 << 20, "nvme_write": 3 << 20},
+        "cpu_seconds": 0.75,
         "skipped": False,
         "tokens_per_second": 2048.0,
     }

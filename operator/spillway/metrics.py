@@ -46,6 +46,8 @@ class StepMetrics:
     """bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: that updates on the CPU touched"""
     lane_seconds: dict[str, float] = field(default_factory=dict)
     """seconds in which each of those worked; they overlap one another and the phases"""
+    cpu_seconds: float = 0.0
+    """of cores, that the rank's process took in this step, all threads together"""
     skipped: bool = False
     """True when the gradients were not finite and the update was left out (nonFinite: SkipStep)"""
 

@@ -22,7 +22,7 @@ GOOD = 1.25
 LEAST_SHARE = 0.05
 """of a step: a phase that is less of it, planned and measured, is not worth a sentence"""
 
-Kind = Literal["tier", "step", "phase", "link"]
+Kind = Literal["tier", "step", "cores", "phase", "link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def tier_rows(log: RunLog, plan: MemoryPlan) -> list[Row]:
 
 
 def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
-    """The step, then its phases; a plan of an earlier version predicts none of them."""
+    """The step, then its phases, of which a plan of an earlier version predicts none, then what cores worked for it."""
     predicted = plan.prediction.phase_seconds
     rows = [Row("step", "step", plan.prediction.step_seconds, median([step.step_seconds for step in steps]))]
     for phase in (Phase.DATA, *PREDICTED_PHASES):
@@ -74,17 +74,19 @@ def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
         planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
         if seen or planned:
             rows.append(Row("phase", phase.value, planned, seen))
+    if used := median([step.cpu_seconds for step in steps]):  # a run of an earlier version counted none
+        rows.append(Row("cores", "cores", None, used))
     return rows
 
 
 def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
-    """Links whose bytes are counted: nobody counts those of DRAM."""
-    measured = {link for step in steps for link in step.moved_bytes}
-    rows = []
-    for link, planned in sorted(plan.prediction.link_bytes.items()):
+    """Links whose bytes are counted: nobody counts those of DRAM. `cpu` is what the CPU's own work on gradients and
+    states touches; plans predict it as a part of DRAM."""
+    planned, rows = plan.prediction.link_bytes, []
+    for link in sorted({link for step in steps for link in step.moved_bytes}):
         seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])
-        if link in measured and (planned or seen):
-            rows.append(Row("link", link, planned, seen))
+        if planned.get(link) or seen:
+            rows.append(Row("link", link, planned.get(link), seen))
     return rows
 
 
@@ -122,13 +124,13 @@ def sentence(rows: Sequence[Row], run: str) -> str:
 
 def as_json(rows: Sequence[Row], run: str) -> dict[str, object]:
     """The part of -o json (docs/cli.md)."""
-    groups: dict[str, dict[str, object]] = {"tiers": {}, "step": {}, "phases": {}, "links": {}}
-    unit = {"tier": "Bytes", "link": "Bytes", "step": "Seconds", "phase": "Seconds"}
+    groups: dict[str, dict[str, object]] = {"tiers": {}, "step": {}, "phases": {}, "cores": {}, "links": {}}
+    unit = {"tier": "Bytes", "link": "Bytes", "step": "Seconds", "cores": "CpuSeconds", "phase": "Seconds"}
     for row in rows:
         name = unit[row.kind]
         entry: dict[str, object] = {f"predicted{name}": row.planned, f"measured{name}": row.seen, "ratio": row.ratio}
-        if row.kind == "step":
-            groups["step"] = entry
+        if row.kind in ("step", "cores"):
+            groups[row.kind] = entry
         else:
             groups[f"{row.kind}s"][row.name] = entry
     return {**groups, "sentence": sentence(rows, run)}

@@ -161,9 +161,15 @@ def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
 
 
 def reality_section(run: RunRecord, summary: RunSummary) -> str:
-    """Peaks, seconds by phase and bytes by link, each beside its plan, and what to do about the furthest."""
+    """Peaks, seconds by phase and of cores, bytes by link, each beside its plan; what to do about the furthest."""
     rows, budgets = compared(run.log, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
-    names = {"tier": "{} peak", "step": "seconds per step", "phase": "of that, {}", "link": "{} per step"}
+    names = {
+        "tier": "{} peak",
+        "step": "seconds per step",
+        "phase": "of that, {}",
+        "cores": "CPU seconds per step",
+        "link": "{} per step",
+    }
     shown = [
         [
             names[row.kind].format(row.name),

@@ -193,6 +193,7 @@ def step_metrics(fields: dict[str, Any]) -> StepMetrics:
         tier_peak_bytes=dict(fields["tier_peak_bytes"]),
         moved_bytes=dict(fields["moved_bytes"]),
         lane_seconds=dict(fields.get("lane_seconds", {})),
+        cpu_seconds=float(fields.get("cpu_seconds", 0.0)),
         skipped=bool(fields["skipped"]),
     )
 

@@ -32,7 +32,18 @@ def rows_of(found: MemoryPlan) -> dict[str, Row]:
 def test_every_tier_phase_and_counted_link_has_a_row() -> None:
     rows = rows_of(predicted())
     assert [*rows] == ["device", "host", "nvme", "step", "data", "forward", "backward", "wait", "optimizer",
-                       "nvme_read", "nvme_write"]  # fmt: skip
+                       "cores", "d2h", "h2d", "nvme_read", "nvme_write"]  # fmt: skip
+
+
+def test_cpu_seconds_and_bytes_of_every_lane_are_told_also_where_no_plan_predicts_them() -> None:
+    log = RunLog()
+    for step in run_log((1, 9)).curve:
+        metrics = replace(step.metrics, moved_bytes={"cpu": 3 * MIB}, cpu_seconds=0.5 + step.metrics.step)
+        log.steps[metrics.step] = replace(step, metrics=metrics)
+    rows = compared(log, predicted())
+    found = {row.name: (row.planned, row.seen) for row in rows if row.kind in ("cores", "link")}
+    assert found == {"cores": (None, 5.5), "cpu": (None, 3 * MIB)}
+    assert as_json(rows, "x")["cores"] == {"predictedCpuSeconds": None, "measuredCpuSeconds": 5.5, "ratio": None}
 
 
 def test_ratio_is_seen_over_planned() -> None:
@@ -77,7 +88,14 @@ def test_a_phase_of_no_weight_is_not_named() -> None:
 
 def test_a_run_without_steps_has_no_rows() -> None:
     assert compared(RunLog(), predicted()) == []
-    assert as_json([], "x") == {"tiers": {}, "step": {}, "phases": {}, "links": {}, "sentence": "No step is done yet."}
+    assert as_json([], "x") == {
+        "tiers": {},
+        "step": {},
+        "phases": {},
+        "cores": {},
+        "links": {},
+        "sentence": "No step is done yet.",
+    }
 
 
 def test_a_plan_of_an_earlier_version_has_measured_phases_only() -> None:

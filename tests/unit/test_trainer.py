@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +180,16 @@ def test_the_clip_factor_reaches_the_optimizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("norm", "limit", "factor"), [(0.5, 1.0, 1.0), (4.0, None, 1.0), (4.0, 1.0, 1 / 4.000001)])
 def test_clip_factor_never_grows_gradients(norm: float, limit: float | None, factor: float) -> None:
     assert clip_factor_of(norm, limit) == factor
+
+
+def test_a_step_records_what_all_threads_of_the_process_took_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100, 3))
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    Loop(tmp_path, num_steps=2).train()
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [event["cpu_seconds"] for event in events if event["event"] == "step"] == [3.0, 3.0]
 
 
 def test_a_stop_request_commits_the_step_under_way_and_ends_as_preempted(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def commit_or_go_on(run: Run, progress: Progress) -> bool:
 def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
     """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
     started, watch = time.perf_counter(), Stopwatch(run.techniques.waited_seconds)
+    cpu_before = time.process_time()
     moved_before, busy_before = run.techniques.moved_bytes(), run.techniques.busy_seconds()
     step, world = progress.step, run.ranks.world
     samples = samples_of_step(settings, world, progress)
@@ -269,6 +270,7 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         tier_peak_bytes=run.techniques.peak_bytes(),
         moved_bytes=difference(run.techniques.moved_bytes(), moved_before),
         lane_seconds=difference(run.techniques.busy_seconds(), busy_before),
+        cpu_seconds=time.process_time() - cpu_before,
         skipped=not finite,
     )
     return metrics, any(stops)
