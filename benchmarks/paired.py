@@ -41,16 +41,18 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def alternate(contestants: Mapping[str, Callable[[], Result]], *, seconds: float) -> dict[str, list[Result]]:
-    """Results of each by round, for about `seconds` and at least MIN_ROUNDS rounds. One round more comes first, to warm
-    up, and is not counted."""
+def alternate(
+    contestants: Mapping[str, Callable[[], Result]], *, seconds: float, min_rounds: int = MIN_ROUNDS
+) -> dict[str, list[Result]]:
+    """Results of each by round, for about `seconds` and at least `min_rounds` rounds. One round more comes first, to
+    warm up, and is not counted."""
     names = list(contestants)
     results: dict[str, list[Result]] = {name: [] for name in names}
     for name in names:
         contestants[name]()
     begin, num_rounds = time.monotonic(), 0
     # Another round only if it will end in time.
-    while num_rounds < MIN_ROUNDS or (time.monotonic() - begin) * (num_rounds + 1) / num_rounds < seconds:
+    while num_rounds < min_rounds or (time.monotonic() - begin) * (num_rounds + 1) / num_rounds < seconds:
         for position in range(len(names)):
             name = names[(position + num_rounds) % len(names)]
             results[name].append(contestants[name]())

@@ -83,6 +83,23 @@ def line_chart(
     return figure("".join(parts), drawn, unit)
 
 
+def picture(unit: str, across: str, series: Sequence[Series], style: str) -> str:
+    """A file of its own: lines over `across` (a ratio: any number) instead of steps, with its key inside. `style`: the
+    rules of the classes, report.html's."""
+    values = [value for one in series for _, value in one.points]
+    frame = frame_of(series, values, from_zero=False)
+    keys = "".join(
+        f'<rect class="dot {one.colour}" x="{WIDTH - RIGHT - 150}" y="{TOP + 16 * row}" width="10" height="10"/>'
+        f'<text class="note" x="{WIDTH - RIGHT - 134}" y="{TOP + 16 * row + 9}">{escape(one.name)}</text>'
+        for row, one in enumerate(series)
+    )
+    body = axes(frame, unit, across) + "".join(line(frame, one) for one in series) + keys
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
+        f'<style>{style}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="var(--card)"/>{body}</svg>\n'
+    )
+
+
 def stacked_chart(unit: str, series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
     """Areas on top of one another; all series have the same steps."""
     drawn = [Series(one.name, one.colour, thin(one.points)) for one in series]
@@ -154,19 +171,19 @@ def number(value: float) -> str:
     return f"{value:.10g}" if abs(value) >= 1e-4 or value == 0 else f"{value:.1e}"
 
 
-def axes(frame: Frame, unit: str) -> str:
+def axes(frame: Frame, unit: str, across: str = "step") -> str:
     rows, bottom = [], HEIGHT - BOTTOM
     for value in ticks(frame.low, frame.high):
         y = frame.y(value)
         rows.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         rows.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    steps = [step for step in ticks(frame.first, frame.last, 6) if step == int(step)]
+    steps = [step for step in ticks(frame.first, frame.last, 6) if across != "step" or step == int(step)]
     for step in steps:
         x = frame.x(step)
         rows.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number(step)}</text>')
     rows.append(f'<text class="unit" x="{LEFT}" y="{TOP - 4}" text-anchor="start">{escape(unit)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    rows.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    rows.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>')
     return "".join(rows)
 
 

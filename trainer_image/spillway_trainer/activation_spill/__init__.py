@@ -4,10 +4,12 @@
     store.py           a batch a segment: dedup by storage, bounded bytes in flight
     records.py         one storage: source, copy, reload; the views of it
     transfer.py        one batch's copies: their order, their buffers, their way back
+    alone.py           a context manager around any forward, without a plan
 
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """
 
+from .alone import Spilling
 from .spill import ActivationSpill, build
 
-__all__ = ["ActivationSpill", "build"]
+__all__ = ["ActivationSpill", "Spilling", "build"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from spillway.plan import Answer, Tier
@@ -50,11 +50,23 @@ class SpillStore:
     """An ActivationStore over host memory and the spill file."""
 
     def __init__(
-        self, lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab | None, minimum_bytes: int, window_bytes: int
+        self,
+        lanes: Lanes,
+        ledger: DeviceLedger,
+        nvme: NvmeSlab | None,
+        minimum_bytes: int,
+        window_bytes: int,
+        *,
+        transfer_bytes: int | None = None,
+        ahead_bytes: int | None = None,
     ) -> None:
+        """`transfer_bytes`: a batch submits what it has as soon as it is so much (None: when its forward is over).
+        `ahead_bytes`: how far reloads run ahead of backward inside a batch (None: all of it)."""
         self.lanes = lanes
         self.ledger = ledger
         self.minimum_bytes = minimum_bytes
+        self.transfer_bytes = transfer_bytes
+        self.ahead_bytes = ahead_bytes
         self.records: dict[int, weakref.ref[Record]] = {}
         """records by the address of a storage object: their source's, or their reload's"""
         self._nvme = nvme
@@ -62,8 +74,10 @@ class SpillStore:
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
-    def open(self, segment: str, answer: Answer) -> Batch:
-        return Batch(self, segment, answer)
+    def open(self, segment: str, answer: Answer, moved_bytes: int | None = None) -> Batch:
+        """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
+        all)."""
+        return Batch(self, segment, answer, moved_bytes)
 
     def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer:
         """Submit the copies of `records`; waits while more than the window is in flight."""
@@ -95,12 +109,30 @@ class SpillStore:
 class Batch:
     """What one forward through one segment saved."""
 
-    __slots__ = ("_answer", "_pending", "_store", "_transfers", "backward_label", "segment")
+    __slots__ = (
+        "__weakref__",
+        "_answer",
+        "_kept",
+        "_moved_bytes",
+        "_pending",
+        "_pending_bytes",
+        "_store",
+        "_transfers",
+        "backward_label",
+        "offered_bytes",
+        "segment",
+    )
 
-    def __init__(self, store: SpillStore, segment: str, answer: Answer) -> None:
+    def __init__(self, store: SpillStore, segment: str, answer: Answer, moved_bytes: int | None) -> None:
         self._store = store
         self._answer = answer
+        self._moved_bytes = moved_bytes
+        self._kept: set[int] = set()
+        """storages that were offered and stay"""
+        self.offered_bytes = 0
+        """of storages that could move, each once"""
         self._pending: list[weakref.ref[Record]] = []
+        self._pending_bytes = 0
         self._transfers: list[weakref.ref[Transfer]] = []
         self.segment = segment
         self.backward_label = f"backward of {segment}"
@@ -117,10 +149,27 @@ class Batch:
         known = store.records.get(storage._cdata)
         record = known() if known is not None else None
         if record is None or not record.holds(tensor):
+            if not self._takes(storage):
+                return None
             record = Record(store.lanes, store.ledger, self, len(self._pending), tensor)
             self.know(tensor, record)
             self._pending.append(weakref.ref(record))
+            self._pending_bytes += record.nbytes
+            limit_bytes = store.transfer_bytes
+            if limit_bytes is not None and self._pending_bytes >= limit_bytes:
+                self.flush()
         return SpilledTensor(record, tensor, with_batch=record.batch is self)
+
+    def _takes(self, storage: UntypedStorage) -> bool:
+        """Whether a storage that was not offered before moves: the first ones do, backward needs them last."""
+        if storage._cdata in self._kept:
+            return False
+        before = self.offered_bytes
+        self.offered_bytes += storage.nbytes()
+        if self._moved_bytes is None or before < self._moved_bytes:
+            return True
+        self._kept.add(storage._cdata)
+        return False
 
     def know(self, tensor: Tensor, record: Record) -> None:
         """`record` has the storage of `tensor`; whoever looks it up asks the record if it still does."""
@@ -129,16 +178,26 @@ class Batch:
     def flush(self) -> None:
         records = [record for ref in self._pending if (record := ref()) is not None]
         self._pending.clear()
+        self._pending_bytes = 0
         if records:
             transfer = self._store.move(self.segment, self._answer, records)
+            transfer.number = len(self._transfers)
             self._transfers.append(weakref.ref(transfer))
             for record in records:
                 record.transfer = transfer
 
     def prefetch(self) -> None:
-        for ref in self._transfers:
+        self.reload_before(len(self._transfers))
+
+    def reload_before(self, number: int) -> None:
+        """Backward has come to transfer `number`: submit the reloads of those before it, as far as it may run ahead."""
+        limit_bytes, ahead_bytes = self._store.ahead_bytes, 0
+        for ref in reversed(self._transfers[:number]):
+            if limit_bytes is not None and ahead_bytes >= limit_bytes:
+                return
             if (transfer := ref()) is not None:
+                ahead_bytes += transfer.nbytes
                 try:
                     transfer.load()
                 except (DeviceOutOfMemory, HostOutOfMemory):
-                    return  # no room yet: loaded at the first need, when the segment after it has left
+                    return  # no room yet: loaded at the first need, when what comes after it has left

@@ -59,11 +59,15 @@ class Copy(Protocol):
 class Transfer:
     """The records that one flush moved together."""
 
-    __slots__ = ("__weakref__", "_copy", "_lanes", "_records", "_segment")
+    __slots__ = ("__weakref__", "_copy", "_lanes", "_records", "_segment", "is_entered", "number")
 
     def __init__(self, lanes: Lanes, segment: str, records: Sequence[Record], copy: Copy) -> None:
         self._lanes = lanes
         self._segment = segment
+        self.number = 0
+        """of the transfers of its batch, in the order of forward"""
+        self.is_entered = False
+        """backward has come to it"""
         self._records = [weakref.ref(record) for record in records]
         self._copy = copy
 

@@ -1,0 +1,285 @@
+"""Activations out of memory: real resident bytes and seconds of a step, beside every other way to have them there.
+
+BERT, GPT and T5 in the paper's shapes (SSDTrain, arXiv 2408.10013), an eighth as wide: (hidden, layers) = (1024, 4),
+(1536, 3), (2048, 2), and llama (1024, 4); models of `transformers`, float32, 1024 tokens, one compute thread, so that
+bytes a FLOP are near the paper's on this processor and disk, and the other core moves them. --quick: bert and llama,
+half as wide, 512 tokens.
+
+  keep          what autograd does by itself
+  checkpoint    torch.utils.checkpoint around every layer
+  save_on_cpu   torch.autograd.graph.save_on_cpu; where the CPU computes it has nowhere to go
+  cut           the paper's plan: layers spilled whole but for the last, a layer comes back one ahead
+  torch.save    a file a tensor, as torch's tutorial has it
+  ours          spillway_trainer.activation_spill.Spilling, 53 % of the saved bytes may stay; `low`: 30 %
+
+Each mode is a process of its own; all train the same steps in turn, paired with keep's of the same round. peak:
+resident bytes (kernel) at the fullest of a step beyond the idle step, everything that a mode brings along included;
+ledger: what it says of saved tensors itself. predicted: keep's seconds against what the disk, measured beforehand,
+takes for the bytes. tokens/s: with a micro-batch twice as large, and no more memory than keep has for one.
+bit_identical: 1 when loss and every parameter after the last step are keep's in the modes that spill. Goals:
+*_peak_ratio 0.53 at *_step_ratio 1.03 and *_cpu_ratio 1.05, stall 0.02; *_low_peak_ratio 0.30 at *_low_step_ratio 1.10;
+*_step_vs_checkpoint below 1.
+
+A busy machine takes the second core, and with it what hides: the load is printed. ACTIVATION_SPILL_DIRECTORY names the
+directory to spill to (default: this one), ACTIVATION_SPILL_MODELS some of bert,gpt,t5,llama, ACTIVATION_SPILL_CURVE a
+file for the picture of recompute, offload and keep.
+"""
+
+from __future__ import annotations
+
+from spillway_trainer import environment  # isort: skip # noqa: F401  first: torch reads it
+
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import activation_modes
+import paired
+import torch
+from activation_modes import Built, Mode, Shape, StepFigures
+from paired import median, paired_ratio
+
+from spillway.units import format_bytes, format_seconds
+from spillway_cli.report_charts import Series, picture
+from spillway_trainer.tiers.nvme_slab import NvmeSlab
+
+DIRECTORY = Path(os.environ.get("ACTIVATION_SPILL_DIRECTORY", "."))
+FAMILIES = os.environ.get("ACTIVATION_SPILL_MODELS", "bert,gpt,t5,llama").split(",")
+QUICK_FAMILIES = ("bert", "llama")
+CURVE = os.environ.get("ACTIVATION_SPILL_CURVE")
+SHAPES = (
+    Shape("bert", 1024, 4, 512, 2),
+    Shape("gpt", 1536, 3, 512, 2),
+    Shape("t5", 2048, 2, 512, 2),
+    Shape("llama", 1024, 4, 512, 2),
+)
+PAIRS, QUICK_PAIRS, CURVE_PAIRS = 15, 3, 6
+WARM_UP = 2
+"""steps that are not counted: the first spills everything, to see what there is"""
+HEADLINE, LOW = 0.53, 0.30
+MODES: Mapping[str, Mode] = {
+    "keep": Mode("keep"),
+    "checkpoint": Mode("checkpoint"),
+    "save_on_cpu": Mode("save_on_cpu"),
+    "cut": Mode("cut"),
+    "torch.save": Mode("torch.save"),
+    "ours": Mode("ours", HEADLINE),
+    "low": Mode("ours", LOW),
+}
+QUICK_MODES = ("keep", "checkpoint", "ours", "low")
+LARGER = Mode("ours", 0.40, batch_factor=2)
+"""twice the tokens, and below the memory that keep takes for one"""
+
+
+class Rates(NamedTuple):
+    """Bytes per second of the disk under DIRECTORY, through the spill file."""
+
+    write: float
+    read: float
+
+
+class Taken(NamedTuple):
+    """Of one mode: figures by round, and what it ended with."""
+
+    built: Built
+    steps: list[StepFigures]
+    digest: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(step.peak_bytes for step in self.steps)
+
+    def each(self, figure: Callable[[StepFigures], float]) -> list[float]:
+        return [figure(step) for step in self.steps]
+
+
+class Worker:
+    """A fresh process with one mode of one model in it."""
+
+    def __init__(self, context: Any, shape: Shape, mode: Mode) -> None:
+        self._connection, theirs = context.Pipe()
+        arguments = (shape, mode, str(DIRECTORY), theirs)
+        self._process = context.Process(target=activation_modes.serve, args=arguments)
+        self._process.start()
+        theirs.close()
+        self.built: Built = self._connection.recv()
+
+    def ask(self, word: str) -> Any:
+        self._connection.send(word)
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self.ask("close")
+        self._process.join()
+
+
+@contextmanager
+def workers(shape: Shape, modes: Mapping[str, Mode]) -> Iterator[dict[str, Worker]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["activation_modes"])
+    started = {name: Worker(context, shape, mode) for name, mode in modes.items()}
+    yield started
+    for worker in started.values():
+        worker.close()
+
+
+def trained(shape: Shape, modes: Mapping[str, Mode], num_pairs: int) -> dict[str, Taken]:
+    """`num_pairs` steps of every mode in turn, after those that warm up."""
+    with workers(shape, modes) as started:
+        for worker in started.values():
+            for _ in range(WARM_UP - 1):  # `alternate` makes one more
+                worker.ask("step")
+        contestants = {name: partial(worker.ask, "step") for name, worker in started.items()}
+        steps = paired.alternate(contestants, seconds=0.0, min_rounds=num_pairs)
+        return {name: Taken(worker.built, steps[name], worker.ask("digest")) for name, worker in started.items()}
+
+
+def disk_rates(nbytes: int = 64 << 20) -> Rates:
+    """The better of three tries each: what an undisturbed disk does."""
+    slab = NvmeSlab(DIRECTORY, nbytes, 2)
+    memory = torch.ones(nbytes, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    piece = 4 << 20
+    parts = [memory[start + at : start + at + piece] for at in range(0, nbytes - piece, piece)]
+    writes, reads = [], []
+    for _ in range(3):
+        begin = time.perf_counter()
+        checksums = slab.write_batch([(index * piece, part, "") for index, part in enumerate(parts)])
+        middle = time.perf_counter()
+        found = zip(parts, checksums, strict=True)
+        slab.read_batch([(index * piece, part, checksum, "") for index, (part, checksum) in enumerate(found)])
+        writes.append(middle - begin)
+        reads.append(time.perf_counter() - middle)
+    slab.close()
+    moved = len(parts) * piece
+    return Rates(moved / min(writes), moved / min(reads))
+
+
+def predicted_seconds(keep: Sequence[StepFigures], moved_bytes: float, rates: Rates) -> float:
+    """Of a step that writes `moved_bytes` beside keep's forward and reads them beside its backward."""
+    forward = median([step.forward_seconds for step in keep])
+    backward = median([step.seconds - step.forward_seconds for step in keep])
+    return max(forward, moved_bytes / rates.write) + max(backward, moved_bytes / rates.read)
+
+
+def shown(shape: Shape, taken: Mapping[str, Taken]) -> None:
+    keep = taken["keep"]
+    print(
+        f"{shape.family} ({shape.hidden}, {shape.num_layers}), {shape.batch} x {shape.sequence} tokens, "
+        f"{format_bytes(keep.built.saved_bytes)} saved, idle step {format_bytes(keep.built.idle_bytes)}"
+    )
+    print(f"  {'':12}{'peak':>11}{'of keep':>9}{'ledger':>11}{'written':>11}{'step':>9}   step / keep's, CPU, stalled")
+    for name, each in taken.items():
+        step = paired_ratio(keep.each(seconds_of), each.each(seconds_of))
+        cpu = paired_ratio(keep.each(cpu_seconds_of), each.each(cpu_seconds_of))
+        print(
+            f"  {name:12}{format_bytes(each.peak_bytes):>11}{each.peak_bytes / keep.peak_bytes:9.3f}"
+            f"{format_bytes(each.steps[-1].saved_bytes):>11}{format_bytes(each.steps[-1].written_bytes):>11}"
+            f"{format_seconds(median(each.each(seconds_of))):>9}   {step}  {cpu.median:.3f}  {stall_share(each):.3f}"
+        )
+
+
+def seconds_of(step: StepFigures) -> float:
+    return step.seconds
+
+
+def cpu_seconds_of(step: StepFigures) -> float:
+    return step.cpu_seconds
+
+
+def stall_share(taken: Taken) -> float:
+    return median([step.stalled_seconds / step.seconds for step in taken.steps])
+
+
+def figures_of(shape: Shape, taken: Mapping[str, Taken], rates: Rates) -> dict[str, float]:
+    """`paired_ratio(a, b)` is b over a."""
+    keep, checkpoint, found = taken["keep"], taken["checkpoint"], {}
+    for setting, mode in (("", "ours"), ("low_", "low")):
+        ours = taken[mode]
+        seconds = median(ours.each(seconds_of))
+        moved = median([float(step.written_bytes) for step in ours.steps])
+        found |= {
+            f"{setting}peak_ratio": ours.peak_bytes / keep.peak_bytes,
+            f"{setting}step_ratio": paired_ratio(keep.each(seconds_of), ours.each(seconds_of)).median,
+            f"{setting}cpu_ratio": paired_ratio(keep.each(cpu_seconds_of), ours.each(cpu_seconds_of)).median,
+            f"{setting}stall_share": stall_share(ours),
+            f"{setting}prediction_error": abs(predicted_seconds(keep.steps, moved, rates) / seconds - 1.0),
+        }
+    # The one of ours that holds no more than checkpointing does.
+    rival = taken["ours"] if taken["ours"].peak_bytes <= checkpoint.peak_bytes else taken["low"]
+    found["step_vs_checkpoint"] = paired_ratio(checkpoint.each(seconds_of), rival.each(seconds_of)).median
+    found["peak_vs_checkpoint"] = rival.peak_bytes / checkpoint.peak_bytes
+    if "larger" in taken:
+        larger = taken["larger"]
+        pairs = paired_ratio(larger.each(seconds_of), keep.each(seconds_of))
+        found["larger_batch_tokens_ratio"] = LARGER.batch_factor * pairs.median
+        found["larger_batch_peak_ratio"] = larger.peak_bytes / keep.peak_bytes
+        tokens = shape.batch * shape.sequence
+        rate, factor = tokens / median(keep.each(seconds_of)), LARGER.batch_factor
+        print(
+            f"  tokens/s: keep {rate:.0f}, ours with {factor} x the micro-batch "
+            f"{factor * tokens / median(larger.each(seconds_of)):.0f}"
+        )
+    return {f"{shape.family}_{name}": value for name, value in found.items()}
+
+
+def curve(shape: Shape, file: Path) -> None:
+    """Recompute, offload, keep: what a step takes at each peak, drawn."""
+    layers = shape.num_layers
+    modes = {"keep": Mode("keep")}
+    modes |= {f"recompute {n}": Mode("checkpoint", num_layers=n) for n in range(1, layers + 1)}
+    modes |= {f"cut {n}": Mode("cut", num_layers=n) for n in range(1, layers)}
+    modes |= {f"ours {share}": Mode("ours", share) for share in (0.9, 0.7, HEADLINE, 0.4, LOW)}
+    taken = trained(shape, modes, CURVE_PAIRS)
+    keep = taken["keep"]
+    points = {
+        name: (each.peak_bytes / keep.peak_bytes, paired_ratio(keep.each(seconds_of), each.each(seconds_of)).median)
+        for name, each in taken.items()
+    }
+    kinds = {"recompute": ("layers recomputed", "c2"), "cut": ("layers spilled", "c4"), "ours": ("ours", "c1")}
+    series = [
+        Series(label, colour, sorted([(1.0, 1.0), *(at for name, at in points.items() if name.startswith(kind))]), True)
+        for kind, (label, colour) in kinds.items()
+    ]
+    style = re.search("<style>(.*?)</style>", resources.files("spillway_cli").joinpath("report.html").read_text(), re.S)
+    assert style is not None
+    drawn = picture("step / keep's", f"activation peak / keep's, {shape.family}", series, style[1])
+    file.write_text(drawn, encoding="utf-8")
+    print(f"  recompute, offload, keep ({file}):")
+    for name, (peak, step) in sorted(points.items(), key=lambda item: item[1]):
+        print(f"    {name:14} peak {peak:.3f}  step {step:.3f}")
+
+
+def measure(quick: bool) -> dict[str, float]:
+    rates = disk_rates()
+    print(f"disk: writes {rates.write / 1e9:.2f} GB/s, reads {rates.read / 1e9:.2f} GB/s\n")
+    figures: dict[str, float] = {}
+    identical = True
+    for shape in SHAPES:
+        if shape.family not in FAMILIES or (quick and shape.family not in QUICK_FAMILIES):
+            continue
+        if quick:
+            shape = replace(shape, hidden=shape.hidden // 2, batch=1)  # noqa: PLW2901
+        modes = {name: MODES[name] for name in QUICK_MODES} if quick else {**MODES, "larger": LARGER}
+        taken = trained(shape, modes, QUICK_PAIRS if quick else PAIRS)
+        shown(shape, taken)
+        figures |= figures_of(shape, taken, rates)
+        others = [name for name, each in taken.items() if name != "larger" and each.digest != taken["keep"].digest]
+        identical &= not {"ours", "low", "cut"}.intersection(others)
+        print(f"  other bits than keep's: {', '.join(others) or 'none'}\n")
+        if CURVE and shape.family == "gpt":
+            curve(shape, Path(CURVE))
+    return {**figures, "bit_identical": float(identical)}
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    paired.main("activation_spill", __doc__, measure, at_least={"bit_identical": 1.0})

@@ -1,0 +1,271 @@
+"""activation_spill.Spilling: any forward, two lines, the same bits; models of transformers and what users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spillway.errors import UserError
+from spillway.plan import Tier
+from spillway_trainer.activation_spill import Spilling
+
+KIB = 1 << 10
+TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Spilling]]:
+    """Spilling of small tensors in small transfers, closed in the end."""
+    made: list[Spilling] = []
+
+    def spilling(module: nn.Module, **given: Any) -> Spilling:
+        sizes = {"nvme_bytes": 1 << 24, "minimum_bytes": 256, "transfer_bytes": 2 * KIB, "ahead_bytes": 4 * KIB}
+        made.append(Spilling(module, tmp_path, **{**sizes, **given}))
+        return made[-1]
+
+    yield spilling
+    for each in made:
+        each.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2, decoder_start_token_id=0, use_cache=False
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(6, 8, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5),
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        images = tokens.repeat(1, 12).view(2, 1, 12, 12).float() / 61
+        return self.inner(images).square().mean()  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.cell = kind(16, 24, num_layers=2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(24, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, _ = self.cell(self.embedding(tokens))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class TiedSplit(nn.Module):
+    """A head tied to the embedding, one projection split in three, transposes, and an expanded gate of stride 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.gate = nn.Linear(32, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).split(32, dim=-1)
+        y = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        y = y * torch.sigmoid(self.gate(y)).expand_as(y)
+        return F.cross_entropy((F.dropout(y, 0.1) @ self.embedding.weight.t()).flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(TiedSplit):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = checkpoint(lambda x: torch.tanh(self.qkv(x)).sin(), x, use_reentrant=self.use_reentrant)
+        return torch.tanh(y[..., :32] @ self.embedding.weight.t()).exp().mean() + self.gate(x).tanh().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "convolutions": Convolutions,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "tied, split, stride 0": TiedSplit,
+    "checkpointed": lambda: Checkpointed(use_reentrant=False),
+    "re-entrant": lambda: Checkpointed(use_reentrant=True),
+}
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    if isinstance(model, transformers.PreTrainedModel):
+        loss: Tensor = model(input_ids=TOKENS, labels=TOKENS).loss
+        return loss
+    return model(TOKENS)  # type: ignore[no-any-return]
+
+
+def trained(name: str, spill: Callable[[nn.Module], Spilling] | None, steps: int = 3) -> list[Tensor]:
+    """Losses and gradients of `steps` steps, dropout included, and the parameters after them."""
+    torch.manual_seed(7)
+    model = MODELS[name]().train()
+    spilling = spill(model) if spill else None
+    found: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        if spilling is None:
+            loss = loss_of(model)
+        else:
+            with spilling:
+                loss = loss_of(model)
+        loss.backward()
+        found.append(loss.detach())
+        del loss
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    found.append(parameter.grad)
+                    parameter.sub_(parameter.grad * 0.1)
+                    parameter.grad = None
+    if spilling is not None:
+        spilling.store.drain()
+        assert spilling.held_bytes() == {Tier.DEVICE: 0, Tier.NVME: 0}
+    return [*found, *(parameter.detach() for parameter in model.parameters())]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("device_bytes", [0, 20 * KIB])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_spilled_forward_trains_to_the_same_bits(name: str, device_bytes: int, make: Callable[..., Spilling]) -> None:
+    made: list[Spilling] = []
+
+    def spill(model: nn.Module) -> Spilling:
+        made.append(make(model, device_bytes=device_bytes))
+        return made[-1]
+
+    assert same(trained(name, spill), trained(name, None))
+    assert made[0].lanes.moved_bytes()["nvme_write"] > 0
+
+
+def chain(x: Tensor, length: int = 10) -> Tensor:
+    """Each sine saves its input, 4 KiB."""
+    for _ in range(length):
+        x = x.sin()
+    return x.sum()
+
+
+def leaf() -> Tensor:
+    return torch.linspace(-1, 1, KIB).requires_grad_()
+
+
+def test_the_last_saved_stay_and_the_first_leave_once_a_forward_has_told_how_many_there_are(
+    make: Callable[..., Spilling],
+) -> None:
+    spilling = make(nn.Module(), device_bytes=20 * KIB, ahead_bytes=4 * KIB, transfer_bytes=4 * KIB)
+    held = []
+    for _ in range(2):
+        with spilling:
+            loss = chain(leaf())
+        spilling.store.drain()
+        held.append(spilling.held_bytes())
+        del loss
+    assert held[0] == {Tier.DEVICE: 0, Tier.NVME: 40 * KIB}
+    assert held[1] == {Tier.DEVICE: 8 * KIB, Tier.NVME: 32 * KIB}  # 20, less one ahead and two transfers
+
+
+def test_backward_holds_no_more_than_what_stays_and_what_runs_ahead(make: Callable[..., Spilling]) -> None:
+    spilling = make(nn.Module(), ahead_bytes=8 * KIB, transfer_bytes=4 * KIB)
+    with spilling:
+        loss = chain(leaf(), 40)
+    spilling.store.drain()
+    spilling.ledger.reset_peak()
+    loss.backward()
+    assert spilling.ledger.peak_bytes <= (2 + 1 + 1) * 4 * KIB  # ahead, in use, and one that is on its way out
+
+
+def test_two_graphs_alive_go_backward_in_any_order(make: Callable[..., Spilling]) -> None:
+    spilling, leaves = make(nn.Module()), [leaf() for _ in range(3)]
+    losses = []
+    for index, x in enumerate(leaves):
+        with spilling:
+            losses.append(chain(x * (index + 1)))
+    for index in (1, 0, 2):
+        losses[index].backward()
+    for index, x in enumerate(leaves):
+        assert torch.equal(x.grad, torch.autograd.grad(chain((y := leaf()) * (index + 1)), y)[0])
+
+
+def test_an_exception_in_the_forward_leaves_nothing_and_the_next_forward_is_exact(
+    make: Callable[..., Spilling],
+) -> None:
+    spilling, x = make(nn.Module()), leaf()
+    with pytest.raises(ValueError, match="bad batch"), spilling:
+        raise ValueError(f"bad batch: {chain(x)}")
+    spilling.store.drain()
+    assert spilling.held_bytes() == {Tier.DEVICE: 0, Tier.NVME: 0}
+    with spilling:
+        loss = chain(x)
+    loss.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(chain(y := leaf()), y)[0])
+
+
+def test_a_forward_without_gradients_between_changes_nothing(make: Callable[..., Spilling]) -> None:
+    spilling, x = make(nn.Module()), leaf()
+    with spilling:
+        loss = chain(x)
+    moved = spilling.lanes.moved_bytes()["d2h"]
+    with torch.no_grad(), spilling:
+        chain(x)
+    assert spilling.lanes.moved_bytes()["d2h"] == moved
+    loss.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(chain(y := leaf()), y)[0])
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="weight is on meta: activation spilling on its own moves tensors of the CPU"):
+        Spilling(model, tmp_path, nvme_bytes=1 << 20)
