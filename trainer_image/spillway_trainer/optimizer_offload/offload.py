@@ -98,10 +98,11 @@ class OptimizerOffload:
         self._initialise_states()
 
     def wait(self, names: Sequence[str]) -> None:
-        for name in names:
-            owner = self._trainable.owner(name)
-            for event in self._updating.pop(owner, ()):
-                self._lanes.wait(event)
+        owners = [self._trainable.owner(name) for name in names]
+        events = [event for owner in owners for event in self._updating.pop(owner, ())]
+        for event in reversed(events):  # the last first: lanes may do what is ahead of it while they wait
+            self._lanes.wait(event)
+        for name, owner in zip(names, owners, strict=True):
             self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
 
     def begin(self, learning_rate: float) -> None:

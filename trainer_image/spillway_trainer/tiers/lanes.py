@@ -15,7 +15,7 @@ import copy
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from queue import SimpleQueue
@@ -233,13 +233,21 @@ def kept_error(error: BaseException) -> BaseException:
 
 
 class QueuedOperation(Operation):
-    """Run by a lane's worker; anybody may wait."""
+    """Run by a lane's worker, or by a compute lane that waits for it; anybody may wait."""
 
-    __slots__ = ("_finished",)
+    __slots__ = ("_finished", "lane", "taken")
 
-    def __init__(self, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
+    def __init__(self, lane: Lane, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
         super().__init__(work, after, label)
+        self.lane = lane
+        self.taken = False
+        """somebody runs it, or has"""
         self._finished = threading.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Nobody who runs it now would have to wait."""
+        return all(event.done for event in self._after)
 
     def finish(self) -> None:
         self._finished.set()
@@ -249,11 +257,51 @@ class QueuedOperation(Operation):
         self.raise_error()
 
 
+class LaneQueue:
+    """Operations of one lane, first in, first out: taken by its worker, or by somebody who waits for one of them."""
+
+    def __init__(self) -> None:
+        self._operations: deque[QueuedOperation] = deque()
+        self._turns: SimpleQueue[bool] = SimpleQueue()
+        """one for every operation, also for those that others take; False: no more will come"""
+        self._taking = threading.Lock()
+
+    def put(self, operation: QueuedOperation) -> None:
+        self._operations.append(operation)
+        self._turns.put(True)
+
+    def close(self) -> None:
+        self._turns.put(False)
+
+    def take(self) -> QueuedOperation | None:
+        """The worker's next one; waits for it. None: the queue is closed and empty."""
+        while self._turns.get():
+            with self._taking:
+                if self._operations:
+                    return self._pop()
+        return None
+
+    def take_ahead_of(self, last: QueuedOperation) -> QueuedOperation | None:
+        """The next one, for somebody who waits for `last`; None when `last` is taken or the next one would wait."""
+        with self._taking:
+            if last.taken or not self._operations[0].ready:
+                return None
+            return self._pop()
+
+    def _pop(self) -> QueuedOperation:
+        operation = self._operations.popleft()
+        operation.taken = True
+        return operation
+
+
 class CpuLanes:
     """One worker thread a lane, first in first out.
 
     A worker blocks on the `after` events of the operation at its head. That cannot deadlock: an event exists only once
     its operation is queued, so of all operations in the queues the one submitted first never waits for another.
+
+    A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
+    would stand still.
     """
 
     def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
@@ -262,7 +310,8 @@ class CpuLanes:
         self._moved: Counter[str] = Counter()
         self._stalled_seconds = 0.0
         self._busy_seconds = dict.fromkeys(Lane, 0.0)
-        self._queues: dict[Lane, SimpleQueue[QueuedOperation | None]] = {}
+        self._counting = threading.Lock()
+        self._queues: dict[Lane, LaneQueue] = {}
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
         host.reclaim = ledger.reclaim = self.reclaim
@@ -291,7 +340,7 @@ class CpuLanes:
         nbytes: int = 0,
         label: str = "",
     ) -> Event:
-        operation = QueuedOperation(work, after, label)
+        operation = QueuedOperation(lane, work, after, label)
         self._moved[lane.value] += nbytes
         (self._queues.get(lane) or self._start(lane)).put(operation)
         return operation
@@ -307,6 +356,9 @@ class CpuLanes:
             event.wait()
             return
         started = time.perf_counter()
+        if isinstance(event, QueuedOperation) and event.lane is Lane.CPU:
+            while (operation := self._queues[Lane.CPU].take_ahead_of(event)) is not None:
+                self._run(operation)
         event.wait()
         self._stalled_seconds += time.perf_counter() - started
 
@@ -321,34 +373,38 @@ class CpuLanes:
 
     def close(self) -> None:
         for queue in self._queues.values():
-            queue.put(None)
+            queue.close()
         for thread in self._threads:
             thread.join()
         self._queues.clear()
         self._threads.clear()
         self._releases.sweep()
 
-    def _start(self, lane: Lane) -> SimpleQueue[QueuedOperation | None]:
+    def _start(self, lane: Lane) -> LaneQueue:
         with self._starting:
             if lane not in self._queues:
-                queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
-                thread = threading.Thread(target=self._work, args=(lane, queue), name=f"lane-{lane}", daemon=True)
+                queue = LaneQueue()
+                thread = threading.Thread(target=self._work, args=(queue,), name=f"lane-{lane}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
                 self._queues[lane] = queue
             return self._queues[lane]
 
-    def _work(self, lane: Lane, queue: SimpleQueue[QueuedOperation | None]) -> None:
-        while (operation := queue.get()) is not None:
-            operation.run()
-            self._busy_seconds[lane] += operation.seconds
-            # Before anybody wakes up: who waited for memory finds it free.
-            try:
-                self._releases.sweep()
-            except BaseException as error:  # a worker that dies would leave everybody waiting
-                operation.fail(error)
-            operation.finish()
+    def _work(self, queue: LaneQueue) -> None:
+        while (operation := queue.take()) is not None:
+            self._run(operation)
             del operation  # else the idle worker holds the last event, and with it whatever its error refers to
+
+    def _run(self, operation: QueuedOperation) -> None:
+        operation.run()
+        with self._counting:
+            self._busy_seconds[operation.lane] += operation.seconds
+        # Before anybody wakes up: who waited for memory finds it free.
+        try:
+            self._releases.sweep()
+        except BaseException as error:  # a worker that dies would leave everybody waiting
+            operation.fail(error)
+        operation.finish()
 
 
 class LazyOperation(Operation):
