@@ -90,6 +90,12 @@ PREDICTED_TIER_BYTES = Metric(PREFIX + "predicted_tier_bytes", "gauge", "Planned
 PREDICTED_STEP_SECONDS = Metric(PREFIX + "predicted_step_seconds", "gauge", "Planned seconds per step.")
 MOVED_BYTES = Metric(PREFIX + "moved_bytes_total", "counter", "Bytes moved by link.", (RANK_LABEL, "link"))
 IO_BACKEND = Metric(PREFIX + "io_backend_info", "gauge", "The I/O engine in use.", ("backend",))
+SPILL_FAULTS = Metric(
+    PREFIX + "spill_faults_total",
+    "counter",
+    "Faults of spill devices that the run survived: write_failed, device_retired, device_slow, redirected.",
+    (RANK_LABEL, "kind"),
+)
 CHECKPOINT_TIMESTAMP = Metric(
     PREFIX + "checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last committed checkpoint."
 )

@@ -154,6 +154,9 @@ class Prediction(Frozen):
     """of a step, by the phases that a step measures: forward, backward, wait, exchange, optimizer"""
     work: dict[str, dict[str, float]] = Field(default_factory=dict)
     """what each phase asks for in a step, in bytes, FLOPs and counts: what calibration sets beside measured seconds"""
+    nvme_read_bytes_per_second: float = 0.0
+    """of this rank's part of the node's drives, as it was taken; 0 = nothing is on NVMe, or unknown"""
+    nvme_write_bytes_per_second: float = 0.0
     nvme_written_bytes_per_day: float = 0.0
     """of this rank, in the busiest day: a job shorter than a day writes no more than its steps do"""
     drive_writes_per_day: float = 0.0

@@ -455,6 +455,8 @@ def predict(
             Phase.EXCHANGE: exchange[Resource.NETWORK],
             Phase.OPTIMIZER: exposed - waited,
         },
+        nvme_read_bytes_per_second=rates.read if total[Resource.READ] else 0.0,
+        nvme_write_bytes_per_second=rates.write if total[Resource.WRITE] else 0.0,
         nvme_written_bytes_per_day=per_day,
         drive_writes_per_day=per_day / drives.capacity_bytes if drives.capacity_bytes else 0.0,
         years_until_rated_writes=drives.rated_bytes / (per_day * DAYS_PER_YEAR)

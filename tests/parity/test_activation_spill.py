@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from spillway_trainer.tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import DEVICE_BUFFERS, CpuLanes, Event, Lane, LazyLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
+from spillway_trainer.tiers.spill_health import MAX_BAD_EXTENTS, SLOW_SECONDS, DeviceHealth
 
 SIZE = 4096
 """floats of one activation: 16 KiB"""
@@ -46,10 +48,20 @@ class Pipeline:
         host_bytes: int = 1 << 22,
         nvme_bytes: int = 1 << 22,
         window_bytes: int = 1 << 30,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: host memory takes what the disk refuses."""
         self.host, self.ledger = HostSlab(host_bytes), DeviceLedger(device_bytes)
         self.lanes = lanes(self.host, self.ledger)
-        self.nvme = NvmeSlab(Path("/spill"), nvme_bytes, 1, open_file=self._open)
+        self.said: list[str] = []
+        self.nvme = NvmeSlab(
+            Path("/spill"),
+            nvme_bytes,
+            1,
+            open_file=self._open,
+            host=self.host if keeps else None,
+            tell=self.said.append,
+        )
         self.segments = [f"block{index}" for index in range(len(answers))]
         plan = ActivationPlan(answers=answers, minimum_bytes=1024, window_bytes=window_bytes)
         self.technique: ActivationSpill = activation_spill.build(
@@ -307,6 +319,68 @@ def test_a_failed_write_stops_the_step(lanes: type) -> None:
     with pytest.raises(SpillIOError, match=r"write of saved storage \d of block0 at offset \d+.*errno 5"):
         pipeline.forward().backward()
     assert pipeline.x.grad is None
+
+
+@pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
+def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> None:
+    pipeline = Pipeline(*[Answer.NVME] * 6, lanes=lanes, keeps=True)
+    pipeline.file.failing.add("write")
+    for _ in range(3):
+        pipeline.x.grad = None
+        pipeline.forward().backward()
+        pipeline.technique.end_step()
+        assert torch.equal(pipeline.x.grad, pipeline.expected())
+    assert pipeline.host.held_bytes == 0
+    assert [re.sub(r"\d+", "#", line) for line in pipeline.said] == [
+        *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). Its bytes stay "
+          "in host memory, and that place is not used again"] * 3,
+        "spill: /spill takes no more writes; what it holds can still be read",
+        "spill: activations of block#: goes to host memory, because a device failed (/spill: write of saved storage # "
+        "of block# at offset #: Input/output error (errno #)); so does what follows",
+    ]  # fmt: skip
+    assert pipeline.nvme.faults()["redirected"] >= 12
+
+
+@pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
+def test_where_host_memory_is_full_too_activations_stay_on_the_device(lanes: type) -> None:
+    """Room for the bytes of one segment, and their staging."""
+    pipeline = Pipeline(*[Answer.NVME] * 6, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
+    pipeline.file.failing.add("write")
+    pipeline.nvme._devices[0].writes = DeviceHealth(num_bad_extents=MAX_BAD_EXTENTS - 1)
+    for _ in range(3):
+        pipeline.x.grad = None
+        pipeline.forward().backward()
+        pipeline.technique.end_step()
+        assert torch.equal(pipeline.x.grad, pipeline.expected())
+    assert sum("goes to the device" in line for line in pipeline.said) == 1
+    assert sum(pipeline.technique.held_bytes().values()) == pipeline.ledger.held_bytes == 0
+
+
+def test_an_activation_that_stays_is_still_found_out_when_it_is_changed_in_place() -> None:
+    pipeline = Pipeline(Answer.NVME, keeps=True, host_bytes=0)
+    pipeline.nvme._devices[0].writes = DeviceHealth(is_retired=True)
+    pipeline.nvme.first_failure = SpillIOError("write failed", errno=errno.EIO)
+    y = pipeline.x * 1.0
+    loss = pipeline.technique.hook.run("block0", lambda z: z.sin(), y).sum()
+    assert pipeline.technique.held_bytes()[Tier.DEVICE] == SIZE * 4
+    with torch.no_grad():
+        y.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
+def test_a_slow_disk_has_activations_go_to_host_memory_while_it_has_room(lanes: type) -> None:
+    pipeline = Pipeline(Answer.NVME, Answer.NVME, lanes=lanes, keeps=True)
+    pipeline.nvme._devices[0].writes = DeviceHealth(slow_seconds=SLOW_SECONDS)
+    pipeline.forward().backward()
+    assert "nvme_write" not in pipeline.lanes.moved_bytes()
+    assert torch.equal(pipeline.x.grad, pipeline.expected())
+    full = Pipeline(Answer.NVME, Answer.NVME, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
+    full.nvme._devices[0].writes = DeviceHealth(slow_seconds=SLOW_SECONDS)
+    full.forward().backward()
+    assert full.lanes.moved_bytes()["nvme_write"] == 2 * 3 * SIZE * 4
+    assert full.said == []
 
 
 def test_a_failed_write_that_nobody_reads_is_reported_at_the_end_of_the_step() -> None:

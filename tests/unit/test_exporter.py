@@ -35,7 +35,7 @@ def step(tokens: int = 100, skipped: bool = False) -> StepMetrics:
 
 
 def new_exporter() -> Exporter:
-    return Exporter("small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT")
+    return Exporter("small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT", lambda: {"write_failed": 2})
 
 
 def scrape(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -62,6 +62,7 @@ def test_before_the_first_step_only_the_plan_is_shown() -> None:
             metrics.IO_BACKEND,
             metrics.TIER_BUDGET_BYTES,
             metrics.PREDICTED_TIER_BYTES,
+            metrics.SPILL_FAULTS,
         )
     }
 
@@ -91,6 +92,12 @@ def test_tier_series_carry_rank_and_tier() -> None:
     exporter.step(step())
     labels = (("rank", "0"), ("tier", "nvme"), ("training_job", "small"))
     assert scrape(exporter)[metrics.TIER_PEAK_BYTES.name, labels] == 5
+
+
+def test_faults_of_spill_devices_carry_rank_and_kind() -> None:
+    (metric,) = [m for m in new_exporter().collect() if m.name + "_total" == metrics.SPILL_FAULTS.name]
+    (sample,) = metric.samples
+    assert (sample.labels, sample.value) == ({"training_job": "small", "rank": "0", "kind": "write_failed"}, 2.0)
 
 
 def test_a_port_in_use_is_a_sentence() -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from spillway.errors import UserError
+from spillway.errors import SpillwayError, UserError
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
 from . import activation_spill, config, kernels, model_spill
+from .cgroup import spare_host_bytes
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
 from .optimizer import Hyperparameters, Optimizer, ResidentOptimizer
@@ -36,7 +37,7 @@ from .spill_file import SpillFile
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
-from .tiers.nvme_slab import NvmeSlab
+from .tiers.nvme_slab import NvmeSlab, PlannedRates
 from .trainer import MicroBatchOrder, in_order
 from .zero import run as zero
 
@@ -65,6 +66,12 @@ class Tiers:
             if tier is not None:
                 tier.reset_peak()
         return peaks
+
+    def cause_of(self, error: SpillwayError) -> SpillwayError:
+        """`error`, memory that ran out; or the failure of a spill device that had bytes stay in that memory."""
+        if self.nvme is None or self.nvme.first_failure is None:
+            return error
+        return self.nvme.no_room_left(f"all that the step needs: {error}")
 
     def close(self) -> None:
         self.lanes.close()
@@ -123,6 +130,10 @@ class Assembly:
 
     def busy_seconds(self) -> dict[str, float]:
         return self.tiers.lanes.busy_seconds()
+
+    def spill_faults(self) -> dict[str, int]:
+        """Faults of spill devices that were survived so far, by kind."""
+        return self.tiers.nvme.faults() if self.tiers.nvme else {}
 
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"
@@ -239,12 +250,20 @@ def refuse_streaming(plan: MemoryPlan) -> None:
 
 def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
     ledger = DeviceLedger(plan.budget[Tier.DEVICE])
-    host = HostSlab(plan.slab_bytes(Tier.HOST))
+    host = HostSlab(plan.slab_bytes(Tier.HOST), partial(spare_host_bytes, plan, job.ranks_per_node, Path("/")))
     nvme = None
     if uses_nvme(plan):
-        open_file = partial(SpillFile, listed=job.spill_is_listed)
-        num_threads, directory = plan.activations.num_io_threads, Path(job.spill_directory)
-        nvme = NvmeSlab(directory, plan.slab_bytes(Tier.NVME), num_threads, open_file=open_file)
+        nvme = NvmeSlab(
+            Path(job.spill_directory),
+            plan.slab_bytes(Tier.NVME),
+            plan.activations.num_io_threads,
+            open_file=partial(SpillFile, listed=job.spill_is_listed),
+            host=host,
+            tell=partial(print, flush=True),
+            planned=PlannedRates(
+                plan.prediction.nvme_read_bytes_per_second, plan.prediction.nvme_write_bytes_per_second
+            ),
+        )
         nvme.register(host.memory)  # staging buffers lie there
     return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
 

@@ -1,4 +1,4 @@
-"""This process's control groups, and the cores that they and its affinity leave to it and its update threads.
+"""This process's control groups: the cores that they and its affinity leave to it, and the memory that is still free.
 
 A container's limit counts, never the machine's figure. `root` is / except in tests.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spillway.plan import MemoryPlan
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import MIB
 
 CPU_CONTROLLER_V1 = "cpu"
+MEMORY_CONTROLLER_V1 = "memory"
+MEMORY_MARGIN_BYTES = 256 * MIB
+"""of the limit that nobody may plan with: what else the process allocates must not end it"""
 
 
 def usable_cores(root: Path) -> int:
@@ -31,6 +35,38 @@ def with_usable_threads(plan: MemoryPlan, usable: int, num_local_ranks: int) -> 
     if plan.optimizer.num_threads <= most:
         return plan
     return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": most})})
+
+
+def spare_host_bytes(plan: MemoryPlan, num_local_ranks: int, root: Path) -> int:
+    """What a rank may take beside its host slab when a spill device fails: the rest of its budget, as far as the node
+    and the control groups have that much free now, with a margin."""
+    unplanned = plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST)
+    free = (free_memory_bytes(root) - MEMORY_MARGIN_BYTES) // num_local_ranks
+    return max(0, min(unplanned, free))
+
+
+def free_memory_bytes(root: Path) -> int:
+    """Of the node, bounded by the limit of every control group above this process. Page cache that can go is free."""
+    found = [1024 * number_after("MemAvailable:", read_text(root / "proc/meminfo"))]
+    for directory in v2_directories(root):
+        limit, used = read_text(directory / "memory.max"), read_text(directory / "memory.current")
+        cache = number_after("inactive_file", read_text(directory / "memory.stat"))
+        found += [int(limit) - int(used) + cache] if limit.isdigit() and used.isdigit() else []
+    for directory in v1_directories(root, MEMORY_CONTROLLER_V1):
+        limit = read_text(directory / "memory.limit_in_bytes")
+        used = read_text(directory / "memory.usage_in_bytes")
+        cache = number_after("total_inactive_file", read_text(directory / "memory.stat"))
+        found += [int(limit) - int(used) + cache] if limit.isdigit() and used.isdigit() else []
+    return max(0, min(found))
+
+
+def number_after(name: str, text: str) -> int:
+    """The number that follows `name` at the start of a line; 0 where there is none."""
+    for line in text.splitlines():
+        key, _, rest = line.partition(" ")
+        if key == name:
+            return int(rest.split()[0])
+    return 0
 
 
 def v2_directories(root: Path) -> list[Path]:

@@ -6,7 +6,7 @@ The loop never waits for a scrape: it replaces one reference, and the collector 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -32,7 +32,17 @@ class Totals:
 class Exporter(Collector):
     """Serves the series of spillway.metrics for one rank. Those without a rank label are rank 0's to tell."""
 
-    def __init__(self, job: str, rank: int, num_steps: int, plan: MemoryPlan, io_backend: str) -> None:
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        num_steps: int,
+        plan: MemoryPlan,
+        io_backend: str,
+        spill_faults: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """`spill_faults`: those survived so far, by kind."""
+        self._spill_faults = spill_faults
         self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
         self._last: StepMetrics | None = None
         self._last_time = 0.0
@@ -73,6 +83,9 @@ class Exporter(Collector):
         predicted = {tier.value: float(size.total) for tier, size in self._plan.bytes.items()}
         yield from self._labelled(metrics.TIER_BUDGET_BYTES, budget)
         yield from self._labelled(metrics.PREDICTED_TIER_BYTES, predicted)
+        yield from self._labelled(
+            metrics.SPILL_FAULTS, {kind: float(number) for kind, number in self._spill_faults().items()}
+        )
         if self._evaluation_loss is not None:
             yield from self._gauge(metrics.EVALUATION_LOSS, self._evaluation_loss)
         if self._checkpoint is not None:

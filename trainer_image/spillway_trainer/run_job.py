@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from spillway.errors import UserError
+from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
@@ -87,7 +87,14 @@ def run_ranks(
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
         recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
-        exporter = Exporter(job.name, ranks.world.rank, job.spec.training.steps, plan, assembly.io_backend())
+        exporter = Exporter(
+            job.name,
+            ranks.world.rank,
+            job.spec.training.steps,
+            plan,
+            assembly.io_backend(),
+            assembly.spill_faults,
+        )
         serve_metrics(exporter, job)
         report_progress = reporting(operators_environment(ranks), job, plan, progress.step, report)
         client = opened.enter_context(report_progress)
@@ -168,9 +175,22 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
 def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks) -> Iterator[Assembly]:
     assembly = assemble(job, plan, model, ranks)
     try:
-        yield assembly
+        with survived(assembly):
+            yield assembly
     finally:
         assembly.tiers.close()
+
+
+@contextmanager
+def survived(assembly: Assembly) -> Iterator[None]:
+    """Memory that runs out because a spill device failed, and bytes had to stay there, is that device's failure."""
+    try:
+        yield
+    except (DeviceOutOfMemory, HostOutOfMemory) as error:
+        cause = assembly.tiers.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 @dataclass(frozen=True, slots=True)

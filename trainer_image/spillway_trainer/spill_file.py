@@ -164,7 +164,9 @@ class SpillFile:
         if transfer.failure is Failure.END_OF_FILE:
             raise SpillIOError(f"{where}: the file ended early; something truncated the spill file", **details)
         if transfer.os_error in _VOLUME_FULL:
-            raise _volume_full(self.directory, transfer.tensor.numel(), transfer.os_error, label)
+            raise _volume_full(
+                self.directory, transfer.tensor.numel(), transfer.os_error, label, offset=transfer.error_offset
+            )
         raise SpillIOError(
             f"{where}: {os.strerror(transfer.os_error)} (errno {transfer.os_error}); see the kernel log for the device",
             errno=transfer.os_error,
@@ -257,13 +259,19 @@ def _free_bytes(directory: Path) -> int:
     return volume.f_bavail * volume.f_frsize
 
 
-def _volume_full(directory: Path, wanted: int, os_error: int, label: str) -> SpillVolumeFull:
+def _volume_full(
+    directory: Path, wanted: int, os_error: int, label: str, *, offset: int | None = None
+) -> SpillVolumeFull:
+    """`offset`: of the file, where a write found it so."""
     free = _free_bytes(directory)
+    where = "" if offset is None else f" at offset {offset}"
     return SpillVolumeFull(
-        f"{directory}: no room for {label or 'an extent'} ({os.strerror(os_error)}): {wanted} bytes "
-        f"({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: free some, "
+        f"{directory}: no room for {label or 'an extent'}{where} ({os.strerror(os_error)}, errno {os_error}): {wanted} "
+        f"bytes ({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: free some, "
         "give another directory, or lower the nvme budget",
         label=label,
         wanted_bytes=wanted,
         free_bytes=free,
+        errno=os_error,
+        **({} if offset is None else {"offset": offset}),
     )

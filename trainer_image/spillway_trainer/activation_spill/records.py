@@ -37,6 +37,7 @@ class Record:
         "_loaded",
         "_reload",
         "_source",
+        "_stays",
         "_storage_address",
         "batch",
         "index",
@@ -60,6 +61,8 @@ class Record:
         self._reload: Buffer | None = None
         self._loaded: Event | None = None
         self._awaited = False
+        self._stays = False
+        """the source is kept: no tier took it"""
         self.reload_version = 0
         """of a view of the reload when it was handed out"""
         self.batch = batch
@@ -94,6 +97,10 @@ class Record:
         charge, self._charge = self._charge, None
         return self._source, charge
 
+    def stay(self) -> None:
+        """Keep the source on the device, charged as it is, in place of a copy."""
+        self._stays = True
+
     def load_into(self, buffer: Buffer, loaded: Event) -> None:
         self._reload, self._loaded = buffer, loaded
         # By its reload, too: what is saved again while it is here is not copied again.
@@ -112,6 +119,8 @@ class Record:
         """
         if self._source._version != self.version:
             raise changed_in_place(self.batch.segment, size, self.version, self._source._version)
+        if self._stays:
+            return self._source.untyped_storage()
         if self._reload is None:
             self._load_cold(with_batch=with_batch)
         assert self._reload is not None

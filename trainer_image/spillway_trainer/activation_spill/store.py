@@ -7,7 +7,7 @@ from collections import deque
 
 from torch import Tensor, UntypedStorage
 
-from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
+from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
 from spillway.plan import Answer, Tier
 
 from ..tiers.device_ledger import DeviceLedger
@@ -79,20 +79,45 @@ class SpillStore:
         all)."""
         return Batch(self, segment, answer, moved_bytes)
 
-    def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer:
-        """Submit the copies of `records`; waits while more than the window is in flight."""
-        nbytes = sum(record.nbytes for record in records)
+    def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer | None:
+        """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
+        takes has no room in host memory either, and stays on the device."""
         if answer is Answer.NVME:
             assert self._nvme is not None, "build() refuses such a plan"
-            spilled = copy_to_nvme(self.lanes, self.ledger, self._nvme, segment, records)
-            transfer = Transfer(self.lanes, segment, records, spilled)
-            self._copies.add(spilled.copied, nbytes)
-            self._writes.add(spilled.stored, spilled.nbytes)
+            transfer = self._spill(self._nvme, segment, records)
         else:
-            offloaded = copy_to_host(self.lanes, self.ledger, segment, records)
-            transfer = Transfer(self.lanes, segment, records, offloaded)
-            self._copies.add(offloaded.stored, nbytes)
-        self._transfers.add(transfer)
+            transfer = self._offload(segment, records)
+        if transfer is not None:
+            self._transfers.add(transfer)
+        return transfer
+
+    def _offload(self, segment: str, records: list[Record]) -> Transfer:
+        offloaded = copy_to_host(self.lanes, self.ledger, segment, records)
+        self._copies.add(offloaded.stored, sum(record.nbytes for record in records))
+        return Transfer(self.lanes, segment, records, offloaded)
+
+    def _spill(self, nvme: NvmeSlab, segment: str, records: list[Record]) -> Transfer | None:
+        """To NVMe; once a device has failed or is slow, to where there is room above it."""
+        nbytes = sum(record.nbytes for record in records)
+        # Staging of what is on NVMe already needs host memory, too: a slow disk must not cost the run its room.
+        if nvme.is_slow and nvme.takes_spills and nvme.host_has_room(3 * nbytes):
+            nvme.redirect(f"activations of {segment}", "host memory")
+            return self._offload(segment, records)
+        try:
+            if nvme.takes_spills:
+                spilled = copy_to_nvme(self.lanes, self.ledger, nvme, segment, records)
+                self._copies.add(spilled.copied, nbytes)
+                self._writes.add(spilled.stored, spilled.nbytes)
+                return Transfer(self.lanes, segment, records, spilled)
+        except (SpillVolumeFull, HostOutOfMemory):
+            if nvme.first_failure is None:
+                raise  # nothing went wrong: the plan gave too little
+        try:
+            transfer = self._offload(segment, records)
+        except HostOutOfMemory:
+            nvme.redirect(f"activations of {segment}", "the device")
+            return None
+        nvme.redirect(f"activations of {segment}", "host memory")
         return transfer
 
     def held_bytes(self, tier: Tier) -> int:
@@ -181,6 +206,10 @@ class Batch:
         self._pending_bytes = 0
         if records:
             transfer = self._store.move(self.segment, self._answer, records)
+            if transfer is None:
+                for record in records:
+                    record.stay()
+                return
             transfer.number = len(self._transfers)
             self._transfers.append(weakref.ref(transfer))
             for record in records:

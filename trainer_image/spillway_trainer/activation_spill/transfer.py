@@ -17,13 +17,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from spillway.errors import HostOutOfMemory
 from spillway.plan import Tier
 
 from .. import kernels
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import ALIGNMENT_BYTES
 from ..tiers.lanes import Buffer, Event, Lane, Lanes
-from ..tiers.nvme_slab import NvmeExtent, NvmeSlab
+from ..tiers.nvme_slab import NvmeExtent, NvmeSlab, Stored
 from .records import Record, Sources
 
 CACHE_LINE_BYTES = 64
@@ -160,19 +161,34 @@ class NvmeCopy:
         extent: NvmeExtent,
         copied: Event,
         stored: Event,
-        checksums: dict[int, int],
+        stored_at: dict[int, Stored],
     ) -> None:
         self._lanes = lanes
         self._nvme = nvme
         self._extent = extent
         self._users = [stored]
-        self._checksums = checksums
+        self._stored_at = stored_at
         self.nbytes = extent.nbytes
         self.copied = copied
         """complete when the sources are free: staging has the bytes"""
         self.stored = stored
 
     def stage(self, records: Sequence[Record]) -> Staged:
+        """From the file; what the disk refused, from the staging that it still lies in."""
+        if self.stored.done and self._extent.home is not None:
+            return self._at_home(self._extent.home, records)
+        try:
+            return self._read_into_staging(records)
+        except HostOutOfMemory:
+            self.stored.wait()  # only now is it known whether staging was kept
+            if self._extent.home is None:
+                raise
+            return self._at_home(self._extent.home, records)
+
+    def _at_home(self, home: Buffer, records: Sequence[Record]) -> Staged:
+        return Staged(home, [record.offset for record in records], self.stored)
+
+    def _read_into_staging(self, records: Sequence[Record]) -> Staged:
         offsets, nbytes = lay_out(records, ALIGNMENT_BYTES)
         staging = self._lanes.acquire(Tier.HOST, nbytes, f"staging of {self._extent.label}")
         parts = [
@@ -181,7 +197,7 @@ class NvmeCopy:
         ]
         ready = self._lanes.submit(
             Lane.NVME_READ,
-            partial(_read, self._nvme, self._extent.offset, parts, self._checksums),
+            partial(_read, self._nvme, parts, self._stored_at),
             reads=(self._extent,),
             writes=(staging,),
             after=(self.stored,),
@@ -192,7 +208,10 @@ class NvmeCopy:
         return Staged(staging, offsets, ready)
 
     def unstage(self, staged: Staged, loaded: Event) -> None:
-        self._lanes.release(staged.buffer, after=(staged.ready, loaded))
+        if staged.buffer is self._extent.home:
+            self._users.append(loaded)
+        else:
+            self._lanes.release(staged.buffer, after=(staged.ready, loaded))
 
     def release(self) -> None:
         self._lanes.release(self._extent, after=self._users)
@@ -216,10 +235,10 @@ def copy_to_nvme(
         lanes.release(extent)
         raise
     parts = [(record.offset, padded(staging.tensor, record.offset, record.nbytes), record.label) for record in records]
-    checksums: dict[int, int] = {}
+    stored_at: dict[int, Stored] = {}
     written = lanes.submit(
         Lane.NVME_WRITE,
-        partial(_write, nvme, extent.offset, parts, checksums),
+        partial(_write, nvme, extent, staging, parts, stored_at),
         reads=(staging,),
         writes=(extent,),
         after=(copied,),
@@ -227,7 +246,7 @@ def copy_to_nvme(
         label=f"write of {label}",
     )
     lanes.release(staging, after=(copied, written))
-    return NvmeCopy(lanes, nvme, extent, copied, written, checksums)
+    return NvmeCopy(lanes, nvme, extent, copied, written, stored_at)
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:
@@ -271,10 +290,16 @@ def _copy(targets: Sequence[Tensor], sources: Sources) -> None:
     kernels.copy_batch(list(zip(targets, sources.bytes(), strict=True)))
 
 
-def _write(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor, str]], checksums: dict[int, int]) -> None:
-    found = nvme.write_batch([(start + offset, part, label) for offset, part, label in parts])
-    checksums.update(zip((offset for offset, _, _ in parts), found, strict=True))
+def _write(
+    nvme: NvmeSlab,
+    extent: NvmeExtent,
+    staging: Buffer,
+    parts: Sequence[tuple[int, Tensor, str]],
+    stored_at: dict[int, Stored],
+) -> None:
+    found = nvme.write_batch([(extent.at(offset), part, label) for offset, part, label in parts], staging)
+    stored_at.update(zip((offset for offset, _, _ in parts), found, strict=True))
 
 
-def _read(nvme: NvmeSlab, start: int, parts: Sequence[tuple[int, Tensor, str]], checksums: dict[int, int]) -> None:
-    nvme.read_batch([(start + offset, part, checksums[offset], label) for offset, part, label in parts])
+def _read(nvme: NvmeSlab, parts: Sequence[tuple[int, Tensor, str]], stored_at: dict[int, Stored]) -> None:
+    nvme.read_batch([(stored_at[offset], part, label) for offset, part, label in parts])

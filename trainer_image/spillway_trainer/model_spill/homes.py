@@ -25,7 +25,7 @@ from .. import kernels
 from ..tiers.arena import Part, Ring, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Buffer, Event, Lane, Lanes, Region
-from ..tiers.nvme_slab import NvmeSlab
+from ..tiers.nvme_slab import Address, NvmeSlab, Stored
 from ..trainable import cut
 from .layout import Row, SegmentLayout
 
@@ -44,26 +44,26 @@ class HostChunk:
 
 
 class NvmeChunk:
-    """Whole blocks of the spill file, and the checksum of what was written last."""
+    """Whole blocks of the spill file, and what was written there last."""
 
-    __slots__ = ("_checksum", "_nvme", "_offset", "changed", "memory", "region")
+    __slots__ = ("_nvme", "_place", "_stored", "changed", "memory", "region")
 
-    def __init__(self, nvme: NvmeSlab, offset: int, nbytes: int, label: str) -> None:
+    def __init__(self, nvme: NvmeSlab, place: Address, nbytes: int, label: str) -> None:
         self._nvme = nvme
-        self._offset = offset
-        self._checksum: int | None = None
+        self._place = place
+        self._stored: Stored | None = None
         self.memory: Tensor | None = None
         self.changed: tuple[Event, ...] = ()
         self.region = Region(nbytes, label)
 
     def store(self, staged: Tensor) -> None:
-        (self._checksum,) = self._nvme.write_batch([(self._offset, staged, self.region.label)])
+        (self._stored,) = self._nvme.write_batch([(self._place, staged, self.region.label)])
 
-    def request(self, staged: Tensor) -> tuple[int, Tensor, int, str]:
+    def request(self, staged: Tensor) -> tuple[Stored, Tensor, str]:
         """The read that fills `staged`."""
-        if self._checksum is None:
+        if self._stored is None:
             raise RuntimeError(f"{self.region.label} is read and was never written: load the model first")
-        return self._offset, staged, self._checksum, self.region.label
+        return self._stored, staged, self.region.label
 
 
 Chunk = HostChunk | NvmeChunk
@@ -182,9 +182,9 @@ class Homes:
             raise ValueError("the plan has parameters on NVMe and there is no spill file")
         pieces = [(row.name, nbytes, label) for row in layout.own for _, nbytes, label in self._cut(row)]
         total = sum(round_up(nbytes) for _, nbytes, _ in pieces)
-        offset = self._nvme.allocate(total, f"parameters of {layout.segment}").offset
+        extent, offset = self._nvme.allocate(total, f"parameters of {layout.segment}"), 0
         for name, nbytes, label in pieces:
-            self._chunks.setdefault(name, []).append(NvmeChunk(self._nvme, offset, nbytes, label))
+            self._chunks.setdefault(name, []).append(NvmeChunk(self._nvme, extent.at(offset), nbytes, label))
             offset += round_up(nbytes)
 
     def _cut(self, row: Row) -> list[tuple[int, int, str]]:

@@ -4,8 +4,9 @@
     cpu                    | update N0 | update N1 | ...
     nvme_write                         | states N0 | ...        a buffer is filled again only after it was written
 
-The spill file is scratch: a checkpoint is what is durable. A state's bytes are checked when they come back, and a write
-that failed is an error of the step: everything after it fails with the same error, so that no checkpoint sees it.
+The spill file is scratch: a checkpoint is what is durable. A state's bytes are checked when they come back. What cannot
+be written stays in host memory where that has room (tiers/nvme_slab.py); else it is an error of the step: everything
+after it fails with the same error, so that no checkpoint sees it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .. import kernels
 from ..tiers.arena import Ring, RingSlot
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
-from ..tiers.nvme_slab import NvmeSlab
+from ..tiers.nvme_slab import Address, NvmeSlab, Stored
 from .assign import Chunk
 from .memory import row_bytes
 
@@ -29,24 +30,24 @@ class NvmeStates(Region):
     """The states of one chunk in the spill file: rows of equal size in whole pages, each with the checksum of what was
     written last. A row that was never written is 0, as moments are before the first update."""
 
-    __slots__ = ("_checksums", "_nvme", "_offset", "row_bytes", "settled")
+    __slots__ = ("_nvme", "_place", "_stored", "row_bytes", "settled")
 
-    def __init__(self, nvme: NvmeSlab, offset: int, row_bytes: int, num_rows: int, label: str) -> None:
+    def __init__(self, nvme: NvmeSlab, place: Address, row_bytes: int, num_rows: int, label: str) -> None:
         super().__init__(row_bytes * num_rows, label)
         self._nvme = nvme
-        self._offset = offset
+        self._place = place
         self.row_bytes = row_bytes
-        self._checksums: list[int | None] = [None] * num_rows
+        self._stored: list[Stored | None] = [None] * num_rows
         self.settled: tuple[Event, ...] = ()
         """complete when everything submitted so far is in the file"""
 
     def read(self, block: Tensor) -> None:
         """Fill `block` (uint8, whole pages) with all rows. Runs on lane nvme_read. Raises SpillIOError."""
-        self._read({index: self.row(block, index) for index in range(len(self._checksums))})
+        self._read({index: self.row(block, index) for index in range(len(self._stored))})
 
     def write(self, block: Tensor) -> None:
         """Take over all rows. Runs on lane nvme_write. Raises SpillIOError."""
-        self._write({index: self.row(block, index) for index in range(len(self._checksums))})
+        self._write({index: self.row(block, index) for index in range(len(self._stored))})
 
     def read_row(self, index: int, row: Tensor) -> None:
         """One row alone, as `read`."""
@@ -63,21 +64,21 @@ class NvmeStates(Region):
     def _read(self, rows: Mapping[int, Tensor]) -> None:
         requests = []
         for index, row in rows.items():
-            checksum = self._checksums[index]
-            if checksum is None:
+            stored = self._stored[index]
+            if stored is None:
                 row.numpy().fill(0)  # zero_() would use torch's threads in a lane
             else:
-                requests.append((self._at(index), row, checksum, self.label))
+                requests.append((stored, row, self.label))
         if requests:
             self._nvme.read_batch(requests)
 
     def _write(self, rows: Mapping[int, Tensor]) -> None:
         requests = [(self._at(index), row, self.label) for index, row in rows.items()]
-        for index, checksum in zip(rows, self._nvme.write_batch(requests), strict=True):
-            self._checksums[index] = checksum
+        for index, stored in zip(rows, self._nvme.write_batch(requests), strict=True):
+            self._stored[index] = stored
 
-    def _at(self, index: int) -> int:
-        return self._offset + index * self.row_bytes
+    def _at(self, index: int) -> Address:
+        return self._place.extent.at(self._place.offset + index * self.row_bytes)
 
 
 def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[Chunk], num_rows: int) -> list[NvmeStates]:
@@ -88,9 +89,9 @@ def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[Chunk], num_rows: int)
         return []
     if nvme is None:
         raise ValueError("the plan has optimizer states on NVMe and there is no spill file")
-    offset, placed = nvme.allocate(num_rows * sum(sizes), "optimizer states").offset, []
+    extent, offset, placed = nvme.allocate(num_rows * sum(sizes), "optimizer states"), 0, []
     for chunk, size in zip(chunks, sizes, strict=True):
-        placed.append(NvmeStates(nvme, offset, size, num_rows, f"states of {chunk.label}"))
+        placed.append(NvmeStates(nvme, extent.at(offset), size, num_rows, f"states of {chunk.label}"))
         offset += size * num_rows
     return placed
 

@@ -33,7 +33,8 @@ class Extents:
         self._sizes = {0: self.capacity_bytes} if self.capacity_bytes else {}
         self._owned: dict[int, tuple[int, str]] = {}
         self._held_bytes = 0
-        self._freed: deque[int] = deque()
+        self._freed: deque[tuple[int, bool]] = deque()
+        """(offset, whether it may be used again)"""
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int, label: str) -> int | None:
@@ -50,9 +51,9 @@ class Extents:
                     return start
         return None
 
-    def free(self, offset: int) -> None:
-        """Give the extent at `offset` back. Safe in a destructor."""
-        self._freed.append(offset)
+    def free(self, offset: int, *, reusable: bool = True) -> None:
+        """Give the extent at `offset` back; one that is not `reusable` is lost for good. Safe in a destructor."""
+        self._freed.append((offset, reusable))
 
     @property
     def held_bytes(self) -> int:
@@ -89,10 +90,11 @@ class Extents:
 
     def _take_back(self) -> None:
         while self._freed:
-            offset = self._freed.popleft()
+            offset, reusable = self._freed.popleft()
             size, _ = self._owned.pop(offset)
             self._held_bytes -= size
-            self._merge(offset, size)
+            if reusable:
+                self._merge(offset, size)
 
     def _merge(self, start: int, size: int) -> None:
         index = bisect.bisect_left(self._starts, start)

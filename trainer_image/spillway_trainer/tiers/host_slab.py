@@ -7,6 +7,8 @@ device that needs registered memory registers it once.
 from __future__ import annotations
 
 import mmap
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -23,52 +25,86 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class HostSlab:
-    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when first written."""
+    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when first written.
 
-    def __init__(self, nbytes: int) -> None:
+    `may_grow`: by how many bytes it may become larger when a spill device fails and bytes have to stay here.
+    """
+
+    def __init__(self, nbytes: int, may_grow: Callable[[], int] = lambda: 0) -> None:
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by the lanes"""
         self._extents = Extents(nbytes)
         self._memory = _map(self._extents.capacity_bytes)
+        self._storage: int = self._memory.untyped_storage()._cdata
+        self._may_grow = may_grow
+        self._spare: HostSlab | None = None
+        self._growing = threading.Lock()
 
     def allocate(self, nbytes: int, label: str) -> Tensor:
         """uint8 view of `nbytes`, 4096-aligned, uninitialised.
 
         Waits for releases in flight before it raises HostOutOfMemory, which names the holders.
         """
-        offset = obtain(lambda: self._extents.allocate(nbytes, label), self.reclaim)
-        if offset is None:
+        memory = obtain(lambda: self.allocate_now(nbytes, label), self.reclaim)
+        if memory is None:
             self._refuse(nbytes, label)
-        return self._memory[offset : offset + nbytes]
+        return memory
+
+    def allocate_now(self, nbytes: int, label: str) -> Tensor | None:
+        """As `allocate`, but None when there is no room: it never waits, so that a lane may call it."""
+        offset = self._extents.allocate(nbytes, label)
+        if offset is not None:
+            return self._memory[offset : offset + nbytes]
+        return self._spare.allocate_now(nbytes, label) if self._spare else None
+
+    def grow(self) -> None:
+        """Become larger, once, by what there is beyond the slab: a spill device failed, and bytes have to stay here."""
+        with self._growing:
+            nbytes = self._may_grow() if self._spare is None else 0
+            if nbytes >= ALIGNMENT_BYTES:
+                self._spare = HostSlab(nbytes)
 
     def free(self, tensor: Tensor) -> None:
         """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
+        if self._spare is not None and tensor.untyped_storage()._cdata != self._storage:
+            self._spare.free(tensor)
+            return
         # By offset: an extent of no bytes has no address in torch.
         self._extents.free(int(tensor.storage_offset() - self._memory.storage_offset()))
 
     @property
     def memory(self) -> Tensor:
-        """All of it, for who registers memory with a device or a file; its views are the allocations."""
+        """All that it has from the start, for who registers memory with a device or a file; its views are the
+        allocations."""
         return self._memory
 
     @property
     def capacity_bytes(self) -> int:
-        return self._extents.capacity_bytes
+        return self._extents.capacity_bytes + (self._spare.capacity_bytes if self._spare else 0)
 
     @property
     def held_bytes(self) -> int:
-        return self._extents.held_bytes
+        return self._extents.held_bytes + (self._spare.held_bytes if self._spare else 0)
 
     @property
     def peak_bytes(self) -> int:
-        return self._extents.peak_bytes
+        """Highest bytes held; once it has grown, no less and up to the sum of the highest of both parts."""
+        return self._extents.peak_bytes + (self._spare.peak_bytes if self._spare else 0)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest that could be allocated at once."""
+        return max(self._extents.largest_free_bytes, self._spare.largest_free_bytes if self._spare else 0)
 
     def reset_peak(self) -> None:
         self._extents.reset_peak()
+        if self._spare:
+            self._spare.reset_peak()
 
     def by_label(self) -> dict[str, int]:
         """Bytes held by label, largest first."""
-        return self._extents.holders()
+        held = Counter(self._extents.holders()) + Counter(self._spare.by_label() if self._spare else {})
+        return dict(held.most_common())
 
     def _refuse(self, nbytes: int, label: str) -> NoReturn:
         held = self.by_label()
@@ -76,7 +112,7 @@ class HostSlab:
         raise HostOutOfMemory(
             f"host memory: {format_bytes(nbytes)} for {label} do not fit into the slab of "
             f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(sum(held.values()))} ({holders}), the "
-            f"longest free run is {format_bytes(self._extents.largest_free_bytes)}. Raise spec.memory.budget.host.",
+            f"longest free run is {format_bytes(self.largest_free_bytes)}. Raise spec.memory.budget.host.",
             wanted_bytes=nbytes,
             held_bytes=sum(held.values()),
             budget_bytes=self.capacity_bytes,

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from spillway.plan import Tier
 from .device_ledger import DeviceLedger
 from .host_slab import HostSlab
 from .releases import Releases
+
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 class Lane(StrEnum):
@@ -74,22 +76,31 @@ class Region:
 class Buffer(Region):
     """A region acquired from the lanes: `tensor` is uint8 of `nbytes`, at least 64-byte aligned (host: 4096)."""
 
-    __slots__ = ("_free", "tensor", "tier")
+    __slots__ = ("_free", "_num_owners", "tensor", "tier")
 
     def __init__(self, tier: Tier, tensor: Tensor, label: str, free: Callable[[Tensor], None]) -> None:
         super().__init__(tensor.numel(), label)
         self.tier = tier
         self.tensor = tensor
         self._free = free
+        self._num_owners = 1
+
+    def retain(self) -> None:
+        """One owner more: it is dropped once each of them dropped it. For an operation that reads it and finds that its
+        bytes have no other place."""
+        self._num_owners += 1
 
     def drop(self) -> None:
+        self._num_owners -= 1
+        if self._num_owners:
+            return
         tensor, self.tensor = self.tensor, _RELEASED
         self._free(tensor)
 
     def poison(self) -> None:
         # Host buffers belong to the slab alone. A device buffer that autograd still shows to somebody (a gradient that
         # is a view of a saved tensor) lives on by its storage's count, as any tensor does.
-        if self.tier is Tier.HOST or owned_once(self.tensor):
+        if self._num_owners == 1 and (self.tier is Tier.HOST or owned_once(self.tensor)):
             self.tensor.fill_(0xFF)
 
 
@@ -221,7 +232,7 @@ class Operation:
             raise copy.copy(self._error)
 
 
-def kept_error(error: BaseException) -> BaseException:
+def kept_error(error: AnyError) -> AnyError:
     """`error` without its frames: they, and those that a raise adds, refer to memory that must not outlive the step.
 
     So an operation raises a copy each time; where an error's own words are not enough, its frames become a note.

@@ -1,20 +1,44 @@
-"""NvmeSlab: all spilled bytes of one rank in one unlinked file, handed out in 4096-aligned extents."""
+"""NvmeSlab: all spilled bytes of one rank, one unlinked file a device, handed out in 4096-aligned extents.
+
+An extent of a slab on several devices is striped: a piece on each, by how fast each was so far, and every piece is
+moved by its device's own engine. Callers see one run of bytes.
+
+What a device cannot write is not lost: the bytes are still in host memory when the write fails. They stay there
+(`Kept`) until their extent is dropped, as long as the host slab has room or may grow; the device is retired by the
+rules of spill_health.py, and the run goes on and says so. Without room the write's error is the step's. What cannot be
+read is an error always.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 
-from spillway.errors import SpillVolumeFull
+from spillway.errors import SpillIOError, SpillVolumeFull, SpillwayError
 from spillway.units import format_bytes
 
+from .. import kernels
 from ..spill_file import SpillFile
 from .extents import Extents, round_up
-from .lanes import Region
+from .host_slab import HostSlab
+from .lanes import Buffer, Region, kept_error
 from .releases import obtain
+from .spill_health import HEALTHY, DeviceHealth, after_failed_write, after_transfer
+
+STRIPE_BYTES = 1 << 20
+"""an extent is divided into pieces of no less: smaller transfers cost more than a second device gives"""
+RAISE_BUDGET = "Raise spec.memory.budget.nvme."
+WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED = "write_failed", "device_retired", "device_slow", "redirected"
+"""kinds of faults, as the metric counts them; redirected: a spill that went to a higher tier because of one"""
 
 
 class ScratchFile(Protocol):
@@ -39,68 +63,487 @@ class OpenFile(Protocol):
     def __call__(self, directory: Path, nbytes: int, *, num_threads: int) -> ScratchFile: ...
 
 
+class PlannedRates(NamedTuple):
+    """Bytes per second of this rank's part of all devices, as the plan took them; 0 = unknown."""
+
+    read: float = 0.0
+    write: float = 0.0
+
+
+UNKNOWN_RATES = PlannedRates()
+
+
+@dataclass(slots=True, eq=False)
+class Device:
+    """One volume: its file, who owns which bytes of it, and what is known of it."""
+
+    directory: Path
+    file: ScratchFile
+    extents: Extents
+    reads: DeviceHealth = HEALTHY
+    """only their pace: a read that fails ends the step"""
+    writes: DeviceHealth = HEALTHY
+    moved_bytes: int = 0
+    moving_seconds: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Bytes per second so far; 0 before the first transfer."""
+        return self.moved_bytes / self.moving_seconds if self.moving_seconds else 0.0
+
+    @property
+    def load(self) -> float:
+        """What it holds, in seconds of its own."""
+        return self.extents.held_bytes / (self.weight or 1.0)
+
+
+class Piece(NamedTuple):
+    """A run of one device's bytes: the extent's from `start` on."""
+
+    device: Device
+    offset: int
+    nbytes: int
+    start: int
+
+
+class Address(NamedTuple):
+    """A place in an extent, in bytes from its start."""
+
+    extent: NvmeExtent
+    offset: int
+
+
+class StoredPiece(NamedTuple):
+    """A part of one write, where it is and what its bytes must sum up to."""
+
+    device: Device
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What could not be written, in host memory."""
+
+    memory: Tensor
+    is_lent: bool = False
+    """it stays its owner's; else the extent frees it"""
+
+
+Stored = tuple[StoredPiece, ...] | Kept
+"""Where a write's bytes are: what a read asks for"""
+
+
 class NvmeExtent(Region):
-    """`nbytes` of the file from `offset`; a region of the lanes, dropped when its last user is complete."""
+    """A run of the slab's bytes; a region of the lanes, dropped when its last user is complete."""
 
-    __slots__ = ("_free", "offset")
+    __slots__ = ("_retired", "_slab", "home", "kept", "pieces")
 
-    def __init__(self, offset: int, nbytes: int, label: str, free: Callable[[int], None]) -> None:
-        super().__init__(nbytes, label)
-        self.offset = offset
-        self._free = free
+    def __init__(self, slab: NvmeSlab, pieces: Sequence[Piece], label: str) -> None:
+        super().__init__(sum(piece.nbytes for piece in pieces), label)
+        self._slab = slab
+        self._retired: set[Device] = set()
+        self.pieces = tuple(pieces)
+        self.kept: dict[int, Kept] = {}
+        """by offset in the extent"""
+        self.home: Buffer | None = None
+        """what lent its memory to all of `kept`"""
+
+    def at(self, offset: int) -> Address:
+        return Address(self, offset)
+
+    def pieces_of(self, offset: int, nbytes: int) -> Iterator[Piece]:
+        """Those that have some of these bytes, in order."""
+        return (p for p in self.pieces if p.start < offset + nbytes and offset < p.start + p.nbytes)
+
+    def retire(self, devices: Iterable[Device]) -> None:
+        """What it has on `devices` is never used again."""
+        self._retired.update(devices)
+
+    def live_in(self, buffer: Buffer) -> None:
+        """`buffer` has all its bytes, and keeps them until it is dropped."""
+        if self.home is None:
+            self.home = buffer
+            buffer.retain()
 
     def drop(self) -> None:
-        self._free(self.offset)
+        """Safe in a destructor: takes no lock."""
+        for piece in self.pieces:
+            piece.device.extents.free(piece.offset, reusable=piece.device not in self._retired)
+        self._slab.forget(self.kept.values())
+        self.kept = {}
+        if self.home is not None:
+            self.home.drop()
+
+
+class Part(NamedTuple):
+    """What one device does of one request: `tensor` goes to, or comes from, `offset` of its file."""
+
+    request: int
+    device: Device
+    offset: int
+    tensor: Tensor
+    label: str
+    checksum: int = 0
+    """of a read"""
 
 
 class NvmeSlab:
-    """A preallocated file of `nbytes` in `directory` that nobody else sees and that no crash leaves behind."""
+    """Preallocated files of `nbytes` in all, one in each of `directories`, that nobody else sees and that no crash
+    leaves behind.
 
-    def __init__(self, directory: Path, nbytes: int, num_io_threads: int, *, open_file: OpenFile = SpillFile) -> None:
+    `host` keeps what cannot be written; without one such a write is an error. `tell` is given a line for each thing
+    that went wrong and is survived, on the thread that noticed.
+    """
+
+    def __init__(
+        self,
+        directories: Path | Sequence[Path],
+        nbytes: int,
+        num_io_threads: int,
+        *,
+        open_file: OpenFile = SpillFile,
+        host: HostSlab | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+        planned: PlannedRates = UNKNOWN_RATES,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by whoever owns the lanes"""
-        self._directory = directory
-        self._extents = Extents(nbytes)
-        self._file = open_file(directory, self._extents.capacity_bytes, num_threads=num_io_threads)
-        self.write_batch = self._file.write_batch
-        self.read_batch = self._file.read_batch
-        self.register = self._file.register
-        self.close = self._file.close
+        self.first_failure: SpillwayError | None = None
+        """of a write"""
+        self._host, self._tell, self._planned, self._clock = host, tell, planned, clock
+        self._faults: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._peak_bytes = 0
+        self._devices: list[Device] = []
+        places = [directories] if isinstance(directories, Path) else list(directories)
+        try:
+            for directory in places:
+                extents = Extents(round_up(-(-nbytes // len(places))))
+                file = open_file(directory, extents.capacity_bytes, num_threads=num_io_threads)
+                self._devices.append(Device(directory, file, extents))
+        except BaseException:
+            self._close_files()
+            raise
+        # Two threads a device, because lanes read and write at the same time.
+        self._threads = ThreadPoolExecutor(2 * len(places), "spill-device") if len(places) > 1 else None
 
     def allocate(self, nbytes: int, label: str) -> NvmeExtent:
         """An extent of `nbytes`. Waits for releases in flight before it raises SpillVolumeFull."""
-        offset = obtain(lambda: self._extents.allocate(nbytes, label), self.reclaim)
-        if offset is None:
+        pieces = obtain(lambda: self._place(round_up(max(nbytes, 1)), label), self.reclaim)
+        if pieces is None:
             self._refuse(nbytes, label)
-        return NvmeExtent(offset, round_up(nbytes), label, self._extents.free)
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        return NvmeExtent(self, pieces, label)
+
+    def write_batch(self, writes: Sequence[tuple[Address, Tensor, str]], source: Buffer | None = None) -> list[Stored]:
+        """Write each (address, uint8 tensor in whole blocks, label); returns what reads them back.
+
+        What a device refuses stays in host memory: in `source`, which has all bytes of one extent and becomes its home,
+        or as a copy. Raises SpillIOError or SpillVolumeFull where there is no room for a copy.
+        """
+        parts = [
+            Part(request, piece.device, offset, run, label)
+            for request, (address, tensor, label) in enumerate(writes)
+            if not self._is_kept(address, tensor.numel())
+            for piece, offset, run in runs(address, tensor)
+        ]
+        checksums, errors = self._on_every_device(parts, self._write_to)
+        for device, error in errors.items():
+            self._note_failed_write(device, error)
+        stored: list[Stored] = []
+        for request, (address, tensor, label) in enumerate(writes):
+            own = [part for part in parts if part.request == request]
+            failed = next((errors[part.device] for part in own if part.device in errors), None)
+            if failed is not None:
+                address.extent.retire(errors)
+            if own and failed is None:
+                stored.append(tuple(StoredPiece(p.device, p.offset, p.tensor.numel(), checksums[id(p)]) for p in own))
+            else:
+                stored.append(self._keep(address, tensor, label, failed, source))
+        return stored
+
+    def read_batch(self, reads: Sequence[tuple[Stored, Tensor, str]]) -> None:
+        """Fill each tensor with what was stored. Raises SpillIOError for bytes that do not come back as they were
+        written: never zeros, never others."""
+        parts: list[Part] = []
+        for request, (stored, tensor, label) in enumerate(reads):
+            if isinstance(stored, Kept):
+                kernels.copy(tensor, stored.memory)
+                continue
+            start = 0
+            for device, offset, nbytes, checksum in stored:
+                parts.append(Part(request, device, offset, tensor[start : start + nbytes], label, checksum))
+                start += nbytes
+        _, errors = self._on_every_device(parts, self._read_from)
+        for part in parts:  # in the order of the requests, so that the first failure is the one that is raised
+            if part.device in errors:
+                raise errors[part.device]
+
+    def redirect(self, label: str, where: str) -> None:
+        """`label` goes to `where` instead of here, because of what went wrong before."""
+        self._count(REDIRECTED)
+        self._say(f"redirected to {where}", f"{label}: goes to {where}, because {self._state()}; so does what follows")
+
+    @property
+    def takes_spills(self) -> bool:
+        """False when every device is retired."""
+        return not all(device.writes.is_retired for device in self._devices)
+
+    @property
+    def is_slow(self) -> bool:
+        """True when no device is as fast as the plan needs it: spills better go to host memory where there is room."""
+        return all(d.writes.is_slow or d.reads.is_slow for d in self._devices if not d.writes.is_retired)
+
+    def host_has_room(self, nbytes: int) -> bool:
+        """Whether host memory could take `nbytes` at once."""
+        return self._host is not None and self._host.largest_free_bytes >= nbytes
+
+    def faults(self) -> dict[str, int]:
+        """What went wrong and was survived so far, by kind."""
+        return dict(self._faults)
+
+    def register(self, memory: Tensor) -> None:
+        """Tell every device's engine where most tensors will lie."""
+        for device in self._devices:
+            device.file.register(memory)
+
+    def close(self) -> None:
+        """End the threads and free the bytes. No batch may be under way. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._close_files()
 
     @property
     def backend(self) -> str:
-        """The I/O engine in use."""
-        return self._file.backend
+        """The I/O engine in use, and how many devices it drives when there are several."""
+        several = f" x{len(self._devices)}" if len(self._devices) > 1 else ""
+        return f"{self._devices[0].file.backend}{several}"
 
     @property
     def capacity_bytes(self) -> int:
-        return self._extents.capacity_bytes
+        return sum(device.extents.capacity_bytes for device in self._devices)
 
     @property
     def held_bytes(self) -> int:
-        return self._extents.held_bytes
+        return sum(device.extents.held_bytes for device in self._devices)
 
     @property
     def peak_bytes(self) -> int:
-        return self._extents.peak_bytes
+        """Highest bytes held since the start or the last reset_peak()."""
+        return self._peak_bytes
 
     def reset_peak(self) -> None:
-        self._extents.reset_peak()
+        self._peak_bytes = self.held_bytes
+
+    # --- where bytes go -----------------------------------------------------------------------------------------------
+
+    def _place(self, nbytes: int, label: str) -> list[Piece] | None:
+        """Pieces of `nbytes` on devices that take writes, quick ones first; None when there is no room."""
+        self._check_process()
+        usable = [device for device in self._devices if not device.writes.is_retired]
+        quick = [device for device in usable if not device.writes.is_slow] or usable
+        chosen = sorted(quick, key=lambda device: device.load)[: max(1, nbytes // STRIPE_BYTES)]
+        wanted = list(zip(chosen, divided(nbytes, [device.weight for device in chosen]), strict=True))
+        pieces, start = list[Piece](), 0
+        for preferred, size in wanted:
+            others = (device for device in usable if device is not preferred)
+            piece = next(filter(None, (take(device, size, start, label) for device in (preferred, *others))), None)
+            if piece is None:
+                for taken in pieces:
+                    taken.device.extents.free(taken.offset)
+                return None
+            pieces.append(piece)
+            start += size
+        return pieces or None
 
     def _refuse(self, nbytes: int, label: str) -> NoReturn:
         held_bytes = self.held_bytes
+        directories = ", ".join(str(device.directory) for device in self._devices)
+        retired = ", ".join(str(device.directory) for device in self._devices if device.writes.is_retired)
+        advice = f"{retired} takes no more writes, after {self.first_failure}" if retired else RAISE_BUDGET
         raise SpillVolumeFull(
-            f"{self._directory}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "
+            f"{directories}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "
             f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(held_bytes)}, the longest free run is "
-            f"{format_bytes(self._extents.largest_free_bytes)}. Raise spec.memory.budget.nvme.",
+            f"{format_bytes(max(device.extents.largest_free_bytes for device in self._devices))}. {advice}",
             wanted_bytes=nbytes,
             held_bytes=held_bytes,
             budget_bytes=self.capacity_bytes,
         )
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def _on_every_device(
+        self, parts: Sequence[Part], move: Callable[[Device, Sequence[Part]], list[int]]
+    ) -> tuple[dict[int, int], dict[Device, SpillwayError]]:
+        """Every device moves its own parts, all at the same time. Returns what `move` returned, by part, and the errors
+        of devices that failed."""
+        self._check_process()
+        shares: dict[Device, list[Part]] = {}
+        for part in parts:
+            shares.setdefault(part.device, []).append(part)
+        moved = {device: self._start(move, device, share) for device, share in shares.items()}
+        results: dict[int, int] = {}
+        errors: dict[Device, SpillwayError] = {}
+        for device, result in moved.items():
+            try:
+                results.update(zip(map(id, shares[device]), result(), strict=True))
+            except (SpillIOError, SpillVolumeFull) as error:
+                errors[device] = kept_error(error)
+        return results, errors
+
+    def _start(
+        self, move: Callable[[Device, Sequence[Part]], list[int]], device: Device, share: Sequence[Part]
+    ) -> Callable[[], list[int]]:
+        if self._threads is None:
+            return lambda: move(device, share)
+        return self._threads.submit(move, device, share).result
+
+    def _write_to(self, device: Device, parts: Sequence[Part]) -> list[int]:
+        started = self._clock()
+        checksums = device.file.write_batch([(part.offset, part.tensor, part.label) for part in parts])
+        self._note_pace(device, parts, self._clock() - started, is_write=True)
+        return checksums
+
+    def _read_from(self, device: Device, parts: Sequence[Part]) -> list[int]:
+        started = self._clock()
+        device.file.read_batch([(part.offset, part.tensor, part.checksum, part.label) for part in parts])
+        self._note_pace(device, parts, self._clock() - started, is_write=False)
+        return [part.checksum for part in parts]
+
+    # --- what went wrong ----------------------------------------------------------------------------------------------
+
+    def _is_kept(self, address: Address, nbytes: int) -> bool:
+        """Whether these bytes go to host memory without a try: they have a place there, or a device is retired."""
+        extent = address.extent
+        return address.offset in extent.kept or any(
+            piece.device.writes.is_retired for piece in extent.pieces_of(address.offset, nbytes)
+        )
+
+    def _keep(
+        self, address: Address, tensor: Tensor, label: str, error: SpillwayError | None, source: Buffer | None
+    ) -> Kept:
+        """Host memory has the bytes from now on. Raises `error`, or that of the first failure, where it has no room."""
+        extent = address.extent
+        if source is not None and self._host is not None:
+            extent.live_in(source)
+            return extent.kept.setdefault(address.offset, Kept(tensor, is_lent=True))
+        kept = extent.kept.get(address.offset)
+        if kept is None:
+            memory = self._host.allocate_now(tensor.numel(), f"kept {label}") if self._host is not None else None
+            if memory is None:
+                raise error or self.no_room_left(f"{format_bytes(tensor.numel())} of {label}")
+            kept = extent.kept[address.offset] = Kept(memory)
+        kernels.copy(kept.memory, tensor)
+        return kept
+
+    def no_room_left(self, what: str) -> SpillwayError:
+        """The error of a step that fails because `what` had to stay in memory after the first failure."""
+        first = self.first_failure
+        assert first is not None, "a device is retired by a failure"
+        return type(first)(
+            f"{first}; since then bytes stay in memory, and there is no room for {what}. Mend the device, or raise "
+            "spec.memory.budget.host",
+            **first.details,
+        )
+
+    def forget(self, kept: Iterable[Kept]) -> None:
+        """Free what an extent had here. Safe in a destructor."""
+        for each in kept:
+            if self._host is not None and not each.is_lent:
+                self._host.free(each.memory)
+
+    def _note_failed_write(self, device: Device, error: SpillwayError) -> None:
+        with self._lock:
+            self.first_failure = self.first_failure or error
+            before = device.writes
+            device.writes = after_failed_write(before, error)
+        if self._host is None:
+            return  # it is the step's error, and told as such
+        self._host.grow()
+        self._count(WRITE_FAILED)
+        self._tell(f"spill: {error}. Its bytes stay in host memory, and that place is not used again")
+        if device.writes.is_retired and not before.is_retired:
+            self._count(DEVICE_RETIRED)
+            self._tell(f"spill: {device.directory} takes no more writes; what it holds can still be read")
+
+    def _note_pace(self, device: Device, parts: Sequence[Part], seconds: float, *, is_write: bool) -> None:
+        nbytes = sum(part.tensor.numel() for part in parts)
+        planned = (self._planned.write if is_write else self._planned.read) / len(self._devices)
+        with self._lock:
+            device.moved_bytes += nbytes
+            device.moving_seconds += seconds
+            before = device.writes if is_write else device.reads
+            now = after_transfer(before, nbytes, seconds, planned)
+            if is_write:
+                device.writes = now
+            else:
+                device.reads = now
+        if now.is_slow and not before.is_slow:
+            verb = "write" if is_write else "read"
+            self._count(DEVICE_SLOW)
+            self._say(
+                f"{device.directory} slow to {verb}",
+                f"{device.directory}: {verb} of {parts[0].label} at offset {parts[0].offset}: "
+                f"{format_bytes(int(nbytes / seconds))}/s, planned {format_bytes(int(planned))}/s, and so for "
+                f"{now.slow_seconds:.0f} s; later spills go to host memory where it has room",
+            )
+
+    def _state(self) -> str:
+        if self.first_failure is not None:
+            return f"a device failed ({self.first_failure})"
+        return "the spill devices are slow"
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self._faults[kind] += 1
+
+    def _say(self, what: str, line: str) -> None:
+        """`line`, once for `what`."""
+        with self._lock:
+            if what in self._told:
+                return
+            self._told.add(what)
+        self._tell(f"spill: {line}")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the spill file of process {self._process} was used in its child {os.getpid()}: both would write to "
+                "the same extents. Start such a process before the trainer assembles the plan, or by spawn"
+            )
+
+    def _close_files(self) -> None:
+        for device in self._devices:
+            device.file.close()
+
+
+def runs(address: Address, tensor: Tensor) -> Iterator[tuple[Piece, int, Tensor]]:
+    """The parts of `tensor` by piece of the extent: (piece, offset in its device's file, part)."""
+    end = address.offset + tensor.numel()
+    for piece in address.extent.pieces_of(address.offset, tensor.numel()):
+        first, last = max(piece.start, address.offset), min(piece.start + piece.nbytes, end)
+        yield piece, piece.offset + first - piece.start, tensor[first - address.offset : last - address.offset]
+
+
+def take(device: Device, nbytes: int, start: int, label: str) -> Piece | None:
+    offset = device.extents.allocate(nbytes, label)
+    return None if offset is None else Piece(device, offset, nbytes, start)
+
+
+def divided(nbytes: int, weights: Sequence[float]) -> list[int]:
+    """`nbytes`, whole blocks, in shares by weight, whole blocks too; equal ones while a weight is unknown (0). No share
+    is more than four times an equal one, whatever was measured."""
+    known = weights if all(weights) else [1.0] * len(weights)
+    bounded = [min(weight, 4.0 * min(known)) for weight in known]
+    sizes, left, total = [], nbytes, sum(bounded)
+    for weight in bounded:
+        share = left if total <= weight else round_up(int(left * weight / total))
+        sizes.append(min(share, left))
+        left -= sizes[-1]
+        total -= weight
+    return sizes

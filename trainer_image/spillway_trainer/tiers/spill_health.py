@@ -1,0 +1,54 @@
+"""Decisions about one spill device: what failed writes and slow transfers lead to. Pure: no clock, no device.
+
+A write that fails leaves its bytes in host memory (nvme_slab.py), and its extent is never used again. When it says that
+there is no room, or was the third, the device takes no writes any more. A device that is slow for 10 seconds on end has
+later spills prefer host memory; as soon as a transfer is quick again, they do no longer.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, replace
+
+from spillway.errors import SpillVolumeFull, SpillwayError
+
+MAX_BAD_EXTENTS = 3
+"""failed writes that retire a device: one may be a bad block, so many are not"""
+SLOW_FACTOR = 5.0
+"""a transfer is slow that takes so many times what the plan took it to take"""
+SLOW_SECONDS = 10.0
+"""seconds of slow transfers in a row before spills are sent elsewhere: a drive that collects garbage pauses for less"""
+GONE = (errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.EBADF)
+"""no later write can succeed"""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """What is known of one device. A retired device takes no writes; what it holds can still be read."""
+
+    num_bad_extents: int = 0
+    is_retired: bool = False
+    slow_seconds: float = 0.0
+    """of transfers in a row, each slower than the plan's rate by SLOW_FACTOR"""
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slow_seconds >= SLOW_SECONDS
+
+
+HEALTHY = DeviceHealth()
+
+
+def after_failed_write(health: DeviceHealth, error: SpillwayError) -> DeviceHealth:
+    """One more extent that cannot be written. A volume without room, or one that is gone, is retired at once."""
+    num_bad = health.num_bad_extents + 1
+    is_lost = isinstance(error, SpillVolumeFull) or error.details.get("errno") in GONE
+    return replace(
+        health, num_bad_extents=num_bad, is_retired=health.is_retired or is_lost or num_bad >= MAX_BAD_EXTENTS
+    )
+
+
+def after_transfer(health: DeviceHealth, nbytes: int, seconds: float, planned_bytes_per_second: float) -> DeviceHealth:
+    """`nbytes` took `seconds`. A planned rate of 0 is unknown: nothing is slow."""
+    planned = nbytes / planned_bytes_per_second if planned_bytes_per_second > 0.0 else float("inf")
+    return replace(health, slow_seconds=health.slow_seconds + seconds if seconds > SLOW_FACTOR * planned else 0.0)
