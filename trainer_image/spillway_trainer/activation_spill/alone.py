@@ -10,6 +10,7 @@ MiB, and come back in the reverse order, a few MiB ahead of backward. Weights an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ from ..tiers.nvme_slab import NvmeSlab
 from .store import Batch, SpillStore
 
 MIB = 1 << 20
+LOG = logging.getLogger("spillway")
+"""what a failing disk led to: the program is somebody else's, and so is its output"""
 NUM_IO_THREADS = 2
 REGION = "the forward"
 
@@ -61,7 +64,7 @@ class Spilling:
         self._module = module
         self._host, self.ledger = HostSlab(4 * window_bytes), DeviceLedger(None)
         self.lanes = CpuLanes(self._host, self.ledger)
-        self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS)
+        self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS, host=self._host, tell=LOG.warning)
         self.nvme.reclaim = self.lanes.reclaim
         self.store = SpillStore(
             self.lanes,
