@@ -66,7 +66,7 @@ class SpilledHandle(Handle, Protocol):
 class ActivationBatch(Protocol):
     """What one forward through one segment gives to an ActivationStore."""
 
-    def put(self, tensor: Tensor) -> SpilledHandle | None:
+    def put(self, tensor: Tensor) -> SpilledHandle | KeptTensor | None:
         """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept."""
 
     def flush(self) -> None:

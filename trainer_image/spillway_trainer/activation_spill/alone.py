@@ -33,6 +33,8 @@ MIB = 1 << 20
 LOG = logging.getLogger("spillway")
 """what a failing disk led to: the program is somebody else's, and so is its output"""
 NUM_IO_THREADS = 2
+HOST_BYTES = 1 << 30
+"""addresses for staging and reloads; pages become resident as they are used, and the window bounds how many are"""
 REGION = "the forward"
 
 
@@ -53,7 +55,7 @@ class Spilling:
         minimum_bytes: int = MIB,
         transfer_bytes: int = 4 * MIB,
         ahead_bytes: int = 8 * MIB,
-        window_bytes: int = 32 * MIB,
+        window_bytes: int = 16 * MIB,
     ) -> None:
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
@@ -62,9 +64,9 @@ class Spilling:
                     "model there"
                 )
         self._module = module
-        self._host, self.ledger = HostSlab(4 * window_bytes), DeviceLedger(None)
-        self.lanes = CpuLanes(self._host, self.ledger)
-        self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS, host=self._host, tell=LOG.warning)
+        self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True)
+        self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS, host=self.host, tell=LOG.warning)
         self.nvme.reclaim = self.lanes.reclaim
         self.store = SpillStore(
             self.lanes,
@@ -75,12 +77,13 @@ class Spilling:
             transfer_bytes=transfer_bytes,
             ahead_bytes=ahead_bytes,
         )
-        self._kept_bytes = max(0, device_bytes - ahead_bytes - 2 * transfer_bytes)
+        self._kept_bytes = max(0, device_bytes - 2 * transfer_bytes)
         self._spills_all = device_bytes == 0
         self._last_bytes: int | None = None
         self._entered: list[tuple[saved_tensors_hooks, Batch]] = []
 
     def __enter__(self) -> Spilling:
+        self.host.give_pages_back()  # of the reloads before: the fullest moment of a step is the end of its forward
         moved_bytes = None if self._last_bytes is None or self._spills_all else self._last_bytes - self._kept_bytes
         batch = self.store.open(REGION, Answer.NVME, moved_bytes)
         parameters = ResidentParameters(named_tensors(self._module))

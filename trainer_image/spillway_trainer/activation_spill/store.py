@@ -10,11 +10,12 @@ from torch import Tensor, UntypedStorage
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
 from spillway.plan import Answer, Tier
 
+from ..saved_tensors import KeptTensor
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .records import Record, SpilledTensor
-from .transfer import Transfer, copy_to_host, copy_to_nvme
+from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
 ALIGNED_BYTES = 64
 """torch's own alignment: a storage with less comes back with more, which kernels may answer with other bits"""
@@ -73,6 +74,7 @@ class SpillStore:
         self._copies = Window(lanes, window_bytes)
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._bounces = Bounces()
 
     def open(self, segment: str, answer: Answer, moved_bytes: int | None = None) -> Batch:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
@@ -105,7 +107,7 @@ class SpillStore:
             return self._offload(segment, records)
         try:
             if nvme.takes_spills:
-                spilled = copy_to_nvme(self.lanes, self.ledger, nvme, segment, records)
+                spilled = self._to_nvme(nvme, segment, records)
                 self._copies.add(spilled.copied, nbytes)
                 self._writes.add(spilled.stored, spilled.nbytes)
                 return Transfer(self.lanes, segment, records, spilled)
@@ -119,6 +121,11 @@ class SpillStore:
             return None
         nvme.redirect(f"activations of {segment}", "host memory")
         return transfer
+
+    def _to_nvme(self, nvme: NvmeSlab, segment: str, records: list[Record]) -> NvmeCopy:
+        if self.lanes.direct_io:
+            return write_to_nvme(self.lanes, self.ledger, nvme, segment, records, self._bounces)
+        return copy_to_nvme(self.lanes, self.ledger, nvme, segment, records)
 
     def held_bytes(self, tier: Tier) -> int:
         """Bytes of live transfers in `tier`, staging left out."""
@@ -137,7 +144,9 @@ class Batch:
     __slots__ = (
         "__weakref__",
         "_answer",
+        "_herald",
         "_kept",
+        "_kept_bytes",
         "_moved_bytes",
         "_pending",
         "_pending_bytes",
@@ -154,6 +163,9 @@ class Batch:
         self._moved_bytes = moved_bytes
         self._kept: set[int] = set()
         """storages that were offered and stay"""
+        self._kept_bytes = 0
+        self._herald: int | None = None
+        """the kept storage that backward comes to as far before what moved as reloads may run ahead"""
         self.offered_bytes = 0
         """of storages that could move, each once"""
         self._pending: list[weakref.ref[Record]] = []
@@ -162,7 +174,7 @@ class Batch:
         self.segment = segment
         self.backward_label = f"backward of {segment}"
 
-    def put(self, tensor: Tensor) -> SpilledTensor | None:
+    def put(self, tensor: Tensor) -> SpilledTensor | KeptTensor | None:
         storage, store = tensor.untyped_storage(), self._store
         if (
             storage.nbytes() < store.minimum_bytes
@@ -175,7 +187,7 @@ class Batch:
         record = known() if known is not None else None
         if record is None or not record.holds(tensor):
             if not self._takes(storage):
-                return None
+                return Herald(self, tensor, store.ledger) if storage._cdata == self._herald else None
             record = Record(store.lanes, store.ledger, self, len(self._pending), tensor)
             self.know(tensor, record)
             self._pending.append(weakref.ref(record))
@@ -194,6 +206,9 @@ class Batch:
         if self._moved_bytes is None or before < self._moved_bytes:
             return True
         self._kept.add(storage._cdata)
+        self._kept_bytes += storage.nbytes()
+        if self._herald is None and self._kept_bytes > (self._store.ahead_bytes or 0):
+            self._herald = storage._cdata
         return False
 
     def know(self, tensor: Tensor, record: Record) -> None:
@@ -216,6 +231,11 @@ class Batch:
                 record.transfer = transfer
 
     def prefetch(self) -> None:
+        if self._herald is None:
+            self.reload_last()
+
+    def reload_last(self) -> None:
+        """Backward comes to what was moved next."""
         self.reload_before(len(self._transfers))
 
     def reload_before(self, number: int) -> None:
@@ -230,3 +250,19 @@ class Batch:
                     transfer.load()
                 except (DeviceOutOfMemory, HostOutOfMemory):
                     return  # no room yet: loaded at the first need, when what comes after it has left
+
+
+class Herald(KeptTensor):
+    """A kept tensor after which backward comes to those that were moved. Reloaded before, they would make the fullest
+    moment of the step fuller: all that is kept is still there when backward begins."""
+
+    __slots__ = ("_batch",)
+
+    def __init__(self, batch: Batch, tensor: Tensor, ledger: DeviceLedger) -> None:
+        super().__init__(tensor, batch.segment, ledger)
+        self._batch = weakref.ref(batch)
+
+    def tensor(self) -> Tensor:
+        if (batch := self._batch()) is not None:
+            batch.reload_last()
+        return super().tensor()

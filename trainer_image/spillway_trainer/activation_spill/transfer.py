@@ -23,6 +23,7 @@ from spillway.plan import Tier
 from .. import kernels
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import ALIGNMENT_BYTES
+from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import Buffer, Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeExtent, NvmeSlab, Stored
 from .records import Record, Sources
@@ -47,6 +48,9 @@ class Copy(Protocol):
     nbytes: int
     stored: Event
     """complete when the bytes have arrived"""
+
+    def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
+        """Submit the read of the records into device buffers of whole blocks; None where the bytes are in memory."""
 
     def stage(self, records: Sequence[Record]) -> Staged:
         """Make the records' bytes readable in host memory."""
@@ -87,14 +91,18 @@ class Transfer:
         if not wanted:
             return
         buffers = self._acquire(wanted)
+        if self._lanes.direct_io and (loaded := self._copy.read_into(wanted, buffers)) is not None:
+            for record, buffer in zip(wanted, buffers, strict=True):
+                record.load_into(buffer, loaded)
+            return
         try:
             staged = self._copy.stage(wanted)
         except BaseException:
             self._give_back(buffers)
             raise
         pairs = [
-            (target.tensor, staged.buffer.tensor[offset : offset + target.nbytes])
-            for target, offset in zip(buffers, staged.offsets, strict=True)
+            (target.tensor[: record.nbytes], staged.buffer.tensor[offset : offset + record.nbytes])
+            for record, target, offset in zip(wanted, buffers, staged.offsets, strict=True)
         ]
         loaded = self._lanes.submit(
             Lane.H2D,
@@ -139,6 +147,9 @@ class HostCopy:
         self.nbytes = buffer.nbytes
         self.stored = stored
 
+    def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
+        return None
+
     def stage(self, records: Sequence[Record]) -> Staged:
         return Staged(self._buffer, [record.offset for record in records], self.stored)
 
@@ -173,6 +184,27 @@ class NvmeCopy:
         """complete when the sources are free: staging has the bytes"""
         self.stored = stored
 
+    def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
+        parts = [
+            (record.offset + start, piece, record.label)
+            for record, buffer in zip(records, buffers, strict=True)
+            for start, piece in pieces(buffer.tensor)
+        ]
+        return self._read(parts, buffers)
+
+    def _read(self, parts: Sequence[tuple[int, Tensor, str]], targets: Sequence[Buffer]) -> Event:
+        read = self._lanes.submit(
+            Lane.NVME_READ,
+            partial(_read, self._nvme, parts, self._stored_at),
+            reads=(self._extent,),
+            writes=targets,
+            after=(self.stored,),
+            nbytes=sum(tensor.numel() for _, tensor, _ in parts),
+            label=f"read of {self._extent.label}",
+        )
+        self._users.append(read)
+        return read
+
     def stage(self, records: Sequence[Record]) -> Staged:
         """From the file; what the disk refused, from the staging that it still lies in."""
         if self.stored.done and self._extent.home is not None:
@@ -195,16 +227,7 @@ class NvmeCopy:
             (record.offset, padded(staging.tensor, offset, record.nbytes), record.label)
             for record, offset in zip(records, offsets, strict=True)
         ]
-        ready = self._lanes.submit(
-            Lane.NVME_READ,
-            partial(_read, self._nvme, parts, self._stored_at),
-            reads=(self._extent,),
-            writes=(staging,),
-            after=(self.stored,),
-            nbytes=nbytes,
-            label=f"read of {self._extent.label}",
-        )
-        self._users.append(ready)
+        ready = self._read(parts, (staging,))
         return Staged(staging, offsets, ready)
 
     def unstage(self, staged: Staged, loaded: Event) -> None:
@@ -247,6 +270,78 @@ def copy_to_nvme(
     )
     lanes.release(staging, after=(copied, written))
     return NvmeCopy(lanes, nvme, extent, copied, written, stored_at)
+
+
+def write_to_nvme(
+    lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab, segment: str, records: Sequence[Record], bounces: Bounces
+) -> NvmeCopy:
+    """As `copy_to_nvme` where device memory is host memory: the sources stay until they are written, piece by piece
+    through one of `bounces` (sources are not aligned as the file needs it), and nothing is staged.
+
+    Raises SpillVolumeFull.
+    """
+    label = f"activations of {segment}"
+    offsets, nbytes = lay_out(records, ALIGNMENT_BYTES)
+    extent = nvme.allocate(nbytes, label)
+    for record, offset in zip(records, offsets, strict=True):
+        record.offset = offset
+    sources, stored_at = Sources(ledger, records, f"sources of {label}"), dict[int, Stored]()
+    names = [record.label for record in records]
+    lanes.compute(writes=(sources,), label=f"forward before {label}")
+    written = lanes.submit(
+        Lane.NVME_WRITE,
+        partial(_write_pieces, nvme, extent, sources, offsets, names, bounces, stored_at),
+        reads=(sources,),
+        writes=(extent,),
+        after=(lanes.computed(),),
+        nbytes=nbytes,
+        label=f"write of {label}",
+    )
+    lanes.release(sources, after=(written,))
+    return NvmeCopy(lanes, nvme, extent, written, written, stored_at)
+
+
+PIECE_BYTES = 4 << 20
+"""what is written at once, and has a checksum of its own, where nothing is staged"""
+
+
+class Bounces:
+    """Aligned memory of PIECE_BYTES for each write that runs at a time; used again."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return HostSlab(PIECE_BYTES).memory
+
+    def give(self, bounce: Tensor) -> None:
+        self._free.append(bounce)
+
+
+def pieces(memory: Tensor) -> list[tuple[int, Tensor]]:
+    """Offset and bytes of each."""
+    return [(start, memory[start : start + PIECE_BYTES]) for start in range(0, memory.numel(), PIECE_BYTES)]
+
+
+def _write_pieces(
+    nvme: NvmeSlab,
+    extent: NvmeExtent,
+    sources: Sources,
+    offsets: Sequence[int],
+    names: Sequence[str],
+    bounces: Bounces,
+    stored_at: dict[int, Stored],
+) -> None:
+    bounce = bounces.take()  # not given back when a write raises: then a new one takes its place
+    for source, offset, name in zip(sources.bytes(), offsets, names, strict=True):
+        for at, piece in pieces(source):
+            kernels.copy_batch([(bounce[: piece.numel()], piece)])
+            part = padded(bounce, 0, piece.numel())
+            (stored_at[offset + at],) = nvme.write_batch([(extent.at(offset + at), part, name)])
+    bounces.give(bounce)
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 
 ALIGNMENT_BYTES = 4096
 """O_DIRECT needs it of addresses, offsets and lengths; pages are no larger"""
@@ -69,6 +70,13 @@ class Extents:
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.held_bytes
+
+    def each_free(self, use: Callable[[int, int], None]) -> None:
+        """Call `use(start, size)` for every free run, while nothing can be allocated."""
+        with self._lock:
+            self._take_back()
+            for start in self._starts:
+                use(start, self._sizes[start])
 
     def holders(self) -> dict[str, int]:
         """Bytes held by label, largest first."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,11 +35,13 @@ class HostSlab:
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by the lanes"""
         self._extents = Extents(nbytes)
-        self._memory = _map(self._extents.capacity_bytes)
+        self._mapping = _map(self._extents.capacity_bytes)
+        self._memory, self._bytes = self._mapping.tensor, self._mapping.bytes
         self._storage: int = self._memory.untyped_storage()._cdata
         self._may_grow = may_grow
         self._spare: HostSlab | None = None
         self._growing = threading.Lock()
+        self._lent: dict[int, weakref.ref[memoryview]] = {}
 
     def allocate(self, nbytes: int, label: str) -> Tensor:
         """uint8 view of `nbytes`, 4096-aligned, uninitialised.
@@ -64,6 +67,25 @@ class HostSlab:
             if nbytes >= ALIGNMENT_BYTES:
                 self._spare = HostSlab(nbytes)
 
+    def lend(self, nbytes: int, label: str) -> Tensor:
+        """As `allocate`, in a storage of its own, which comes back by itself when no tensor shares it any more.
+
+        For memory whose users nobody can name, such as what autograd hands to backward functions. Where no run is long
+        enough it is memory beside the slab, also 4096-aligned, and goes back to the system: never an error.
+        """
+        offset = self._extents.allocate(nbytes, label)
+        if offset is None:
+            return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
+        part = self._bytes[offset : offset + nbytes]
+        lent, extents = self._lent, self._extents
+
+        def give_back(_: weakref.ref[memoryview]) -> None:
+            del lent[offset]
+            extents.free(offset)
+
+        lent[offset] = weakref.ref(part, give_back)  # the storage holds `part`
+        return torch.frombuffer(part, dtype=torch.uint8)
+
     def free(self, tensor: Tensor) -> None:
         """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
         if self._spare is not None and tensor.untyped_storage()._cdata != self._storage:
@@ -71,6 +93,10 @@ class HostSlab:
             return
         # By offset: an extent of no bytes has no address in torch.
         self._extents.free(int(tensor.storage_offset() - self._memory.storage_offset()))
+
+    def give_pages_back(self) -> None:
+        """Free runs occupy no memory until they are written again."""
+        self._extents.each_free(self._mapping.give_back)
 
     @property
     def memory(self) -> Tensor:
@@ -119,22 +145,35 @@ class HostSlab:
         )
 
 
-def _map(nbytes: int) -> Tensor:
-    """uint8 tensor over an anonymous private mapping, 4096-aligned; unmapped when its last view dies.
+class _Mapping(NamedTuple):
+    """An anonymous private mapping, 4096-aligned, as uint8 tensor and as bytes; unmapped when the last view dies."""
 
-    Where the slab spans several huge pages it asks for them (fewer page faults and TLB misses in streaming loops); a
+    tensor: Tensor
+    bytes: memoryview
+    whole: mmap.mmap | None
+    start: int
+    """of the tensor in the whole mapping"""
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        assert self.whole is not None
+        self.whole.madvise(mmap.MADV_DONTNEED, self.start + offset, nbytes)
+
+
+def _map(nbytes: int) -> _Mapping:
+    """Where the slab spans several huge pages it asks for them (fewer page faults and TLB misses in streaming loops); a
     smaller one would only grow by rounding.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return _Mapping(torch.empty(0, dtype=torch.uint8), memoryview(b""), None, 0)
     if nbytes < 8 * HUGE_PAGE_BYTES:
-        return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
+        mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE)
+        return _Mapping(torch.frombuffer(mapping, dtype=torch.uint8), memoryview(mapping), mapping, 0)
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=_PRIVATE)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     assert HUGE_PAGE_BYTES % ALIGNMENT_BYTES == 0
-    return memory[start : start + nbytes]
+    return _Mapping(memory[start : start + nbytes], memoryview(mapping)[start : start + nbytes], mapping, start)
 
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -28,6 +28,7 @@ from spillway.errors import SpillwayError
 from spillway.plan import Tier
 
 from .device_ledger import DeviceLedger
+from .extents import round_up
 from .host_slab import HostSlab
 from .releases import Releases
 
@@ -115,6 +116,9 @@ def owned_once(tensor: Tensor) -> bool:
 
 
 class Lanes(Protocol):
+    direct_io: bool
+    """device memory is host memory, its buffers in whole blocks of the file: it moves to and from the file unstaged"""
+
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         """Memory of `tier` (device or host) whose earlier users are complete.
 
@@ -180,6 +184,13 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         return Buffer(tier, tensor, label, lambda freed: ledger.release(DEVICE_BUFFERS, freed.numel()))
     raise ValueError(f"{label}: a buffer lives in device or host memory, not in {tier}; NvmeSlab has the extents")
+
+
+def lent_buffer(host: HostSlab, ledger: DeviceLedger, nbytes: int, label: str) -> Buffer:
+    """Device memory of a CPU out of the host slab, in whole blocks. Raises DeviceOutOfMemory."""
+    nbytes = round_up(nbytes)
+    ledger.charge(DEVICE_BUFFERS, nbytes)
+    return Buffer(Tier.DEVICE, host.lend(nbytes, label), label, lambda _: ledger.release(DEVICE_BUFFERS, nbytes))
 
 
 class Done:
@@ -313,10 +324,13 @@ class CpuLanes:
 
     A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
     would stand still.
+
+    `direct_io`: device buffers are lent by the host slab, used again and again, and 4096-aligned.
     """
 
-    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+    def __init__(self, host: HostSlab, ledger: DeviceLedger, *, direct_io: bool = False) -> None:
         self._host, self._ledger = host, ledger
+        self.direct_io = direct_io
         self._releases = Releases()
         self._moved: Counter[str] = Counter()
         self._stalled_seconds = 0.0
@@ -328,6 +342,8 @@ class CpuLanes:
         host.reclaim = ledger.reclaim = self.reclaim
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        if self.direct_io and tier is Tier.DEVICE:
+            return lent_buffer(self._host, self._ledger, nbytes, label)
         return acquire(self._host, self._ledger, tier, nbytes, label)
 
     def release(self, region: Region, after: Sequence[Event] = ()) -> None:
@@ -441,6 +457,8 @@ class LazyLanes:
     its release takes effect, and so does a released source that nobody else holds: a missing wait, edge or release
     event changes bits.
     """
+
+    direct_io = False
 
     def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
         self._host, self._ledger = host, ledger

@@ -122,6 +122,8 @@ class TracingLanes:
     overlap name a Region a part.
     """
 
+    direct_io = False
+
     def __init__(
         self,
         host: HostSlab,
