@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from fake_spill_file import FakeSpillFile
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spillway.errors import UserError
 from spillway.plan import Tier
-from spillway_trainer.activation_spill import Spilling
+from spillway_trainer.activation_spill import Spilling, alone
+from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
 KIB = 1 << 10
 TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -237,6 +241,97 @@ def test_backward_holds_no_more_than_what_stays_and_what_runs_ahead(make: Callab
     spilling.ledger.reset_peak()
     loss.backward()
     assert spilling.ledger.peak_bytes <= (2 + 1 + 1) * 4 * KIB  # ahead, in use, and one that is on its way out
+
+
+class Disk:
+    """The file of the next Spilling, in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(alone, "NvmeSlab", partial(NvmeSlab, open_file=self._open))
+
+    def _open(self, directory: Path, nbytes: int, *, num_threads: int) -> FakeSpillFile:
+        self.file = FakeSpillFile(directory, nbytes, num_threads=num_threads)
+        return self.file
+
+
+def test_what_is_not_written_yet_is_used_where_it_is_and_never_written(
+    make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    spilling, x = make(nn.Module(), transfer_bytes=4 * KIB), leaf()
+    disk.file.stalled = threading.Event()
+    with spilling:
+        loss = chain(x)
+    loss.backward()  # while the first write still stands
+    assert torch.equal(x.grad, torch.autograd.grad(chain(y := leaf()), y)[0])
+    assert spilling.lanes.moved_bytes().keys() == {"nvme_write"}
+    disk.file.stalled.set()
+    spilling.store.drain()
+    assert len(disk.file._blocks) <= 1
+    del loss
+    assert spilling.held_bytes() == {Tier.DEVICE: 0, Tier.NVME: 0}
+    assert spilling.nvme.held_bytes == 0
+
+
+def test_a_retained_graph_whose_writes_were_cancelled_goes_backward_again(
+    make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    spilling, x = make(nn.Module()), leaf()
+    disk.file.stalled = threading.Event()
+    with spilling:
+        loss = chain(x)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    disk.file.stalled.set()
+    spilling.store.drain()
+    assert torch.equal(first, torch.autograd.grad(loss, x)[0])
+
+
+def test_a_tensor_used_where_it_is_and_changed_in_place_raises(
+    make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    spilling, x = make(nn.Module()), leaf()
+    disk.file.stalled = threading.Event()
+    doubled = x * 2
+    with spilling:
+        loss = doubled.sin().sum()
+    with torch.no_grad():
+        doubled.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    disk.file.stalled.set()
+
+
+def test_what_the_disk_refuses_stays_and_the_bits_are_the_same(
+    make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    spilling, x = make(nn.Module()), leaf()
+    disk.file.failing.add("write")
+    for _ in range(2):
+        with spilling:
+            loss = chain(x)
+        spilling.store.drain()
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert torch.equal(gradient, torch.autograd.grad(chain(y := leaf()), y)[0])
+    assert spilling.nvme.first_failure is not None
+
+
+def test_a_dropped_graph_is_not_written_any_further(
+    make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    spilling = make(nn.Module(), transfer_bytes=4 * KIB)
+    disk.file.stalled = threading.Event()
+    with spilling:
+        loss = chain(leaf())
+    del loss
+    disk.file.stalled.set()
+    spilling.store.drain()
+    assert len(disk.file._blocks) <= 1
+    assert spilling.held_bytes() == {Tier.DEVICE: 0, Tier.NVME: 0}
+    assert spilling.nvme.held_bytes == 0
 
 
 def test_two_graphs_alive_go_backward_in_any_order(make: Callable[..., Spilling]) -> None:

@@ -79,8 +79,8 @@ class Record:
 
     @property
     def is_loaded(self) -> bool:
-        """True when the reload is complete or on its way."""
-        return self._reload is not None
+        """True when the reload is complete or on its way, or none is needed."""
+        return self._reload is not None or self._stays
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since."""
@@ -97,9 +97,11 @@ class Record:
         charge, self._charge = self._charge, None
         return self._source, charge
 
-    def stay(self) -> None:
-        """Keep the source on the device, charged as it is, in place of a copy."""
+    def stay(self, charge: int | None = None) -> None:
+        """Keep the source on the device in place of a copy, charged as it is or by the `charge` it was lent with."""
         self._stays = True
+        if charge is not None:
+            self._charge = charge
 
     def load_into(self, buffer: Buffer, loaded: Event) -> None:
         self._reload, self._loaded = buffer, loaded
@@ -119,10 +121,11 @@ class Record:
         """
         if self._source._version != self.version:
             raise changed_in_place(self.batch.segment, size, self.version, self._source._version)
-        if self._stays:
-            return self._source.untyped_storage()
-        if self._reload is None:
+        if not self.is_loaded:
             self._load_cold(with_batch=with_batch)
+        if self._stays:
+            self._come_to_transfer()
+            return self._source.untyped_storage()
         assert self._reload is not None
         assert self._loaded is not None
         if not self._awaited:
@@ -134,9 +137,8 @@ class Record:
 
     def _come_to_transfer(self) -> None:
         """Signals, once a transfer, that those before it are needed next."""
-        transfer = self.transfer
-        assert transfer is not None
-        if not transfer.is_entered:
+        transfer = self.transfer  # none where no tier took it
+        if transfer is not None and not transfer.is_entered:
             transfer.is_entered = True
             self.batch.reload_before(transfer.number)
 
@@ -180,18 +182,38 @@ class Sources(Region):
     of the saved one, so a change in place is found at backward even when the copy was taken long before.
     """
 
-    __slots__ = ("_ledger", "_lent")
+    __slots__ = ("_ledger", "_lent", "_owner", "is_taken")
 
     def __init__(self, ledger: DeviceLedger, records: Sequence[Record], label: str) -> None:
         super().__init__(sum(record.nbytes for record in records), label)
         self._ledger = ledger
         self._lent = [record.lend_source() for record in records]
+        self._owner = [self]
+        """who empties it has the sources: the lanes, which drop them, or whoever needs them before"""
+        self.is_taken = False
 
     def bytes(self) -> list[Tensor]:
         """Each storage as a uint8 tensor."""
         return [storage_bytes(tensor) for tensor, _ in self._lent]
 
+    def take_back(self) -> list[tuple[Tensor, int]] | None:
+        """The sources and their charges again, in the order of the records; None when they were given up already."""
+        if not self._take():
+            return None
+        self.is_taken = True
+        lent, self._lent = self._lent, []
+        return lent
+
+    def _take(self) -> bool:
+        try:
+            self._owner.pop()  # atomic: another thread may try the same
+        except IndexError:
+            return False
+        return True
+
     def drop(self) -> None:
+        if not self._take():
+            return
         lent, self._lent = self._lent, []
         for tensor, charge in lent:
             self._ledger.release_saved(charge)

@@ -96,7 +96,7 @@ class SpillStore:
     def _offload(self, segment: str, records: list[Record]) -> Transfer:
         offloaded = copy_to_host(self.lanes, self.ledger, segment, records)
         self._copies.add(offloaded.stored, sum(record.nbytes for record in records))
-        return Transfer(self.lanes, segment, records, offloaded)
+        return Transfer(self.lanes, self.ledger, segment, records, offloaded)
 
     def _spill(self, nvme: NvmeSlab, segment: str, records: list[Record]) -> Transfer | None:
         """To NVMe; once a device has failed or is slow, to where there is room above it."""
@@ -110,7 +110,7 @@ class SpillStore:
                 spilled = self._to_nvme(nvme, segment, records)
                 self._copies.add(spilled.copied, nbytes)
                 self._writes.add(spilled.stored, spilled.nbytes)
-                return Transfer(self.lanes, segment, records, spilled)
+                return Transfer(self.lanes, self.ledger, segment, records, spilled)
         except (SpillVolumeFull, HostOutOfMemory):
             if nvme.first_failure is None:
                 raise  # nothing went wrong: the plan gave too little

@@ -49,6 +49,9 @@ class Copy(Protocol):
     stored: Event
     """complete when the bytes have arrived"""
 
+    def take_back(self) -> list[tuple[Tensor, int]] | None:
+        """Sources and charges in the order of the records, where they were not given up before the bytes arrived."""
+
     def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
         """Submit the read of the records into device buffers of whole blocks; None where the bytes are in memory."""
 
@@ -64,10 +67,11 @@ class Copy(Protocol):
 class Transfer:
     """The records that one flush moved together."""
 
-    __slots__ = ("__weakref__", "_copy", "_lanes", "_records", "_segment", "is_entered", "number")
+    __slots__ = ("__weakref__", "_copy", "_lanes", "_ledger", "_records", "_segment", "is_entered", "number")
 
-    def __init__(self, lanes: Lanes, segment: str, records: Sequence[Record], copy: Copy) -> None:
+    def __init__(self, lanes: Lanes, ledger: DeviceLedger, segment: str, records: Sequence[Record], copy: Copy) -> None:
         self._lanes = lanes
+        self._ledger = ledger
         self._segment = segment
         self.number = 0
         """of the transfers of its batch, in the order of forward"""
@@ -88,7 +92,7 @@ class Transfer:
         """Submit the reload of `records` (None: of all that are still needed). Raises when a tier has no room."""
         alive = records if records is not None else [record for ref in self._records if (record := ref()) is not None]
         wanted = [record for record in alive if not record.is_loaded]
-        if not wanted:
+        if not wanted or self._forward():
             return
         buffers = self._acquire(wanted)
         if self._lanes.direct_io and (loaded := self._copy.read_into(wanted, buffers)) is not None:
@@ -117,6 +121,19 @@ class Transfer:
         for record, buffer in zip(wanted, buffers, strict=True):
             record.load_into(buffer, loaded)
 
+    def _forward(self) -> bool:
+        """Whether the sources are there still. They stay; a write that has not begun never will."""
+        lent = self._copy.take_back()
+        if lent is None:
+            return False
+        for ref, (source, charge) in zip(self._records, lent, strict=True):
+            if (record := ref()) is not None:
+                record.stay(charge)
+            else:
+                self._ledger.release_saved(charge)
+            del source
+        return True
+
     def _acquire(self, records: Sequence[Record]) -> list[Buffer]:
         buffers: list[Buffer] = []
         try:
@@ -132,6 +149,7 @@ class Transfer:
             self._lanes.release(buffer)
 
     def __del__(self) -> None:
+        self._forward()  # of a graph that was dropped: what is not written yet need not be
         self._copy.release()
 
 
@@ -146,6 +164,9 @@ class HostCopy:
         self._users = [stored]
         self.nbytes = buffer.nbytes
         self.stored = stored
+
+    def take_back(self) -> list[tuple[Tensor, int]] | None:
+        return None
 
     def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
         return None
@@ -173,9 +194,12 @@ class NvmeCopy:
         copied: Event,
         stored: Event,
         stored_at: dict[int, Stored],
+        sources: Sources | None = None,
     ) -> None:
+        """`sources`: where they are what is written, and no staging."""
         self._lanes = lanes
         self._nvme = nvme
+        self._sources = sources
         self._extent = extent
         self._users = [stored]
         self._stored_at = stored_at
@@ -183,6 +207,9 @@ class NvmeCopy:
         self.copied = copied
         """complete when the sources are free: staging has the bytes"""
         self.stored = stored
+
+    def take_back(self) -> list[tuple[Tensor, int]] | None:
+        return self._sources.take_back() if self._sources is not None else None
 
     def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
         parts = [
@@ -298,7 +325,7 @@ def write_to_nvme(
         label=f"write of {label}",
     )
     lanes.release(sources, after=(written,))
-    return NvmeCopy(lanes, nvme, extent, written, written, stored_at)
+    return NvmeCopy(lanes, nvme, extent, written, written, stored_at, sources)
 
 
 PIECE_BYTES = 4 << 20
@@ -335,8 +362,11 @@ def _write_pieces(
     bounces: Bounces,
     stored_at: dict[int, Stored],
 ) -> None:
+    memory = sources.bytes()  # first: they are gone from there once they are taken
+    if sources.is_taken:
+        return  # needed before it was written
     bounce = bounces.take()  # not given back when a write raises: then a new one takes its place
-    for source, offset, name in zip(sources.bytes(), offsets, names, strict=True):
+    for source, offset, name in zip(memory, offsets, names, strict=True):
         for at, piece in pieces(source):
             kernels.copy_batch([(bounce[: piece.numel()], piece)])
             part = padded(bounce, 0, piece.numel())
