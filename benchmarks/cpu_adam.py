@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 # As the trainer's entry point does, before torch is imported: workers that spin for ever would fight for the cores.
@@ -30,6 +28,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import paired
 import rivals
 import torch
+from compiled import compiled
 from torch import Tensor
 
 from spillway_trainer import native
@@ -210,13 +209,8 @@ class DeepSpeed:
 
 
 def copy_update_loop() -> Callable[..., None]:
-    """benchmarks/copy_update.c, compiled for this processor."""
-    source = Path(__file__).with_name("copy_update.c")
-    library = rivals.RIVALS / "copy_update.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    command = [os.environ.get("CC", "cc"), "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).copy_update
+    """benchmarks/copy_update.c"""
+    function = compiled("copy_update").copy_update
     function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
     function.restype = None
     return function

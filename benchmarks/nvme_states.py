@@ -13,28 +13,22 @@ update computes counts against us: it is in neither of the two. disk_over_comput
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import paired
-from overlap import WithoutUpdate
+from measured_runs import HUNDRED_MILLION, MeasuredRuns, WithoutUpdate
 
-from spillway.hardware import local_node
-from spillway.plan import MemoryPlan, Overlap
-from spillway.planner import make_plan
-from spillway.units import GIB, format_seconds
-from spillway_trainer import config, kernels, probe
+from spillway.units import format_seconds
+from spillway_trainer import kernels, probe
 from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.probe import Cell
-from spillway_trainer.trainer import Progress, StopRequest, train_step
 
-CELL = Cell(768, 12, 10240, 512, 4, optimizer="Nvme", num_micro_batches=1)
+CELL = replace(HUNDRED_MILLION, micro_batch_size=4, optimizer="Nvme")
 QUICK_CELL = Cell(384, 6, 4096, 256, 2, optimizer="Nvme", num_micro_batches=1)
 LIMITS = {"nvme_step_ratio": 1.15}
 
@@ -60,56 +54,39 @@ def computes_nothing(*_: object, **__: object) -> None:
     """Stands for a rule of update."""
 
 
-class Contestants:
-    """Runs of one cell with states on NVMe, each with a spill file of its own."""
+def compute(runs: MeasuredRuns) -> Callable[[], float]:
+    return paired.timed(runs.make("None", WithoutUpdate).step)
 
-    def __init__(self, cell: Cell, opened: ExitStack) -> None:
-        self._cell, self._opened, self._job = cell, opened, cell.job()
-        planned = make_plan(self._job, local_node(1, 8 * GIB, 4 * GIB, 4 * GIB))
-        assert isinstance(planned, MemoryPlan), "4 GiB are enough"
-        self._plan = planned
-        self._directory = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=".")))
 
-    def compute(self) -> Callable[[], float]:
-        return paired.timed(self._run("None", WithoutUpdate)[1])
+def disk(runs: MeasuredRuns) -> Callable[[], float]:
+    with mock.patch.object(kernels, "update", computes_nothing):
+        run = runs.make("None", UpdateTimed)
 
-    def disk(self) -> Callable[[], float]:
-        with mock.patch.object(kernels, "update", computes_nothing):
-            optimizer, step = self._run("None", UpdateTimed)
+    def update_alone() -> float:
+        run.step()
+        seconds: float = run.optimizer.seconds
+        return seconds
 
-        def update_alone() -> float:
-            step()
-            return cast(UpdateTimed, optimizer).seconds
+    return update_alone
 
-        return update_alone
 
-    def step(self) -> Callable[[], float]:
-        optimizer, step = self._run("Forward", lambda optimizer: optimizer)
+def step(runs: MeasuredRuns) -> Callable[[], float]:
+    run = runs.make("Forward")
 
-        def one_after_another() -> float:
-            step()  # begins with nothing in flight, as no step of a run does
-            seconds = paired.timed(step)()
-            optimizer.flush()  # nothing of it runs in the turn of another one
-            return seconds
+    def one_after_another() -> float:
+        run.step()  # begins with nothing in flight, as no step of a run does
+        seconds = paired.timed(run.step)()
+        run.optimizer.flush()  # nothing of it runs in the turn of another one
+        return seconds
 
-        return one_after_another
-
-    def _run(self, overlap: Overlap, wrap: Callable[[Optimizer], Any]) -> tuple[Any, Callable[[], object]]:
-        """The optimizer and a step of one more run."""
-        optimizer_plan = self._plan.optimizer.model_copy(update={"overlap": overlap})
-        plan = self._plan.model_copy(update={"optimizer": optimizer_plan})
-        assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1))
-        optimizer = wrap(assembly.optimizer)
-        run = replace(probe.run_of(self._job, self._cell, assembly), optimizer=optimizer)
-        settings, progress = config.loop_settings(self._job.spec, plan), Progress()
-        return optimizer, lambda: train_step(run, settings, progress, StopRequest())
+    return one_after_another
 
 
 def measure(quick: bool) -> dict[str, float]:
     probe.as_the_trainer(1)
     with ExitStack() as opened:
-        made = Contestants(QUICK_CELL if quick else CELL, opened)
-        contestants = {"compute": made.compute(), "disk": made.disk(), "step": made.step()}
+        runs = MeasuredRuns(QUICK_CELL if quick else CELL, opened, directory=".")
+        contestants = {"compute": compute(runs), "disk": disk(runs), "step": step(runs)}
         rounds = paired.alternate(contestants, seconds=30.0 if quick else 180.0)
     both = list(zip(rounds["compute"], rounds["disk"], rounds["step"], strict=True))
     for name, seconds in rounds.items():

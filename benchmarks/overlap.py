@@ -1,137 +1,256 @@
 """How much of a CPU update hides behind the next forward, when compute leaves a core free.
 
 One compute thread, one update thread, a model of 100 million parameters (--quick: 26 million) whose optimizer states
-are all updated by the CPU. Three runs of it make three steps each, in turn:
+are all updated by the CPU. One run makes its steps in four ways, in turn:
 
-  free     the same run whose update is left out: gradients are accumulated, the norm is taken, and the step skipped
+  free     the update is left out: gradients are accumulated, the norm is taken, and the step skipped
   none     overlap: None, forward begins when the update is done
   forward  overlap: Forward, each segment of the next forward waits for its own parameters
+  bound    `free`, and beside its forward one bare C loop calls our kernel over all chunks, on a thread of its own: no
+           lanes, no events, no Python, and forward waits for nothing. What it costs is the machine's: both want one
+           memory.
 
-What a step takes more than `free` is exposed update, whatever it is spent on (also on slower compute, where both want
-the same memory). hidden_share = 1 - exposed of `forward` / exposed of `none`, the median over rounds; the goal is 0.8
-on a quiet machine with two cores. hidden_by_waits = 1 - what forward waited for / what the update takes alone: the same
+Seconds go from the norm, before an update, to the end of the forward after it; by then its last segment has waited for
+the last update. What a way takes more than `free` is exposed update, whatever it is spent on: waiting, handing over,
+slower compute. hidden_share = 1 - exposed of `forward` / exposed of `none`, the median over rounds, by tokens a step;
+the goal is 0.8 on a quiet machine with two cores. hidden_bound is the same of `bound`, and hidden_share_of_steps that
+of whole steps, whose backward adds its own noise. hidden_by_waits = 1 - what forward waited for / what `none` takes,
 from the inside, blind to compute that got slower. Where other processes take the second core, nothing can hide there.
 """
 
 from __future__ import annotations
 
-import tempfile
+import ctypes
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import paired
+from compiled import compiled
+from measured_runs import HUNDRED_MILLION, MeasuredRun, MeasuredRuns
 
-from spillway.hardware import local_node
-from spillway.metrics import Phase, StepMetrics
-from spillway.plan import MemoryPlan, Overlap
-from spillway.planner import make_plan
-from spillway.units import GIB, format_seconds
-from spillway_trainer import config, probe
-from spillway_trainer.assemble import Assembly
-from spillway_trainer.optimizer import Optimizer
+from spillway.units import format_bytes, format_seconds
+from spillway_trainer import native, probe
+from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.optimizer_offload.place import Placed
 from spillway_trainer.probe import Cell
-from spillway_trainer.trainer import Progress, StopRequest, train_step
+from spillway_trainer.reference import UpdateScalars
+from spillway_trainer.tiers.lanes import Lane
 
-CELL = Cell(768, 12, 10240, 512, 1, optimizer="Host", num_micro_batches=1)
+CELL = replace(HUNDRED_MILLION, optimizer="Host")
 QUICK_CELL = Cell(512, 8, 1024, 512, 1, optimizer="Host", num_micro_batches=1)
-STEPS = 3
-"""of each run in a round, after one that is not counted: it begins with whatever the round before left"""
+SECONDS_BY_TOKENS = {512: 80.0, 1024: 60.0, 2048: 60.0}
+PRIMARY = 512
+"""tokens: the shortest forward, beside which the most of it is update"""
+WAYS = ("free", "none", "forward", "bound")
 
 
-class WithoutUpdate:
-    """An optimizer that takes gradients and never updates."""
+class Piece(ctypes.Structure):
+    """piece of update_loop.c"""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("master", "moment1", "moment2", "gradient", "out")),
+        ("n", ctypes.c_int64),
+    )
+
+
+class UpdateLoop:
+    """update_loop.c over an optimizer's own states and gradients, and over parameters that nobody reads."""
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._outs = [bytearray(one.nbytes) for one in placed]
+        self._pieces = (Piece * len(placed))(*map(self._piece, placed, self._outs))
+        self._scalars = native._scalars_struct(UpdateScalars(1e-5, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95))
+        self._run = compiled("update_loop").update_loop
+        self._thread = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+
+    def start(self) -> None:
+        self._running = self._thread.submit(self._work)
+
+    def join(self) -> None:
+        if self._running is not None:
+            self._running.result()
+
+    def _work(self) -> None:
+        kernel, isa = native._library().spillway_update, native.ISA_CODES[native.isa()]
+        self._run(
+            kernel, ctypes.byref(self._scalars), self._pieces, ctypes.c_int64(len(self._pieces)), ctypes.c_int32(isa)
+        )
+
+    def _piece(self, placed: Placed, out: bytearray) -> Piece:
+        states = placed.states(placed.held.tensor)
+        tensors = (states.master, *states.moments, placed.accumulator.values)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(out))
+        return Piece(*(tensor.data_ptr() for tensor in tensors), start, placed.chunk.size)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One update and what comes after it, up to the next norm."""
+
+    marks: dict[str, float] = field(default_factory=dict)
+    """seconds on the clock: begun, updated (phase optimizer has ended), forwarded, ended"""
+    waited: float = 0.0
+    cpu_seconds: float = 0.0
+    cpu_bytes: int = 0
+    """touched by the CPU's work on gradients and states, but that of `bound`"""
+
+    def seconds(self, first: str, last: str) -> float:
+        return self.marks[last] - self.marks[first]
+
+
+class InTurns:
+    """An optimizer whose next update is made in `way`, and that keeps the marks of the turn."""
+
+    def __init__(self, optimizer: OptimizerOffload) -> None:
         self._optimizer = optimizer
+        self._loop = UpdateLoop(optimizer._placed)
+        self.way = "free"
+        self.turn = self.before = Turn()
+        self.counters: Callable[[], tuple[float, float, int]] = lambda: (0.0, 0.0, 0)
+
+    def norm(self) -> float:
+        self._count(self.turn, +1)
+        self.before, self.turn = self.turn, Turn()
+        self._count(self.turn, -1)
+        self.before.marks["ended"] = self.turn.marks["begun"] = time.perf_counter()
+        return self._optimizer.norm()
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
-        self._optimizer.skip()
+        if self.way in ("free", "bound"):
+            self._optimizer.skip()
+        else:
+            self._optimizer.step(learning_rate, gradient_scale)
+        if self.way == "none":
+            self._optimizer.flush()
+        elif self.way == "bound":
+            self._loop.start()
+        self.turn.marks["updated"] = time.perf_counter()
+
+    def forwarded(self) -> None:
+        self._loop.join()
+        self.turn.marks["forwarded"] = time.perf_counter()
+
+    def _count(self, turn: Turn, sign: int) -> None:
+        waited, cpu_seconds, cpu_bytes = self.counters()
+        turn.waited += sign * waited
+        turn.cpu_seconds += sign * cpu_seconds
+        turn.cpu_bytes += sign * cpu_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
 
-class Taken(NamedTuple):
-    """Of one step, a mean over those of a round."""
+class Marking:
+    """Techniques that tell an optimizer when forward has ended."""
 
-    seconds: float
-    waiting: float
-    updating: float
-    """in phase optimizer: the norm, and the update as far as the phase waits for it"""
+    def __init__(self, techniques: Any) -> None:
+        self._techniques = techniques
+        self.forwarded: Callable[[], None] = lambda: None
 
+    def start_backward(self) -> None:
+        self.forwarded()
+        self._techniques.start_backward()
 
-def contestant(cell: Cell, assembly: Assembly, plan: MemoryPlan, optimizer: Optimizer) -> Callable[[], Taken]:
-    job = cell.job()
-    run = replace(probe.run_of(job, cell, assembly), optimizer=optimizer)
-    settings, progress = config.loop_settings(job.spec, plan), Progress()
-
-    def step() -> StepMetrics:
-        return train_step(run, settings, progress, StopRequest())[0]
-
-    def some_steps() -> Taken:
-        step()
-        started = time.perf_counter()
-        steps = [step() for _ in range(STEPS)]
-        seconds = (time.perf_counter() - started) / STEPS
-        optimizer.flush()  # nothing of it runs in the turn of another one
-        return Taken(seconds, mean(steps, Phase.WAIT), mean(steps, Phase.OPTIMIZER))
-
-    return some_steps
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._techniques, name)
 
 
-def mean(steps: Sequence[StepMetrics], phase: Phase) -> float:
-    return sum(step.phase_seconds[phase.value] for step in steps) / len(steps)
+def run_in_turns(runs: MeasuredRuns) -> tuple[MeasuredRun, InTurns]:
+    marking = list[Marking]()
+
+    def marked(techniques: Any) -> Marking:
+        marking.append(Marking(techniques))
+        return marking[0]
+
+    run = runs.make("Forward", InTurns, marked)
+    optimizer, assembly = run.optimizer, run.assembly
+    marking[0].forwarded = optimizer.forwarded
+    optimizer.counters = lambda: (
+        assembly.waited_seconds(), time.process_time(), assembly.moved_bytes().get(Lane.CPU, 0)
+    )  # fmt: skip
+    return run, optimizer
+
+
+def turns(cell: Cell, seconds: float) -> dict[str, list[Turn]]:
+    """Of each way, by round."""
+    with ExitStack() as opened:
+        run, optimizer = run_in_turns(MeasuredRuns(cell, opened))
+        run.step()
+
+        def one(way: str) -> Turn:
+            """It ends in the next one's step."""
+            optimizer.way = way
+            run.step()
+            turn: Turn = optimizer.turn
+            return turn
+
+        rounds = paired.alternate({way: lambda way=way: one(way) for way in WAYS}, seconds=seconds)  # type: ignore[misc]
+        one("free")
+        return rounds
 
 
 def measure(quick: bool) -> dict[str, float]:
     probe.as_the_trainer(1)
-    cell = QUICK_CELL if quick else CELL
-    node, job = local_node(1, 4 * GIB, 4 * GIB, GIB), cell.job()
-    planned = make_plan(job, node)
-    assert isinstance(planned, MemoryPlan), "4 GiB are enough"
-    modes: dict[str, Overlap] = {"free": "None", "none": "None", "forward": "Forward"}
-    with ExitStack() as opened:
-        directory = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        contestants: dict[str, Callable[[], Taken]] = {}
-        for name, overlap in modes.items():
-            optimizer_plan = planned.optimizer.model_copy(update={"overlap": overlap})
-            plan = planned.model_copy(update={"optimizer": optimizer_plan})
-            assembly = opened.enter_context(probe.assembled(job, plan, directory, 1))
-            optimizer = assembly.optimizer
-            if name == "free":
-                optimizer = cast(Optimizer, WithoutUpdate(optimizer))
-            contestants[name] = contestant(cell, assembly, plan, optimizer)
-        rounds = paired.alternate(contestants, seconds=30.0 if quick else 180.0)
-    return figures(rounds)
+    figures: dict[str, float] = {}
+    for tokens, seconds in ({PRIMARY: 30.0} if quick else SECONDS_BY_TOKENS).items():
+        cell = QUICK_CELL if quick else CELL
+        rounds = turns(replace(cell, micro_batch_size=tokens // cell.sequence_length), seconds)
+        show(tokens, rounds)
+        found = figures_of(rounds)
+        figures |= found if tokens == PRIMARY else {f"{name}_{tokens}": value for name, value in found.items()}
+    return figures
 
 
-def figures(rounds: dict[str, list[Taken]]) -> dict[str, float]:
-    both = list(zip(rounds["free"], rounds["none"], rounds["forward"], strict=True))
-    print(f"{'':10}{'a step':>10}{'waited':>10}{'optimizer':>11}   medians of {len(both)} rounds")
-    for name, taken in rounds.items():
-        waiting, updating = (paired.median(getattr(one, what) for one in taken) for what in ("waiting", "updating"))
-        seconds = paired.median(one.seconds for one in taken)
-        print(f"{name:10}{format_seconds(seconds):>10}{format_seconds(waiting):>10}{format_seconds(updating):>11}")
+def show(tokens: int, rounds: dict[str, list[Turn]]) -> None:
+    print(f"{tokens} tokens; medians of {len(rounds['free'])} rounds")
+    print(f"{'':10}{'optimizer':>11}{'forward':>10}{'waited':>10}{'a step':>10}{'CPU':>10}{'CPU touched':>14}")
+    for way, all_turns in rounds.items():
 
-    def median(of: Callable[[Taken, Taken, Taken], float]) -> float:
-        return paired.median(of(*taken) for taken in both)
+        def median(of: Callable[[Turn], float], all_turns: list[Turn] = all_turns) -> float:
+            return paired.median(of(turn) for turn in all_turns)
 
-    def exposed(free: Taken, none: Taken, forward: Taken) -> float:
-        return (forward.seconds - free.seconds) / (none.seconds - free.seconds)
+        columns = (
+            f"{format_seconds(median(lambda turn: turn.seconds('begun', 'updated'))):>11}",
+            f"{format_seconds(median(lambda turn: turn.seconds('updated', 'forwarded') - turn.waited)):>10}",
+            f"{format_seconds(median(lambda turn: turn.waited)):>10}",
+            f"{format_seconds(median(lambda turn: turn.seconds('begun', 'ended'))):>10}",
+            f"{format_seconds(median(lambda turn: turn.cpu_seconds)):>10}",
+            f"{format_bytes(median(lambda turn: turn.cpu_bytes)):>14}",
+        )
+        print(f"{way:10}{''.join(columns)}")
 
-    def waited(free: Taken, none: Taken, forward: Taken) -> float:
-        return (forward.waiting - free.waiting) / (none.updating - free.updating)
 
+def figures_of(rounds: dict[str, list[Turn]]) -> dict[str, float]:
+    """Shares by round, so that the machine's moods fall out; medians, with the interval of the first."""
+
+    def exposed(way: str, last: str) -> list[float]:
+        pairs = zip(rounds[way], rounds["free"], strict=True)
+        return [turn.seconds("begun", last) - free.seconds("begun", last) for turn, free in pairs]
+
+    def exposed_share(way: str, last: str) -> paired.Ratio:
+        return paired.paired_ratio(exposed("none", last), exposed(way, last))
+
+    ours, bound = exposed_share("forward", "forwarded"), exposed_share("bound", "forwarded")
+    alone = exposed("none", "updated")
+    waits = [turn.waited / update for turn, update in zip(rounds["forward"], alone, strict=True)]
+    whole = [turn.seconds("begun", "ended") for turn in rounds["none"]]
+    update = [more / step for more, step in zip(exposed("none", "ended"), whole, strict=True)]
     return {
-        "hidden_share": 1.0 - median(exposed),
-        "hidden_by_waits": 1.0 - median(waited),
-        "none_over_forward": median(lambda free, none, forward: none.seconds / forward.seconds),
-        "update_share_of_step": median(lambda free, none, forward: (none.seconds - free.seconds) / none.seconds),
-        "rounds": float(len(both)),
+        "hidden_share": 1.0 - ours.median,
+        "hidden_share_low": 1.0 - ours.high,
+        "hidden_share_high": 1.0 - ours.low,
+        "hidden_bound": 1.0 - bound.median,
+        "hidden_bound_low": 1.0 - bound.high,
+        "hidden_bound_high": 1.0 - bound.low,
+        "hidden_share_of_steps": 1.0 - exposed_share("forward", "ended").median,
+        "hidden_by_waits": 1.0 - paired.median(waits),
+        "update_share_of_step": paired.median(update),
+        "rounds": float(len(waits)),
     }
 
 

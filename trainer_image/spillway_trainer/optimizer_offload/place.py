@@ -81,12 +81,21 @@ class Placed:
     block: Part | NvmeStates
     """the chunk's states where they live between updates: host memory, the device for a resident chunk, or NVMe"""
     accumulator: Accumulator
+    _viewed: tuple[Part, States] | None = None
 
     @property
     def held(self) -> Part:
         """`block` of a chunk whose states are in memory."""
         assert isinstance(self.block, Part), self.block.label
         return self.block
+
+    @property
+    def held_states(self) -> States:
+        """`held` as states. The views are kept: every step needs them, and making them costs more than handing them to
+        a lane."""
+        if self._viewed is None or self._viewed[0] is not self.block:
+            self._viewed = self.held, self.states(self.held.tensor)
+        return self._viewed[1]
 
     @property
     def on_nvme(self) -> NvmeStates:

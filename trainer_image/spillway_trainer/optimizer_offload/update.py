@@ -34,9 +34,9 @@ from .place import Home, Placed
 
 @dataclass(frozen=True, slots=True)
 class InHost:
-    """States that the CPU can update: `block`, a part of `region`, once `ready` is complete."""
+    """States that the CPU can update, in `region`, once `ready` is complete."""
 
-    block: Tensor
+    states: States
     region: Region
     ready: tuple[Event, ...] = ()
 
@@ -81,7 +81,7 @@ class UpdatePipeline:
                 values, made = committed[placed.chunk]
                 end = self._upload(placed, values.tensor[: placed.nbytes], values, (made, computed))
             elif placed.chunk.path is Path.CPU:
-                end = self._update_on_cpu(placed, scalars, computed, InHost(placed.held.tensor, placed.held))
+                end = self._update_on_cpu(placed, scalars, computed, InHost(placed.held_states, placed.held))
             elif placed.chunk.path is Path.NVME:
                 end = self._update_in_window(placed, scalars, computed)
             elif placed.chunk.path is Path.STREAMED:
@@ -95,21 +95,23 @@ class UpdatePipeline:
         """States from NVMe, update by the CPU, states back; the new values go their own way meanwhile, which is what
         forward waits for."""
         loaded = self.window.load(placed.on_nvme)
-        moved = self._update_on_cpu(placed, scalars, computed, InHost(loaded.block, loaded.slot.buffer, (loaded.read,)))
+        states = InHost(placed.states(loaded.block), loaded.slot.buffer, (loaded.read,))
+        moved = self._update_on_cpu(placed, scalars, computed, states)
         self.window.store(placed.on_nvme, loaded, placed.accumulator.settled)
         return moved
 
     def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event, states: InHost) -> Event:
         home = placed.home
         if home is not None and home.memory is not None:
-            updated = self._submit_cpu(placed, scalars, states, home.memory, home.region, ())
+            values = home.memory.view(placed.dtype)
+            updated = self._submit_cpu(placed, scalars, states, values, home.region, ())
             home.changed = (updated,)
             return updated
-        if home is None and self.in_place:
-            return self._submit_cpu(placed, scalars, states, placed.device_bytes, placed.weights, (computed,))
+        if placed.parameter is not None and self.in_place:
+            return self._submit_cpu(placed, scalars, states, placed.parameter, placed.weights, (computed,))
         slot = self.uploads.take()
         staged = slot.buffer.tensor[: placed.nbytes]
-        updated = self._submit_cpu(placed, scalars, states, staged, slot.buffer, slot.free)
+        updated = self._submit_cpu(placed, scalars, states, staged.view(placed.dtype), slot.buffer, slot.free)
         moved = (
             self._upload(placed, staged, slot.buffer, (updated, computed))
             if home is None
@@ -130,11 +132,11 @@ class UpdatePipeline:
         """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
         updated = self.lanes.submit(
             Lane.CPU,
-            self._work(self.cpu_update, scalars, placed.states(states.block), placed, out.view(placed.dtype)),
+            self._work(self.cpu_update, scalars, states.states, placed, out),
             reads=[states.region, placed.accumulator.memory],
             writes=[states.region, memory],
             after=[*states.ready, *placed.accumulator.settled, *free, *self._last(placed)],
-            nbytes=scalars.rule.update_bytes * placed.chunk.size + out.numel(),
+            nbytes=scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
             label=f"update {placed.chunk.label}",
         )
         placed.accumulator.settled = (updated,)

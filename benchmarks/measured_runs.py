@@ -1,0 +1,82 @@
+"""Real steps of a small model on one compute thread and one update thread: what the optimizer's benchmarks time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# isort: off
+from spillway_trainer import environment  # noqa: F401 - before torch is imported
+# isort: on
+
+from spillway.hardware import local_node
+from spillway.metrics import StepMetrics
+from spillway.plan import MemoryPlan, Overlap
+from spillway.planner import make_plan
+from spillway.units import GIB
+from spillway_trainer import config, probe
+from spillway_trainer.assemble import Assembly
+from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.probe import Cell
+from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train_step
+
+HUNDRED_MILLION = Cell(768, 12, 10240, 512, 1, num_micro_batches=1)
+"""100.7 million parameters, 512 tokens a step"""
+
+
+class WithoutUpdate:
+    """An optimizer that takes gradients and never updates."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self._optimizer.skip()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A model, its optimizer as it was wrapped, and what makes one step after the other."""
+
+    assembly: Assembly
+    optimizer: Any
+    _run: Run
+    _settings: LoopSettings
+    _progress: Progress
+
+    def step(self) -> StepMetrics:
+        return train_step(self._run, self._settings, self._progress, StopRequest())[0]
+
+
+class MeasuredRuns:
+    """Runs of one cell, each with memory and a spill file of its own in `directory`, until `opened` ends."""
+
+    def __init__(self, cell: Cell, opened: ExitStack, directory: str | None = None) -> None:
+        """`directory`: none = that for temporary files."""
+        self._cell, self._opened, self._job = cell, opened, cell.job()
+        planned = make_plan(self._job, local_node(1, 8 * GIB, 4 * GIB, 4 * GIB))
+        assert isinstance(planned, MemoryPlan), "that much is enough"
+        self._plan = planned
+        self._directory = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+
+    def make(
+        self,
+        overlap: Overlap,
+        optimizer: Callable[[Any], Any] = lambda own: own,
+        techniques: Callable[[Any], Any] = lambda own: own,
+    ) -> MeasuredRun:
+        """One more run; `optimizer` and `techniques` wrap what the step loop is given."""
+        optimizer_plan = self._plan.optimizer.model_copy(update={"overlap": overlap})
+        plan = self._plan.model_copy(update={"optimizer": optimizer_plan})
+        assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1))
+        wrapped = optimizer(assembly.optimizer)
+        run = probe.run_of(self._job, self._cell, assembly)
+        run = replace(run, optimizer=wrapped, techniques=techniques(run.techniques))
+        return MeasuredRun(assembly, wrapped, run, config.loop_settings(self._job.spec, plan), Progress())
