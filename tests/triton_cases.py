@@ -95,6 +95,15 @@ def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: in
         assert torch.equal(bits(found), bits(wanted)), (n, gradient_type, values.__name__)
 
 
+def check_square_sum(device: str, n: int, dtype: torch.dtype, offset: int) -> None:
+    """Exact, infinities and NaNs counted; also of one exponent alone, where every digit meets in one word."""
+    alike = torch.full((n,), 1.9999999)
+    for values in (any_values(n, 30), trained_values(n, 31), alike, alike * 2.0**127, alike * 2.0**-130, alike * 0):
+        found = triton_kernels.square_sum(at_offset(values.to(dtype), offset, device)).tolist()
+        wanted = reference.square_sum(values.to(dtype))
+        assert reference.square_sum_of_words(found) == wanted, (n, dtype, found, wanted)
+
+
 def around_ties(dtype: torch.dtype) -> Tensor:
     """float32 values: every one that `dtype` has, and in between just below, at and just above the half."""
     if dtype == torch.bfloat16:
@@ -127,6 +136,8 @@ def check_everything(device: str) -> None:
                 continue  # types are loaded and stored by the same code for every rule
             check_update(device, rule, n, gradient_type, out_type, offset=n % 2, num_steps=2)
         check_accumulate(device, n, gradient_type, offset=n % 2)
+        check_square_sum(device, n, gradient_type, offset=n % 2)
+    assert not triton_kernels.square_sum(torch.empty(0, device=device)).any()
     check_rounding(device)
 
 

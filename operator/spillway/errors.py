@@ -11,7 +11,8 @@
     ├── CheckpointCorrupt        74
     ├── Preempted                75   after a committed checkpoint
     ├── HostOutOfMemory          76
-    └── Fenced                   77   a newer epoch owns the run
+    ├── Fenced                   77   a newer epoch owns the run
+    └── DeviceFault              78   the device does not compute what it should
 
 One class per way of reacting. Messages read: where, what was found, what to do.
 """
@@ -38,6 +39,7 @@ class ExitCode(IntEnum):
     PREEMPTED = 75
     HOST_OUT_OF_MEMORY = 76
     FENCED = 77
+    DEVICE_FAULT = 78
 
     @property
     def reason(self) -> str:
@@ -134,3 +136,7 @@ class HostOutOfMemory(SpillwayError):
 
 class Fenced(SpillwayError):
     exit_code = ExitCode.FENCED
+
+
+class DeviceFault(SpillwayError):
+    exit_code = ExitCode.DEVICE_FAULT

@@ -47,6 +47,7 @@ RETRIES: dict[str, Retry] = {
     ExitCode.CHECKPOINT_CORRUPT.reason: Retry.COUNTED,
     ExitCode.SPILL_IO_ERROR.reason: Retry.COUNTED,
     ExitCode.FENCED.reason: Retry.COUNTED,
+    ExitCode.DEVICE_FAULT.reason: Retry.COUNTED,
     STALLED: Retry.COUNTED,
     ExitCode.PREEMPTED.reason: Retry.FREE,
     NODE_LOST: Retry.FREE,

@@ -98,6 +98,16 @@ def test_accumulate_rounds_every_operation_once(architecture: int, gradient: str
     assert ("add.rn.f32" in operations(made["ptx"])) is not first
 
 
+@pytest.mark.parametrize("values", TYPES.values())
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_sums_of_squares_are_integers(architecture: int, values: str) -> None:
+    signature = {"values": values, "words": "*i64", "n": "i64"}
+    constants = {"BLOCK": triton_kernels.BLOCK}
+    made = compiled(triton_kernels.square_sum_kernel, signature, constants, architecture=architecture, aligned=True)
+    assert {name for name in operations(made["ptx"]) if ".f32" in name or ".f64" in name} <= {"cvt.f32.f16"}
+    assert any(name.startswith("atom.") and name.endswith(".add.u64") for name in operations(made["ptx"]))
+
+
 @triton.jit
 def carelessly(x, y, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)

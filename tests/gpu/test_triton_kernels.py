@@ -33,6 +33,13 @@ def test_accumulated_gradients_have_the_bits_of_the_reference(
         triton_cases.check_accumulate(device, n, gradient_type, offset)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", GRADIENT_TYPES)
+def test_sums_of_squares_are_exact(device: str, dtype: torch.dtype, offset: int) -> None:
+    for n in (*SIZES, 1_000_003):
+        triton_cases.check_square_sum(device, n, dtype, offset)
+
+
 def test_every_bfloat16_and_float16_is_rounded_to_nearest_even(device: str) -> None:
     triton_cases.check_rounding(device)
 

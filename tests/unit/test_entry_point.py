@@ -116,6 +116,7 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     "answers for 3 segments": lambda p: {"activations": changed(p.activations, answers=p.activations.answers[:3])},
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "a world of 2": lambda p: {"world_size": 2},
+    "divides the model by Zero2 on Cuda devices": lambda p: {"device": "Cuda", "strategy": "Zero2"},
     "strategy Fsdp; the trainer can do Ddp, Zero1, Zero2, Zero3": lambda p: {"strategy": "Fsdp"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},

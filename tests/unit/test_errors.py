@@ -22,6 +22,7 @@ def test_exit_codes_are_those_of_the_contract() -> None:
         "Preempted": 75,
         "HostOutOfMemory": 76,
         "Fenced": 77,
+        "DeviceFault": 78,
     }
 
 

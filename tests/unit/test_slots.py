@@ -72,7 +72,11 @@ class Twice(nn.Module):
 
 
 def test_what_modules_of_a_segment_share_they_still_share_wherever_it_is() -> None:
-    for replace in (allocate, lambda model: evict(model, ["layers.0.one.weight"]), inspect._make_fake):
+    for replace in (
+        allocate,
+        lambda model: evict(model, ["layers.0.one.weight"]),
+        inspect._make_fake,
+    ):
         model = meta([])
         with torch.device("meta"):
             model.layers.append(Twice())
@@ -96,7 +100,7 @@ def test_parameters_are_bound_while_their_segment_is_in_a_slot_and_nan_afterward
 
 
 def test_an_evicted_parameter_takes_no_memory_and_cannot_be_written() -> None:
-    evicted = stub(torch.Size((1000, 1000)), torch.bfloat16)
+    evicted = stub(torch.Size((1000, 1000)), torch.bfloat16, torch.device("cpu"))
     assert evicted.untyped_storage().nbytes() == 2
     with pytest.raises(RuntimeError, match="single memory location"):
         evicted.add_(1)

@@ -23,7 +23,7 @@ from spillway.errors import SpillwayError, UserError
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
-from . import activation_spill, config, kernels, model_spill
+from . import activation_spill, config, device_check, kernels, model_spill
 from .cgroup import spare_host_bytes
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
@@ -34,6 +34,8 @@ from .resident_parameters import ResidentParameters
 from .saved_tensors import ParameterSource
 from .segments import Position, Ready, Residence, wrap_segments
 from .spill_file import SpillFile
+from .tiers import cuda
+from .tiers.cuda_lanes import CudaLanes
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
@@ -41,6 +43,7 @@ from .tiers.nvme_slab import NvmeSlab, PlannedRates
 from .trainer import MicroBatchOrder, in_order
 from .zero import run as zero
 
+CPU = torch.device("cpu")
 FROZEN = "frozen."
 """states of parameters that are not trained: their values alone, in no checkpoint"""
 
@@ -53,18 +56,21 @@ class Tiers:
     host: HostSlab
     nvme: NvmeSlab | None
     lanes: Lanes
+    device: torch.device = CPU
 
     def held_bytes(self) -> dict[str, int]:
         nvme = self.nvme.held_bytes if self.nvme else 0
         return {Tier.DEVICE: self.ledger.held_bytes, Tier.HOST: self.host.held_bytes, Tier.NVME: nvme}
 
     def peak_bytes(self) -> dict[str, int]:
-        """Highest bytes held since the last call."""
+        """Highest bytes held since the last call; on a CUDA device no less than torch's allocator counted."""
         nvme = self.nvme.peak_bytes if self.nvme else 0
         peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
             if tier is not None:
                 tier.reset_peak()
+        if self.device.type == "cuda":
+            peaks[Tier.DEVICE] = max(peaks[Tier.DEVICE], cuda.peak_bytes(self.device))
         return peaks
 
     def cause_of(self, error: SpillwayError) -> SpillwayError:
@@ -156,20 +162,30 @@ class Assembly:
             parameter.data.copy_(value)
 
 
-def assemble(job: JobFile, plan: MemoryPlan, model: Chain | None = None, ranks: Ranks = ONE_RANK) -> Assembly:
+def assemble(
+    job: JobFile,
+    plan: MemoryPlan,
+    model: Chain | None = None,
+    ranks: Ranks = ONE_RANK,
+    device: torch.device = CPU,
+) -> Assembly:
     """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
     `model`: the job's, without memory; none = build it. `ranks`: those that divide it where the strategy says so.
+    `device`: where forward runs, prepared (tiers.cuda.prepare).
 
-    Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small.
+    Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small,
+    DeviceFault when the device does not give the bits of the CPU.
     """
     model = model or build_model(job.spec, job.claims)
     settings = config.hyperparameters(job.spec, model)
-    tiers = make_tiers(job, plan)
+    tiers = make_tiers(job, plan, device)
     if plan.strategy in zero.STAGES:
         return assemble_divided(job, plan, model, settings, ranks, tiers)
-    streaming = model_spill.build(plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme)
+    streaming = model_spill.build(
+        plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, device
+    )
     streamed = streaming.streamed if streaming else frozenset[str]()
-    allocate_resident(model, streamed, tiers.ledger)
+    allocate_resident(model, streamed, tiers.ledger, device)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     position = Position(job.spec.training.seed)
     optimizer = make_optimizer(settings, plan, model, streaming, tiers)
@@ -248,7 +264,7 @@ def refuse_streaming(plan: MemoryPlan) -> None:
         )
 
 
-def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
+def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
     ledger = DeviceLedger(plan.budget[Tier.DEVICE])
     host = HostSlab(plan.slab_bytes(Tier.HOST), partial(spare_host_bytes, plan, job.ranks_per_node, Path("/")))
     nvme = None
@@ -265,7 +281,20 @@ def make_tiers(job: JobFile, plan: MemoryPlan) -> Tiers:
             ),
         )
         nvme.register(host.memory)  # staging buffers lie there
-    return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
+    if device.type == "cpu":
+        return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
+    check_device(device)
+    return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)
+
+
+def check_device(device: torch.device) -> None:
+    """Every lane and every kernel, with lanes and memory of their own. Raises DeviceFault."""
+    host, ledger = HostSlab(device_check.HOST_BYTES), DeviceLedger(None)
+    lanes = CudaLanes(host, ledger, cuda.CudaStreams(device))
+    try:
+        device_check.check(lanes, device)
+    finally:
+        lanes.close()
 
 
 def uses_nvme(plan: MemoryPlan) -> bool:
@@ -277,11 +306,11 @@ def uses_nvme(plan: MemoryPlan) -> bool:
     )
 
 
-def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLedger) -> None:
+def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLedger, device: torch.device) -> None:
     """Memory for every parameter that stays on the device, charged to the ledger; tied ones share storage."""
     own = [p for name, p in model.named_parameters() if name not in model.tied and name not in streamed]
     ledger.charge("parameters", sum(p.numel() * p.element_size() for p in own))
-    allocate(model)
+    allocate(model, device)
     model.tie()
 
 

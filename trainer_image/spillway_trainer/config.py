@@ -103,11 +103,6 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
     """Raises UserError when `plan` was made for another job or model (of `num_segments`), by another planner, or cannot
     be executed yet."""
     spec = job.spec
-    if plan.device == "Cuda":
-        raise UserError(
-            f"the plan of {plan.job} is for Cuda devices, and this trainer executes plans on CPUs only so far: set "
-            "spec.parallelism.device: Cpu in a new job"
-        )
     micro_batches = (plan.micro_batch_size, plan.num_micro_batches, plan.world_size)
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]
@@ -130,6 +125,11 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
         raise UserError(
             f"the plan of {plan.job} has strategy {plan.strategy}; the trainer can do {', '.join(RUN_STRATEGIES)} so "
             "far: set spec.parallelism.strategy to one of these and plan it again"
+        )
+    if plan.device == "Cuda" and plan.strategy != "Ddp":
+        raise UserError(
+            f"the plan of {plan.job} divides the model by {plan.strategy} on Cuda devices, and the trainer can do that "
+            "on CPUs only so far: set spec.parallelism.strategy: Ddp and plan it again"
         )
 
 

@@ -46,6 +46,10 @@ class Batch:
     num_unmasked: int
     """labels that count in the loss"""
 
+    def on(self, device: torch.device) -> Batch:
+        """The batch with its tensors there."""
+        return Batch(self.tokens_BT.to(device), self.labels_BT.to(device), self.num_unmasked)
+
 
 class TokenBatches:
     """Consecutive windows, T apart: every token is a label at most once. The last window may be short and is padded.

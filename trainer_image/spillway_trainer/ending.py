@@ -64,11 +64,22 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
     if isinstance(error, PeerLost):
         return Ending(RANK_CRASHED, CRASHED, str(error), {FOLLOWER: True})
+    if is_device_out_of_memory(error):
+        code = ExitCode.DEVICE_OUT_OF_MEMORY
+        found = str(error).partition("\n")[0]
+        return Ending(code.reason, code, f"an allocation on the device failed: {found} Lower "
+                      "spec.training.microBatchSize, or let more leave the device (spec.memory.activations.policy, "
+                      "spec.memory.optimizer.placement).")  # fmt: skip
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
                       "spec.memory.budget so that less is held.")  # fmt: skip
     return Ending(RANK_CRASHED, CRASHED, f"{type(error).__name__}: {error}")
+
+
+def is_device_out_of_memory(error: BaseException) -> bool:
+    """torch.OutOfMemoryError, of the device's allocator."""
+    return type(error).__name__ == "OutOfMemoryError"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,16 +1,41 @@
-"""The native functions as the trainer calls them: the library where it is, else the reference. The same bits."""
+"""The kernels as the trainer calls them, the same bits wherever a tensor is: on a CPU the library where it is, else the
+reference; on a CUDA device Triton's, on the current stream, which return before they are done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import native, reference
 from .reference import SquareSum, UpdateScalars
 from .spill_file import SpillFile
+from .tiers import cuda
 
-__all__ = ["SpillFile", "SquareSum", "UpdateScalars", "accumulate", "copy", "copy_batch", "square_sum", "update"]
+__all__ = [
+    "BegunSum",
+    "SpillFile",
+    "SquareSum",
+    "UpdateScalars",
+    "accumulate",
+    "begin_square_sum",
+    "copy",
+    "copy_batch",
+    "finish_square_sums",
+    "square_sum",
+    "update",
+]
+
+BegunSum = SquareSum | Tensor
+"""a sum of squares that may still be on its way on a device"""
+
+
+def triton_kernels() -> Any:
+    from . import triton_kernels as found  # noqa: PLC0415 - a CPU needs no Triton
+
+    return found
 
 
 def update(
@@ -24,8 +49,11 @@ def update(
     num_threads: int = 1,
 ) -> None:
     """One update: see reference.update, which ignores `num_threads`: torch has its own. `after`, out of place: natively
-    each state is read once and written once."""
-    if native.available():
+    each state is read once and written once. On a device it is in place alone."""
+    if cuda.is_cuda(master):
+        assert after is None, "what is updated ahead of the step is updated by the CPU"
+        triton_kernels().update(scalars, master, moments, gradient, out)
+    elif native.available():
         native.update(scalars, master, moments, gradient, out, after=after, num_threads=num_threads)
     else:
         reference.update(scalars, master, moments, gradient, out, after=after)
@@ -33,7 +61,9 @@ def update(
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1) -> None:
     """accumulator = float(gradient) if `first`, else accumulator + float(gradient), rounded once."""
-    if native.available():
+    if cuda.is_cuda(accumulator):
+        triton_kernels().accumulate(accumulator, gradient, first)
+    elif native.available():
         native.accumulate(accumulator, gradient, first, num_threads=num_threads)
     else:
         reference.accumulate(accumulator, gradient, first)
@@ -41,9 +71,26 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_thread
 
 def square_sum(values: Tensor, *, num_threads: int = 1) -> SquareSum:
     """The exact sum of squares: see reference.SquareSum."""
+    return finish_square_sums([begin_square_sum(values, num_threads=num_threads)])
+
+
+def begin_square_sum(values: Tensor, *, num_threads: int = 1) -> BegunSum:
+    """`square_sum`; on a device it is complete once the stream is, and `finish_square_sums` reads it."""
+    if cuda.is_cuda(values):
+        words: Tensor = triton_kernels().square_sum(values)
+        return words
     if native.available():
         return native.square_sum(values, num_threads=num_threads)
     return reference.square_sum(values)
+
+
+def finish_square_sums(sums: Sequence[BegunSum]) -> SquareSum:
+    """What they add up to; those on a device, which are complete, come to the host in one copy."""
+    on_device = [words for words in sums if isinstance(words, Tensor)]
+    found = sum((one for one in sums if isinstance(one, SquareSum)), SquareSum())
+    if on_device:
+        found = sum((reference.square_sum_of_words(words) for words in torch.stack(on_device).tolist()), found)
+    return found
 
 
 def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:
@@ -53,7 +100,10 @@ def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:
 
 def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
     """`copy` of every (dst, src), in any order: no destination may overlap another pair."""
-    if native.available():
+    if any(cuda.is_cuda(dst) or cuda.is_cuda(src) for dst, src in pairs[:1]):
+        for dst, src in pairs:
+            cuda.copy(dst, src)
+    elif native.available():
         native.copy_batch(pairs, num_threads=num_threads)
     else:
         reference.copy_batch(pairs)

@@ -202,7 +202,10 @@ class ResidentOptimizer:
         sizes = {name: self._trainable.parameters[self._trainable.owner(name)].numel() for name in uses}
         self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
         ledger.charge("gradients", self._accumulator_bytes)
-        self._accumulators = {name: torch.empty(size, dtype=torch.float32) for name, size in sizes.items()}
+        device = next((p.device for p in self._trainable.parameters.values()), None)
+        self._accumulators = {
+            name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()
+        }
         self._arrived: set[str] = set()
 
     def begin(self, learning_rate: float) -> None:
@@ -231,7 +234,7 @@ class ResidentOptimizer:
     def square_sum(self) -> SquareSum:
         self._sum_tied_uses()
         names = [name for name in self._trainable.parameters if name in self._arrived]
-        return sum((kernels.square_sum(self._accumulators[name]) for name in names), SquareSum())
+        return kernels.finish_square_sums([kernels.begin_square_sum(self._accumulators[name]) for name in names])
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self._sum_tied_uses()
@@ -255,7 +258,8 @@ class ResidentOptimizer:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trainable.parameters.items():
             for kind in self._rule.state_kinds:
-                yield f"{kind}.{name}", self._states[name].of(self._rule, kind).reshape(parameter.shape).clone()
+                state = self._states[name].of(self._rule, kind).reshape(parameter.shape)
+                yield f"{kind}.{name}", state.to("cpu", copy=True)
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter_name = name.partition(".")

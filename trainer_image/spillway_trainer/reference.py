@@ -229,6 +229,16 @@ def _rounded_sqrt(value: int) -> float:
     return math.ldexp(float(root << 1 | sticky), -1 - shift // 2)
 
 
+NUM_WORDS = 19
+"""a sum of squares on a device: 18 sums of 32-bit digits, least first, and how many values were not finite"""
+
+
+def square_sum_of_words(words: Sequence[int]) -> SquareSum:
+    """What a device's kernel left: `NUM_WORDS` integers below 2^63."""
+    *digits, num_non_finite = words
+    return SquareSum(sum(digit << (32 * index) for index, digit in enumerate(digits)), num_non_finite)
+
+
 def square_sum(values: Tensor) -> SquareSum:
     """SquareSum of float32, bfloat16 or float16 values: a square is the integer mantissa^2 times a power of four."""
     total = num_non_finite = 0

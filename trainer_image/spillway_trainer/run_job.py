@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.job import JobFile
-from spillway.plan import MemoryPlan
+from spillway.plan import MemoryPlan, Tier
 
 from . import checkpoint, config, native
 from .assemble import FROZEN, Assembly, assemble, initial_states
@@ -36,6 +36,7 @@ from .ranks import Ranks, World
 from .recorder import Recorder
 from .schedule import LearningRate
 from .text_source import TextSource, python_stdlib, text_source
+from .tiers import cuda
 from .tokens import Corpus, TokenizerRecipe, prepare_corpus
 from .trainer import Progress, Run, StopRequest, train
 
@@ -53,6 +54,7 @@ def run_job(
     recorder.preparing("building the model")
     model = build_model(job.spec, job.claims)
     config.check_plan(job, plan, len(model.segments))
+    device = device_for(plan, world)
     if world.size > 1:
         recorder.preparing(f"waiting for all {world.size} ranks")
     with joined(world) as ranks:
@@ -64,7 +66,7 @@ def run_job(
             report(
                 f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here"
             )
-        run_ranks(job, usable, model, recorder, progress, stop, ranks)
+        run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
 
 
 def run_ranks(
@@ -75,6 +77,7 @@ def run_ranks(
     progress: Progress,
     stop: StopRequest,
     ranks: Ranks,
+    device: torch.device,
 ) -> None:
     """What `run_job` does once all ranks are there. `model` has no memory yet."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
@@ -82,7 +85,7 @@ def run_ranks(
     batches = make_batches(job, corpus, model.objective)
     ranks.agree("tokens and their order", batches.fingerprint)
     recorder.preparing("making room in the tiers")
-    with assembled(job, plan, model, ranks) as assembly, ExitStack() as opened:
+    with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
         recorder.preparing(checkpoints.origin)
@@ -119,8 +122,18 @@ def run_ranks(
             ranks=ranks,
             sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(job.spec), plan.optimizer.num_threads),
             order=assembly.order,
+            device=device,
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
+
+
+def device_for(plan: MemoryPlan, world: World) -> torch.device:
+    """This rank's device, ready for the plan. Raises UserError where the plan needs one that is not there."""
+    if plan.device == "Cpu":
+        return torch.device("cpu")
+    device = cuda.device_of(world.local_rank)
+    cuda.prepare(device, plan.budget[Tier.DEVICE])
+    return device
 
 
 def operators_environment(ranks: Ranks) -> Mapping[str, str]:
@@ -172,8 +185,8 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
 
 
 @contextmanager
-def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks) -> Iterator[Assembly]:
-    assembly = assemble(job, plan, model, ranks)
+def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks, device: torch.device) -> Iterator[Assembly]:
+    assembly = assemble(job, plan, model, ranks, device)
     try:
         with survived(assembly):
             yield assembly

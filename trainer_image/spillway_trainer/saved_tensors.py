@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway.plan import Answer
 
 from .resident_parameters import ParameterRef
-from .segments import Block
+from .segments import Block, device_of
+from .tiers.cuda import generator
 from .tiers.device_ledger import DeviceLedger
 
 
@@ -213,13 +214,15 @@ class Frame:
     the first; the random state around it is put back, so recomputing leaves no trace in the run.
     """
 
-    __slots__ = ("_autocast", "_block", "_inputs", "_keeper", "_saved", "_values")
+    __slots__ = ("_autocast", "_block", "_device", "_inputs", "_keeper", "_saved", "_values")
 
     def __init__(self, keeper: Keeper, block: Block, inputs: Sequence[object], batch: ActivationBatch | None) -> None:
         self._keeper = keeper
         self._block = block
         self._inputs = [_Input(value, keeper, batch) if isinstance(value, Tensor) else value for value in inputs]
-        self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        self._device = device_of(inputs)
+        kind = self._device.type
+        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._values: list[Handle] | None = None
 
@@ -243,17 +246,18 @@ class Frame:
             values.append(self._keeper.parameter(tensor) or self._keeper.keep(tensor))
 
         enabled, dtype = self._autocast
-        random_state = torch.default_generator.get_state()
+        random_numbers = generator(self._device)
+        random_state = random_numbers.get_state()
         try:
             inputs = [value.restore() if isinstance(value, _Input) else value for value in self._inputs]
             with (
                 torch.enable_grad(),
-                torch.autocast("cpu", dtype=dtype, enabled=enabled),
+                torch.autocast(self._device.type, dtype=dtype, enabled=enabled),
                 saved_tensors_hooks(capture, _never_unpacked),
             ):
                 self._block(*inputs)
         finally:
-            torch.default_generator.set_state(random_state)
+            random_numbers.set_state(random_state)
         if found != self._saved:
             raise RuntimeError(
                 f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors and, run again in "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spillway.errors import UserError
 
 from .seeds import fork_seed
+from .tiers.cuda import generator
 
 Block = Callable[..., Tensor]
 
@@ -37,6 +38,14 @@ class Residence(Protocol):
 
 Ready = Callable[[str], None]
 """called with a segment's name before its forward reads a parameter, each time it runs"""
+
+
+def device_of(inputs: Sequence[object]) -> torch.device:
+    """Where a forward with these inputs runs."""
+    return next((value.device for value in inputs if isinstance(value, Tensor)), CPU)
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -119,7 +128,7 @@ def _inside(
         if ready is not None:
             ready(name)
         pinned = residence.pinned(name) if residence is not None else nullcontext()
-        casting = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
+        casting = torch.autocast(device_of(inputs).type, dtype=autocast) if autocast is not None else nullcontext()
         with pinned, casting:
             return forward(*inputs)
 
@@ -132,7 +141,7 @@ def _wrapped(name: str, index: int, forward: Block, position: Position, hook: Se
         seed = fork_seed(position.seed, position.step, position.micro_batch, index)
 
         def block(*block_inputs: object) -> Tensor:
-            torch.default_generator.manual_seed(seed)
+            generator(device_of(block_inputs)).manual_seed(seed)
             return forward(*block_inputs)
 
         return block(*inputs) if hook is None else hook.run(name, block, *inputs)

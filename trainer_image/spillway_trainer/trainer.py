@@ -26,6 +26,7 @@ from .recorder import Recorder
 from .schedule import LearningRate
 from .segments import Position
 
+CPU = torch.device("cpu")
 Counter = TypeVar("Counter", int, float)
 STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXCHANGE, Phase.OPTIMIZER, Phase.WAIT)
 
@@ -108,7 +109,7 @@ def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], nu
         with phase(Phase.BACKWARD):
             run.techniques.start_backward()
             loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
+            losses.append(loss.item())  # on streams, here the host waits for both phases
         del loss
     return losses
 
@@ -128,6 +129,8 @@ class Run:
     ranks: Ranks = ONE_RANK
     sum_gradients: GradientSum = unsummed
     order: MicroBatchOrder = in_order
+    device: torch.device = CPU
+    """where forward runs"""
 
 
 class StopRequest:
@@ -228,7 +231,7 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
     run.optimizer.begin(learning_rate)
 
     with watch.phase(Phase.DATA):
-        micro_batches = next_micro_batches(run.batches, settings, world, samples)
+        micro_batches = next_micro_batches(run, settings, samples)
         num_tokens = run.batches.num_unmasked(samples)
     losses = run.order(run, watch.phase, micro_batches, num_tokens)
     with watch.phase(Phase.EXCHANGE):
@@ -304,7 +307,8 @@ def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
             if number % world.size == 0:
                 losses.append(0.0)  # every rank has a place in every round, also in the last one, which may be short
             if number % world.size == world.rank:
-                losses[-1] = run.model(batch.tokens_BT, batch.labels_BT, 1).item()
+                here = batch.on(run.device)
+                losses[-1] = run.model(here.tokens_BT, here.labels_BT, 1).item()
     run.model.train()
     if tokens:
         total = 0.0
@@ -319,13 +323,13 @@ def samples_of_step(settings: LoopSettings, world: World, progress: Progress) ->
     return range(progress.samples, progress.samples + num_samples)
 
 
-def next_micro_batches(batches: TokenBatches, settings: LoopSettings, world: World, samples: range) -> dict[int, Batch]:
+def next_micro_batches(run: Run, settings: LoopSettings, samples: range) -> dict[int, Batch]:
     """This rank's micro-batches of the step, by number. Micro-batch n is the same, with the same random numbers,
     however many ranks there are: samples n x micro_batch_size and so on of the step."""
     size = settings.micro_batch_size
     return {
-        number: batches.batch(samples[number * size : (number + 1) * size])
-        for number in world.share(settings.num_micro_batches)
+        number: run.batches.batch(samples[number * size : (number + 1) * size]).on(run.device)
+        for number in run.ranks.world.share(settings.num_micro_batches)
     }
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import UpdateScalars, float32
+from .reference import NUM_WORDS, UpdateScalars, float32
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """of every launch"""
@@ -23,6 +23,8 @@ BLOCK = 1024
 """values per program: eight a thread, two 16-byte accesses of each float32 array"""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """of gradients and of updated parameters"""
+LONGEST_SUM = 2**29
+"""values; each adds less than 2^34 to a word"""
 
 
 @triton.jit
@@ -124,6 +126,50 @@ def accumulate_kernel(accumulator, gradient, n, FIRST: tl.constexpr, BLOCK: tl.c
     if not FIRST:
         g = _quiet(_load(accumulator, at, mask) + g)
     _store(accumulator, at, g, mask)
+
+
+@triton.jit
+def square_sum_kernel(values, words, n, BLOCK: tl.constexpr):
+    """words += the digits of the exact squares of finite values; the last word counts the others. Integers only."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    bits = _load(values, at, mask).to(tl.uint32, bitcast=True).to(tl.int64)
+    biased = (bits >> 23) & 0xFF
+    fraction = bits & 0x7FFFFF
+    mantissa = tl.where(biased > 0, fraction | 0x800000, fraction)
+    mantissa = tl.where(mask & (biased < 255), mantissa, 0)
+    shift = 2 * (tl.maximum(tl.minimum(biased, 254), 1) - 1)  # of the square, below 508
+    digit = shift >> 5
+    square = mantissa * mantissa  # below 2^48
+    lower = (square & 0xFFFFFFFF) << (shift & 31)
+    upper = (square >> 32) << (shift & 31)
+    first = lower & 0xFFFFFFFF
+    second = (lower >> 32) + (upper & 0xFFFFFFFF)
+    third = upper >> 32
+    is_there = mantissa > 0
+    lowest = tl.min(tl.where(is_there, digit, 18))
+    highest = tl.max(tl.where(is_there, digit, -3)) + 2
+    for index in range(lowest, highest + 1):
+        part = tl.where(digit == index, first, 0)
+        part += tl.where(digit + 1 == index, second, 0)
+        part += tl.where(digit + 2 == index, third, 0)
+        tl.atomic_add(words + index, tl.sum(part))
+    num_others = tl.sum((mask & (biased == 255)).to(tl.int64))
+    if num_others > 0:
+        tl.atomic_add(words + 18, num_others)
+
+
+def square_sum(values: Tensor) -> Tensor:
+    """NUM_WORDS integers on the device of `values`, a flat tensor of one of TYPES, on its current stream: what
+    reference.square_sum_of_words reads once they are complete. Order cannot matter: integers are added."""
+    n = values.numel()
+    _check("values", values, n, values.device, *TYPES)
+    if n >= LONGEST_SUM:
+        raise ValueError(f"{n} values in one sum; below 2^29 no word overflows: cut them")
+    words = torch.zeros(NUM_WORDS, dtype=torch.int64, device=values.device)
+    if n:
+        square_sum_kernel[(triton.cdiv(n, BLOCK),)](_words(values), words, n, BLOCK=BLOCK, **OPTIONS)
+    return words
 
 
 def update(

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .store import Batch
     from .transfer import Transfer
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
 
 class Record:
     """One generation of a storage: its source on the device, its copy (a part of a Transfer), and its reload.
@@ -217,7 +215,7 @@ class Sources(Region):
         lent, self._lent = self._lent, []
         for tensor, charge in lent:
             self._ledger.release_saved(charge)
-            tensor.data = _NOTHING
+            tensor.data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
     def poison(self) -> None:
         for tensor, _ in self._lent:
@@ -226,7 +224,7 @@ class Sources(Region):
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class SpilledTensor:
@@ -244,7 +242,9 @@ class SpilledTensor:
 
     def tensor(self) -> Tensor:
         storage = self._record.storage(self._size, with_batch=self._with_batch)
-        tensor = torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(
+            storage, self._offset, self._size, self._stride
+        )
         self._record.reload_version = tensor._version
         return tensor
 

@@ -166,9 +166,11 @@ class Slots:
 
     def _unbind(self, segment: str, slot: Slot) -> None:
         for row in self._layouts[segment].rows:
-            row.parameter.data = stub(row.parameter.shape, row.dtype)
+            row.parameter.data = stub(row.parameter.shape, row.dtype, slot.buffer.tensor.device)
             increment_version(row.parameter)
             self._num_evictions[row.name] += 1
+        if slot.num_views and slot.loaded is not None:
+            slot.loaded.wait()  # on streams, where compute waits and not the host, the load's own views last until then
         if slot.num_views:
             raise RuntimeError(
                 f"segment {segment}: {slot.num_views} view(s) of its parameters outlive its forward or backward, and "
@@ -180,7 +182,7 @@ class Slots:
 
 
 @cache
-def stub(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What an evicted parameter is: NaN of the right shape and type (autograd needs both), in one element."""
     nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nan, dtype=dtype).expand(shape)
+    return torch.full((), nan, dtype=dtype, device=device).expand(shape)

@@ -19,6 +19,7 @@ from .slots import Slots, stub
 from .streamed_parameters import StreamedParameters
 
 RESIDENT = Tier.DEVICE
+CPU = torch.device("cpu")
 
 
 class ModelSpill:
@@ -51,7 +52,12 @@ class ModelSpill:
 
 
 def build(
-    plan: ParameterPlan, model: Chain, chunk_parameters: int, lanes: Lanes, nvme: NvmeSlab | None
+    plan: ParameterPlan,
+    model: Chain,
+    chunk_parameters: int,
+    lanes: Lanes,
+    nvme: NvmeSlab | None,
+    device: torch.device = CPU,
 ) -> ModelSpill | None:
     """Attach `plan` to a model whose parameters have no memory yet (device meta); those of streamed segments never get
     any. None when all segments are resident.
@@ -61,7 +67,7 @@ def build(
     """
     home_of = check_homes(model, plan.homes) if plan.streams else {}
     names_of = {name: names for name, names in model.parameters_of().items() if home_of.get(name, RESIDENT) != RESIDENT}
-    evict(model, {name for names in names_of.values() for name in names})
+    evict(model, {name for names in names_of.values() for name in names}, device)
     layouts = {name: lay_out(model, name, home_of[name], names) for name, names in names_of.items() if names}
     if not layouts:
         return None
@@ -69,16 +75,17 @@ def build(
     return ModelSpill(model, layouts, homes, Slots(layouts, plan.num_slots, homes.load, lanes), lanes)
 
 
-def evict(model: nn.Module, names: Collection[str]) -> None:
-    """Put stubs in the place of these parameters, which are on device meta: they have shape and type, and no memory."""
+def evict(model: nn.Module, names: Collection[str], device: torch.device = CPU) -> None:
+    """Put stubs of `device` in the place of these parameters, which are on device meta: they have shape and type, no
+    memory."""
     parameters = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
 
     def evicted(parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in parameters:
             return parameter
         # Made empty: a Parameter made of the stub would share its version counter with every other one.
-        made = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-        made.data = stub(parameter.shape, parameter.dtype)
+        made = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
+        made.data = stub(parameter.shape, parameter.dtype, device)
         return made
 
     replace_parameters(model, evicted)

@@ -63,7 +63,7 @@ class StreamedParameters:
         self._use(slot, f"backward of {segment}")
         start = row.offset // row.dtype.itemsize + ref.offset
         storage = slot.buffer.tensor.untyped_storage()
-        return torch.empty(0, dtype=row.dtype).set_(storage, start, ref.size, ref.stride)
+        return torch.empty(0, dtype=row.dtype, device=storage.device).set_(storage, start, ref.size, ref.stride)
 
     def enter_forward(self, segment: str) -> None:
         if segment in self._layouts:

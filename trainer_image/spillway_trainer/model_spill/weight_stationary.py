@@ -166,7 +166,7 @@ class Step:
                 _lead(self._hook.last_visit, None if number in self._following else ahead)
                 self._run.techniques.start_backward()
                 loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
+                losses.append(loss.item())  # on streams, here the host waits
             del loss
             self._gradients[number] = entrance.gradients
         return losses

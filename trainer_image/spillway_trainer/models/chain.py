@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from .objective import IGNORED_LABEL, Objective
 
+CPU = torch.device("cpu")
+
 
 class Chain(nn.Module):
     """A model as segments. Knows no technique; every parameter belongs to exactly one segment."""
@@ -117,15 +119,19 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor
     return total / num_tokens
 
 
-def allocate(model: nn.Module) -> None:
-    """Give every parameter that has no memory yet (device `meta`) memory of its own, unfilled."""
+def allocate(model: nn.Module, device: torch.device = CPU) -> None:
+    """Give every parameter that has no memory yet (device `meta`) memory of its own there, unfilled, and move the
+    buffers."""
 
     def with_memory(parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.is_meta:
             return parameter
-        return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
 
     replace_parameters(model, with_memory)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:

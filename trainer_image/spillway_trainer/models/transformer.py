@@ -138,7 +138,7 @@ class Transformer(Chain):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
-        self._rope: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -162,17 +162,18 @@ class Transformer(Chain):
         """Blocks get the rotary tables; the head the labels and what the loss is divided by."""
         if segment == "embedding":
             return ()
-        return (labels_BT, num_tokens) if segment == "head" else self._rope_tables(tokens_BT.shape[1])
+        return (labels_BT, num_tokens) if segment == "head" else self._rope_tables(tokens_BT.shape[1], tokens_BT.device)
 
-    def _rope_tables(self, length: int) -> tuple[Tensor, Tensor]:
+    def _rope_tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         dtype = self.embed_tokens.weight.dtype
-        if (length, dtype) not in self._rope:
+        if (length, dtype, device) not in self._rope:
             head_size = self.config.hidden_size // self.config.num_heads
             exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
             angles = torch.outer(torch.arange(length, dtype=torch.float64), self.config.rope_theta**-exponents)
             angles_TE = torch.cat((angles, angles), dim=-1)
-            self._rope[length, dtype] = (angles_TE.cos().to(dtype), angles_TE.sin().to(dtype))
-        return self._rope[length, dtype]
+            cos_TE, sin_TE = angles_TE.cos().to(dtype), angles_TE.sin().to(dtype)
+            self._rope[length, dtype, device] = cos_TE.to(device), sin_TE.to(device)
+        return self._rope[length, dtype, device]
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Gradients:
         self._staging = staging
         self._window = window
         self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
-        self._square_sum = partial(kernels.square_sum, num_threads=num_threads)
+        self._square_sum = partial(kernels.begin_square_sum, num_threads=num_threads)
         self._arrived: set[str] = set()
         self._exchanged = False
         """the compute lane has added other ranks' sums to the accumulators of this step"""
@@ -151,7 +151,7 @@ class Gradients:
 
     def square_sum(self) -> SquareSum:
         """Exact sum of squares of all gradients that arrived; waits for them. Each chunk is read where it lives."""
-        parts: list[SquareSum] = []
+        parts: list[kernels.BegunSum] = []
         events = []
         for accumulator in self._all_arrived():
             event = self._lanes.submit(
@@ -167,7 +167,7 @@ class Gradients:
         for event in events:
             event.wait()
         self._window.drain()
-        return sum(parts, SquareSum())
+        return kernels.finish_square_sums(parts)
 
     def drop(self) -> None:
         """Forget what arrived: the next gradient of each use overwrites its accumulator."""
@@ -228,7 +228,7 @@ class Gradients:
         accumulator.settled = (added,)
         return added
 
-    def _appending_square_sum(self, parts: list[SquareSum], values: Tensor) -> Callable[[], None]:
+    def _appending_square_sum(self, parts: list[kernels.BegunSum], values: Tensor) -> Callable[[], None]:
         def work() -> None:
             parts.append(self._square_sum(values))
 

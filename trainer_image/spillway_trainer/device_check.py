@@ -1,0 +1,143 @@
+"""Before the first step on a device: a few chunks through every lane and every kernel, held to the CPU's bits.
+
+A device, driver or compiler that computes something else would change a run without a word; here it ends the run with a
+sentence (exit code 78). It takes a second, most of it for compiling kernels that the run needs anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spillway.errors import DeviceFault
+from spillway.plan import Tier
+from spillway.update_rules import UpdateRule
+
+from . import kernels, reference
+from .reference import UpdateScalars
+from .tiers.extents import round_up
+from .tiers.lanes import Event, Lane, Lanes
+
+NUM_VALUES = 20_003
+"""of every array: several blocks of a kernel, and no multiple of anything"""
+NUM_CHUNKS, NUM_BUFFERS = 6, 2
+HOST_BYTES = 2 * NUM_BUFFERS * round_up(4 * NUM_VALUES)
+"""of the lanes' host memory that the check takes at once; it gives it back"""
+
+
+def check(lanes: Lanes, device: torch.device) -> None:
+    """Raises DeviceFault at the first bit that differs."""
+    check_lanes(lanes)
+    for rule, dtype in itertools.product(UpdateRule, (torch.float32, torch.bfloat16)):
+        check_update(device, rule, dtype)
+    check_accumulate(device)
+    check_square_sum(device)
+
+
+def check_lanes(lanes: Lanes) -> None:
+    """Chunks up, added to on the device, down, and compared on the cpu lane, through buffers that are used again."""
+    nbytes = 4 * NUM_VALUES
+    pairs = [(Tier.HOST, "sent"), (Tier.DEVICE, "on the device"), (Tier.HOST, "received")]
+    sets = [[lanes.acquire(tier, nbytes, f"check: {name}") for tier, name in pairs] for _ in range(NUM_BUFFERS)]
+    wrong: list[int] = []
+    free: list[tuple[Event, ...]] = [() for _ in sets]
+    for number in range(NUM_CHUNKS):
+        index = number % NUM_BUFFERS
+        sent, there, received = sets[index]
+        values = numbers(number)
+        fill = partial(kernels.copy, sent.tensor, values.view(torch.uint8))
+        filled = lanes.submit(Lane.CPU, fill, writes=[sent], after=free[index])
+        up = partial(kernels.copy, there.tensor, sent.tensor)
+        loaded = lanes.submit(Lane.H2D, up, reads=[sent], writes=[there], after=[filled])
+        add = partial(_add, there.tensor.view(torch.int32), number + 1)
+        added = lanes.submit(Lane.COMPUTE, add, reads=[there], writes=[there], after=[loaded])
+        down = partial(kernels.copy, received.tensor, there.tensor)
+        copied = lanes.submit(Lane.D2H, down, reads=[there], writes=[received], after=[added])
+        look = partial(_compare, wrong, number, received.tensor.view(torch.int32), values + (number + 1))
+        free[index] = (lanes.submit(Lane.CPU, look, reads=[received], after=[copied]),)
+    for events in free:
+        for event in events:
+            event.wait()
+    for buffer, events in zip(sets, free, strict=True):
+        for one in buffer:
+            lanes.release(one, after=events)
+    if wrong:
+        raise fault(f"chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with other values than it left with")
+
+
+def numbers(seed: int) -> Tensor:
+    """int32, far from overflow."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**30), 2**30, (NUM_VALUES,), generator=generator, dtype=torch.int32)
+
+
+def _add(values: Tensor, addend: int) -> None:
+    values.add_(addend)
+
+
+def _compare(wrong: list[int], number: int, found: Tensor, wanted: Tensor) -> None:
+    if not torch.equal(found, wanted):
+        wrong.append(number)
+
+
+def check_update(device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> None:
+    """Two steps of one rule; gradient and parameter in `dtype`."""
+    wanted = [values(seed) for seed, _ in enumerate(rule.state_kinds)]
+    found, out = [state.to(device, copy=True) for state in wanted], torch.zeros(NUM_VALUES, dtype=dtype)
+    found_out = out.to(device, copy=True)
+    for step in (1, 2):
+        powers = {"beta1_power": 0.9**step, "beta2_power": 0.95**step} if rule.corrects_bias else {}
+        scalars = UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, gradient_scale=0.37, momentum=0.8, rule=rule, **powers)
+        gradient = values(10 + step).to(dtype)
+        kernels.update(scalars, found[0], found[1:], gradient.to(device), found_out)
+        reference.update(scalars, wanted[0], wanted[1:], gradient, out)
+    same([*found, found_out], [*wanted, out], [*rule.state_kinds, "parameter"], f"an update by {rule} in {dtype}")
+
+
+def check_accumulate(device: torch.device) -> None:
+    found, wanted = torch.empty(NUM_VALUES, device=device), torch.empty(NUM_VALUES)
+    for number, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+        gradient = values(20 + number).to(dtype)
+        kernels.accumulate(found, gradient.to(device), number == 0)
+        reference.accumulate(wanted, gradient, number == 0)
+    same([found], [wanted], ["accumulator"], "a sum of gradients")
+
+
+def check_square_sum(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        gradient = values(30).to(dtype)
+        if kernels.square_sum(gradient.to(device)) != reference.square_sum(gradient):
+            raise fault(f"the sum of the squares of {NUM_VALUES} gradients in {dtype} is another one")
+
+
+def values(seed: int) -> Tensor:
+    """float32 as training has them, with denormals, zeros of both signs, exact ties of bfloat16 and a NaN."""
+    found = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(seed)) * 0.02
+    found[1::7] *= 1e-38
+    found[2::7] = (found[2::7].view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
+    found[3::7], found[4::70], found[-1] = 0.0, -0.0, torch.nan
+    return found
+
+
+def same(found: Sequence[Tensor], wanted: Sequence[Tensor], names: Sequence[str], what: str) -> None:
+    for name, on_device, theirs in zip(names, found, wanted, strict=True):
+        ours, integers = on_device.cpu(), torch.int32 if theirs.dtype == torch.float32 else torch.int16
+        differing = ours.view(integers) != theirs.view(integers)
+        if bool(differing.any()):
+            at = int(differing.nonzero()[0])
+            raise fault(
+                f"{what}: {int(differing.sum())} of {theirs.numel()} values of {name} are other ones, the first "
+                f"{ours[at].item()!r} instead of {theirs[at].item()!r}"
+            )
+
+
+def fault(found: str) -> DeviceFault:
+    return DeviceFault(
+        f"the device does not give the bits of the CPU: {found}. Nothing was trained. Run the job on another device; "
+        "if it says the same there, the driver, or the compiler of its kernels (triton), is not one that this trainer "
+        "works with: use another version of it"
+    )

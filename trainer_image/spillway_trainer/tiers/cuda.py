@@ -1,0 +1,147 @@
+"""One CUDA device as the lanes use it: streams, events, the allocator's limit, and host memory that is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spillway.errors import HostOutOfMemory, UserError
+from spillway.units import GIB, format_bytes
+
+from .cuda_lanes import DeviceEvent, Stream
+
+PINNED_BYTES = GIB
+"""host memory is registered in pieces that end where an address is a multiple of this. A copy lies in one registration,
+so it is cut there, too (`spans`)"""
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def spans(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """(first, end) of the parts of `nbytes` at `address` that lie in one registration each, relative to `address`."""
+    first = 0
+    while first < nbytes:
+        end = min(nbytes, first + PINNED_BYTES - (address + first) % PINNED_BYTES)
+        yield first, end
+        first = end
+
+
+def copy(dst: Tensor, src: Tensor) -> None:
+    """dst = src, uint8 tensors of one size, on the current stream; returns before it is done."""
+    host = src if is_cuda(dst) else dst
+    if is_cuda(host):
+        dst.copy_(src, non_blocking=True)
+        return
+    for first, end in spans(host.data_ptr(), host.numel()):
+        dst[first:end].copy_(src[first:end], non_blocking=True)
+
+
+def device_of(local_rank: int) -> torch.device:
+    """The device of a rank. Raises UserError where there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise UserError(
+            f"the plan is for Cuda devices, and rank {local_rank} of this node finds {count} of them: give the pod "
+            f"one CUDA device a rank (spec.parallelism.devicesPerNode, spec.resourceName), see that nvidia-smi works "
+            "in it, or set spec.parallelism.device: Cpu in a new job"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def prepare(device: torch.device, budget_bytes: int) -> None:
+    """Before anything is allocated there: the process's device, kernels that give the same bits each time, and no more
+    memory than `budget_bytes`."""
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no bit of a run is read before it is written
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """What dropout draws from there."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[device.index]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that tensors held there since the last call, as torch's allocator counts it."""
+    found = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+class CudaStreams:
+    """The Streams of a real device. The run's compute stream is the one that is current when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._compute = torch.cuda.current_stream(device)
+
+    def compute(self) -> Stream:
+        current = torch.cuda.current_stream(self.device)
+        if current != self._compute:
+            raise RuntimeError(
+                f"{current} is the current stream, and the run's kernels go to {self._compute}: the trainer orders its "
+                "copies against that one alone; the model must not enter streams of its own"
+            )
+        return current
+
+    def make(self, label: str) -> Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
+        # Blocking: a host thread that waits for it sleeps.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
+        stream.wait_event(event)
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1e3
+
+    def allocate(self, nbytes: int) -> Tensor | None:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def pin(self, memory: Tensor) -> None:
+        runtime, address = _runtime(), memory.data_ptr()
+        for first, end in spans(address, memory.numel()):
+            error = int(runtime.cudaHostRegister(address + first, end - first, 0))
+            if error:
+                raise HostOutOfMemory(
+                    f"host memory: {format_bytes(end - first)} at byte {first} of a slab of "
+                    f"{format_bytes(memory.numel())} cannot be registered with the device (CUDA error {error}): "
+                    "raise the container's memory limit and locked memory (ulimit -l), or lower "
+                    "spec.memory.budget.host",
+                    wanted_bytes=end - first,
+                    held_bytes=first,
+                )
+
+    def unpin(self, memory: Tensor) -> None:
+        runtime, address = _runtime(), memory.data_ptr()
+        for first, _ in spans(address, memory.numel()):
+            runtime.cudaHostUnregister(address + first)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

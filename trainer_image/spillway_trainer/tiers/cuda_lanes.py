@@ -1,0 +1,309 @@
+"""CudaLanes: copies and device updates on streams, CPU work and disk transfers on threads, ordered by events both ways.
+
+    compute      what the host launches itself: the current stream, forward and backward
+    streams      one each for h2d, d2h and what is submitted to lane compute, so that an update runs beside a forward
+    workers      one thread each for cpu, nvme_read and nvme_write (CpuLanes)
+
+Each stream has two threads. Its *launcher* takes the stream's operations in the order in which they were submitted: it
+waits on the host for predecessors that are host work (a stream gets nothing before that work is done) and lets the
+stream wait, by events, for those that are on another stream. Its *watcher* waits for each operation's event. Only then
+is the operation complete for the host: what it holds (its work's tensors, its regions) is let go, releases are swept,
+errors that came late are kept for whoever waits. So nothing needs `record_stream`. As in CpuLanes it cannot deadlock:
+of all queued operations the one submitted first waits for none of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spillway.errors import DeviceOutOfMemory
+from spillway.plan import Tier
+from spillway.units import format_bytes
+
+from .device_ledger import DeviceLedger
+from .host_slab import HostSlab
+from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, QueuedOperation, Region
+from .releases import obtain
+
+STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+
+Stream = Any
+"""what a Streams made; the lanes only hand it back"""
+
+
+class DeviceEvent(Protocol):
+    """A mark in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has reached it. Raises the device's error."""
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has reached it. Raises the device's error."""
+
+
+class Streams(Protocol):
+    """What the lanes need of one device; cuda.CudaStreams has it, and in tests a fake that records the order."""
+
+    def compute(self) -> Stream:
+        """The stream on which the caller's kernels go: one for the whole run. Raises RuntimeError on any other."""
+
+    def make(self, label: str) -> Stream:
+        """A stream of its own."""
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Call `work`, whose copies and kernels go to `stream`."""
+
+    def record(self, stream: Stream) -> DeviceEvent:
+        """An event that is complete when `stream` has done all it was given until now."""
+
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
+        """What `stream` is given from now on runs after `event`; the host goes on."""
+
+    def seconds_between(self, first: DeviceEvent, second: DeviceEvent) -> float:
+        """On the device; both are complete."""
+
+    def allocate(self, nbytes: int) -> Tensor | None:
+        """uint8 memory of the device, in order with the compute stream; None: there is not enough."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Register host memory, so that copies from and to it need no staging. Raises HostOutOfMemory."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin`."""
+
+
+class Mark:
+    """How far the compute stream was."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: DeviceEvent) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class DeviceBuffer(Buffer):
+    """Device memory of the lanes. The allocator hands it out in order with the compute stream, which may still use what
+    lay there before: other streams run after `born`."""
+
+    __slots__ = ("born",)
+
+    def __init__(self, tensor: Tensor, label: str, free: Callable[[Tensor], None], born: DeviceEvent) -> None:
+        super().__init__(Tier.DEVICE, tensor, label, free)
+        self.born = born
+
+
+class StreamOperation(QueuedOperation):
+    """An operation of a stream. `launched` is set when it is in the stream, `finish` when the stream has done it."""
+
+    __slots__ = ("begin", "end", "launched", "regions")
+
+    def __init__(
+        self, lane: Lane, work: Callable[[], None], after: Sequence[Event], regions: Sequence[Region], label: str
+    ) -> None:
+        super().__init__(lane, work, after, label)
+        self.regions = regions
+        """held until it is complete, as its work is"""
+        self.launched = threading.Event()
+        self.begin: DeviceEvent | None = None
+        self.end: DeviceEvent | None = None
+        """None: it has not come so far as to use the stream"""
+
+    def launch(self, streams: Streams, stream: Stream) -> None:
+        """Put it into `stream`, behind its predecessors. One whose predecessor failed fails with the same error."""
+        assert self._work is not None
+        try:
+            for event in self._after:
+                order(streams, stream, event)
+            for region in self.regions:
+                if isinstance(region, DeviceBuffer):
+                    streams.wait(stream, region.born)
+            self.begin = streams.record(stream)
+            streams.launch(stream, self._work)
+        except BaseException as error:
+            self.fail(error)
+        try:
+            if self.begin is not None:  # also after an error: what was launched before it still uses the memory
+                self.end = streams.record(stream)
+        except BaseException as error:
+            self.fail(error)
+        self.launched.set()
+
+    def complete(self, streams: Streams) -> None:
+        """Wait for the stream, then let go of all that it held."""
+        try:
+            if self.begin is not None and self.end is not None:
+                self.end.synchronize()
+                self.seconds = streams.seconds_between(self.begin, self.end)
+        except BaseException as error:
+            self.fail(error)
+        self._work, self._after, self.regions = None, (), ()
+        self.done = True
+
+
+def order(streams: Streams, stream: Stream, event: Event) -> None:
+    """What `stream` is given next runs after `event`. Blocks the host until host work is done, and until an operation
+    of another stream is in that stream. Raises the event's error, where it is known by now."""
+    if isinstance(event, StreamOperation):
+        event.launched.wait()
+        event.raise_error()
+        if event.end is not None:
+            streams.wait(stream, event.end)
+    elif isinstance(event, Mark):
+        streams.wait(stream, event.event)
+    else:
+        event.wait()
+
+
+class CudaLanes(CpuLanes):
+    """Lanes of one CUDA device."""
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger, streams: Streams) -> None:
+        super().__init__(host, ledger)
+        self._streams = streams
+        self._compute = streams.compute()
+        self._launchers: dict[Lane, SimpleQueue[StreamOperation | None]] = {}
+        self._stream_threads: list[threading.Thread] = []
+        self._marks: SimpleQueue[Mark | None] = SimpleQueue()
+        """that releases wait for: nobody else might ever look at them"""
+        self._stalls: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
+        """around each wait of the compute stream"""
+        self._device_stalled_seconds = 0.0
+        streams.pin(host.memory)
+        self._pinned: Tensor | None = host.memory
+        for lane in STREAM_LANES:
+            self._launchers[lane] = self._start_stream(lane)
+        self._start_thread("lane-releases", self._watch_marks)
+
+    def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
+        if tier is not Tier.DEVICE:
+            return super().acquire(tier, nbytes, label)
+        self._ledger.charge(DEVICE_BUFFERS, nbytes)
+        tensor = obtain(lambda: self._streams.allocate(nbytes), self.reclaim)
+        if tensor is None:
+            self._ledger.release(DEVICE_BUFFERS, nbytes)
+            raise DeviceOutOfMemory(
+                f"device memory: {format_bytes(nbytes)} for {label} cannot be allocated; the run's own are "
+                f"{format_bytes(self._ledger.held_bytes)}: lower spec.memory.budget.device, or see what else uses the "
+                "device (nvidia-smi)",
+                purpose=DEVICE_BUFFERS,
+                wanted_bytes=nbytes,
+                held_bytes=self._ledger.held_bytes,
+            )
+        born = self._streams.record(self._streams.compute())
+        return DeviceBuffer(tensor, label, lambda freed: self._ledger.release(DEVICE_BUFFERS, freed.numel()), born)
+
+    def release(self, region: Region, after: Sequence[Event] = ()) -> None:
+        super().release(region, after)
+        for event in after:
+            if isinstance(event, Mark):
+                self._marks.put(event)
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        nbytes: int = 0,
+        label: str = "",
+    ) -> Event:
+        if lane not in STREAM_LANES:
+            return super().submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
+        operation = StreamOperation(lane, work, after, (*reads, *writes), label)
+        self._moved[lane.value] += nbytes
+        self._launchers[lane].put(operation)
+        return operation
+
+    def computed(self) -> Event:
+        return Mark(self._streams.record(self._streams.compute()))
+
+    def wait(self, event: Event) -> None:
+        """Host work, and what is not in its stream yet, blocks the host; all else only the compute stream."""
+        compute = self._streams.compute()
+        if isinstance(event, Mark):
+            return  # of this very stream
+        if event.done:
+            event.wait()
+            return
+        begin = self._streams.record(compute)
+        order(self._streams, compute, event)
+        self._stalls.append((begin, self._streams.record(compute)))
+
+    def stalled_seconds(self) -> float:
+        """Of the compute stream in `wait`, as far as it has come, and of the host for memory."""
+        while self._stalls and self._stalls[0][1].query():
+            self._device_stalled_seconds += self._streams.seconds_between(*self._stalls.popleft())
+        return self._stalled_seconds + self._device_stalled_seconds
+
+    def close(self) -> None:
+        for queue in self._launchers.values():
+            queue.put(None)
+        if self._stream_threads:
+            self._marks.put(None)
+        super().close()  # the workers of host lanes: the launchers may still wait for them
+        for thread in self._stream_threads:
+            thread.join()
+        self._launchers.clear()
+        self._stream_threads.clear()
+        with suppress(RuntimeError):  # of a device that failed: its memory goes with the process
+            while self._releases.wait_for_one():
+                pass
+        if self._pinned is not None:
+            self._streams.unpin(self._pinned)
+            self._pinned = None
+
+    def _start_stream(self, lane: Lane) -> SimpleQueue[StreamOperation | None]:
+        submitted: SimpleQueue[StreamOperation | None] = SimpleQueue()
+        in_stream: SimpleQueue[StreamOperation | None] = SimpleQueue()
+        stream = self._streams.make(f"lane-{lane}")
+        self._start_thread(f"lane-{lane}", lambda: self._launch(stream, submitted, in_stream))
+        self._start_thread(f"lane-{lane}-done", lambda: self._watch(lane, in_stream))
+        return submitted
+
+    def _start_thread(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._stream_threads.append(thread)
+        thread.start()
+
+    def _launch(
+        self, stream: Stream, submitted: SimpleQueue[StreamOperation | None], in_stream: SimpleQueue[Any]
+    ) -> None:
+        while (operation := submitted.get()) is not None:
+            operation.launch(self._streams, stream)
+            in_stream.put(operation)
+            del operation
+        in_stream.put(None)
+
+    def _watch(self, lane: Lane, in_stream: SimpleQueue[StreamOperation | None]) -> None:
+        while (operation := in_stream.get()) is not None:
+            operation.complete(self._streams)
+            self._busy_seconds[lane] += operation.seconds
+            try:
+                self._releases.sweep()  # before anybody wakes up: who waited for memory finds it free
+            except BaseException as error:  # a thread that dies would leave everybody waiting
+                operation.fail(error)
+            operation.finish()
+            del operation
+
+    def _watch_marks(self) -> None:
+        while (mark := self._marks.get()) is not None:
+            with suppress(Exception):  # a device that failed says so to whoever waits for it next
+                mark.wait()
+                self._releases.sweep()
+            del mark
