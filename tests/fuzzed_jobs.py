@@ -213,6 +213,8 @@ class _Maker:
     def _spill(self) -> Document:
         made: Document = {}
         self._maybe(made, "storageClassName", OFTEN, "", "fast", "x" * 253)
+        if made.get("storageClassName"):
+            self._maybe(made, "numVolumes", SOMETIMES, 1, 2, 8)
         made["encryption"] = "Ephemeral" if self._often(RARELY) else "None"
         return made
 

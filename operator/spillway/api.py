@@ -48,6 +48,7 @@ MIN_TEXT_VOCABULARY = 257
 MAX_NAME_LENGTH = 52
 """pod host names, <name>-<attempt>-<index>, must fit 63 characters"""
 MAX_RANKS = 1024
+MAX_SPILL_VOLUMES = 8
 MAX_SPEC_BYTES = 64 << 10
 """as JSON: every look at a job reads it, and every attempt carries it in a ConfigMap"""
 MAX_ENV_BYTES = 32 << 10
@@ -467,14 +468,23 @@ class Memory(Fields):
 
 
 class Spill(Fields):
-    """The volume for NVMe spill."""
+    """The volumes for NVMe spill."""
 
     storage_class_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="Class of an ephemeral volume. Default: an emptyDir."
     )
+    num_volumes: Annotated[Positive, Field(le=MAX_SPILL_VOLUMES)] = Field(
+        default=1, description="Volumes of that class, striped; each should be a drive of its own."
+    )
     encryption: Literal["None", "Ephemeral"] = Field(
         default="None", description="Ephemeral: encrypted with a key that only the process holds."
     )
+
+    @model_validator(mode="after")
+    def _several_need_a_class(self) -> Self:
+        if self.num_volumes > 1 and not self.storage_class_name:
+            refuse([("numVolumes", "without storageClassName there is one, an emptyDir: set that, or leave this out")])
+        return self
 
 
 # --- members, checkpoint, pod -----------------------------------------------------------------------------------------
@@ -972,7 +982,8 @@ def _given(job: TrainingJob, path: str) -> str:
 
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
-    "spill.storageClassName", "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
+    "spill.storageClassName", "spill.numVolumes",
+    "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
     "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
     "suspend",

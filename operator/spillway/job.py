@@ -31,6 +31,8 @@ class JobFile(Frozen):
     checkpoint_directory: str
     spill_directory: str
     """where the NVMe slab is made; nothing in it outlives the process"""
+    further_spill_directories: tuple[str, ...] = ()
+    """on volumes of their own: the slab is striped over all"""
     spill_is_listed: bool = False
     """the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod"""
     claims: dict[str, str] = Field(default_factory=dict)
@@ -47,6 +49,11 @@ class JobFile(Frozen):
     """host name of node 0, where the ranks meet"""
     master_port: int = Field(default=0, ge=0, le=65535)
     """0 = a free port, for one node only"""
+
+    @property
+    def spill_directories(self) -> tuple[str, ...]:
+        """One a volume, each with the same share of the slab."""
+        return (self.spill_directory, *self.further_spill_directories)
 
     @property
     def world_size(self) -> int:

@@ -87,7 +87,7 @@ class PodResources:
     shared_memory_bytes: int
     """sizeLimit of the tmpfs on /dev/shm"""
     spill_volume_bytes: int
-    """emptyDir's sizeLimit, or the ephemeral claim's request; 0 = nothing is spilled to NVMe"""
+    """emptyDir's sizeLimit, or the request of each ephemeral claim; 0 = nothing is spilled to NVMe"""
     ephemeral_storage_bytes: int
     """request and limit: emptyDirs on disk, and the container's log"""
     cpu_cores: float
@@ -106,7 +106,7 @@ def pod_resources(
 ) -> PodResources:
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
-    spill = spill_volume_bytes(plan, num_local_ranks)
+    spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
     runtime = runtime_bytes(spec.model, num_local_ranks, plan.device, plan.strategy)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
@@ -179,9 +179,9 @@ def plannable_memory_bytes(
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
-    """The slabs of all ranks with the file system's own part; 0 when nothing goes to NVMe."""
-    slab = plan.slab_bytes(Tier.NVME)
+def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int, num_volumes: int = 1) -> int:
+    """One volume's share of the slabs of all ranks with the file system's own part; 0 when nothing goes to NVMe."""
+    slab = ceil(plan.slab_bytes(Tier.NVME) / num_volumes)
     return padded(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE)), MIB) if slab else 0
 
 

@@ -119,7 +119,9 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
-    spill: Annotated[Path | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output.")] = None,
+    spill: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output. Again: striped over all.")
+    ] = None,
     node: Annotated[Path | None, typer.Option(metavar="FILE", help="Profile of this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the batch.")] = 1,
     metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics there.")] = None,
@@ -131,7 +133,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
 
     budget = BudgetOverrides(device, host, nvme)
     options = run_command.RunOptions(
-        job, directory, claim or [], budget, spill, metrics_port, max_restarts, output, ranks, node
+        job, directory, claim or [], budget, spill or [], metrics_port, max_restarts, output, ranks, node
     )
     raise typer.Exit(run_command.run(options))
 

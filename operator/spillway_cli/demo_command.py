@@ -136,7 +136,7 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     resources = probe(path)
     plan = plan_for_this_machine(job, resources)
     say_plan(console, plan)
-    local = LocalJob(job, {}, corpus, directory.path)
+    local = LocalJob(job, {}, corpus, (directory.path,))
     files = local_run.local_files(directory, local, plan, min(resources.cores, MOST_THREADS), earlier=None)
     reporter = KillOnce if kill else ProgressReporter
     with exclusive(directory) as lock, reporter(console, job.spec.training.steps, plan.budget) as progress:

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS
 from spillway.errors import SpillwayError
-from spillway_trainer.cgroup import read_text, usable_cores
+from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
 from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
 from .doctor_cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .doctor_findings import Missing
 from .doctor_machine import EXTRAS, Cores, Disk, Kernel, Machine, Memory, Native, Profile
-from .local_node import meminfo_bytes, probe
+from .local_node import probe
 from .node_profile import default_path_or_none, own_profile, read_profile
 
 NATIVE_SECONDS = 7.0

@@ -81,7 +81,7 @@ def import_in(
     own = own_profile(usable_cores(Path("/")), None)
     resources = probe(made.path)
     plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
-    local = LocalJob(job, claims, made.corpus, made.path, num_ranks=options.num_ranks)
+    local = LocalJob(job, claims, made.corpus, (made.path,), num_ranks=options.num_ranks)
     local_files(made, local, plan, resources.cores, None).write(EPOCH)
     job_file = local_run.read_job_file(made.job_file)
     assert job_file is not None, "just written"

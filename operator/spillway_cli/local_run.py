@@ -45,7 +45,8 @@ class LocalJob:
     job: TrainingJob
     claims: Mapping[str, Path]
     corpus: Path
-    spill: Path
+    spill: tuple[Path, ...]
+    """a directory a volume, at least one"""
     metrics_port: int | None = None
     num_ranks: int = 1
 
@@ -203,7 +204,8 @@ class LocalFiles:
             output_directory=str(run.path),
             corpus_directory=str(self.local.corpus),
             checkpoint_directory=str(run.checkpoints),
-            spill_directory=str(self.local.spill),
+            spill_directory=str(self.local.spill[0]),
+            further_spill_directories=tuple(str(directory) for directory in self.local.spill[1:]),
             claims={name: str(directory) for name, directory in self.local.claims.items()},
             termination_message_path=str(run.attempt(epoch) / "termination.json"),
             compute_threads=self.compute_threads,

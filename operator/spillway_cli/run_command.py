@@ -39,7 +39,7 @@ class RunOptions:
     output: Path
     claims: Sequence[str]
     budget: BudgetOverrides
-    spill: Path | None
+    spill: Sequence[Path]
     """directory of the NVMe tier; none = `output`"""
     metrics_port: int | None
     max_restarts: int | None
@@ -84,7 +84,7 @@ def run_in(
     own: OwnProfile,
 ) -> int:
     console = message_console()
-    spill = create_run_directory(options.spill, "--spill").path if options.spill else directory.path
+    spill = spill_directories(options.spill) or (directory.path,)
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
@@ -92,7 +92,7 @@ def run_in(
         if local_run.is_complete(directory, job):
             console.print(f"{directory.path}: complete already, all {job.spec.training.steps} steps are trained")
             return finish(directory, job, [], options.format)
-        resources = probe(spill)
+        resources = probe(spill[0], further=spill[1:])
         plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
         say_plan(console, plan)
         console.print(own.sentence)
@@ -101,6 +101,15 @@ def run_in(
         with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:
             attempts = local_run.train(files, progress, lock, max_restarts)
         return finish(directory, job, attempts, options.format)
+
+
+def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
+    """Made where they are missing. Raises UserError for one that is given twice or cannot be had."""
+    found = tuple(create_run_directory(each, "--spill").path for each in given)
+    for directory in found:
+        if found.count(directory) > 1:
+            raise UserError(f"--spill {directory}: is given twice; name each volume's directory once")
+    return found
 
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:

@@ -138,6 +138,7 @@ def attempt_files(
         corpus_directory=f"{kept}/corpus" if spec.checkpoint.claim else f"{WORK_DIRECTORY}/corpus",
         checkpoint_directory=kept,
         spill_directory=SPILL_DIRECTORY,
+        further_spill_directories=tuple(f"{SPILL_DIRECTORY}-{n}" for n in range(1, spec.spill.num_volumes)),
         spill_is_listed=not spec.spill.storage_class_name,
         claims={claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in text_claims(spec)},
         termination_message_path=TERMINATION_MESSAGE_PATH,
@@ -399,7 +400,8 @@ def _volumes(
         ),
     ]
     if resources.spill_volume_bytes:
-        found.append(_mounted("spill", _spill_volume(spec, resources), SPILL_DIRECTORY))
+        for directory in files.job.spill_directories:
+            found.append(_mounted(directory.removeprefix("/"), _spill_volume(spec, resources), directory))
     if spec.checkpoint.claim is not None:
         found.append(_mounted("checkpoints", _claim(spec.checkpoint.claim), CHECKPOINT_MOUNT))
     for claim in text_claims(spec):

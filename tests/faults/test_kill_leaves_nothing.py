@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
 MIB = 1 << 20
 NUM_KILLS, SEED = (100 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 15), 1
@@ -41,25 +41,26 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mounted)], check=True)  # refused while anything, also in the kernel, holds a file
 
 
-def write_and_read_for_ever(directory: Path, progress: int) -> None:
-    """A byte to `progress` at each step: opened, and after every batch."""
-    file = SpillFile(directory, 32 * MIB, num_threads=4)
+def write_and_read_for_ever(directories: Sequence[Path], progress: int) -> None:
+    """A byte to `progress` at each step: opened, and after every batch, which is striped over all directories."""
+    slab = NvmeSlab(directories, 32 * MIB, 4)
     memory = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)
-    file.register(memory)
+    slab.register(memory)
+    extent = slab.allocate(8 * MIB, "x")
     while True:
         os.write(progress, b".")
-        [checksum] = file.write_batch([(0, memory[: 8 * MIB])])
+        [stored] = slab.write_batch([(extent.at(0), memory[: 8 * MIB], "x")])
         os.write(progress, b".")
-        file.read_batch([(0, memory[8 * MIB :], checksum, "x")])
+        slab.read_batch([(stored, memory[8 * MIB :], "x")])
 
 
-def started(directory: Path) -> tuple[int, int]:
+def started(*directories: Path) -> tuple[int, int]:
     """A child process that does so: its id, and the pipe that its progress comes from."""
     progress, child_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            write_and_read_for_ever(directory, child_end)
+            write_and_read_for_ever(directories, child_end)
         finally:
             os._exit(1)
     os.close(child_end)
@@ -71,31 +72,40 @@ def used_bytes(directory: Path) -> int:
     return (volume.f_blocks - volume.f_bfree) * volume.f_frsize
 
 
-def test_a_killed_process_leaves_no_byte_in_the_spill_directory(volume: Path, engine: str) -> None:
+@pytest.mark.parametrize("num_directories", [1, 3])
+def test_a_killed_process_leaves_no_byte_in_any_spill_directory(
+    volume: Path, engine: str, num_directories: int
+) -> None:
     choose = random.Random(SEED)
+    directories = [volume / name for name in "abc"[:num_directories]]
+    for directory in directories:
+        directory.mkdir()
     before = used_bytes(volume)
     for _ in range(NUM_KILLS):
-        child, progress = started(volume)
+        child, progress = started(*directories)
         for _ in range(choose.randrange(12)):  # none: while the file is being opened
             assert os.read(progress, 1) == b".", "the child ended by itself"
         os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         os.close(progress)
-        assert [path for path in volume.iterdir() if path.name != "lost+found"] == []
+        assert [path for directory in directories for path in directory.iterdir()] == []
         deadline = time.monotonic() + 30  # the kernel takes rings down after the process has ended
         while used_bytes(volume) > before:
             assert time.monotonic() < deadline, f"{used_bytes(volume) - before} bytes are still in use"
-    print(f"\n{engine}, seed {SEED}: {NUM_KILLS} kills, 0 bytes left")
+    print(f"\n{engine}, {num_directories} directories, seed {SEED}: {NUM_KILLS} kills, 0 bytes left")
 
 
 def test_a_killed_process_leaves_no_name_and_no_open_file(tmp_path: Path, engine: str) -> None:
     """What can be seen without a file system of one's own."""
-    child, progress = started(tmp_path)
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    child, progress = started(*directories)
     assert os.read(progress, 3)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(progress)
-    assert list(tmp_path.iterdir()) == []
+    assert [path for directory in directories for path in directory.iterdir()] == []
     assert not [link for link in open_files() if link.startswith(str(tmp_path))]
 
 

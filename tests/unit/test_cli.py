@@ -23,7 +23,7 @@ from spillway_cli import __main__ as cli
 from spillway_cli import local_run, run_command
 from spillway_cli.console import Format
 from spillway_cli.local_attempts import Attempt, read_ended
-from spillway_cli.local_node import probe
+from spillway_cli.local_node import bytes_in_equal_shares, free_disk_bytes, probe
 from spillway_cli.local_plan import BudgetOverrides, with_budget
 from spillway_cli.report_command import write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
@@ -334,6 +334,12 @@ def test_spill_directory_that_cannot_be_written_is_named(job_file: Path, capsys:
     assert f"--spill {job_file / 'spill'}: cannot write there" in capsys.readouterr().err
 
 
+def test_spill_directory_that_is_given_twice_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast = job_file.parent / "fast"
+    assert run(job_file, "--spill", str(fast), "--spill", f"{fast}/../fast") == ExitCode.USER_ERROR
+    assert f"--spill {fast}: is given twice; name each volume's directory once" in capsys.readouterr().err
+
+
 def test_vocabulary_too_small_for_text_is_refused_before_anything_starts(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -460,18 +466,19 @@ def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_resumed_run_keeps_its_uid_and_threads(tmp_path: Path) -> None:
-    local = local_run.LocalJob(tiny_job(), {}, tmp_path, tmp_path)
+    local = local_run.LocalJob(tiny_job(), {}, tmp_path, (tmp_path,))
     files = local_run.local_files(RunDirectory(tmp_path), local, made_plan(), 64, job_json(tiny_job()))
     assert (files.uid, files.compute_threads) == ("u", 3)
 
 
 def test_job_file_reads_back_as_the_same_job(tmp_path: Path) -> None:
     run_directory = RunDirectory(tmp_path)
-    local = local_run.LocalJob(tiny_job(), {"corpus": tmp_path}, tmp_path / "c", tmp_path / "s", 9400)
+    local = local_run.LocalJob(tiny_job(), {"corpus": tmp_path}, tmp_path / "c", (tmp_path / "s", tmp_path / "t"), 9400)
     local_run.local_files(run_directory, local, made_plan(), 2, None).write(4)
     read = local_run.read_job_file(run_directory.job_file)
     assert read is not None
     assert (read.epoch, read.spec, read.claims) == (4, tiny_job().spec, {"corpus": str(tmp_path)})
+    assert read.spill_directories == (str(tmp_path / "s"), str(tmp_path / "t"))
 
 
 def test_job_file_of_another_version_is_a_sentence(tmp_path: Path) -> None:
@@ -575,7 +582,7 @@ def test_ranks_that_cannot_share_the_batch_are_refused(job_file: Path, capsys: p
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (1, 2, 1)])
 def test_ranks_share_the_cores_and_get_a_launcher(tmp_path: Path, cores: int, ranks: int, threads: int) -> None:
     run_directory = RunDirectory(tmp_path)
-    local = local_run.LocalJob(tiny_job(), {}, tmp_path, tmp_path, num_ranks=ranks)
+    local = local_run.LocalJob(tiny_job(), {}, tmp_path, (tmp_path,), num_ranks=ranks)
     local_run.local_files(run_directory, local, made_plan(), cores, None).write(1)
     read = local_run.read_job_file(run_directory.job_file)
     assert read is not None
@@ -602,6 +609,15 @@ def machine(root: Path, cgroup: str, files: dict[str, str], available_kib: int =
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def test_directories_on_one_volume_divide_what_it_has_and_the_smallest_share_decides(tmp_path: Path) -> None:
+    large, small = (1, 12 * GIB), (2, 5 * GIB)
+    assert bytes_in_equal_shares([large]) == 12 * GIB
+    assert bytes_in_equal_shares([large, large]) == 12 * GIB
+    assert bytes_in_equal_shares([large, small]) == 2 * 5 * GIB
+    assert bytes_in_equal_shares([large, large, large, small]) == 4 * 4 * GIB
+    assert free_disk_bytes([tmp_path, tmp_path]) <= free_disk_bytes([tmp_path]) + GIB
 
 
 V2 = {"sys/fs/cgroup/pod/box/memory.max": "max\n", "sys/fs/cgroup/pod/box/memory.current": "1000\n"}

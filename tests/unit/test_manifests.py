@@ -236,6 +236,17 @@ def test_a_storage_class_makes_the_spill_volume_an_ephemeral_claim() -> None:
     assert "sizeLimit" in {volume["name"]: volume for volume in pod()["volumes"]}["spill"]["emptyDir"]
 
 
+def test_several_volumes_are_a_claim_and_a_directory_each() -> None:
+    volumes = {"spec.spill": {"storageClassName": "nvme", "numVolumes": 3}}
+    made = files(volumes)
+    assert made.job.spill_directories == ("/spill", "/spill-1", "/spill-2")
+    spill = {v["name"]: v for v in pod(volumes)["volumes"] if v["name"].startswith("spill")}
+    assert list(spill) == ["spill", "spill-1", "spill-2"]
+    assert len({str(volume["ephemeral"]) for volume in spill.values()}) == 1
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(volumes)["volumeMounts"]}
+    assert [mounts[name] for name in spill] == list(made.job.spill_directories)
+
+
 def test_text_is_mounted_read_only() -> None:
     mounts = {mount["name"]: mount for mount in container(TWO_PODS)["volumeMounts"]}
     assert mounts["text"] == {"name": "text", "mountPath": "/claims/corpus", "readOnly": True}

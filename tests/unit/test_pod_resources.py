@@ -107,6 +107,14 @@ def test_a_volume_of_a_storage_class_is_no_ephemeral_storage() -> None:
     assert claimed.ephemeral_storage_bytes == resources().ephemeral_storage_bytes
 
 
+def test_several_volumes_have_equal_shares_of_the_slab() -> None:
+    slab = plan(SPILLED).slab_bytes(Tier.NVME)
+    volumes = {"spec.spill": {"storageClassName": "fast", "numVolumes": 3}}
+    striped = resources(SPILLED | volumes)
+    assert slab / 3 < striped.spill_volume_bytes < 1.05 * slab / 3 + MIB
+    assert striped.ephemeral_storage_bytes == resources().ephemeral_storage_bytes
+
+
 def test_checkpoints_without_a_claim_lie_in_the_pod_one_more_than_are_kept() -> None:
     spec = job().spec
     without, claimed = resources(), resources({"spec.checkpoint.claim": "checkpoints"})

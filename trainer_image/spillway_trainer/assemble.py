@@ -270,7 +270,7 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
     nvme = None
     if uses_nvme(plan):
         nvme = NvmeSlab(
-            Path(job.spill_directory),
+            [Path(directory) for directory in job.spill_directories],
             plan.slab_bytes(Tier.NVME),
             plan.activations.num_io_threads,
             open_file=partial(SpillFile, listed=job.spill_is_listed),

@@ -13,6 +13,8 @@ from spillway.units import MIB
 
 CPU_CONTROLLER_V1 = "cpu"
 MEMORY_CONTROLLER_V1 = "memory"
+UNLIMITED_V1_BYTES = 2**62
+"""cgroup v1 writes a page-rounded 2^63 for "no limit"."""
 MEMORY_MARGIN_BYTES = 256 * MIB
 """of the limit that nobody may plan with: what else the process allocates must not end it"""
 
@@ -46,27 +48,41 @@ def spare_host_bytes(plan: MemoryPlan, num_local_ranks: int, root: Path) -> int:
 
 
 def free_memory_bytes(root: Path) -> int:
-    """Of the node, bounded by the limit of every control group above this process. Page cache that can go is free."""
-    found = [1024 * number_after("MemAvailable:", read_text(root / "proc/meminfo"))]
-    for directory in v2_directories(root):
-        limit, used = read_text(directory / "memory.max"), read_text(directory / "memory.current")
-        cache = number_after("inactive_file", read_text(directory / "memory.stat"))
-        found += [int(limit) - int(used) + cache] if limit.isdigit() and used.isdigit() else []
-    for directory in v1_directories(root, MEMORY_CONTROLLER_V1):
-        limit = read_text(directory / "memory.limit_in_bytes")
-        used = read_text(directory / "memory.usage_in_bytes")
-        cache = number_after("total_inactive_file", read_text(directory / "memory.stat"))
-        found += [int(limit) - int(used) + cache] if limit.isdigit() and used.isdigit() else []
-    return max(0, min(found))
+    """Available now, inside the limit of every control group above this process."""
+    return max(0, min([meminfo_bytes(root, "MemAvailable"), *cgroup_headroom_bytes(root)]))
 
 
-def number_after(name: str, text: str) -> int:
-    """The number that follows `name` at the start of a line; 0 where there is none."""
-    for line in text.splitlines():
-        key, _, rest = line.partition(" ")
-        if key == name:
-            return int(rest.split()[0])
-    return 0
+def meminfo_bytes(root: Path, name: str) -> int:
+    """MemAvailable or MemTotal of /proc/meminfo."""
+    for line in read_text(root / "proc/meminfo").splitlines():
+        found, _, value = line.partition(":")
+        if found == name:
+            return int(value.split()[0]) * 1024
+    pages = "SC_PHYS_PAGES" if name == "MemTotal" else "SC_AVPHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cgroup_headroom_bytes(root: Path) -> list[int]:
+    """Limit minus use of this process's cgroup and of each one above it: the tightest binds.
+
+    Page cache that the kernel can take back (inactive_file) does not count as used.
+    """
+    v2 = [headroom(directory, "memory.max", "memory.current", "inactive_file") for directory in v2_directories(root)]
+    v1 = [
+        headroom(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        for directory in v1_directories(root, MEMORY_CONTROLLER_V1)
+    ]
+    return [value for value in (*v2, *v1) if value is not None]
+
+
+def headroom(directory: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
+    """None when the cgroup has no limit."""
+    limit, usage = read_text(directory / limit_name), read_text(directory / usage_name)
+    if not limit.isdigit() or not usage.isdigit() or int(limit) >= UNLIMITED_V1_BYTES:
+        return None
+    statistics = (line.split() for line in read_text(directory / "memory.stat").splitlines())
+    reclaimable = sum(int(pair[1]) for pair in statistics if len(pair) == 2 and pair[0] == reclaimable_name)
+    return int(limit) - max(0, int(usage) - reclaimable)
 
 
 def v2_directories(root: Path) -> list[Path]:
