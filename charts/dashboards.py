@@ -153,18 +153,28 @@ LEARNING = Row(
             "logarithm.",
             "short",
             (Query(once(metrics.LOSS), "training"), Query(once(metrics.EVALUATION_LOSS), "evaluation")),
+            width=6,
         ),
         Panel(
             "Gradient norm",
             "Over all parameters, before clipping.",
             "short",
             (Query(once(metrics.GRADIENT_NORM), "norm"),),
+            width=6,
+        ),
+        Panel(
+            "Loss scale",
+            "What the loss of the last step was multiplied by, in float16; it halves when gradients overflow.",
+            "short",
+            (Query(once(metrics.LOSS_SCALE), "scale"),),
+            width=6,
         ),
         Panel(
             "Learning rate",
             "As the schedule set it for the last step.",
             "short",
             (Query(once(metrics.LEARNING_RATE), "rate"),),
+            width=6,
         ),
     ),
 )
@@ -215,11 +225,12 @@ SAFETY = Row(
         Panel(
             "Setbacks",
             "Times the job went back to a checkpoint in the range shown, and steps that were left out because their "
-            "gradients were not finite.",
+            "gradients were not finite; of these, in float16, those whose loss scale was too large.",
             "short",
             (
                 Query(f"resets({once(metrics.STEP)}[{RANGE}:{RESOLUTION}])", "back to a checkpoint"),
                 Query(f"max(increase({of_job(metrics.NON_FINITE)}[{RANGE}]))", "steps left out"),
+                Query(f"max(increase({of_job(metrics.LOSS_SCALE_OVERFLOWS)}[{RANGE}]))", "for the loss scale"),
             ),
         ),
     ),

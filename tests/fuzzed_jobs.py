@@ -44,6 +44,7 @@ class _Maker:
         self.nodes = self._one_of(1, 1, 1, 2, 4, 16, 128, 256, MAX_RANKS)
         self.devices = min(self._one_of(1, 1, 2, 4, 8, 64), MAX_RANKS // self.nodes)
         self.architecture = self._one_of("llama", "llama", "gpt2", "bert", "t5")
+        self.is_float16 = self._often(0.1)
         self.sequence = self._one_of(2, 64, 128, 2048, 4096, 8192, 131072, 1 << 24)
 
     def job(self, name: str) -> Document:
@@ -109,6 +110,8 @@ class _Maker:
             model["precision"] = {"master": "float32", "gradientAccumulate": "float32"}
             for field in ("compute", "gradientReduce"):
                 self._maybe(model["precision"], field, OFTEN, "bfloat16", "float32")
+        if self.is_float16:
+            model.setdefault("precision", {})["compute"] = "float16"
         return model
 
     def _config(self) -> Document:
@@ -158,6 +161,11 @@ class _Maker:
         self._maybe(training, "seed", SOMETIMES, *COUNTS)
         self._maybe(training, "gradientClipping", SOMETIMES, *NUMBERS)
         self._maybe(training, "nonFinite", SOMETIMES, "SkipStep", "Fail")
+        if self.is_float16 and self._often(0.8):
+            training["lossScale"] = {}
+            self._maybe(training["lossScale"], "initial", OFTEN, 1024, 65536, 1 << 24)
+            self._maybe(training["lossScale"], "growthInterval", OFTEN, 1, 2000, 10**12)
+            self._maybe(training["lossScale"], "minimum", OFTEN, 1, 1024)
         if self._often(SOMETIMES):
             rule = self._one_of(*UpdateRule)
             optimizer = training["optimizer"] = {"name": rule.value}
@@ -184,7 +192,8 @@ class _Maker:
     def _parallelism(self) -> Document:
         made: Document = {"nodes": self.nodes, "devicesPerNode": self.devices}
         self._maybe(made, "device", OFTEN, "Auto", "Cuda", "Cpu")
-        strategies = ("Auto", "Ddp") if not self._often(0.1) else ("Fsdp", "Zero1", "Zero2", "Zero3")
+        divides = self._often(0.1) and not self.is_float16
+        strategies = ("Fsdp", "Zero1", "Zero2", "Zero3") if divides else ("Auto", "Ddp")
         self._maybe(made, "strategy", OFTEN, *strategies)
         return made
 

@@ -161,8 +161,9 @@ class Lora(Fields):
 class Precision(Fields):
     """Types of numbers."""
 
-    compute: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Parameters on the device, activations and gradients."
+    compute: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16",
+        description="Parameters on the device, activations and gradients. float16 scales the loss: training.lossScale.",
     )
     master: Literal["float32"] = Field(default="float32", description="Master parameters and optimizer states.")
     gradient_reduce: Literal["bfloat16", "float32"] = Field(
@@ -323,6 +324,33 @@ class Schedule(Fields):
     )
 
 
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("a power of two is needed, for example 65536: it must change exponents only")
+    return value
+
+
+Scale = Annotated[Positive, Field(le=1 << 24), AfterValidator(_power_of_two)]
+
+
+class LossScale(Fields):
+    """What the loss is multiplied by before backward, so that small gradients survive float16. It halves after a step
+    whose gradients are not finite, which is left out."""
+
+    initial: Scale = Field(default=65536, description="The first step's; a power of two.")
+    growth_interval: Positive = Field(
+        default=2000, description="Steps in a row with finite gradients, after which it doubles."
+    )
+    minimum: Scale = Field(
+        default=1, description="The least; gradients that are not finite even with it end the job. A power of two."
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        refuse([("minimum", f"at most initial ({self.initial})")] if self.minimum > self.initial else [])
+        return self
+
+
 class Training(Fields):
     """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
 
@@ -337,7 +365,12 @@ class Training(Fields):
     seed: Count = Field(default=0, description="Seed of initialisation, data order and dropout.")
     gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")
     non_finite: Literal["SkipStep", "Fail"] = Field(
-        default="SkipStep", description="A step whose gradients are not finite: left out, or the end of the job."
+        default="SkipStep",
+        description="A step whose gradients are not finite: left out, or the end of the job. One with a finite loss in "
+        "float16 is left out in any case, with a smaller loss scale from then on.",
+    )
+    loss_scale: LossScale | None = Field(
+        default=None, description="Of model.precision.compute: float16, and of no other type. Default: from 65536 on."
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
     schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")
@@ -699,6 +732,13 @@ class TrainingJobSpec(Fields):
         size = sum(len(variable.value or "") for variable in self.env)
         if size > MAX_ENV_BYTES:
             problems.append(("env", f"the values have {size} characters; at most {MAX_ENV_BYTES}: refer to a Secret"))
+        is_float16, strategy = self.model.precision.compute == "float16", self.parallelism.strategy
+        if is_float16 and strategy not in ("Auto", "Ddp"):
+            needed = f"needs loss scaling, which {strategy} does not have; use Ddp, or bfloat16"
+            problems.append(("parallelism.strategy", f"model.precision.compute: float16 {needed}"))
+        if training.loss_scale is not None and not is_float16:
+            needless = "model.precision.compute: float16 alone scales the loss; leave it out"
+            problems.append(("training.lossScale", needless))
         refuse(problems)
         return self
 

@@ -513,8 +513,8 @@ def _levels(question: Question, work: Workload) -> list[int]:
 
 
 def _strategies(question: Question) -> tuple[Strategy, ...]:
-    if question.world_size == 1:
-        return ("Ddp",)
+    if question.world_size == 1 or question.job.spec.model.precision.compute == "float16":
+        return ("Ddp",)  # what divides a model scales no loss
     if question.strategy == "Auto":
         return AUTO_STRATEGIES
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)

@@ -83,10 +83,11 @@ class NodeSpec:
         return min(self.device_bytes, self.num_devices * self.device_bytes // local_ranks)
 
     def flops_per_second(self, compute: str) -> float:
-        return self.bfloat16_flops_per_second if compute == "bfloat16" else self.float32_flops_per_second
+        """Both types of 16 bits count as bfloat16, as GPUs do them; a CPU's float16 is slower than that."""
+        return self.float32_flops_per_second if compute == "float32" else self.bfloat16_flops_per_second
 
     def values_per_second(self, compute: str) -> float:
-        return self.bfloat16_values_per_second if compute == "bfloat16" else self.float32_values_per_second
+        return self.float32_values_per_second if compute == "float32" else self.bfloat16_values_per_second
 
 
 def node_names() -> list[str]:

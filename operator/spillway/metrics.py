@@ -5,6 +5,7 @@ The exporter, the dashboards, run.jsonl and the report all take their names from
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -49,7 +50,14 @@ class StepMetrics:
     cpu_seconds: float = 0.0
     """of cores, that the rank's process took in this step, all threads together"""
     skipped: bool = False
-    """True when the gradients were not finite and the update was left out (nonFinite: SkipStep)"""
+    """True when the gradients were not finite and the update was left out (nonFinite: SkipStep, or `overflowed`)"""
+    loss_scale: float | None = None
+    """what the loss of this step was multiplied by; None where nothing scales it"""
+
+    @property
+    def overflowed(self) -> bool:
+        """Left out because the loss scale was too large for float16: the loss itself was finite."""
+        return self.skipped and self.loss_scale is not None and math.isfinite(self.loss)
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +90,12 @@ GRADIENT_NORM = Metric(PREFIX + "gradient_norm", "gauge", "Gradient norm of the 
 LEARNING_RATE = Metric(PREFIX + "learning_rate", "gauge", "Learning rate of the last step.")
 TOKENS = Metric(PREFIX + "tokens_total", "counter", "Target tokens trained on, since the process started.")
 NON_FINITE = Metric(PREFIX + "nonfinite_total", "counter", "Steps whose gradients were not finite.")
+LOSS_SCALE = Metric(PREFIX + "loss_scale", "gauge", "What the loss of the last step was multiplied by; float16 alone.")
+LOSS_SCALE_OVERFLOWS = Metric(
+    PREFIX + "loss_scale_overflows_total",
+    "counter",
+    "Of the steps whose gradients were not finite, those with a finite loss: the scale was too large for float16.",
+)
 PHASE_SECONDS = Metric(PREFIX + "phase_seconds_total", "counter", "Seconds by phase of the step.", ("phase",))
 TIER_BYTES = Metric(PREFIX + "tier_bytes", "gauge", "Bytes held per memory tier.", (RANK_LABEL, "tier"))
 TIER_PEAK_BYTES = Metric(PREFIX + "tier_peak_bytes", "gauge", "Highest bytes held per tier.", (RANK_LABEL, "tier"))

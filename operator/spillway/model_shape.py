@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from spillway.api import Lora, ModelConfig, TrainingJobSpec
 from spillway.errors import UserError
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 """tokens and labels are int64"""
@@ -212,7 +212,7 @@ def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
 def model_shape(
     config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
 ) -> ModelShape:
-    """The shape of `config` with parameters of type `compute` ("bfloat16", "float32") on a kind of device; with `lora`,
+    """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
     frozen and with adapters. `batch` matters for t5 alone, whose attention saves a matrix of all pairs of positions.
     Raises UserError when `lora` names no module that there is.
 

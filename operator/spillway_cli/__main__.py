@@ -280,7 +280,7 @@ def export(
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
     step: Annotated[int | None, typer.Option(min=0, help="Default: the newest that is intact.")] = None,
     form: Annotated[str, typer.Option("--as", metavar="FORM", help="huggingface, universal or dcp.")] = "huggingface",
-    dtype: Annotated[str | None, typer.Option(help="Of weights: bfloat16 (default) or float32.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights: bfloat16 (default), float16 or float32.")] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Which loads --as universal: torch (default) or deepspeed.")
     ] = None,

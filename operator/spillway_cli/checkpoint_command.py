@@ -24,6 +24,7 @@ class ExportDtype(StrEnum):
     """Type of the exported weights; checkpoints hold float32."""
 
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 

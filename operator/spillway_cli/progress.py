@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from spillway.errors import ExitCode
+from spillway.metrics import StepMetrics
 from spillway.plan import Tier
 from spillway.units import format_bytes, format_count, format_seconds
 
@@ -53,12 +54,19 @@ def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_se
     metrics = step.metrics
     parts = [
         f"step {metrics.step}/{num_steps}",
-        f"loss {format_loss(metrics.loss)}" + (" (skipped)" if metrics.skipped else ""),
+        f"loss {format_loss(metrics.loss)}" + left_out(metrics),
         f"{format_count(metrics.tokens_per_second)} tok/s",
         *(occupancy(tier, metrics.tier_peak_bytes, budget) for tier in Tier if metrics.tier_peak_bytes.get(tier)),
         f"eta {format_eta(eta_seconds)}",
     ]
     return "  ".join(parts)
+
+
+def left_out(metrics: StepMetrics) -> str:
+    """Why the step's update was; empty when it was made."""
+    if metrics.overflowed:
+        return f" (skipped: gradients overflowed at loss scale {metrics.loss_scale:g})"
+    return " (skipped)" if metrics.skipped else ""
 
 
 def format_eta(seconds: float | None) -> str:

@@ -195,6 +195,7 @@ def step_metrics(fields: dict[str, Any]) -> StepMetrics:
         lane_seconds=dict(fields.get("lane_seconds", {})),
         cpu_seconds=float(fields.get("cpu_seconds", 0.0)),
         skipped=bool(fields["skipped"]),
+        loss_scale=fields.get("loss_scale"),
     )
 
 

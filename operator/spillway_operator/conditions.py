@@ -55,7 +55,7 @@ CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
     ExitCode.USER_ERROR.reason: "a wrong field, corpus or claim, found by the trainer (exit code 64)",
     ExitCode.DEVICE_OUT_OF_MEMORY.reason: "the device budget was exceeded (70)",
-    ExitCode.NON_FINITE.reason: "loss or gradients were not finite, and nonFinite is Fail (71)",
+    ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the least loss scale (71)",
     ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has no room for the slab (72)",
     ExitCode.SPILL_IO_ERROR.reason: "the spill volume failed a read or write (73)",
     ExitCode.CHECKPOINT_CORRUPT.reason: "no checkpoint of the job verifies (74)",

@@ -87,6 +87,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
         learning_rate=config.learning_rate(job.spec),
         checkpoints=NoCheckpoints(),
         recorder=Listener(Path(job.output_directory) / "run.jsonl"),
+        loss_scale=config.loss_scale(job.spec),
     )
     train(run, config.loop_settings(job.spec, plan), Progress(), StopRequest())
     state = {name: tensor.clone() for name, tensor in assembly.optimizer.state()}
@@ -107,6 +108,14 @@ MODELS = {
     "Lion, groups": {
         'learningRate: "2e-3"': 'name: Lion, learningRate: "3e-4", groups: [{match: "*norm*", weightDecay: "0.5"}, '
         '{match: "layers.[01].*", learningRateFactor: "0.5"}]'
+    },
+    "float16, no clipping": {
+        'dropout: "0.1"}': 'dropout: "0.1"}\n    precision: {compute: float16}',
+        'gradientClipping: "0.5"': 'gradientClipping: "0", lossScale: {initial: 262144, growthInterval: 1}',
+    },
+    "float16, clipped": {
+        'dropout: "0.1"}': 'dropout: "0.1"}\n    precision: {compute: float16}',
+        "microBatchSize: 4": "microBatchSize: 2",
     },
 }
 PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {

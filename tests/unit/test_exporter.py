@@ -17,10 +17,11 @@ from spillway.metrics import StepMetrics
 from spillway_trainer.exporter import Exporter
 
 
-def step(tokens: int = 100, skipped: bool = False) -> StepMetrics:
+def step(tokens: int = 100, skipped: bool = False, loss: float = 2.5, loss_scale: float | None = None) -> StepMetrics:
     return StepMetrics(
         step=7,
-        loss=2.5,
+        loss=loss,
+        loss_scale=loss_scale,
         learning_rate=1e-3,
         gradient_norm=1.0,
         clip_factor=1.0,
@@ -120,3 +121,15 @@ def test_a_link_that_is_first_used_during_a_scrape_does_not_fail_it(monkeypatch:
 
     monkeypatch.setattr(CounterMetricFamily, "add_metric", meanwhile)
     scrape(exporter)
+
+
+def test_the_loss_scale_is_shown_with_the_steps_that_it_overflowed() -> None:
+    """A loss that is not finite was not the scale's doing."""
+    exporter = new_exporter()
+    for one in (step(loss_scale=1024.0, skipped=True), step(loss_scale=512.0, skipped=True, loss=float("nan"))):
+        exporter.step(one)
+    exporter.step(step(loss_scale=256.0))
+    samples, job = scrape(exporter), (("training_job", "small"),)
+    assert samples[metrics.LOSS_SCALE.name, job] == 256.0
+    assert samples[metrics.NON_FINITE.name, job] == 2
+    assert samples[metrics.LOSS_SCALE_OVERFLOWS.name, job] == 1

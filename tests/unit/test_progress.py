@@ -64,6 +64,14 @@ def test_line_says_when_a_step_was_skipped() -> None:
     assert "loss not finite (skipped)" in progress_line(event, 10, BUDGET, None)
 
 
+def test_line_says_when_the_loss_scale_was_too_large() -> None:
+    event = RunLog().add(
+        json.dumps({**step_line(4, 0.0), "skipped": True, "gradient_norm": None, "loss_scale": 65536.0})
+    )
+    assert isinstance(event, Step)
+    assert "loss 2 (skipped: gradients overflowed at loss scale 65536)" in progress_line(event, 10, BUDGET, None)
+
+
 def test_occupancy_without_a_budget_is_the_bytes_alone() -> None:
     assert occupancy(Tier.DEVICE, {"device": 3 * MIB}, {}) == "device 3.00 MiB"
 

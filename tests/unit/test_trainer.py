@@ -21,6 +21,7 @@ from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase
 from spillway_trainer.checkpoint_directory import CheckpointNotWritten
 from spillway_trainer.data import Batch
+from spillway_trainer.loss_scale import LossScale, ScaleRule
 from spillway_trainer.ranks import ONE_RANK, World
 from spillway_trainer.recorder import Recorder
 from spillway_trainer.schedule import LearningRate
@@ -51,7 +52,7 @@ class CountingOptimizer:
     """Reports the norms it is given, and what the loop asked for."""
 
     def __init__(self, norms: list[float]) -> None:
-        self.norms, self.calls = norms, list[tuple[Any, ...]]()
+        self.norms, self.calls, self.begun = norms, list[tuple[Any, ...]](), list[float]()
 
     def arrived(self) -> Collection[str]:
         return ()
@@ -62,8 +63,8 @@ class CountingOptimizer:
     def norm(self) -> float:
         return self.norms.pop(0) if self.norms else 1.0
 
-    def begin(self, learning_rate: float) -> None:
-        return
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        self.begun.append(gradient_scale)
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
         self.calls.append(("step", learning_rate, gradient_scale))
@@ -108,7 +109,15 @@ class ListedCheckpoints:
 class Loop:
     """A run whose parts can be looked at."""
 
-    def __init__(self, path: Path, norms: list[float] | None = None, refuse: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        norms: list[float] | None = None,
+        refuse: bool = False,
+        loss_scale: LossScale | None = None,
+        loss: float | None = None,
+        **settings: Any,
+    ) -> None:
         self.optimizer = CountingOptimizer(norms or [])
         self.batches = NumberedBatches()
         self.checkpoints = ListedCheckpoints(refuse)
@@ -119,7 +128,8 @@ class Loop:
         }  # fmt: skip
         self.settings = LoopSettings(**{**defaults, **settings})
         self.run = Run(
-            model=OneWeight(),
+            model=OneWeight() if loss is None else Loss(loss),
+            loss_scale=loss_scale or LossScale(),
             optimizer=self.optimizer,  # type: ignore[arg-type]
             techniques=NoTechniques(),
             position=Position(0),
@@ -169,6 +179,61 @@ def test_a_step_that_is_not_finite_ends_the_run_when_asked(tmp_path: Path) -> No
     with pytest.raises(NonFinite, match="step 2"):
         loop.train()
     assert loop.progress.step == 1
+
+
+SCALED = ScaleRule(1024.0, growth_interval=1, minimum=256.0)
+
+
+class Loss(OneWeight):
+    """Whose losses are told."""
+
+    def __init__(self, loss: float) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.weight.sum() * 0.0 + self.loss
+
+
+def test_the_update_takes_the_loss_scale_out_and_the_norm_has_none(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, [1024.0, 8192.0], num_steps=2, gradient_clipping=2.0, loss_scale=LossScale(SCALED))
+    loop.train()
+    assert loop.optimizer.begun == [1 / 1024, 1 / 2048]
+    assert loop.optimizer.calls[:2] == [("step", 0.5, 1 / 1024), ("step", 0.5, 2.0 / (4.0 + 1e-6) / 2048)]
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_gradients_that_overflow_in_float16_are_left_out_whatever_the_policy(
+    skip_non_finite: bool, tmp_path: Path
+) -> None:
+    scale = LossScale(SCALED)
+    loop = Loop(tmp_path, [math.inf, 1.0], num_steps=2, skip_non_finite=skip_non_finite, loss_scale=scale)
+    loop.train()
+    assert loop.optimizer.calls == [("skip",), ("step", 0.5, 1 / 512), ("flush",)]
+    assert scale.value == 1024.0, "halved, and doubled again"
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
+    skip_non_finite: bool, tmp_path: Path
+) -> None:
+    scale = LossScale(SCALED)
+    loop = Loop(tmp_path, [math.nan], num_steps=1, skip_non_finite=skip_non_finite, loss_scale=scale, loss=math.nan)
+    if skip_non_finite:
+        loop.train()
+        assert (loop.optimizer.calls[0], scale.value) == (("skip",), 512.0)
+    else:
+        with pytest.raises(NonFinite, match="step 1: loss nan"):
+            loop.train()
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite: bool, tmp_path: Path) -> None:
+    norms, scale = [math.inf] * 3, LossScale(SCALED)
+    loop = Loop(tmp_path, norms, skip_non_finite=skip_non_finite, loss_scale=scale, checkpoint_every=100)
+    with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16"):
+        loop.train()
+    assert loop.optimizer.calls == [("skip",), ("skip",)]
 
 
 def test_the_clip_factor_reaches_the_optimizer(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
 FILE_BYTES = 64 * MIB
 """tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
 
-_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> Checkpoint:

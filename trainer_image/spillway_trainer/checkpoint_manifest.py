@@ -73,7 +73,8 @@ class TrainingState:
     """the data position: one integer (data.py)"""
     sequence_length: int
     scalars: Mapping[str, float]
-    """the optimizer's: powers of the betas, number of updates; exact (hexadecimal floats on disk)"""
+    """the optimizer's: powers of the betas, number of updates; in float16 the loss scale; exact (hexadecimal floats on
+    disk)"""
     schedule: Mapping[str, Any]
     """inputs of the learning-rate schedule; JSON values"""
     random_state: str

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from spillway.api import RUN_STRATEGIES, Location, TrainingJobSpec
+from spillway.api import LossScale as LossScaleFields
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import Answer, MemoryPlan, Tier
 
+from .loss_scale import LossScale, ScaleRule
 from .models.chain import Chain
 from .models.transformer import TransformerConfig
 from .optimizer import Hyperparameters
@@ -24,7 +26,7 @@ from .trainer import LoopSettings
 EVALUATION_SEQUENCES = 64
 """of the held-out text, about the first so many sequences are evaluated each time"""
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def transformer_config(spec: TrainingJobSpec) -> TransformerConfig:
@@ -77,6 +79,14 @@ def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
         rule=optimizer.rule,
         groups=groups_by_name(groups, trained, model.tied),
     )
+
+
+def loss_scale(spec: TrainingJobSpec) -> LossScale:
+    """Scales the loss where gradients are float16, and nowhere else."""
+    if spec.model.precision.compute != "float16":
+        return LossScale()
+    fields = spec.training.loss_scale or LossScaleFields()
+    return LossScale(ScaleRule(float(fields.initial), fields.growth_interval, float(fields.minimum)))
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:

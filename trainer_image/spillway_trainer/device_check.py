@@ -32,7 +32,7 @@ HOST_BYTES = 2 * NUM_BUFFERS * round_up(4 * NUM_VALUES)
 def check(lanes: Lanes, device: torch.device) -> None:
     """Raises DeviceFault at the first bit that differs."""
     check_lanes(lanes)
-    for rule, dtype in itertools.product(UpdateRule, (torch.float32, torch.bfloat16)):
+    for rule, dtype in itertools.product(UpdateRule, (torch.float32, torch.bfloat16, torch.float16)):
         check_update(device, rule, dtype)
     check_accumulate(device)
     check_square_sum(device)
@@ -100,7 +100,7 @@ def check_update(device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> 
 
 def check_accumulate(device: torch.device) -> None:
     found, wanted = torch.empty(NUM_VALUES, device=device), torch.empty(NUM_VALUES)
-    for number, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+    for number, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
         gradient = values(20 + number).to(dtype)
         kernels.accumulate(found, gradient.to(device), number == 0)
         reference.accumulate(wanted, gradient, number == 0)
@@ -108,7 +108,7 @@ def check_accumulate(device: torch.device) -> None:
 
 
 def check_square_sum(device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         gradient = values(30).to(dtype)
         if kernels.square_sum(gradient.to(device)) != reference.square_sum(gradient):
             raise fault(f"the sum of the squares of {NUM_VALUES} gradients in {dtype} is another one")

@@ -26,7 +26,7 @@ from .checkpoint_manifest import Checkpoint, TrainingState, open_checkpoint, ver
 from .durable_files import DurableFiles, describe_file
 from .tokens import END_OF_TEXT_ID
 
-ExportDtype = Literal["bfloat16", "float32"]
+ExportDtype = Literal["bfloat16", "float16", "float32"]
 
 _MASTER = "master."
 _LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
@@ -48,8 +48,11 @@ class WeightFile:
 
     def content(self, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(safetensors_header({name: (dtype, shape) for name, shape in self.shapes.items()}))
-        for value in self.values():
-            yield bytes_of(value.to(dtype))
+        for name, value in zip(self.shapes, self.values(), strict=True):
+            cast = value.to(dtype)
+            if dtype == torch.float16 and bool(torch.isinf(cast).any()) and bool(torch.isfinite(value).all()):
+                raise UserError(f"{name}: has values beyond 65504, the largest of float16; export it as bfloat16")
+            yield bytes_of(cast)
 
 
 @dataclass(frozen=True, slots=True)

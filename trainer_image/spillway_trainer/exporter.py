@@ -25,6 +25,7 @@ class Totals:
 
     tokens: int = 0
     non_finite: int = 0
+    overflows: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -63,6 +64,7 @@ class Exporter(Collector):
         totals = self._totals
         totals.tokens += step.tokens
         totals.non_finite += step.skipped
+        totals.overflows += step.overflowed
         for phase, seconds in step.phase_seconds.items():
             totals.phase_seconds[phase] = totals.phase_seconds.get(phase, 0.0) + seconds
         for link, moved in step.moved_bytes.items():
@@ -103,6 +105,9 @@ class Exporter(Collector):
         yield from self._gauge(metrics.LEARNING_RATE, last.learning_rate)
         yield from self._labelled(metrics.TOKENS, {"": float(self._totals.tokens)})
         yield from self._labelled(metrics.NON_FINITE, {"": float(self._totals.non_finite)})
+        if last.loss_scale is not None:
+            yield from self._gauge(metrics.LOSS_SCALE, last.loss_scale)
+            yield from self._labelled(metrics.LOSS_SCALE_OVERFLOWS, {"": float(self._totals.overflows)})
         yield from self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
         yield from self._labelled(metrics.TIER_BYTES, last.tier_bytes)
         yield from self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)

@@ -53,9 +53,9 @@ NO_GROUP = Group("")
 class Optimizer(Protocol):
     """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
 
-    def begin(self, learning_rate: float) -> None:
-        """A step begins whose update, if it comes to one, will have this learning rate. Optional: for whoever updates
-        before `step` says so."""
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """A step begins whose update, if it comes to one, will have this learning rate, and this factor unless it is
+        clipped. Optional: for whoever updates before `step` says so."""
 
     def wait(self, names: Sequence[str]) -> None:
         """The compute lane, which is about to read these parameters, goes on when their updates are done. Raises the
@@ -208,7 +208,7 @@ class ResidentOptimizer:
         }
         self._arrived: set[str] = set()
 
-    def begin(self, learning_rate: float) -> None:
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Nothing is updated before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:

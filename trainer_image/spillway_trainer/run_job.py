@@ -28,6 +28,7 @@ from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
 from .distributed import joined
 from .exporter import Exporter
+from .loss_scale import LossScale
 from .models.build import build_model
 from .models.chain import Chain
 from .models.objective import Objective
@@ -87,7 +88,8 @@ def run_ranks(
     recorder.preparing("making room in the tiers")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
-        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks)
+        loss_scale = config.loss_scale(job.spec)
+        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale)
         recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
         exporter = Exporter(
@@ -123,6 +125,7 @@ def run_ranks(
             sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(job.spec), plan.optimizer.num_threads),
             order=assembly.order,
             device=device,
+            loss_scale=loss_scale,
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
 
@@ -218,6 +221,7 @@ class RunCheckpoints:
     corpus: Corpus
     learning_rate: LearningRate
     ranks: Ranks
+    loss_scale: LossScale
 
     def commit(self, progress: Progress) -> tuple[int, float]:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
@@ -256,6 +260,7 @@ class RunCheckpoints:
         if found:
             state = TrainingState.from_json(json.loads(found))
             self.assembly.optimizer.load_scalars(state.scalars)
+            self.loss_scale.load(state.scalars)
             checkpoint.restore_random_state(state.random_state)
             progress.step, progress.samples = state.step, state.samples_consumed
 
@@ -301,7 +306,7 @@ class RunCheckpoints:
             seed=training.seed,
             samples_consumed=progress.samples,
             sequence_length=training.sequence_length,
-            scalars=self.assembly.optimizer.scalars(),
+            scalars={**self.assembly.optimizer.scalars(), **self.loss_scale.scalars()},
             schedule=dataclasses.asdict(self.learning_rate),
             random_state=checkpoint.random_state(),
             data_xxh3=self.batches.fingerprint,

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from spillway.metrics import Phase, StepMetrics
 
 from .checkpoint_directory import CheckpointNotWritten
 from .data import Batch, TokenBatches
+from .loss_scale import LossScale, float16_operations
 from .optimizer import Optimizer
 from .ranks import ONE_RANK, GradientSum, Ranks, World, dealt, unsummed
 from .recorder import Recorder
@@ -108,7 +109,7 @@ def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], nu
             loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
         with phase(Phase.BACKWARD):
             run.techniques.start_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            run.loss_scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())  # on streams, here the host waits for both phases
         del loss
     return losses
@@ -131,6 +132,7 @@ class Run:
     order: MicroBatchOrder = in_order
     device: torch.device = CPU
     """where forward runs"""
+    loss_scale: LossScale = field(default_factory=LossScale)
 
 
 class StopRequest:
@@ -228,12 +230,14 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
     samples = samples_of_step(settings, world, progress)
     run.position.step = step
     learning_rate = run.learning_rate(step)
-    run.optimizer.begin(learning_rate)
+    scale = run.loss_scale.value
+    run.optimizer.begin(learning_rate, 1.0 / scale)
 
     with watch.phase(Phase.DATA):
         micro_batches = next_micro_batches(run, settings, samples)
         num_tokens = run.batches.num_unmasked(samples)
-    losses = run.order(run, watch.phase, micro_batches, num_tokens)
+    with float16_operations(run.loss_scale):
+        losses = run.order(run, watch.phase, micro_batches, num_tokens)
     with watch.phase(Phase.EXCHANGE):
         arrived = run.optimizer.arrived()
         told = [float(stop.requested), fingerprint(arrived), *losses]
@@ -243,19 +247,16 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
             take_others_gradients(run, arrived)
         run.sum_gradients(run.optimizer.gradients())
     with watch.phase(Phase.OPTIMIZER):
-        norm = run.optimizer.norm()
+        norm = run.optimizer.norm() / scale
         clip_factor = clip_factor_of(norm, settings.gradient_clipping)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            run.optimizer.step(learning_rate, clip_factor)
-        elif settings.skip_non_finite:
-            run.optimizer.skip()
+            run.optimizer.step(learning_rate, clip_factor / scale)
+            run.loss_scale.grow()
         else:
-            raise NonFinite(
-                f"step {step + 1}: loss {loss}, gradient norm {norm}. Lower the learning rate, or set "
-                "spec.training.nonFinite: SkipStep to leave such steps out.",
-                step=step + 1,
-            )
+            refuse_non_finite(run.loss_scale, settings, step + 1, loss, norm)
+            run.optimizer.skip()
+            run.loss_scale.back_off()
     run.techniques.end_step()
     progress.step += 1
     progress.samples = samples.stop
@@ -275,8 +276,30 @@ def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopR
         lane_seconds=difference(run.techniques.busy_seconds(), busy_before),
         cpu_seconds=time.process_time() - cpu_before,
         skipped=not finite,
+        loss_scale=None if run.loss_scale.rule is None else scale,
     )
     return metrics, any(stops)
+
+
+def refuse_non_finite(scale: LossScale, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
+    """Raises NonFinite unless `step`, whose loss or gradients are not finite, is to be left out.
+
+    A finite loss with such gradients is what a scale that is too large makes: the step is left out and the scale backs
+    off, whatever nonFinite says. At its minimum the gradients themselves are too large, and that ends the run.
+    """
+    found = f"step {step}: loss {loss}, gradient norm {norm}"
+    if scale.is_least:
+        raise NonFinite(
+            f"{found}, at the least loss scale, {scale.value:g}: no smaller one is tried. Lower the learning rate or "
+            "spec.training.lossScale.minimum, or set spec.model.precision.compute: bfloat16, which needs no scale.",
+            step=step,
+        )
+    is_the_scales = scale.rule is not None and math.isfinite(loss)
+    if not (is_the_scales or settings.skip_non_finite):
+        raise NonFinite(
+            f"{found}. Lower the learning rate, or set spec.training.nonFinite: SkipStep to leave such steps out.",
+            step=step,
+        )
 
 
 def fingerprint(names: Collection[str]) -> float:

@@ -165,7 +165,7 @@ class Step:
             with self._phase(Phase.BACKWARD):
                 _lead(self._hook.last_visit, None if number in self._following else ahead)
                 self._run.techniques.start_backward()
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._run.loss_scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.item())  # on streams, here the host waits
             del loss
             self._gradients[number] = entrance.gradients

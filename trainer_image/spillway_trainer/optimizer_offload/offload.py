@@ -90,8 +90,8 @@ class OptimizerOffload:
         self._speculation = Speculation(
             lanes, self._arena, window_of(self._placed, self._trainable.tied, window), cpu_update or native
         )
-        self._begun: tuple[float, UpdateCount] | None = None
-        """the learning rate of the step that was begun, and the number of updates after it"""
+        self._begun: tuple[float, float, UpdateCount] | None = None
+        """learning rate and factor of the step that was begun, and the number of updates after it"""
         self._overlaps = plan.overlap != "None"
         self._updating: dict[str, list[Event]] = {}
         """by parameter: updates that the compute lane has not waited for"""
@@ -105,8 +105,9 @@ class OptimizerOffload:
         for name, owner in zip(names, owners, strict=True):
             self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
 
-    def begin(self, learning_rate: float) -> None:
-        self._begun = learning_rate, self._count.following()
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        self._begun = learning_rate, gradient_scale, self._count.following()
+        self._speculation.begin(gradient_scale)
 
     def take(self, name: str, gradient: Tensor) -> None:
         owner = self._trainable.owner(name)
@@ -115,8 +116,8 @@ class OptimizerOffload:
         self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
         self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
         if self._begun is not None:
-            learning_rate, count = self._begun
-            scalars = count.scalars(owner, parameter, learning_rate, 1.0)
+            learning_rate, gradient_scale, count = self._begun
+            scalars = count.scalars(owner, parameter, learning_rate, gradient_scale)
             self._speculation.taken(name, self._of[owner], scalars, self._pipeline.ends)
 
     def arrived(self) -> Collection[str]:

@@ -1,12 +1,13 @@
 """Updates made during backward, before anybody knows whether they will count: out of place, in a bounded window.
 
-    backward   last gradient of W --> spare states = states updated with factor 1; the rounded values wait beside them
-    step       factor 1, finite, no gradient since:  states and spare change places, the values go to the device in turn
-               else:                                 nobody has seen any of it; the step updates as it always does
+    begin      the factor, 1 or with loss scaling 1 / scale, unless the step will be clipped or its gradients overflow
+    backward   last gradient of W --> spare states = states updated with it; the rounded values wait beside them
+    step       that factor, no gradient since:  states and spare change places, the values go to the device in turn
+               else:                            nobody has seen any of it; the step updates as it always does
 
 Which gradient is the last one is a guess, too: each parameter gets as many as in the step before. The arithmetic is the
 update's own, so what is committed is what the step would have computed, bit for bit. The window is the end of the
-forward order, where backward begins. It is tried as long as the last step's factor was 1.
+forward order, where backward begins. It is tried as long as the last step had the factor that it was begun with.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ class Speculation:
         """gradients by parameter, in this step"""
         self._expected: Counter[str] = Counter()
         """the same of the step before; empty: not known, nothing is guessed"""
+        self._factor = 1.0
+        """with which updates are made"""
         self._is_likely = True
-        """the last factor was 1"""
+        """the last step had that factor"""
+
+    def begin(self, factor: float) -> None:
+        """A step begins that will have `factor`, if nothing is clipped."""
+        self._factor = factor
 
     def taken(self, name: str, chunks: Sequence[Placed], scalars: UpdateScalars, last: Mapping[Chunk, Event]) -> None:
         """A gradient of `name` is on its way into the accumulators of `chunks`; `last` has what ended each one's last
@@ -76,13 +83,13 @@ class Speculation:
         self.discard()
         self._expected, self._taken = self._taken, Counter()
         if factor is not None:
-            self._is_likely = factor == 1.0
+            self._is_likely = factor == self._factor
 
     def commit(self, placed: Placed, factor: float) -> tuple[Part, Event] | None:
         """Let the chunk's states and its spare ones change places, if they are what a step with `factor` makes of them:
         returns its values (uint8, in the compute type) and the event that ends their update; None = there are none."""
         spare = self._spares.get(placed.chunk)
-        if spare is None or spare.made is None or factor != 1.0:
+        if spare is None or spare.made is None or factor != self._factor:
             return None
         placed.block, spare.block = spare.block, placed.held
         return spare.values, spare.made

@@ -86,7 +86,7 @@ class ShardedOptimizer:
     def norm(self) -> float:
         return self._peers.add(self._own.square_sum()).norm()
 
-    def begin(self, learning_rate: float) -> None:
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Nothing is updated before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:
