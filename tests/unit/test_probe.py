@@ -52,3 +52,13 @@ def test_random_tokens_are_what_a_step_wants() -> None:
     assert batch.tokens_BT.shape == (cell.micro_batch_size, cell.sequence_length)
     assert int(batch.tokens_BT.max()) < cell.vocab_size
     assert tokens.num_unmasked(range(4 * cell.micro_batch_size)) == 4 * batch.num_unmasked
+
+
+def test_on_a_cpu_no_updated_parameter_is_sent_up(tmp_path: Path) -> None:
+    """Its device's memory is the host's: the update writes the parameter itself."""
+    cell = probe.Cell(64, 2, 512, 64, 1, optimizer="Host", num_micro_batches=1)
+    [told] = probe.training([cell], tmp_path, 1, num_rounds=probe.WARM_UP_STEPS + 1)
+    moved = told["steps"][-1]["moved_bytes"]
+    assert moved.get("h2d", 0) == 0
+    assert moved["cpu"] > moved["d2h"] > 0
+    assert told["steps"][-1]["cpu_seconds"] > 0.0
