@@ -6,6 +6,8 @@ Needs Python >= 3.11, torch >= 2.11 with CUDA, Triton, pytest and hypothesis; no
 checkout and nothing else. Where cmake and a C++ compiler are there, the native library is built into the checkout, for
 the comparison with the CPU's kernels.
 
+benchmarks/gpu_optimizer_offload.py, whole training steps beside other systems, comes after this.
+
 DIR/results.jsonl gets one line a cell (what, its figures or its error, seconds since the beginning), DIR/tests.txt
 pytest's output. Run again with the same DIR, it goes on with the cells that are missing. Rates count bytes that must
 cross the memory once; `fraction_of_copy` is that rate over the one of a device-to-device copy, measured beside it.

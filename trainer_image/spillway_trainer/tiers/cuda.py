@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from spillway.errors import HostOutOfMemory, UserError
 from spillway.units import GIB, format_bytes
 
 from .cuda_lanes import DeviceEvent, Stream
+from .host_slab import HostSlab
 
 PINNED_BYTES = GIB
 """host memory is registered in pieces that end where an address is a multiple of this. A copy lies in one registration,
@@ -145,3 +148,63 @@ class CudaStreams:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def memory_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).name)
+
+
+def synchronize() -> None:
+    torch.cuda.synchronize()
+
+
+def seconds_of(steps: Sequence[Callable[[], object]]) -> list[float]:
+    """Of each on the current stream, from the end of the one before, by device events; the host meets the device once,
+    at the end."""
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+    marks = [streams.record(streams.compute())]
+    for step in steps:
+        step()
+        marks.append(streams.record(streams.compute()))
+    marks[-1].synchronize()
+    return [streams.seconds_between(*pair) for pair in pairwise(marks)]
+
+
+def link_rates(device: torch.device, host: HostSlab, nbytes: int, num_rounds: int = 5) -> dict[str, float]:
+    """Bytes per second, medians by device events, of copies of `nbytes` between the device and `host`, which has twice
+    as many: up, down, both at once (bytes of both), and within the device (read and written)."""
+    streams = CudaStreams(device)
+    streams.pin(host.memory)
+    sent, received = (host.allocate(nbytes, label) for label in ("sent", "received"))
+    there, back = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    up, down = streams.make("up"), streams.make("down")
+    compute = streams.compute()
+
+    def both() -> None:
+        start = streams.record(compute)
+        for stream, dst, src in ((up, there, sent), (down, received, back)):
+            streams.wait(stream, start)
+            streams.launch(stream, lambda dst=dst, src=src: copy(dst, src))  # type: ignore[misc]
+            streams.wait(compute, streams.record(stream))
+
+    work: dict[str, tuple[int, Callable[[], None]]] = {
+        "h2d": (nbytes, lambda: copy(there, sent)),
+        "d2h": (nbytes, lambda: copy(received, back)),
+        "both_ways": (2 * nbytes, both),
+        "on_device": (2 * nbytes, lambda: copy(there, back)),
+    }
+    found = {}
+    for name, (moved, once) in work.items():
+        once()
+        seconds = seconds_of([once] * num_rounds)
+        found[name] = moved / statistics.median(seconds)
+    synchronize()
+    streams.unpin(host.memory)
+    return found
