@@ -28,7 +28,7 @@ from spillway_trainer.checkpoint_directory import Epoch
 from spillway_trainer.checkpoint_manifest import Checkpoint, TrainingState
 from spillway_trainer.data import TokenBatches
 from spillway_trainer.durable_files import describe_file
-from spillway_trainer.export import export
+from spillway_trainer.export import WeightFile, export
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 from spillway_trainer.text_source import text_source
 from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
@@ -298,6 +298,23 @@ def test_exported_float32_weights_are_the_masters(tmp_path: Path, corpus: Corpus
     assert bits(weights["model.layers.1.mlp.up_proj.weight"]) == bits(
         run.parameters["layers.1.mlp.up_proj.weight"].detach()
     )
+
+
+def test_exported_float16_weights_are_the_rounded_masters(
+    tmp_path: Path, corpus: Corpus, exported_from: Checkpoint
+) -> None:
+    for dtype in ("float16", "float32"):
+        export(exported_from.path, tmp_path / dtype, tokenizer=corpus.tokenizer_path, dtype=dtype)
+    halves, masters = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float16", "float32"))
+    assert halves.keys() == masters.keys()
+    assert all(torch.equal(halves[name], masters[name].half()) for name in masters)
+
+
+def test_what_float16_cannot_hold_is_refused_with_its_name() -> None:
+    file = WeightFile("model.safetensors", {"a": (1,), "b": (2,)}, lambda: [torch.ones(1), torch.tensor([1.0, 7e4])])
+    with pytest.raises(UserError, match=r"b: has values beyond 65504.*bfloat16"):
+        list(file.content(torch.float16))
+    assert list(file.content(torch.bfloat16))
 
 
 def test_exported_config_describes_the_model(tmp_path: Path, corpus: Corpus, exported_from: Checkpoint) -> None:

@@ -306,6 +306,16 @@ def test_a_named_strategy_is_used() -> None:
     assert decided.strategy == "Zero3"
 
 
+def test_float16_is_as_large_as_bfloat16_and_no_strategy_that_divides_the_model_is_chosen() -> None:
+    found = [
+        plan({"spec.parallelism": {"devicesPerNode": 2, "strategy": strategy}, "spec.model.precision": {"compute": of}})
+        for of, strategy in (("float16", "Auto"), ("bfloat16", "Ddp"))
+    ]
+    assert found[0].strategy == "Ddp"
+    assert found[0].bytes == found[1].bytes
+    assert infeasible(LLAMA_70B | {"spec.model.precision": {"compute": "float16"}}, resolve_node("8xh100"))
+
+
 def test_one_rank_needs_no_strategy() -> None:
     assert plan({"spec.parallelism": {"strategy": "Zero3"}}).strategy == "Ddp"
 
