@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fake_spill_file import FakeSpillFile
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spillway.errors import UserError
+from spillway.errors import SpillIOError, UserError
 from spillway.plan import Tier
 from spillway_trainer.activation_spill import Spilling, alone
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
@@ -370,6 +370,36 @@ def test_a_forward_without_gradients_between_changes_nothing(make: Callable[...,
     assert spilling.lanes.moved_bytes() == moved
     loss.backward()
     assert torch.equal(x.grad, torch.autograd.grad(chain(y := leaf()), y)[0])
+
+
+@pytest.mark.parametrize("good", [0, 5])
+def test_what_a_failing_disk_refuses_stays_where_it_is_and_the_log_says_so_once(
+    good: int, make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Checkpointed(use_reentrant=False)
+    model(TOKENS).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    spilling, left = make(model), [good]
+    file = spilling.nvme._devices[0].file
+    write_batch = file.write_batch
+
+    def failing(writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SpillIOError(f"write of {writes[0][2]} at offset {writes[0][0]} (errno 5)", errno=5)
+        return write_batch(writes)
+
+    monkeypatch.setattr(file, "write_batch", failing)
+    for _ in range(3):
+        model.zero_grad()
+        with spilling:
+            loss = model(TOKENS)
+        spilling.store.drain()
+        loss.backward()
+        assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in model.named_parameters())
+    assert sum("takes no more writes" in line for line in caplog.messages) == 1
+    assert sum("at offset" in line and "goes to" not in line for line in caplog.messages) == 3
+    assert sum(spilling.held_bytes().values()) == spilling.ledger.held_bytes == 0
 
 
 def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class Sources(Region):
     of the saved one, so a change in place is found at backward even when the copy was taken long before.
     """
 
-    __slots__ = ("_ledger", "_lent", "_owner", "is_taken")
+    __slots__ = ("_is_retained", "_ledger", "_lent", "_owner", "is_taken")
 
     def __init__(self, ledger: DeviceLedger, records: Sequence[Record], label: str) -> None:
         super().__init__(sum(record.nbytes for record in records), label)
@@ -189,6 +189,11 @@ class Sources(Region):
         self._owner = [self]
         """who empties it has the sources: the lanes, which drop them, or whoever needs them before"""
         self.is_taken = False
+        self._is_retained = False
+
+    def retain(self) -> None:
+        """What they were written to refused them: they stay, whatever is released, until they are taken back."""
+        self._is_retained = True
 
     def bytes(self) -> list[Tensor]:
         """Each storage as a uint8 tensor."""
@@ -210,7 +215,7 @@ class Sources(Region):
         return True
 
     def drop(self) -> None:
-        if not self._take():
+        if self._is_retained or not self._take():
             return
         lent, self._lent = self._lent, []
         for tensor, charge in lent:
@@ -219,7 +224,7 @@ class Sources(Region):
 
     def poison(self) -> None:
         for tensor, _ in self._lent:
-            if owned_once(tensor):
+            if owned_once(tensor) and not self._is_retained:
                 storage_bytes(tensor).fill_(0xFF)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from spillway.errors import HostOutOfMemory
+from spillway.errors import HostOutOfMemory, SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
 
 from .. import kernels
@@ -365,13 +365,19 @@ def _write_pieces(
     memory = sources.bytes()  # first: they are gone from there once they are taken
     if sources.is_taken:
         return  # needed before it was written
-    bounce = bounces.take()  # not given back when a write raises: then a new one takes its place
-    for source, offset, name in zip(memory, offsets, names, strict=True):
-        for at, piece in pieces(source):
-            kernels.copy_batch([(bounce[: piece.numel()], piece)])
-            part = padded(bounce, 0, piece.numel())
-            (stored_at[offset + at],) = nvme.write_batch([(extent.at(offset + at), part, name)])
-    bounces.give(bounce)
+    bounce = bounces.take()
+    try:
+        for source, offset, name in zip(memory, offsets, names, strict=True):
+            for at, piece in pieces(source):
+                kernels.copy_batch([(bounce[: piece.numel()], piece)])
+                part = padded(bounce, 0, piece.numel())
+                (stored_at[offset + at],) = nvme.write_batch([(extent.at(offset + at), part, name)], copies=False)
+    except (SpillIOError, SpillVolumeFull):
+        if not nvme.survives:
+            raise
+        sources.retain()
+    finally:
+        bounces.give(bounce)
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:

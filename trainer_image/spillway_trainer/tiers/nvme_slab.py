@@ -240,11 +240,13 @@ class NvmeSlab:
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
         return NvmeExtent(self, pieces, label)
 
-    def write_batch(self, writes: Sequence[tuple[Address, Tensor, str]], source: Buffer | None = None) -> list[Stored]:
+    def write_batch(
+        self, writes: Sequence[tuple[Address, Tensor, str]], source: Buffer | None = None, *, copies: bool = True
+    ) -> list[Stored]:
         """Write each (address, uint8 tensor in whole blocks, label); returns what reads them back.
 
         What a device refuses stays in host memory: in `source`, which has all bytes of one extent and becomes its home,
-        or as a copy. Raises SpillIOError or SpillVolumeFull where there is no room for a copy.
+        or as a copy. Raises SpillIOError or SpillVolumeFull where there is no room for one, or without `copies`.
         """
         parts = [
             Part(request, piece.device, offset, run, label)
@@ -264,7 +266,7 @@ class NvmeSlab:
             if own and failed is None:
                 stored.append(tuple(StoredPiece(p.device, p.offset, p.tensor.numel(), checksums[id(p)]) for p in own))
             else:
-                stored.append(self._keep(address, tensor, label, failed, source))
+                stored.append(self._keep(address, tensor, label, failed, source, copies=copies))
         return stored
 
     def read_batch(self, reads: Sequence[tuple[Stored, Tensor, str]]) -> None:
@@ -288,6 +290,11 @@ class NvmeSlab:
         """`label` goes to `where` instead of here, because of what went wrong before."""
         self._count(REDIRECTED)
         self._say(f"redirected to {where}", f"{label}: goes to {where}, because {self._state()}; so does what follows")
+
+    @property
+    def survives(self) -> bool:
+        """Whether a write that fails is survived where its bytes have a place."""
+        return self._host is not None
 
     @property
     def takes_spills(self) -> bool:
@@ -425,7 +432,14 @@ class NvmeSlab:
         )
 
     def _keep(
-        self, address: Address, tensor: Tensor, label: str, error: SpillwayError | None, source: Buffer | None
+        self,
+        address: Address,
+        tensor: Tensor,
+        label: str,
+        error: SpillwayError | None,
+        source: Buffer | None,
+        *,
+        copies: bool,
     ) -> Kept:
         """Host memory has the bytes from now on. Raises `error`, or that of the first failure, where it has no room."""
         extent = address.extent
@@ -434,7 +448,8 @@ class NvmeSlab:
             return extent.kept.setdefault(address.offset, Kept(tensor, is_lent=True))
         kept = extent.kept.get(address.offset)
         if kept is None:
-            memory = self._host.allocate_now(tensor.numel(), f"kept {label}") if self._host is not None else None
+            host = self._host if copies else None
+            memory = host.allocate_now(tensor.numel(), f"kept {label}") if host is not None else None
             if memory is None:
                 raise error or self.no_room_left(f"{format_bytes(tensor.numel())} of {label}")
             kept = extent.kept[address.offset] = Kept(memory)
