@@ -20,7 +20,7 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 
-from . import checkpoint, config, native
+from . import checkpoint, config, native, numa
 from .assemble import FROZEN, Assembly, assemble, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
@@ -67,6 +67,8 @@ def run_job(
             report(
                 f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here"
             )
+        if device.type == "cuda":
+            usable = near_device(usable, job.ranks_per_node, world)
         run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
 
 
@@ -137,6 +139,17 @@ def device_for(plan: MemoryPlan, world: World) -> torch.device:
     device = cuda.device_of(world.local_rank)
     cuda.prepare(device, plan.budget[Tier.DEVICE])
     return device
+
+
+def near_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> MemoryPlan:
+    """Keep this process, its threads and its memory to the NUMA node of its device, and say so."""
+    root = Path("/")
+    addresses = [cuda.bus_address(rank) for rank in range(num_local_ranks)]
+    placement = numa.place(root, addresses, world.local_rank, os.sched_getaffinity(0), usable_cores(root))
+    report(placement.said)
+    if placement.cores:
+        os.sched_setaffinity(0, placement.cores)
+    return numa.with_placed_threads(plan, placement)
 
 
 def operators_environment(ranks: Ranks) -> Mapping[str, str]:

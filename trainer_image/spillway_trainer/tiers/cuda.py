@@ -70,6 +70,12 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 
+def bus_address(index: int) -> str:
+    """Of a device on the PCI bus, as sysfs writes it."""
+    found: Any = torch.cuda.get_device_properties(index)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def generator(device: torch.device) -> torch.Generator:
     """What dropout draws from there."""
     if device.type != "cuda":
