@@ -127,6 +127,7 @@ def test_without_room_the_error_of_the_write_is_raised_with_tensor_offset_and_er
     with pytest.raises(SpillIOError, match=r"write of block0 at offset 0: .*errno 5") as caught:
         setup.slab.write_batch([(extent.at(0), pattern(2 * PAGE, 1), "block0")])
     assert caught.value.details == {"label": "block0", "offset": 0, "errno": errno.EIO}
+    assert (setup.said, setup.slab.faults()) == ([], {})  # nothing was survived
 
 
 def test_without_room_on_a_retired_device_the_error_is_that_of_the_first_failure() -> None:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,8 +255,9 @@ class NvmeSlab:
             for piece, offset, run in runs(address, tensor)
         ]
         checksums, errors = self._on_every_device(parts, self._write_to)
-        for device, error in errors.items():
-            self._note_failed_write(device, error)
+        newly_retired = [device for device, error in errors.items() if self._retires(device, error)]
+        if not copies:
+            self._say_survived(errors, newly_retired)  # the caller has the bytes
         stored: list[Stored] = []
         for request, (address, tensor, label) in enumerate(writes):
             own = [part for part in parts if part.request == request]
@@ -267,6 +268,8 @@ class NvmeSlab:
                 stored.append(tuple(StoredPiece(p.device, p.offset, p.tensor.numel(), checksums[id(p)]) for p in own))
             else:
                 stored.append(self._keep(address, tensor, label, failed, source, copies=copies))
+        if copies:
+            self._say_survived(errors, newly_retired)
         return stored
 
     def read_batch(self, reads: Sequence[tuple[Stored, Tensor, str]]) -> None:
@@ -472,17 +475,23 @@ class NvmeSlab:
             if self._host is not None and not each.is_lent:
                 self._host.free(each.memory)
 
-    def _note_failed_write(self, device: Device, error: SpillwayError) -> None:
+    def _retires(self, device: Device, error: SpillwayError) -> bool:
+        """Take note of a failed write; whether `device` takes no more from now on."""
         with self._lock:
             self.first_failure = self.first_failure or error
             before = device.writes
             device.writes = after_failed_write(before, error)
+        if self._host is not None:
+            self._host.grow()
+        return device.writes.is_retired and not before.is_retired
+
+    def _say_survived(self, errors: Mapping[Device, SpillwayError], newly_retired: Sequence[Device]) -> None:
         if self._host is None:
             return  # it is the step's error, and told as such
-        self._host.grow()
-        self._count(WRITE_FAILED)
-        self._tell(f"spill: {error}. Its bytes stay in host memory, and that place is not used again")
-        if device.writes.is_retired and not before.is_retired:
+        for error in errors.values():
+            self._count(WRITE_FAILED)
+            self._tell(f"spill: {error}. Its bytes stay in host memory, and that place is not used again")
+        for device in newly_retired:
             self._count(DEVICE_RETIRED)
             self._tell(f"spill: {device.directory} takes no more writes; what it holds can still be read")
 
