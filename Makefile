@@ -46,7 +46,7 @@ crds: env ## crds/*.yaml from api.py
 	$(RUN)python charts/chart_files.py
 
 faults: env ## the long sweeps in full: kills, faults, lost nodes, releases, 4,800 cells of streamed models
-	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/unit/test_fuzzed_jobs.py tests/parity/test_model_spill.py tests/parity/test_zero.py tests/cluster
+	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/unit/test_fuzzed_jobs.py tests/parity/test_model_spill.py tests/parity/test_zero.py tests/parity/test_fsdp.py tests/cluster
 
 bench: env ## against fio, DeepSpeed and torch, in turns, and the update as modelled; figures in build/bench (BENCH=--quick for a minute each; needs fio, libaio)
 	@mkdir -p build/bench

@@ -155,7 +155,8 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     def train_and_tell(run: Any, *arguments: Any) -> None:
         train(run, *arguments)
         tensors = [*run.optimizer.state(), *run.model.named_parameters()]
-        state = {name: run_job.digest(repr(tensor.detach().double().tolist())) for name, tensor in tensors}
+        own = ((name, getattr(tensor.detach(), "_local_tensor", tensor.detach())) for name, tensor in tensors)
+        state = {name: run_job.digest(repr(tensor.double().tolist())) for name, tensor in own}
         log_path(job, rank).with_suffix(".state").write_text(json.dumps(state))
 
     run_job.train = train_and_tell  # type: ignore[assignment]

@@ -5,6 +5,7 @@ python tests/zero_runs.py cases.json directory        what came of the cases, as
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -12,17 +13,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import local_runs
 import rank_runs
 from safetensors.torch import load_file
 
+from spillway.api import parse_job
+from spillway.footprint import Strategy
+from spillway.hardware import local_node
 from spillway.job import JobFile
-from spillway.plan import MemoryPlan
+from spillway.plan import ActivationPlan, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
+from spillway.units import GIB
 from spillway_trainer.checkpoint_directory import choose_resume
 
 SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 2"}
@@ -45,6 +51,11 @@ class Attempt:
     """SIGKILL, likewise"""
     block_step: int = 0
     """the checkpoint of this step cannot be written"""
+    overlap: str = "None"
+    keeps: bool = False
+    """activations stay where they are: a model that the placement's answers are not for"""
+    planned: dict[str, str] = field(default_factory=dict)
+    """spec.memory.optimizer and activations of a plan by the planner; the run may hold no byte more"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,10 @@ class Found:
     missed: list[int]
     tier_bytes: dict[str, int]
     """of rank 0 in the last step"""
+    peaks: dict[str, int]
+    """of rank 0, the highest of all steps"""
+    planned: dict[str, int]
+    """of each tier, in the last attempt"""
 
     @property
     def figures(self) -> tuple[object, ...]:
@@ -93,7 +108,27 @@ def run_all(cases: Sequence[Case], directory: Path) -> list[Found]:
 
 
 def plan_for(job: JobFile, attempt: Attempt) -> MemoryPlan:
-    return rank_runs.plan_for(job, attempt.placement).model_copy(update={"strategy": attempt.strategy})
+    if attempt.planned:
+        return tight_plan(job, attempt)
+    plan = rank_runs.plan_for(job, attempt.placement)
+    optimizer = plan.optimizer.model_copy(update={"overlap": attempt.overlap})
+    activations = ActivationPlan() if attempt.keeps else plan.activations
+    changed = {"strategy": attempt.strategy, "optimizer": optimizer, "activations": activations}
+    return plan.model_copy(update=changed)
+
+
+def tight_plan(job: JobFile, attempt: Attempt) -> MemoryPlan:
+    """The planner's, with a budget of what it says and no more."""
+    document = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    memory = {"optimizer": {"placement": attempt.planned["placement"]}}
+    document["memory"] = {**memory, "activations": {"policy": attempt.planned["policy"]}}
+    head = {"apiVersion": "spillway.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "planned"}}
+    wanted = parse_job(json.dumps({**head, "spec": document}), "planned job")
+    overrides = Overrides(world_size=job.world_size, strategy=cast(Strategy, attempt.strategy))
+    plan = make_plan(wanted, local_node(1, GIB, GIB, GIB), overrides)
+    assert isinstance(plan, MemoryPlan), plan
+    slabs = {tier: plan.slab_bytes(tier) for tier in (Tier.HOST, Tier.NVME)}
+    return plan.model_copy(update={"budget": {Tier.DEVICE: plan.bytes[Tier.DEVICE].total, **slabs}})
 
 
 def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
@@ -115,6 +150,8 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
         checkpoints=[entry["step"] for entry in local_runs.events(directory, "checkpoint")],
         missed=[entry["step"] for entry in local_runs.events(directory, "checkpoint_missed")],
         tier_bytes=steps[-1]["tier_bytes"] if steps else {},
+        peaks={tier: max(entry["tier_peak_bytes"][tier] for entry in steps) for tier in Tier} if steps else {},
+        planned={tier: held.total for tier, held in plan_for(job, case.attempts[-1]).bytes.items()},
     )
 
 
@@ -139,11 +176,21 @@ def digest(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(value.contiguous().numpy().tobytes())
 
 
-def main(path: Path, directory: Path) -> None:
-    import deepspeed  # noqa: F401 - what the ranks are forked with
+def imported_by(strategies: set[str]) -> Iterator[str]:
+    """What the ranks are forked with."""
+    yield "spillway_trainer.run_job"
+    if "Fsdp" in strategies:
+        yield "torch.distributed.fsdp"
+    if any(strategy.startswith("Zero") for strategy in strategies):
+        yield from ("deepspeed", "spillway_trainer.zero.adopted")
 
-    import spillway_trainer.run_job
-    import spillway_trainer.zero.adopted  # noqa: F401
+
+def main(path: Path, directory: Path) -> None:
+    cases = [
+        Case([Attempt(**one) for one in case["attempts"]], case["changes"]) for case in json.loads(path.read_text())
+    ]
+    for module in imported_by({attempt.strategy for case in cases for attempt in case.attempts}):
+        importlib.import_module(module)
     from spillway_trainer.text_source import text_source
     from spillway_trainer.tokens import build_corpus
 
@@ -151,8 +198,7 @@ def main(path: Path, directory: Path) -> None:
     text, corpus = local_runs.write_text(directory / "text"), directory / "corpus"
     build_corpus(text_source(text), corpus, 300, lambda line: None)
     found = []
-    for index, fields in enumerate(json.loads(path.read_text())):
-        case = Case([Attempt(**attempt) for attempt in fields["attempts"]], fields["changes"])
+    for index, case in enumerate(cases):
         found.append(asdict(run_case(case, directory / f"case-{index}", text, corpus)))
     print(json.dumps(found))
 

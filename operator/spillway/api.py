@@ -389,8 +389,6 @@ class Training(Fields):
 # --- spec.parallelism, spec.memory ------------------------------------------------------------------------------------
 
 Strategy = Literal["Auto", "Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
-RUN_STRATEGIES: tuple[Literal["Ddp", "Zero1", "Zero2", "Zero3"], ...] = ("Ddp", "Zero1", "Zero2", "Zero3")
-"""what the trainer executes so far"""
 
 
 class Parallelism(Fields):
@@ -402,8 +400,8 @@ class Parallelism(Fields):
     strategy: Strategy = Field(
         default="Auto",
         description="What ranks divide among them: nothing (Ddp); optimizer states and sums of gradients (Zero1, "
-        "Zero2), parameters too (Zero3), by DeepSpeed; the same by torch (Fsdp), which no run can do yet. Auto is Ddp "
-        "in a run.",
+        "Zero2), parameters too (Zero3), by DeepSpeed; the same as Zero3 by torch's FSDP2 (Fsdp). Auto is Ddp in a "
+        "run.",
     )
 
     @model_validator(mode="after")
@@ -976,12 +974,10 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     found = [
         (model.source, "spec.model.source", inspected),
         (model.entrypoint, "spec.model.entrypoint", inspected),
-        (strategy not in ("Auto", *RUN_STRATEGIES), "spec.parallelism.strategy",
-         f"does not work in a run yet; use {', '.join(RUN_STRATEGIES)} or Auto (`spillway plan` knows the others)"),
         (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
-         f"does not work with parallelism.strategy: {strategy}; use None or Auto"),
+         f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
-         f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp"),
+         f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp or Fsdp"),
     ]  # fmt: skip
     return [*_refusals_for_any_run(job), *_refused(found, job)]
 

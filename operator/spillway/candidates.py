@@ -37,6 +37,7 @@ from spillway.footprint import (
     Strategy,
     Streaming,
     Workload,
+    accumulator_bytes,
     chunk_parameters,
     device_bytes,
     device_peak,
@@ -54,7 +55,7 @@ from spillway.footprint import (
     states_bytes_per_parameter,
 )
 from spillway.hardware import NodeSpec
-from spillway.model_shape import DTYPE_BYTES, FLOAT32_BYTES, ModelShape
+from spillway.model_shape import DTYPE_BYTES, ModelShape
 from spillway.plan import Answer, OptimizerPlan, Overlap, Prediction, Tier, TierBytes
 from spillway.step_time import (
     Drives,
@@ -373,7 +374,7 @@ class Group:
         """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
         work, free = self.work, 1.0 - self.forced
         states = states_bytes_per_parameter(work, on_cpu=False) * work.rank_parameters
-        accumulators = FLOAT32_BYTES * work.shape.num_accumulated / work.shards("gradients")
+        accumulators = accumulator_bytes(work, work.shape.num_accumulated)
         return max(1.0, free * (states + (1.0 - ratio) * accumulators))
 
     def optimizer_device_bytes(self, optimizer: OptimizerPlan) -> int:

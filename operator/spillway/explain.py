@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from spillway.api import RUN_STRATEGIES
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
     ZERO_STRATEGIES,
@@ -59,13 +58,12 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
 
 def _strategy_reason(search: Search, chosen: Timed) -> str:
     question, strategy = search.question, chosen.candidate.work.strategy
-    unable = "" if strategy in RUN_STRATEGIES else f"; a run can only do {', '.join(RUN_STRATEGIES)} so far"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
-        return f"strategy {strategy}: {best_of}{unable}"
+        return f"strategy {strategy}: {best_of}"
     asked = question.job.spec.parallelism.strategy == strategy
-    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run can do so far") + unable
+    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run takes")
 
 
 def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:

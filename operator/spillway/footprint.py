@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
-from spillway.model_shape import FLOAT32_BYTES, ModelShape, Segment
+from spillway.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
 from spillway.update_rules import UpdateRule
 
@@ -29,9 +29,11 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
 }
 """what each strategy divides among the ranks"""
 RUN_STRATEGY: Strategy = "Ddp"
-"""what a plan that will be run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
+"""what a run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
 ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
-"""those that DeepSpeed divides: the optimizer gets float32 sums over ranks, a micro-batch each"""
+"""those that DeepSpeed divides"""
+DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
+"""those whose optimizer gets float32 sums over ranks, a micro-batch each"""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 """those under which model_spill runs: every rank has whole segments at home"""
 
@@ -152,7 +154,47 @@ class Workload:
     @cached_property
     def rank_parameters(self) -> int:
         """Parameters that this rank's optimizer updates."""
+        if self.is_cut_by_rows:
+            return sum(self.most_rows(one) for one in self._parameters if one.is_trained and not one.is_alias)
         return ceil(self.shape.num_trained / self.shards("states"))
+
+    @property
+    def is_cut_by_rows(self) -> bool:
+        """Every parameter by itself, so that the first rank has more where rows are uneven."""
+        return self.strategy == "Fsdp" and self.world_size > 1
+
+    @property
+    def _parameters(self) -> Iterator[ParameterShape]:
+        return (one for segment in self.shape.segments for one in segment.parameters)
+
+    def most_rows(self, one: ParameterShape) -> int:
+        """Values of those rows that the first rank has, cut by rows. No other one has more."""
+        return ceil(one.num_rows / self.world_size) * one.row_values
+
+    @cached_property
+    def rank_accumulated(self) -> int:
+        """Values with an accumulator, cut by rows."""
+        return sum(self.most_rows(one) for one in self._parameters if one.is_trained)
+
+    @cached_property
+    def rank_parameter_bytes(self) -> int:
+        """Cut by rows; a tied alias is gathered from memory of its own."""
+        return sum(self.most_rows(one) * one.value_bytes for one in self._parameters)
+
+    @cached_property
+    def largest_gathered_bytes(self) -> int:
+        """A segment's whole parameters, when ranks hold only shards; cut by rows, those that fill up are sent too."""
+        if not self.is_cut_by_rows:
+            return self.shape.largest_segment_bytes
+        sizes = (sum(self.most_rows(one) * one.value_bytes for one in s.parameters) for s in self.shape.segments)
+        return self.world_size * max(sizes)
+
+    @cached_property
+    def largest_piece(self) -> int:
+        """Values of one parameter that one rank updates."""
+        if self.is_cut_by_rows:
+            return max(self.most_rows(one) for one in self._parameters if one.is_trained)
+        return ceil(self.shape.largest_parameter / self.shards("parameters"))
 
     def shards(self, part: str) -> int:
         """Ranks that share `part`: parameters, gradients, states."""
@@ -466,26 +508,30 @@ def forced_share(work: Workload, streaming: Streaming) -> float:
 def parameter_bytes(work: Workload, streaming: Streaming = RESIDENT) -> int:
     """What is resident, and the position tables."""
     shape = work.shape
-    own = ceil(shape.parameter_bytes / work.shards("parameters")) - work.units.own[streaming.units]
-    return own + shape.table_bytes(work.sequence_length)
+    whole = (
+        work.rank_parameter_bytes if work.is_cut_by_rows else ceil(shape.parameter_bytes / work.shards("parameters"))
+    )
+    return whole - work.units.own[streaming.units] + shape.table_bytes(work.sequence_length)
 
 
 def gathered_parameter_bytes(work: Workload) -> int:
     """Whole copies of the largest segments' parameters, when ranks hold only shards."""
     if work.shards("parameters") == 1:
         return 0
-    return NUM_GATHERED_SEGMENTS * work.shape.largest_segment_bytes
+    return NUM_GATHERED_SEGMENTS * work.largest_gathered_bytes
 
 
 def transient_gradient_bytes(work: Workload) -> int:
-    """w x the largest parameter: on its way from backward to its accumulator; a whole segment before it is sharded.
-    Under ZeRO: one bucket more, on its way to its owners, and the float32 sum of one piece as it comes together."""
-    shape = work.shape
+    """w x the largest parameter: on its way from backward to its accumulator. Under ZeRO: one bucket more, on its way
+    to its owners, and the float32 sum of one piece as it comes together. Under FSDP2 a whole segment is on its way, and
+    the sum of one piece beside that of the one before it, which the optimizer still reads."""
+    shape, w = work.shape, work.shape.trained_bytes
+    if work.is_cut_by_rows:
+        return w * work.largest_segment + 2 * FLOAT32_BYTES * work.largest_piece
     if work.strategy in ZERO_STRATEGIES and work.world_size > 1:
         bucket = EXCHANGE_PARAMETERS // work.world_size
-        piece = ceil(shape.largest_parameter / work.shards("parameters"))
-        return shape.trained_bytes * (shape.largest_parameter + bucket) + FLOAT32_BYTES * piece
-    return shape.trained_bytes * (work.largest_segment if work.shards("gradients") > 1 else shape.largest_parameter)
+        return w * (shape.largest_parameter + bucket) + FLOAT32_BYTES * work.largest_piece
+    return w * shape.largest_parameter
 
 
 def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
@@ -498,6 +544,8 @@ def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streami
 
 def accumulator_bytes(work: Workload, values: float) -> int:
     """float32, one per use: tied parameters have two."""
+    if work.is_cut_by_rows:
+        return ceil(FLOAT32_BYTES * values * work.rank_accumulated / work.shape.num_accumulated)
     return ceil(FLOAT32_BYTES * values / work.shards("gradients"))
 
 
@@ -541,7 +589,7 @@ def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     if optimizer.updated_by_cpu == 0.0:
         return 0
     chunk, weight = _chunk(work, optimizer), work.shape.trained_bytes
-    gradient = FLOAT32_BYTES if work.strategy in ZERO_STRATEGIES and work.world_size > 1 else weight
+    gradient = FLOAT32_BYTES if work.strategy in DIVIDING_STRATEGIES and work.world_size > 1 else weight
     return NUM_STAGING_BUFFERS * (padded(gradient * chunk) + padded(weight * chunk))
 
 

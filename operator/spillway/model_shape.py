@@ -38,6 +38,18 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter as Fsdp divides it: by rows, its first dimension."""
+
+    num_rows: int
+    row_values: int
+    value_bytes: int
+    is_trained: bool
+    is_alias: bool = False
+    """of a tied parameter: as trained as its owner, without states of its own"""
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive layers that move together. Two segments are equal when their figures are, whatever their names."""
 
@@ -75,6 +87,8 @@ class Segment:
     """per token: temporaries of backward that are alive beside the saved storages"""
     lean_forward_bytes: int
     """per token: everything alive at once in a forward that saves nothing (a segment to be recomputed)"""
+    parameters: tuple[ParameterShape, ...]
+    """aliases included"""
 
     @property
     def num_trained(self) -> int:
@@ -249,6 +263,12 @@ class _Linear:
     inputs: int
     outputs: int
     biases: int = 0
+    rows_are_inputs: bool = False
+    """as gpt2's have it; else a row is of one output"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.inputs, self.outputs) if self.rows_are_inputs else (self.outputs, self.inputs)
 
 
 class _Sizes:
@@ -302,8 +322,8 @@ class _Sizes:
         linears: Mapping[str, _Linear],
         vectors: Sequence[int],
         *,
-        tables: Sequence[int] = (),
-        alias: int = 0,
+        tables: Sequence[tuple[int, int]] = (),
+        alias: tuple[int, int] = (0, 0),
         attention_width: int = 0,
         passed_bytes: tuple[int, ...] = (),
         **bytes_per_token: Any,
@@ -312,39 +332,46 @@ class _Sizes:
 
         With adapters all of these are frozen; the targeted matrix products get two float32 matrices each.
         """
-        matrices = [linear.inputs * linear.outputs for linear in linears.values()]
         biases = [linear.biases for linear in linears.values() if linear.biases]
-        own = [*matrices, *biases, *vectors, *tables]
-        products = sum(matrices) + alias
+        shapes = [*(one.shape for one in linears.values()), *((size, 1) for size in (*biases, *vectors)), *tables]
+        own, aliased = [rows * width for rows, width in shapes], alias[0] * alias[1]
+        products = sum(linear.inputs * linear.outputs for linear in linears.values()) + aliased
         self.modules |= set(linears)
-        adapters = self._adapters(linears)
-        frozen = 0 if self.lora is None else sum(own)
-        trained = [*own, alias] if self.lora is None else adapters
+        adapter_shapes = self._adapters(linears)
+        adapters = [rows * width for rows, width in adapter_shapes]
+        is_trained = self.lora is None
+        frozen = 0 if is_trained else sum(own)
+        trained = [*own, aliased] if is_trained else adapters
+        parameters = [ParameterShape(*shape, self.b, is_trained) for shape in shapes]
+        parameters += [ParameterShape(*shape, FLOAT32_BYTES, is_trained=True) for shape in adapter_shapes]
+        parameters += [ParameterShape(*alias, self.b, is_trained, is_alias=True)] if aliased else []
         saved = bytes_per_token.pop("saved_bytes")
         return Segment(
             name=name,
             num_parameters=sum(own) + sum(adapters),
             num_frozen=frozen,
-            num_aliased=alias,
+            num_aliased=aliased,
             num_accumulated=sum(trained),
             parameter_bytes=self.b * sum(own) + FLOAT32_BYTES * sum(adapters),
-            num_tensors=len(own) + len(adapters) + bool(alias),
+            num_tensors=len(parameters),
             largest_parameter=max(trained, default=0),
             matrix_parameters=products + sum(adapters),
             trained_matrix_parameters=sum(adapters) if self.lora else products,
             attention_width=attention_width,
             saved_bytes=(*saved, *(self.b * self.lora.rank for _ in adapters[::2] if self.lora)),
             passed_bytes=passed_bytes,
+            parameters=tuple(parameters),
             **bytes_per_token,
         )
 
-    def _adapters(self, linears: Mapping[str, _Linear]) -> list[int]:
-        """Values of the two matrices of each adapter."""
+    def _adapters(self, linears: Mapping[str, _Linear]) -> list[tuple[int, int]]:
+        """Rows and their values of the two matrices of each adapter."""
         if self.lora is None:
             return []
         targets = self.lora.target_modules or ATTENTION_MODULES
         hit = [one for name, one in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
-        return [self.lora.rank * width for one in hit for width in (one.inputs, one.outputs)]
+        rank = self.lora.rank
+        return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
 
 
 ATTENTION_MODULES = (
@@ -356,7 +383,9 @@ ATTENTION_MODULES = (
 """modules that get an adapter when the job names none"""
 
 
-def _embedding(s: _Sizes, tables: Sequence[int], norms: Sequence[int] = (), saved: Sequence[int] = ()) -> Segment:
+def _embedding(
+    s: _Sizes, tables: Sequence[tuple[int, int]], norms: Sequence[int] = (), saved: Sequence[int] = ()
+) -> Segment:
     """Tokens to the residual stream."""
     out = s.b * s.d
     return s.segment(
@@ -373,7 +402,7 @@ def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], sav
         "head",
         {**linears, **own},
         vectors,
-        alias=s.V * s.d if s.tied else 0,
+        alias=(s.V, s.d) if s.tied else (0, 0),
         saved_bytes=(*saved, *s.cross_entropy()),
         made_bytes=(),
         forward_workspace_bytes=max(FLOAT32_BYTES * s.V, s.norm_workspace),
@@ -413,14 +442,14 @@ def _llama(s: _Sizes) -> _Parts:
         lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
     )
     head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES))
-    return _embedding(s, (s.V * s.d,)), _repeated(block, s.num_layers), head
+    return _embedding(s, ((s.V, s.d),)), _repeated(block, s.num_layers), head
 
 
 def _gpt2(s: _Sizes) -> _Parts:
     """Learned positions, layer norms with bias, fused qkv with bias; GELU's tanh formula, operation by operation."""
     linears = {
-        "attn.c_attn": _Linear(s.d, 3 * s.d, 3 * s.d), "attn.c_proj": _Linear(s.d, s.d, s.d),
-        "mlp.c_fc": _Linear(s.d, s.f, s.f), "mlp.c_proj": _Linear(s.f, s.d, s.d),
+        "attn.c_attn": _Linear(s.d, 3 * s.d, 3 * s.d, True), "attn.c_proj": _Linear(s.d, s.d, s.d, True),
+        "mlp.c_fc": _Linear(s.d, s.f, s.f, True), "mlp.c_proj": _Linear(s.f, s.d, s.d, True),
     }  # fmt: skip
     wide = s.b * s.f
     fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
@@ -435,7 +464,7 @@ def _gpt2(s: _Sizes) -> _Parts:
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=4 * wide + 3 * s.b * s.d,
     )
-    embedding = _embedding(s, (s.V * s.d, s.positions * s.d))
+    embedding = _embedding(s, ((s.V, s.d), (s.positions, s.d)))
     return embedding, _repeated(block, s.num_layers), _head(s, {}, (s.d, s.d), s.layer_norm())
 
 
@@ -458,7 +487,7 @@ def _bert(s: _Sizes) -> _Parts:
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=2 * wide + 2 * s.b * s.d,
     )
-    tables = (s.V * s.d, s.positions * s.d, TOKEN_TYPES * s.d)
+    tables = ((s.V, s.d), (s.positions, s.d), (TOKEN_TYPES, s.d))
     indices = (2 * INDEX_BYTES, INDEX_BYTES // 2)
     embedding = _embedding(s, tables, (s.d, s.d), (*indices, *s.layer_norm()[:-1], *s.dropouts(1)))
     transform = (s.b * s.d, s.b * s.d, *s.layer_norm())  # before and after GELU
@@ -475,7 +504,7 @@ def _t5(s: _Sizes) -> _Parts:
     feed_forward = {"wi": _Linear(s.d, s.f), "wo": _Linear(s.f, s.d)}
     within = {f"SelfAttention.{name}": linear for name, linear in attention.items()}
     across = {f"EncDecAttention.{name}": linear for name, linear in attention.items()}
-    last, relative = s.num_layers - 1, (RELATIVE_POSITIONS * s.h,)
+    last, relative = s.num_layers - 1, ((RELATIVE_POSITIONS, s.h),)
     stream, float32, wide = s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.f
     pairs = FLOAT32_BYTES * s.h * s.batch.sequence_length // 2
     bias = s.b * s.h * s.batch.sequence_length // (2 * s.batch.size)  # one for all sequences of a micro-batch
@@ -496,7 +525,7 @@ def _t5(s: _Sizes) -> _Parts:
             within | (across if decodes else {}) | feed_forward,
             (s.d,) * (2 + decodes + ends),
             tables=relative if is_first else (),
-            alias=s.V * s.d if decodes and is_first else 0,
+            alias=(s.V, s.d) if decodes and is_first else (0, 0),
             attention_width=2 * width,
             saved_bytes=(*saved, *masks),
             made_bytes=(stream, bias) if is_first and not ends else (stream,),
@@ -511,7 +540,7 @@ def _t5(s: _Sizes) -> _Parts:
     names = [f"{half}{index}" for half in ("encoder", "decoder") for index in range(s.num_layers)]
     blocks = tuple(replace(_halved(one), name=name) for name, one in zip(names, (*encoder, *decoder), strict=True))
     norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
-    embedding = replace(_embedding(s, (s.V * s.d,), (), s.dropouts(1)), made_bytes=(stream // 2,))
+    embedding = replace(_embedding(s, ((s.V, s.d),), (), s.dropouts(1)), made_bytes=(stream // 2,))
     return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spillway.api import RUN_STRATEGIES, TrainingJob, TrainingJobSpec
+from spillway.api import TrainingJob, TrainingJobSpec
 from spillway.candidates import Question, Search, Timed, as_specified, best, timed
 from spillway.errors import UserError
 from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
-from spillway.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, Strategy, parameter_plan
+from spillway.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy, parameter_plan
 from spillway.hardware import NodeSpec
 from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
@@ -51,9 +51,9 @@ def shared_memory(job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1)
 
 
 def run_strategy(spec: TrainingJobSpec) -> Strategy:
-    """The one that a run takes: what the spec asks for, where the trainer can do it."""
+    """The one that a run takes: what the spec asks for."""
     asked = spec.parallelism.strategy
-    return asked if asked in RUN_STRATEGIES else RUN_STRATEGY
+    return RUN_STRATEGY if asked == "Auto" else asked
 
 
 def make_plan(
@@ -120,6 +120,12 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             f"spec.memory.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so that none "
             "can be used before; use Auto or Forward"
         )
+    strategy = overrides.strategy or parallelism.strategy
+    if memory.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
+        raise UserError(
+            f"spec.memory.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next forward "
+            "needs the updates of all ranks; use Auto or None, or strategy Ddp or Fsdp"
+        )
     return Question(
         job=job,
         shape=overrides.shape or shape_of(spec, node.device_kind),
@@ -134,7 +140,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         num_nodes=world_size // local_ranks,
         micro_batch_size=micro_batch_size,
         mode=memory.mode,
-        strategy=overrides.strategy or parallelism.strategy,
+        strategy=strategy,
         placement=memory.optimizer.placement,
         overlap=memory.optimizer.overlap,
         policy=memory.activations.policy,

@@ -31,6 +31,8 @@ FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
 """the same beside them for a model of `transformers`: 68 and 124 MiB after the import of its families"""
 DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB
 """the same beside them for the strategies that DeepSpeed divides: 67 and 152 MiB after its import"""
+FSDP_CODE_BYTES, FSDP_RANK_BYTES = 80 * MIB, 104 * MIB
+"""the same beside them for Fsdp: 75 and 91 MiB after the first step, which imports torch's compiler"""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """of each rank while it writes a checkpoint or loads one: a file's worth"""
 CUDA_RANK_BYTES = 2 * GIB
@@ -133,6 +135,8 @@ def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str
         code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
     if strategy in ZERO_STRATEGIES:
         code, rank = code + DEEPSPEED_CODE_BYTES, rank + DEEPSPEED_RANK_BYTES
+    if strategy == "Fsdp":
+        code, rank = code + FSDP_CODE_BYTES, rank + FSDP_RANK_BYTES
     return code + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from spillway.api import (
-    RUN_STRATEGIES,
     Location,
     TrainingJob,
     TrainingJobSpec,
@@ -65,7 +64,7 @@ def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
     """
     claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
     counts = RANK_COUNTS if num_ranks == spec.parallelism.world_size else ()
-    divides = num_ranks > 1 and spec.parallelism.strategy in RUN_STRATEGIES
+    divides = num_ranks > 1 and spec.parallelism.strategy != "Auto"
     return sorted({*not_used_locally(spec), *claim} - {*counts, *(["spec.parallelism.strategy"] if divides else [])})
 
 

@@ -1,5 +1,5 @@
-"""Divided models in real pods: two ranks share states and gradients (Zero2) or the parameters too (Zero3), and end with
-the bits of the same attempt run on this machine."""
+"""Divided models in real pods: two ranks share states and gradients (Zero2), or parameters too (Zero3, Fsdp), and end
+with the bits of the same attempt run on this machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_here(spillway: Installed, namespace: str, attempt: str, claim: Path, dir
     return directory / "checkpoints"
 
 
-@pytest.mark.parametrize("strategy", ["Zero2", "Zero3"])
+@pytest.mark.parametrize("strategy", ["Zero2", "Zero3", "Fsdp"])
 def test_a_divided_job_ends_with_the_bits_of_its_local_run(
     spillway: Installed, namespace: str, tmp_path: Path, strategy: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,8 @@ def test_segments_of_a_family_are_those_of_the_built_model(family: str, compute:
     for name in ("num_parameters", "num_frozen", "num_aliased", "num_accumulated", "parameter_bytes", "num_tensors",
                  "largest_parameter"):  # fmt: skip
         assert [getattr(one, name) for one in said.segments] == [getattr(one, name) for one in found.segments], name
+    rows = [[sorted(map(astuple, one.parameters)) for one in shape.segments] for shape in (said, found)]
+    assert rows[0] == rows[1]
     assert [one.name for one in said.segments] == [one.name for one in found.segments]
     for name in ("made_bytes", "passed_bytes"):  # but for the head's loss
         assert [getattr(one, name) for one in said.segments[:-1]] == [

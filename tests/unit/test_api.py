@@ -338,17 +338,23 @@ def test_a_cluster_refuses_what_only_plan_understands_too(path: str) -> None:
     assert [problem.path for problem in refusals_in_cluster(job(NOT_IN_A_LOCAL_RUN[path]))] == [path]
 
 
-def test_a_cluster_takes_gpus_and_every_strategy_but_fsdp() -> None:
-    for strategy in ("Ddp", "Zero1", "Zero2", "Zero3"):
+def test_a_cluster_takes_gpus_and_every_strategy() -> None:
+    for strategy in ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"):
         assert refusals_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": strategy}})) == []
-    (problem,) = refusals_in_cluster(job({"spec.parallelism.strategy": "Fsdp"}))
-    assert (problem.path, problem.given) == ("spec.parallelism.strategy", "Fsdp")
-    assert "use Ddp, Zero1, Zero2, Zero3 or Auto" in problem.problem
 
 
-def test_a_cluster_divides_no_adapters() -> None:
-    (problem,) = refusals_in_cluster(job({"spec.model.lora": {"rank": 2}, "spec.parallelism.strategy": "Zero2"}))
-    assert (problem.path, problem.problem[-7:]) == ("spec.model.lora", "use Ddp")
+def test_deepspeed_divides_no_adapters_and_fsdp_does() -> None:
+    adapters = {"spec.model.lora": {"rank": 2}}
+    (problem,) = refusals_in_cluster(job(adapters | {"spec.parallelism.strategy": "Zero2"}))
+    assert (problem.path, problem.problem[-15:]) == ("spec.model.lora", "use Ddp or Fsdp")
+    assert refusals_in_cluster(job(adapters | {"spec.parallelism.strategy": "Fsdp"})) == []
+
+
+def test_an_update_beside_the_next_forward_is_for_fsdp_and_not_for_deepspeed() -> None:
+    forward = {"spec.memory.optimizer": {"placement": "Host", "overlap": "Forward"}}
+    (problem,) = refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Zero3"}))
+    assert (problem.path, problem.problem[-16:]) == ("spec.memory.optimizer.overlap", "or strategy Fsdp")
+    assert refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
 def test_half_a_core_can_be_asked_for() -> None:

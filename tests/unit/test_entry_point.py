@@ -117,7 +117,6 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "a world of 2": lambda p: {"world_size": 2},
     "divides the model by Zero2 on Cuda devices": lambda p: {"device": "Cuda", "strategy": "Zero2"},
-    "strategy Fsdp; the trainer can do Ddp, Zero1, Zero2, Zero3": lambda p: {"strategy": "Fsdp"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }
@@ -144,6 +143,6 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)
-    checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK)
+    checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK, nothing)
     assert checkpoints.commit(Progress(step=3))[0] == 7
     assert "old checkpoints not removed" in capsys.readouterr().out

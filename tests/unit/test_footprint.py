@@ -115,6 +115,19 @@ def test_each_strategy_shards_its_parts(strategy: Any, parameters: int, gradient
     assert states_bytes(shared, RESIDENT, 1.0, on_cpu=False) == 12 * -(-P // states)
 
 
+def test_fsdp_counts_the_rows_of_the_rank_that_has_most() -> None:
+    """Three ranks divide neither 256 nor 4096 rows."""
+    shared, rows = work(world_size=3, strategy="Fsdp", tieWordEmbeddings=True), [-(-256 // 3), -(-4096 // 3)]
+    one = next(p for p in shared.shape.head.parameters if p.is_alias)
+    assert (one.num_rows, one.row_values, shared.most_rows(one)) == (4096, 256, rows[1] * 256)
+    assert shared.rank_parameters > -(-shared.shape.num_trained // 3)
+    assert shared.rank_accumulated == shared.rank_parameters + rows[1] * 256
+    assert accumulator_bytes(shared, shared.shape.num_accumulated) == 4 * shared.rank_accumulated
+    assert shared.rank_parameter_bytes == 2 * shared.rank_accumulated
+    assert shared.largest_gathered_bytes == 3 * 2 * rows[1] * 256 + 3 * 2 * rows[0]  # the head's norm
+    assert transient_gradient_bytes(shared) == 2 * shared.largest_segment + 2 * 4 * rows[1] * 256
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 

@@ -532,18 +532,22 @@ def test_a_caller_that_can_run_one_strategy_gets_it_whatever_the_spec_says() -> 
     for strategy in ("Auto", "Zero1"):
         forced = plan({"spec.parallelism": {"nodes": 2, "strategy": strategy}}, overrides=Overrides(strategy="Ddp"))
         assert forced.strategy == "Ddp"
-        assert forced.reasons[0] == "strategy Ddp: the one that a run can do so far"
+        assert forced.reasons[0] == "strategy Ddp: the one that a run takes"
 
 
-def test_a_plan_that_no_run_can_do_yet_says_so() -> None:
+def test_a_plan_says_why_it_has_its_strategy() -> None:
     asked = plan({"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}})
-    assert asked.reasons[0] == "strategy Fsdp: the spec asks for it; a run can only do Ddp, Zero1, Zero2, Zero3 so far"
+    assert asked.reasons[0] == "strategy Fsdp: the spec asks for it"
     searched = make_plan(job(LLAMA_70B), resolve_node("8xh100"))
     assert isinstance(searched, MemoryPlan)
-    assert (
-        searched.reasons[0]
-        == "strategy Fsdp: the only one that fits; a run can only do Ddp, Zero1, Zero2, Zero3 so far"
-    )
+    assert searched.reasons[0] == "strategy Fsdp: the only one that fits"
+
+
+def test_deepspeed_cannot_update_beside_the_next_forward() -> None:
+    forward = {"spec.memory.optimizer": {"placement": "Host", "overlap": "Forward"}}
+    with pytest.raises(UserError, match=r"overlap = Forward: with .*strategy = Zero2.*Ddp or Fsdp"):
+        plan(forward | {"spec.parallelism": {"nodes": 2, "strategy": "Zero2"}})
+    assert plan(forward | {"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}}).optimizer.overlap == "Forward"
 
 
 def test_a_plan_says_what_kind_of_device_it_is_for() -> None:

@@ -220,10 +220,12 @@ def test_a_checkpoint_holds_what_is_trained() -> None:
     assert 0 < adapters < whole / 20
 
 
-def test_strategies_that_deepspeed_divides_bring_its_libraries() -> None:
+def test_strategies_that_divide_bring_their_libraries() -> None:
     for strategy in ("Zero1", "Zero2", "Zero3"):
         more = pods.runtime_bytes(MODEL, 3, "Cpu", strategy) - pods.runtime_bytes(MODEL, 3, "Cpu")
         assert more == pods.DEEPSPEED_CODE_BYTES + 3 * pods.DEEPSPEED_RANK_BYTES
+    fsdp = pods.runtime_bytes(MODEL, 3, "Cpu", "Fsdp") - pods.runtime_bytes(MODEL, 3, "Cpu")
+    assert fsdp == pods.FSDP_CODE_BYTES + 3 * pods.FSDP_RANK_BYTES
     two = {"spec.parallelism": {"nodes": 2}}
     divided = {"spec.parallelism": {"nodes": 2, "strategy": "Zero2"}}
     assert resources(divided).memory_bytes > resources(two).memory_bytes + pods.DEEPSPEED_RANK_BYTES

@@ -1,4 +1,4 @@
-"""Strategies Zero1 to Zero3 without DeepSpeed: who has what, what is summed where, what is refused."""
+"""Strategies Zero1 to Zero3 and Fsdp without their libraries: who has what, what is summed where, what is refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from spillway.plan import MemoryPlan, OptimizerPlan, ParameterPlan
 from spillway_trainer.models.chain import Chain
 from spillway_trainer.ranks import World
 from spillway_trainer.tiers.device_ledger import DeviceLedger
-from spillway_trainer.zero import reduced_gradients
+from spillway_trainer.zero import fsdp, reduced_gradients
+from spillway_trainer.zero.fsdp import cut_rows
 from spillway_trainer.zero.layout import Piece, cut_evenly, cut_group
 from spillway_trainer.zero.reduced_gradients import ReducedGradients
 from spillway_trainer.zero.run import refuse, tie
+from spillway_trainer.zero.segment_gradients import SegmentGradients
 from spillway_trainer.zero.support import check_version
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -50,16 +52,30 @@ def test_every_value_of_a_parameter_has_one_owner(size: int, world: int) -> None
     assert max(piece.size for piece in pieces) == -(-size // world)
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), RANKS)
+def test_rows_are_cut_as_torch_cuts_them(shape: list[int], world: int) -> None:
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    pieces = cut_rows(shape, world)
+    assert whole(pieces) == values.flatten().tolist()
+    chunks = [chunk.flatten().tolist() for chunk in torch.chunk(values, world)]
+    assert [list(range(p.offset, p.end)) for p in pieces] == chunks + [[]] * (world - len(chunks))
+
+
 @dataclass
 class Together:
     """Stands for the ranks: each of them brings what this one brings, times its number."""
 
     world: World
     agrees: bool = True
+    elsewhere: tuple[bool, ...] = ()
+    """which gradients another rank has"""
     exchanged: list[list[int]] = field(default_factory=list)
 
     def same(self, value: int) -> bool:
         return self.agrees
+
+    def any(self, own: list[bool]) -> list[bool]:
+        return [here or there for here, there in zip(own, self.elsewhere or own, strict=True)]
 
     def scatter(self, received: Tensor, sent: Tensor, sizes: list[int]) -> None:
         self.exchanged.append(list(sizes))
@@ -106,6 +122,53 @@ def test_a_gradient_that_other_ranks_have_not_is_refused_by_name() -> None:
     gradients = reduced(Together(World(rank=1, size=2), agrees=False), {"expert.weight": 10}, {})
     with pytest.raises(UserError, match=r"rank 1, at expert\.weight.*use spec\.parallelism\.strategy: Ddp"):
         gradients.take("expert.weight", torch.zeros(10))
+
+
+SEGMENTS = {"first": ["a"], "second": ["b", "c"], "none": [], "third": ["d"]}
+LIKES = {"a": torch.empty(5), "b": torch.empty(3, 2), "c": torch.empty(4), "d": torch.empty(2)}
+
+
+def of_segments(peers: Any, ledger: DeviceLedger, taken: dict[str, Tensor], marked: list[str]) -> SegmentGradients:
+    layout = {name: cut_rows(like.shape, peers.world.size) for name, like in LIKES.items()}
+    reduced = ReducedGradients(layout, peers, torch.float32, ledger, taken.__setitem__)
+    return SegmentGradients(SEGMENTS, LIKES, peers, reduced, marked.append, ledger)
+
+
+def test_a_segments_gradients_are_added_when_backward_has_left_it_and_held_until_then() -> None:
+    ledger, taken, marked = DeviceLedger(None), dict[str, Tensor](), list[str]()
+    gradients = of_segments(Together(World(rank=0, size=2)), ledger, taken, marked)
+    held = ledger.held_bytes
+    for _ in range(2):
+        gradients.take("d", torch.ones(2))
+        gradients.end("third")
+        gradients.take("c", torch.ones(4))
+        gradients.take("b", torch.ones(3, 2))
+        assert (list(taken), ledger.held_bytes - held) == (["d"], 4 * 10)
+        gradients.end("second")
+        assert (list(taken), marked) == (["d", "b", "c"], ["d", "b", "c"])
+        gradients.take("a", torch.ones(5))
+        gradients.finish()  # nothing before the first segment needs a gradient
+        assert (list(taken), ledger.held_bytes) == (["d", "b", "c", "a"], held)
+        taken.clear()
+        marked.clear()
+
+
+def test_a_gradient_that_only_another_rank_has_counts_as_0_and_one_that_none_has_is_none() -> None:
+    taken, marked = dict[str, Tensor](), list[str]()
+    peers = Together(World(rank=0, size=2), elsewhere=(True, False))
+    gradients = of_segments(peers, DeviceLedger(None), taken, marked)
+    gradients._to_come = ["second"]
+    gradients.end("second")
+    assert (marked, taken["b"].tolist()) == (["b"], [0.0] * 4)
+
+
+def test_parts_of_a_gradient_are_added_in_float32() -> None:
+    taken = dict[str, Tensor]()
+    gradients = of_segments(Together(World(rank=0, size=1)), DeviceLedger(None), taken, [])
+    gradients.take("d", torch.tensor([256.0, 1.0], dtype=torch.bfloat16))
+    gradients.take("d", torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+    gradients.end("third")
+    assert taken["d"].tolist() == [257.0, 2.0]
 
 
 @pytest.mark.parametrize("version", ["0.19.5", "0.19.7", "0.20.0", "1.0", "0.18.9"])
@@ -172,6 +235,54 @@ def test_what_cannot_be_divided_is_refused_before_it_has_memory(said: str) -> No
         refuse(*REFUSED[said])
 
 
-def test_only_these_strategies_import_deepspeed() -> None:
-    code = "import sys, spillway_trainer.run_job; sys.exit('deepspeed' in sys.modules)"
+class OfSegments(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+
+    @property
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("one", self.one), ("other", self.other)]
+
+
+def of_several_types() -> Chain:
+    model = OfSegments()
+    model.one.register_parameter("more", nn.Parameter(torch.empty(3, dtype=torch.bfloat16)))
+    return model
+
+
+def scalar() -> Chain:
+    model = OfSegments()
+    model.scale = nn.Parameter(torch.empty(()))
+    return model
+
+
+FSDP = PLAN.model_copy(update={"strategy": "Fsdp"})
+REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
+    "one rank has nothing to divide": (FSDP, OfSegments(), World()),
+    "parameters cannot be streamed": (
+        FSDP.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
+        OfSegments(),
+        World(size=2),
+    ),
+    "overlap: Backward is for one rank": (
+        FSDP.model_copy(update={"optimizer": OptimizerPlan(overlap="Backward")}),
+        OfSegments(),
+        World(size=2),
+    ),
+    "parameter scale is a scalar": (FSDP, scalar(), World(size=2)),
+    "segment one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
+    "rank 4 of 5 would have no row": (FSDP, OfSegments(), World(size=5)),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED_BY_FSDP)
+def test_what_fsdp2_cannot_divide_is_refused_before_it_has_memory(said: str) -> None:
+    with pytest.raises(UserError, match=f"strategy = Fsdp: .*{said}"):
+        fsdp.refuse(*REFUSED_BY_FSDP[said])
+
+
+def test_only_these_strategies_import_deepspeed_and_fsdp2() -> None:
+    code = "import sys, spillway_trainer.run_job; sys.exit(any(name in sys.modules for name in "
+    code += "('deepspeed', 'torch.distributed.fsdp')))"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0

@@ -41,6 +41,7 @@ from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
 from .tiers.nvme_slab import NvmeSlab, PlannedRates
 from .trainer import MicroBatchOrder, in_order
+from .zero import fsdp
 from .zero import run as zero
 
 CPU = torch.device("cpu")
@@ -107,6 +108,11 @@ class Assembly:
         """What is called with a micro-batch."""
         return self.model if self.divided is None else self.divided.engine
 
+    @property
+    def gathers(self) -> bool:
+        """Every forward needs the parameters of all ranks."""
+        return self.divided is not None and self.divided.parameters is not None
+
     def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
         """The sum over `ranks`, with its buffers, for gradients that travel as `wire`. A divided model sums its own."""
         if self.divided is not None:
@@ -156,7 +162,9 @@ class Assembly:
             return
         name = name.removeprefix(FROZEN)
         parameter = self.model.get_parameter(name)
-        if self.streaming is not None and name in self.streaming.streamed:
+        if self.divided is not None:
+            self.divided.optimizer.set(name, value)
+        elif self.streaming is not None and name in self.streaming.streamed:
             self.streaming.set(name, value.reshape(-1).to(parameter.dtype))
         else:
             parameter.data.copy_(value)
@@ -179,7 +187,7 @@ def assemble(
     model = model or build_model(job.spec, job.claims)
     settings = config.hyperparameters(job.spec, model)
     tiers = make_tiers(job, plan, device)
-    if plan.strategy in zero.STAGES:
+    if plan.strategy != "Ddp":
         return assemble_divided(job, plan, model, settings, ranks, tiers)
     streaming = model_spill.build(
         plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, device
@@ -208,20 +216,22 @@ def assemble_divided(
     """As `assemble`, of a model whose states, gradients or parameters are divided among `ranks` (zero/)."""
 
     def of_pieces(pieces: list[tuple[str, nn.Parameter]]) -> OptimizerOffload | ResidentOptimizer:
-        return optimizer_of(pieces, {}, settings, plan, tiers, gradient_dtype=torch.float32)
+        return optimizer_of(pieces, model.tied, settings, plan, tiers, gradient_dtype=torch.float32)
 
     wire = config.gradient_wire(job.spec)
-    divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
+    if plan.strategy == "Fsdp":
+        divided = fsdp.divide(plan, model, ranks.world, settings.rule, tiers.ledger, of_pieces, wire)
+    else:
+        divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     position, parameters = Position(job.spec.training.seed), divided.parameters or parameter_source(model, None)
-    spill = None
+    spill, ready = None, divided.ready
     if plan.mode == "Disabled":
-        wrap_segments(model.segments, position, None, autocast=model.autocast)
+        wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
     else:
         spill, _ = attach(plan, model, parameters, tiers)
-        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters)
-    order = zero.in_order_divided
-    return Assembly(model, divided.optimizer, position, tiers, spill, None, parameters, order, divided)
+        wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters, ready=ready)
+    return Assembly(model, divided.optimizer, position, tiers, spill, None, parameters, divided.order, divided)
 
 
 def parameter_source(

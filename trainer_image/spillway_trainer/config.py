@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from spillway.api import RUN_STRATEGIES, Location, TrainingJobSpec
+from spillway.api import Location, TrainingJobSpec
 from spillway.api import LossScale as LossScaleFields
 from spillway.errors import UserError
 from spillway.job import JobFile
@@ -130,11 +130,6 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
         raise UserError(
             f"the plan of {plan.job} has {'; '.join(found)}; the job has {num_segments} segments, a global batch of "
             f"{spec.training.global_batch_size} and {job.world_size} ranks: plan it again (spillway plan)"
-        )
-    if plan.strategy not in RUN_STRATEGIES:
-        raise UserError(
-            f"the plan of {plan.job} has strategy {plan.strategy}; the trainer can do {', '.join(RUN_STRATEGIES)} so "
-            "far: set spec.parallelism.strategy to one of these and plan it again"
         )
     if plan.device == "Cuda" and plan.strategy != "Ddp":
         raise UserError(

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, but not declared so
 
 from spillway.errors import SpillwayError, UserError
@@ -417,6 +417,13 @@ class Peers:
             dist.all_gather_into_tensor(every, torch.tensor([value]))
         return bool((every == value).all())
 
+    def any(self, own: Sequence[bool]) -> list[bool]:
+        """By place, whether one rank at least says yes; equally many on each."""
+        found = torch.tensor(own, dtype=torch.uint8)
+        with peers("the other ranks' gradients"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [bool(value) for value in found.tolist()]
+
     def scatter(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> None:
         """Rank s gets part s of every rank's `sent`, which has `sizes`; `received` has them by rank, end to end."""
         own = sizes[self.world.rank]
@@ -451,3 +458,17 @@ class Peers:
         """Fill `whole` with every rank's `part`, equal in size, in the order of the ranks. It may lie in `whole`."""
         with peers("the other ranks' parameters"):
             dist.all_gather_into_tensor(whole, part)
+
+    def shard(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
+        """FSDP2: each of `modules` becomes one group, whose parameters are DTensors, whole while it runs. `modules` may
+        make each one's memory when it is asked for. `root` is what is called, and has them among its own."""
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - seconds, and only Fsdp needs them
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        group = dist.group.WORLD
+        assert group is not None, "only ranks of a group have something to divide"
+        mesh = DeviceMesh.from_group(group, "cpu")
+        with peers("the other ranks to divide the model"):
+            for module in modules:
+                fully_shard(module, mesh=mesh)
+            fully_shard(root, mesh=mesh, ignored_params=set(root.parameters()))

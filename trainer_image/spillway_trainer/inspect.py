@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.api import TrainingJobSpec, load_job
 from spillway.errors import UserError
-from spillway.model_shape import ModelShape, Segment
+from spillway.model_shape import ModelShape, ParameterShape, Segment
 
 from .models.build import build_model
 from .models.chain import Chain, as_carried, replace_parameters
@@ -268,6 +269,12 @@ def _segment(
         forward_workspace_bytes=per_token(max(0, one.forward_peak - one.own_saved)),
         backward_workspace_bytes=per_token(max(0, one.backward_peak - one.own_saved)),
         lean_forward_bytes=per_token(one.lean_peak),
+        parameters=tuple(
+            ParameterShape(
+                p.shape[0] if p.dim() else 1, prod(p.shape[1:]), p.element_size(), p.requires_grad, parameter in tied
+            )
+            for parameter, p in parameters
+        ),
     )
 
 

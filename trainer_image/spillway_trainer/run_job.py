@@ -128,6 +128,7 @@ def run_ranks(
             order=assembly.order,
             device=device,
             loss_scale=loss_scale,
+            runs_together=assembly.gathers,
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
 

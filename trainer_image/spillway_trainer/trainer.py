@@ -133,6 +133,8 @@ class Run:
     device: torch.device = CPU
     """where forward runs"""
     loss_scale: LossScale = field(default_factory=LossScale)
+    runs_together: bool = False
+    """a forward gathers parameters from all ranks: each runs as many as the others"""
 
 
 class StopRequest:
@@ -332,6 +334,9 @@ def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
             if number % world.size == world.rank:
                 here = batch.on(run.device)
                 losses[-1] = run.model(here.tokens_BT, here.labels_BT, 1).item()
+        if run.runs_together and tokens and world.rank > number % world.size:
+            here = batch.on(run.device)
+            run.model(here.tokens_BT, here.labels_BT, 1)  # for the others, which have one more than this rank
     run.model.train()
     if tokens:
         total = 0.0

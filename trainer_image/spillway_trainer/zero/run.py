@@ -1,4 +1,4 @@
-"""A TrainingJob's model under DeepSpeed: memory, engine, adoption.
+"""A TrainingJob's model under DeepSpeed: memory, engine, adoption. Under FSDP2: fsdp.py.
 
 DeepSpeed joins the group of distributed.py, so its exchanges have the same time limit and end with the same error.
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from ..distributed import peers
 from ..models.chain import Chain, allocate
 from ..optimizer import Hyperparameters
 from ..ranks import World
+from ..saved_tensors import ParameterSource
+from ..segments import Ready, Residence
 from ..tiers.device_ledger import DeviceLedger
 from ..trainer import MicroBatchOrder, Run, TimedPhase, in_order
 from .gathered_parameters import GatheredParameters
@@ -34,15 +36,22 @@ from .support import check_version
 STAGES = {"Zero1": 1, "Zero2": 2, "Zero3": 3}
 
 
+class GatheringSource(ParameterSource, Residence, Protocol):
+    """Parameters that are whole only while their module runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class DividedModel:
-    """A model under DeepSpeed, ready to train."""
+    """A model under DeepSpeed or FSDP2, ready to train."""
 
     engine: Any
-    """deepspeed.DeepSpeedEngine: what is called instead of the model"""
+    """deepspeed.DeepSpeedEngine, or a module: what is called instead of the model"""
     optimizer: ShardedOptimizer
-    parameters: GatheredParameters | None
-    """where ZeRO-3's are; None: every rank has whole ones"""
+    parameters: GatheringSource | None
+    """where those of Zero3 and Fsdp are; None: every rank has whole ones"""
+    order: MicroBatchOrder
+    ready: Ready | None = None
+    """for every segment, when its forward begins"""
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
@@ -101,7 +110,7 @@ def divide(
             model=model, optimizer=base_optimizer(model, settings), config=config, dist_init_required=False
         )
     optimizer = adopt(engine, world, make, ledger, wire, plan.optimizer.num_threads, settings.rule)
-    return DividedModel(engine, optimizer, GatheredParameters(model) if stage == 3 else None)
+    return DividedModel(engine, optimizer, GatheredParameters(model) if stage == 3 else None, guarded(in_order))
 
 
 def segment_bytes(module: nn.Module) -> int:
@@ -190,9 +199,6 @@ def guarded(order: MicroBatchOrder) -> MicroBatchOrder:
             return order(run, phase, micro_batches, num_tokens)
 
     return run
-
-
-in_order_divided = guarded(in_order)
 
 
 @contextmanager

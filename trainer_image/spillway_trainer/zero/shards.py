@@ -32,14 +32,14 @@ class PartOptimizer(Optimizer, Protocol):
 
 
 class Division(Protocol):
-    """How the model's parameters are divided, and where they are; adopted.py has those of DeepSpeed."""
+    """How the model's parameters are divided, and where they are: adopted.py for DeepSpeed, fsdp.py for FSDP2."""
 
     @property
     def layout(self) -> Layout:
         """Every trained parameter, in declared order."""
 
     def complete(self) -> None:
-        """Every rank's pieces have new values: let the model's parameters have them."""
+        """Every rank's pieces have new values, or are about to: let the model's parameters have them."""
 
     def set(self, name: str, values: Tensor) -> None:
         """Give the parameter (trained or not) `values`, flat and whole, outside of training."""
@@ -60,9 +60,12 @@ class ShardedOptimizer:
         peers: Peers,
         parameters: Mapping[str, Parameter],
         rule: UpdateRule = UpdateRule.ADAMW,
+        *,
+        flushes: bool = True,
     ) -> None:
+        """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it."""
         self._own, self._division, self._peers = own, division, peers
-        self._rule = rule
+        self._rule, self._flushes = rule, flushes
         self._parameters = parameters
         """the model's, whole or divided; every trained one"""
         self._arrived: dict[str, None] = {}
@@ -86,16 +89,22 @@ class ShardedOptimizer:
     def norm(self) -> float:
         return self._peers.add(self._own.square_sum()).norm()
 
+    def set(self, name: str, value: Tensor) -> None:
+        """Give a parameter that is not trained its value, whole, outside of training."""
+        self._division.set(name, value)
+
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Nothing is updated before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:
-        """`step` returns when all is done, on every rank."""
+        """For this rank's pieces of these parameters, of which it has some."""
+        if not self._flushes:
+            self._own.wait(names)
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
-        """Returns when every rank has the new values of all parameters that it has."""
         self._own.step(learning_rate, gradient_scale)
-        self._own.flush()
+        if self._flushes:
+            self._own.flush()
         self._division.complete()
         for parameter in self._parameters.values():
             increment_version(parameter)  # a backward of before this step must not go on unnoticed
@@ -106,7 +115,7 @@ class ShardedOptimizer:
         self._arrived.clear()
 
     def flush(self) -> None:
-        """Nothing is in flight after `step`."""
+        self._own.flush()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, on every rank; every rank has to ask for all of them."""

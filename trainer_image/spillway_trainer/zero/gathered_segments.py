@@ -1,0 +1,92 @@
+"""GatheredSegments: FSDP2's parameters among saved tensors. A segment's are whole in its forward and its backward.
+
+FSDP2 makes one whole parameter for each DTensor, the first time that its segment runs, and from then on gives it memory
+and takes it back. What autograd saves of one is therefore a name: at backward it is looked up in the memory of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from ..models.chain import Chain
+from ..resident_parameters import ParameterRef, ResidentParameters, check_version
+
+TakeGradient = Callable[[str, Tensor], None]
+"""gets the name of a parameter and its gradient, complete, as soon as autograd has it"""
+
+
+class GatheredSegments:
+    """Knows the whole parameters of every segment that has run, and sends their gradients on."""
+
+    def __init__(self, model: Chain, segments: Mapping[str, Sequence[str]], take: TakeGradient) -> None:
+        """`segments`: names of all parameters of each."""
+        self._model, self._segments, self._take = model, segments, take
+        self._seen: set[str] = set()
+        self._whole: dict[str, Parameter] = {}
+        self._by_storage: dict[int, str] = {}
+        """name, by torch's storage object, which stays the same while its memory comes and goes"""
+        self._buffers = ResidentParameters(list(model.named_buffers()))
+
+    def ready(self, segment: str) -> None:
+        """The forward of `segment` begins: its parameters are whole. The first time, they are new."""
+        if segment in self._seen:
+            return
+        self._seen.add(segment)
+        for name in self._segments[segment]:
+            whole = self._model.get_parameter(name)
+            self._whole[name] = whole
+            self._by_storage[whole.untyped_storage()._cdata] = name
+            if whole.requires_grad:
+                whole.register_post_accumulate_grad_hook(self._sent(name))  # type: ignore[no-untyped-call]
+
+    def _sent(self, name: str) -> Callable[[Tensor], None]:
+        def send(whole: Tensor) -> None:
+            gradient, whole.grad = whole.grad, None  # or FSDP2 would reduce it, in its own way
+            assert gradient is not None
+            self._take(name, gradient)
+
+        return send
+
+    def changed(self) -> None:
+        """All parameters have new values: a backward of before must not go on unnoticed."""
+        for whole in self._whole.values():
+            increment_version(whole)
+
+    def find(self, tensor: Tensor) -> ParameterRef | None:
+        name = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if name is None:
+            return self._buffers.find(tensor)
+        whole = self._whole[name]
+        if whole.dtype != tensor.dtype:
+            return None
+        return ParameterRef(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), whole._version)
+
+    def resolve(self, ref: ParameterRef) -> Tensor:
+        """The view that `ref` names. FSDP2 gathers a segment's parameters before anything of its backward runs."""
+        whole = self._whole.get(ref.name)
+        if whole is None:
+            return self._buffers.resolve(ref)
+        check_version(ref, whole._version)
+        if not whole.untyped_storage().size() and whole.numel():
+            raise RuntimeError(
+                f"{ref.name}: needed in backward when that of its segment was over, and FSDP2 has put it away: the "
+                "loss depends on it past the chain of segments; use spec.parallelism.strategy: Ddp"
+            )
+        return whole.detach().as_strided(ref.size, ref.stride, ref.offset)
+
+    def enter_forward(self, segment: str) -> None:
+        """FSDP2 gathers before it."""
+
+    def enter_backward(self, segment: str) -> None:
+        """FSDP2 gathers before it."""
+
+    def prefetch(self, segment: str) -> None:
+        """FSDP2 gathers the next one itself."""
+
+    def pinned(self, segment: str) -> AbstractContextManager[None]:
+        return nullcontext()
