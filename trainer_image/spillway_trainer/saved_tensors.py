@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.plan import Answer
@@ -95,11 +95,16 @@ class KeptTensor:
 
     __slots__ = ("_charge", "_ledger", "_segment", "_tensor", "_version")
 
-    def __init__(self, tensor: Tensor, segment: str, ledger: DeviceLedger) -> None:
+    def __init__(
+        self, tensor: Tensor, segment: str, ledger: DeviceLedger, storage: UntypedStorage | None = None
+    ) -> None:
+        """`storage`: its own, where the caller has it at hand."""
         self._ledger = ledger
         self._segment = segment
         self._charge: int | None = None
-        if has_storage(tensor):
+        if storage is not None:
+            self._charge = ledger.charge_saved(storage)
+        elif has_storage(tensor):
             self._charge = ledger.charge_saved(tensor.untyped_storage())
         self._tensor = tensor.detach()
         self._version = tensor._version
@@ -183,20 +188,20 @@ def unpack(packed: Packed) -> Tensor:
 class Keeper:
     """Makes the handles that need no store."""
 
-    __slots__ = ("_ledger", "_parameters", "segment")
+    __slots__ = ("ledger", "parameters", "segment")
 
     def __init__(self, segment: str, parameters: ParameterSource, ledger: DeviceLedger) -> None:
         self.segment = segment
-        self._parameters = parameters
-        self._ledger = ledger
+        self.parameters = parameters
+        self.ledger = ledger
 
     def parameter(self, tensor: Tensor) -> Handle | None:
         """A reference, when `tensor` is a parameter or a view of one."""
-        ref = self._parameters.find(tensor) if has_storage(tensor) else None
-        return None if ref is None else SavedParameter(self._parameters, ref)
+        ref = self.parameters.find(tensor) if has_storage(tensor) else None
+        return None if ref is None else SavedParameter(self.parameters, ref)
 
     def keep(self, tensor: Tensor) -> Handle:
-        return KeptTensor(tensor, self.segment, self._ledger)
+        return KeptTensor(tensor, self.segment, self.ledger)
 
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -306,11 +311,13 @@ def _never_unpacked(_: None) -> Tensor:
 class Packer:
     """The pack hook of one visit."""
 
-    __slots__ = ("_constants", "_frame", "_keeper", "_visit")
+    __slots__ = ("_constants", "_find", "_frame", "_keeper", "_ledger", "_parameters", "_visit")
 
     def __init__(self, visit: Visit, keeper: Keeper, inputs: Sequence[object], frame: Frame | None) -> None:
         self._visit = visit
         self._keeper = keeper
+        self._parameters, self._ledger = keeper.parameters, keeper.ledger
+        self._find = keeper.parameters.find
         self._frame = frame
         # What comes in without gradient (position tables, masks, labels) belongs to the caller and stays where it is.
         self._constants = frozenset(
@@ -320,18 +327,24 @@ class Packer:
         )
 
     def pack(self, tensor: Tensor) -> Packed:
-        visit, keeper = self._visit, self._keeper
+        # Some 40 times a block, on the thread that launches compute: what is asked of torch is asked once.
+        visit = self._visit
         visit.saved = True
-        visit.needs_parameters |= tensor.is_floating_point() or tensor.is_complex()
+        if not visit.needs_parameters:
+            visit.needs_parameters = tensor.is_floating_point() or tensor.is_complex()
         if self._frame is not None:
             return visit, self._frame.reserve(tensor)
-        return visit, keeper.parameter(tensor) or self._put(tensor) or keeper.keep(tensor)
-
-    def _put(self, tensor: Tensor) -> Handle | None:
-        batch = self._visit.batch
-        if batch is None or not has_storage(tensor) or tensor.untyped_storage()._cdata in self._constants:
-            return None
-        return batch.put(tensor)
+        if not (type(tensor) in PLAIN and tensor.layout is torch.strided):
+            return visit, self._keeper.keep(tensor)
+        ref = self._find(tensor)
+        if ref is not None:
+            return visit, SavedParameter(self._parameters, ref)
+        storage = tensor.untyped_storage()
+        if visit.batch is not None and storage._cdata not in self._constants:
+            handle = visit.batch.put(tensor)
+            if handle is not None:
+                return visit, handle
+        return visit, KeptTensor(tensor, visit.segment, self._ledger, storage)
 
 
 class SavedTensors:

@@ -40,6 +40,8 @@ class DeviceLedger:
         """key of a storage -> (number of its holders, bytes)"""
         self._released: deque[tuple[str, int] | int] = deque()
         """(purpose, bytes), or the key of a storage that has one holder less"""
+        self.release_saved: Callable[[int], None] = self._released.append
+        """count one holder of a key less. Safe in a destructor"""
         self._lock = threading.Lock()
 
     def charge(self, purpose: str, nbytes: int) -> None:
@@ -58,14 +60,9 @@ class DeviceLedger:
         and the queue is taken in before a key is looked up: so a key that is found never means an earlier storage.
         """
         key: int = storage._cdata
-        nbytes = storage.nbytes()
-        if not self._try_charge_saved(key, nbytes):
-            self._retry(lambda: self._try_charge_saved(key, nbytes), ACTIVATIONS, nbytes)
+        if not self._try_charge_saved(key, storage):
+            self._retry(lambda: self._try_charge_saved(key, storage), ACTIVATIONS, storage.nbytes())
         return key
-
-    def release_saved(self, key: int) -> None:
-        """Count one holder less. Safe in a destructor."""
-        self._released.append(key)
 
     @property
     def held_bytes(self) -> int:
@@ -96,15 +93,15 @@ class DeviceLedger:
             self._settle()
             return self._add(purpose, nbytes)
 
-    def _try_charge_saved(self, key: int, nbytes: int) -> bool:
+    def _try_charge_saved(self, key: int, storage: UntypedStorage) -> bool:
         with self._lock:
             if self._released:
                 self._settle()
             known = self._saved.get(key)
             if known is not None:
-                self._saved[key] = (known[0] + 1, nbytes)
+                self._saved[key] = (known[0] + 1, known[1])
                 return True
-            if not self._add(ACTIVATIONS, nbytes):
+            if not self._add(ACTIVATIONS, nbytes := storage.nbytes()):
                 return False
             self._saved[key] = (1, nbytes)
             return True
