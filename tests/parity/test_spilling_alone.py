@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 import transformers
 from fake_spill_file import FakeSpillFile
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed import pipelining
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from spillway.errors import SpillIOError, UserError
 from spillway.plan import Tier
@@ -128,6 +130,36 @@ class Checkpointed(TiedSplit):
         return torch.tanh(y[..., :32] @ self.embedding.weight.t()).exp().mean() + self.gate(x).tanh().mean()
 
 
+class SelectivelyCheckpointed(Checkpointed):
+    """Products are kept by torch's own policy, all else is recomputed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        policy = partial(create_selective_checkpoint_contexts, keep_products)
+        y = checkpoint(lambda x: torch.tanh(self.qkv(x)).sin(), x, use_reentrant=False, context_fn=policy)
+        return torch.tanh(y[..., :32] @ self.embedding.weight.t()).exp().mean() + self.gate(x).tanh().mean()
+
+
+def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Compiled(TiedSplit):
+    """Its inner function is compiled, as a layer would be; kernels stay torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(self.inner, backend="aot_eager", fullgraph=True, dynamic=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.qkv(x)).sin()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return (self.compiled(x)[..., :32] @ self.embedding.weight.t()).tanh().mean() + self.gate(x).tanh().mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -139,6 +171,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied, split, stride 0": TiedSplit,
     "checkpointed": lambda: Checkpointed(use_reentrant=False),
     "re-entrant": lambda: Checkpointed(use_reentrant=True),
+    "selectively checkpointed": lambda: SelectivelyCheckpointed(use_reentrant=False),
+    "compiled": Compiled,
 }
 
 
@@ -407,3 +441,57 @@ def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="weight is on meta: activation spilling on its own moves tensors of the CPU"):
         Spilling(model, tmp_path, nvme_bytes=1 << 20)
+
+
+FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+NUM_STEPS = 1000 if FULL else 100
+
+
+def test_slab_file_and_records_are_flat_over_many_steps(make: Callable[..., Spilling]) -> None:
+    if not FULL:
+        print(f"reduced: {NUM_STEPS} of 1,000 steps")
+    spilling, x = make(nn.Module(), device_bytes=12 * KIB), leaf()
+    held = set()
+    for step in range(NUM_STEPS):
+        with spilling:
+            loss = chain(x)
+        spilling.store.drain()
+        file_bytes = spilling.nvme.held_bytes
+        loss.backward()
+        del loss
+        spilling.store.drain()
+        if step > 1:  # the first one spills all, and the second keeps what it may
+            held.add((file_bytes, spilling.nvme.held_bytes, spilling.host.held_bytes, spilling.ledger.held_bytes))
+    assert held == {(32 * KIB, 0, 0, 0)}
+    assert len(spilling.store.records) < 40
+
+
+@pytest.mark.parametrize("schedule", [pipelining.ScheduleGPipe, pipelining.Schedule1F1B])
+def test_micro_batches_of_a_pipeline_schedule_are_exact(
+    schedule: type[pipelining.schedules.PipelineScheduleSingle], make: Callable[..., Spilling], tmp_path_factory: Any
+) -> None:
+    """Each forward of a stage is a graph of its own, several alive at once, in the order of the schedule."""
+
+    class Spilled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.spilling = inner, make(inner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.spilling:
+                return self.inner(x)  # type: ignore[no-any-return]
+
+    def gradients(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(5)
+        inner = nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16), nn.Tanh())
+        stage = pipelining.PipelineStage(wrap(inner), 0, 1, torch.device("cpu"))
+        x, target = torch.randn(8, 16), torch.randn(8, 16)
+        schedule(stage, 4, loss_fn=F.mse_loss).step(x, target=target)
+        return [parameter.grad for parameter in inner.parameters()]
+
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    try:
+        assert same(gradients(Spilled), gradients(lambda inner: inner))
+    finally:
+        torch.distributed.destroy_process_group()
