@@ -123,6 +123,19 @@ def test_a_model_four_times_the_device_ends_with_the_same_bits(reference: Refere
     assert min(peak["nvme"] for peak in peaks) >= PARAMETER_BYTES
 
 
+def test_a_slab_on_three_volumes_gives_the_same_bits_and_leaves_nothing(reference: Reference, tmp_path: Path) -> None:
+    job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
+    further = [tmp_path / name for name in ("second", "third")]
+    for directory in further:
+        directory.mkdir()
+    job = job.model_copy(update={"further_spill_directories": tuple(map(str, further))})
+    assert local_runs.complete(job, STREAMED) == 0, local_runs.log_of(tmp_path, 1)
+    assert same(tmp_path, reference)
+    (start,) = local_runs.events(tmp_path, "start")
+    assert start["io_backend"].endswith(" x3")
+    assert [path for directory in job.spill_directories for path in Path(directory).iterdir()] == []
+
+
 def test_the_resident_run_does_not_fit_into_that_device(reference: Reference, tmp_path: Path) -> None:
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     assert local_runs.complete(job, plan("Disabled", DEVICE_BYTES)) == ExitCode.DEVICE_OUT_OF_MEMORY
