@@ -38,17 +38,19 @@ spec:
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
-PLACEMENTS: dict[str, tuple[tuple[float, float, float], int, list[Answer]]] = {
-    "resident, kept": ((0.0, 0.0, 1.0), 1 << 20, [KEEP, KEEP]),
-    "all on the CPU, kept": ((1.0, 0.0, 0.0), 1009, [KEEP, KEEP]),
-    "all streamed, host": ((0.0, 1.0, 0.0), 2048, [HOST, HOST]),
-    "half and half, NVMe": ((0.5, 0.5, 0.0), 777, [NVME, NVME]),
-    "a third each, recomputed": ((0.34, 0.33, 0.33), 4096, [RECOMPUTE, RECOMPUTE]),
-    "interleaved, mixed": ((0.61, 0.17, 0.22), 513, [NVME, HOST]),
-    "all on the CPU, parameters in slots": ((1.0, 0.0, 0.0), 777, [RECOMPUTE, HOST]),
-    "parameters in slots, segment by segment": ((0.9, 0.05, 0.05), 513, [RECOMPUTE, NVME]),
+PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Answer]]] = {
+    "resident, kept": ((0.0, 0.0, 1.0, 0.0), 1 << 20, [KEEP, KEEP]),
+    "all on the CPU, kept": ((1.0, 0.0, 0.0, 0.0), 1009, [KEEP, KEEP]),
+    "all streamed, host": ((0.0, 1.0, 0.0, 0.0), 2048, [HOST, HOST]),
+    "half and half, NVMe": ((0.5, 0.5, 0.0, 0.0), 777, [NVME, NVME]),
+    "a third each, recomputed": ((0.34, 0.33, 0.33, 0.0), 4096, [RECOMPUTE, RECOMPUTE]),
+    "interleaved, mixed": ((0.61, 0.17, 0.22, 0.0), 513, [NVME, HOST]),
+    "all on the CPU, parameters in slots": ((1.0, 0.0, 0.0, 0.0), 777, [RECOMPUTE, HOST]),
+    "parameters in slots, segment by segment": ((0.9, 0.05, 0.05, 0.0), 513, [RECOMPUTE, NVME]),
+    "all states on NVMe, kept": ((0.0, 0.0, 0.0, 1.0), 777, [KEEP, KEEP]),
+    "states everywhere, mixed": ((0.2, 0.2, 0.2, 0.4), 513, [HOST, NVME]),
 }
-"""CPU, streamed and resident shares; parameters per chunk; answers of the blocks"""
+"""CPU, streamed, resident and NVMe shares; parameters per chunk; answers of the blocks"""
 STREAMED = {
     "all on the CPU, parameters in slots": ParameterPlan(homes=(Tier.HOST, Tier.HOST, Tier.NVME, Tier.HOST)),
     "parameters in slots, segment by segment": ParameterPlan(
@@ -77,9 +79,9 @@ def plan_for(job: JobFile, placement: str | None = None) -> MemoryPlan:
     }
     if placement is None:
         return local_runs.disabled_plan(NUM_LAYERS).model_copy(update=update)
-    (cpu, streamed, resident), chunk, answers = PLACEMENTS[placement]
+    (cpu, streamed, resident, nvme), chunk, answers = PLACEMENTS[placement]
     update["optimizer"] = OptimizerPlan(
-        cpu_share=cpu, streamed_share=streamed, resident_share=resident, chunk_parameters=chunk
+        cpu_share=cpu, streamed_share=streamed, resident_share=resident, nvme_share=nvme, chunk_parameters=chunk
     )
     update["activations"] = ActivationPlan(
         answers=(KEEP, *answers, KEEP), minimum_bytes=512, window_bytes=1 << 16, num_io_threads=1

@@ -95,8 +95,8 @@ LEAST_RESIDENT_SHARE = 1e-3
 """smaller resident shares are not worth a third path"""
 ROUNDING = 2e-4
 """of shares with four digits"""
-AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero1", "Zero2", "Fsdp")
-"""Zero3 shares what Fsdp shares: the same arithmetic"""
+AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero2", "Fsdp")
+"""Zero1 shares what Zero2 shares, Zero3 what Fsdp shares: the same arithmetic"""
 _ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
 _NO_ACTIVATIONS = DevicePeak(0, 0, 0)
 _WEIGHTS = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}

@@ -22,12 +22,12 @@ from spillway.update_rules import UpdateRule
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
     "Ddp": (),
-    "Zero1": ("states",),
+    "Zero1": ("states", "gradients"),
     "Zero2": ("states", "gradients"),
     "Zero3": ("states", "gradients", "parameters"),
     "Fsdp": ("states", "gradients", "parameters"),
 }
-"""what each strategy divides among the ranks"""
+"""what each strategy divides among the ranks; sums of gradients are added up by their owners under Zero1, too"""
 RUN_STRATEGY: Strategy = "Ddp"
 """what a run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
 ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})

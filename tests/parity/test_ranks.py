@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +147,34 @@ def test_many_ranks_are_one_rank_within_rounding(laboratory: Laboratory, world: 
 def test_one_micro_batch_a_rank_gives_the_bits_of_one_rank(laboratory: Laboratory, changes: Mapping[str, str]) -> None:
     """Gradients lose nothing on a wire of their own type, and are added in the order of one rank's micro-batches."""
     assert laboratory.run(4, changes).differences(laboratory.run(1, changes)) == []
+
+
+def test_four_ranks_on_one_host_have_spill_files_of_their_own(laboratory: Laboratory, tmp_path: Path) -> None:
+    """Ranks of Ddp hold the same states at the same places, so one file for two of them would change no bit."""
+    expected = laboratory.run(4, {})
+    job = rank_runs.job_file(tmp_path, laboratory.text, laboratory.corpus, 1, 4, {})
+    started = rank_runs.start(job, rank_runs.plan_for(job, "all states on NVMe, kept"))
+    files = dict[int, set[int]]()
+    while len(files) < 4 and all(process.is_alive() for process in started.processes.values()):
+        found = {rank: spill_files(started.pid(rank), tmp_path) for rank in started.processes}
+        files |= {rank: inodes for rank, inodes in found.items() if inodes}
+    ended = started.join()
+    assert [each.exit_code for each in ended] == [0] * 4, "\n".join(each.log for each in ended)
+    assert [len(files[rank]) for rank in range(4)] == [1] * 4
+    assert len(set.union(*files.values())) == 4
+    assert rank_runs.losses(job) == expected.losses
+    assert [each.state for each in ended] == expected.ranks
+
+
+def spill_files(pid: int, directory: Path) -> set[int]:
+    """Inodes of the nameless files in `directory` that a process has open."""
+    found = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            target = os.readlink(file)
+            if target.startswith(f"{directory}/") and target.endswith(" (deleted)"):
+                found.add(file.stat().st_ino)
+    return found
 
 
 def test_a_bfloat16_wire_rounds_the_sum_of_several_micro_batches(laboratory: Laboratory) -> None:

@@ -13,24 +13,43 @@ import zero_runs
 from zero_runs import ONE_MICRO_BATCH, SHORT, UNTIED, Attempt, Case, Found
 
 from spillway.errors import ExitCode
+from spillway.footprint import SHARDS
+from spillway.update_rules import UpdateRule
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 STRATEGIES = ("Zero1", "Zero2", "Zero3")
 ALL_PLACEMENTS = [name for name in rank_runs.PLACEMENTS if name not in rank_runs.STREAMED]
 FEW = {
     "Zero1": ["half and half, NVMe"],
-    "Zero2": ["all on the CPU, kept", "interleaved, mixed"],
-    "Zero3": ["a third each, recomputed", "interleaved, mixed"],
+    "Zero2": ["all on the CPU, kept", "states everywhere, mixed"],
+    "Zero3": ["a third each, recomputed", "all states on NVMe, kept"],
 }
 PLACED = [(strategy, placement) for strategy in STRATEGIES for placement in (ALL_PLACEMENTS if FULL else FEW[strategy])]
 AS_DDP = {**SHORT, **ONE_MICRO_BATCH, **UNTIED}
 LONGER = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 8"} | {
     "checkpoint: {everySteps: 100}": "checkpoint: {everySteps: 2}"
 }
+GROUPS = '[{match: "embed*", learningRateFactor: "0.5"}, {match: "*norm*", weightDecay: "0.01"}]'
+RULES = {
+    rule: {
+        'optimizer: {learningRate: "2e-3"}': f'optimizer: {{name: {rule.value}, learningRate: "2e-3", '
+        f'weightDecay: "0.05", groups: {GROUPS}}}'
+    }
+    for rule in UpdateRule
+}
+"""every rule of update, with groups that DeepSpeed's optimizer knows nothing of"""
+FEW_RULES = dict(zip(UpdateRule, ("Zero3", "Zero2", "Zero3", "Zero1"), strict=True))
+RULED = [(rule, strategy) for rule in UpdateRule for strategy in STRATEGIES] if FULL else list(FEW_RULES.items())
+RULES_PLACEMENT = "states everywhere, mixed"
 CASES: dict[str, Case] = {
     **{strategy: Case([Attempt(strategy)]) for strategy in ("Ddp", *STRATEGIES)},
     **{f"{strategy}, {placement}": Case([Attempt(strategy, placement)]) for strategy, placement in PLACED},
     **{f"{strategy} as Ddp": Case([Attempt(strategy)], AS_DDP) for strategy in ("Ddp", *STRATEGIES)},
+    **{f"{rule} as Ddp": Case([Attempt("Ddp")], {**AS_DDP, **RULES[rule]}) for rule in UpdateRule},
+    **{
+        f"{strategy} with {rule}": Case([Attempt(strategy, RULES_PLACEMENT)], {**AS_DDP, **RULES[rule]})
+        for rule, strategy in RULED
+    },
     "uninterrupted": Case([Attempt("Zero2")], LONGER),
     "stopped": Case([Attempt("Zero2", stop_at=2), Attempt("Zero3", "interleaved, mixed")], LONGER),
     "killed": Case([Attempt("Zero3", kill_at=3), Attempt("Zero1")], LONGER),
@@ -42,7 +61,8 @@ CASES: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     if not FULL:
-        print(f"\nreduced: {len(PLACED)} of {len(STRATEGIES) * len(ALL_PLACEMENTS)} placements")
+        print(f"\nreduced: {len(PLACED)} of {len(STRATEGIES) * len(ALL_PLACEMENTS)} placements", end=", ")
+        print(f"{len(RULED)} of {len(STRATEGIES) * len(UpdateRule)} rules of update")
     results = zero_runs.run_all(list(CASES.values()), tmp_path_factory.mktemp("zero"))
     return dict(zip(CASES, results, strict=True))
 
@@ -65,6 +85,21 @@ def test_all_three_strategies_give_the_same_bits(found: dict[str, Found], strate
 def test_with_one_micro_batch_a_rank_a_divided_run_is_ddp(found: dict[str, Found], strategy: str) -> None:
     """Without tied parameters, whose uses autograd adds up before ranks do."""
     assert found[f"{strategy} as Ddp"].figures == found["Ddp as Ddp"].figures
+
+
+@pytest.mark.parametrize(("rule", "strategy"), RULED)
+def test_every_rule_and_its_groups_are_those_of_ddp(found: dict[str, Found], rule: UpdateRule, strategy: str) -> None:
+    """States on all four paths, NVMe among them; against Ddp in memory.mode Disabled."""
+    placed, plain = found[f"{strategy} with {rule}"], found[f"{rule} as Ddp"]
+    assert placed.exit_codes == plain.exit_codes == [[0, 0]], placed.logs
+    assert len(plain.tensors) == len(rule.state_kinds) * 21
+    assert placed.figures == plain.figures
+
+
+def test_rules_and_groups_are_different_runs(found: dict[str, Found]) -> None:
+    """Else the test above would say less than it seems to."""
+    runs = [found["Ddp as Ddp"], *(found[f"{rule} as Ddp"] for rule in UpdateRule)]
+    assert len({tuple(sorted(run.tensors.items())) for run in runs}) == len(runs)
 
 
 def test_several_micro_batches_are_added_in_another_order_than_ddps(found: dict[str, Found]) -> None:
@@ -102,3 +137,9 @@ def test_one_rank_has_nothing_to_divide(found: dict[str, Found]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_holds_less_than_with_ddp(found: dict[str, Found], strategy: str) -> None:
     assert found[strategy].tier_bytes["device"] < found["Ddp"].tier_bytes["device"]
+
+
+def test_zero1_holds_what_zero2_holds(found: dict[str, Found]) -> None:
+    """Also of accumulators, as the planner counts them."""
+    assert found["Zero1"].tier_bytes == found["Zero2"].tier_bytes
+    assert SHARDS["Zero1"] == SHARDS["Zero2"]

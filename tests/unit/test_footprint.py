@@ -106,7 +106,7 @@ def test_disabled_holds_everything_on_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "parameters", "gradients", "states"),
-    [("Ddp", 1, 1, 1), ("Zero1", 1, 1, 8), ("Zero2", 1, 8, 8), ("Zero3", 8, 8, 8), ("Fsdp", 8, 8, 8)],
+    [("Ddp", 1, 1, 1), ("Zero1", 1, 8, 8), ("Zero2", 1, 8, 8), ("Zero3", 8, 8, 8), ("Fsdp", 8, 8, 8)],
 )
 def test_each_strategy_shards_its_parts(strategy: Any, parameters: int, gradients: int, states: int) -> None:
     shared = work(world_size=8, strategy=strategy)
