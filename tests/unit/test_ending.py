@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from spillway import errors
 from spillway_trainer.ending import LONGEST_MESSAGE, completed, ending_of, write_termination
@@ -74,3 +75,11 @@ def test_an_unwritable_termination_message_is_no_second_failure(
     (tmp_path / "file").write_text("")
     write_termination(tmp_path / "file" / "termination.json", completed("done"), rank=0, step=1)
     assert "not written" in capsys.readouterr().out
+
+
+def test_a_device_whose_allocator_refuses_is_device_memory_that_ran_out() -> None:
+    """Also where the model allocates by itself, past our ledger; torch's advice behind the first line is left out."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+    ending = ending_of(error)
+    assert (ending.exit_code, ending.reason) == (70, "DeviceOutOfMemory")
+    assert "Tried to allocate 2.00 GiB. Lower spec.training.microBatchSize" in ending.message
