@@ -412,7 +412,7 @@ def test_several_ranks_get_ddp_because_a_run_can_do_nothing_else_yet(device: str
     view = cluster(node("node-a"), gpu_node("node-b", H100_LABELS))
     found = placed(view, {"spec.parallelism": {"nodes": 2, "device": device}})
     assert found.plan.strategy == "Ddp"
-    assert "strategy Ddp: the one that a run can do so far" in found.plan.reasons
+    assert "strategy Ddp: the one that a run takes" in found.plan.reasons
 
 
 def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:
