@@ -4,7 +4,7 @@ BERT, GPT and T5 in the paper's shapes (SSDTrain, arXiv 2408.10013), an eighth a
 layers) = (1024, 8), (1536, 6), (2048, 4), and llama (1024, 8); models of `transformers`, float32, 512 tokens, one
 compute thread, so that bytes a FLOP are near the paper's on this processor and disk, and the other core moves them.
 Twice as deep, because the gradients of the layer that backward is in, which no mode can put away, are in every peak.
---quick: bert and llama, half as wide.
+--quick: bert and llama, half as deep. (Half as wide, tensors would be below the 2 MiB that the allocator returns.)
 
   keep          what autograd does by itself
   checkpoint    torch.utils.checkpoint around every layer
@@ -318,7 +318,7 @@ def measure(quick: bool) -> dict[str, float]:
         if shape.family not in FAMILIES or (quick and shape.family not in QUICK_FAMILIES):
             continue
         if quick:
-            shape = replace(shape, hidden=shape.hidden // 2)  # noqa: PLW2901
+            shape = replace(shape, num_layers=shape.num_layers // 2)  # noqa: PLW2901
         waves = [
             trained(shape, {name: MODES[name] for name in names}, QUICK_PAIRS if quick else PAIRS)
             for names in (WAVES[:1] if quick else WAVES)
