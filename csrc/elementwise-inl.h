@@ -31,12 +31,17 @@ constexpr bool kWritten<NoOut> = false;
 // --- rules: spillway.h says each line by line. `step` takes kLanes values; it returns the new parameters, which the
 // caller writes to `out` as well. Scalars are broadcast once a range.
 
-// Where states are read, and where they go: the same arrays, or others.
-template <bool kHasSecond>
+// Where states are read, and where they go: the same arrays, or others. Moment: float, or bfloat16, which is widened when
+// it is read and rounded when it is written.
+template <bool kHasSecond, class MomentType>
 struct States {
-  float *p, *m, *v;  // v: null without a second moment
-  float *p_after, *m_after, *v_after;
-  bool past_cache;  // of what is written
+  using Moment = MomentType;
+  static constexpr bool kWide = sizeof(Moment) == sizeof(float);
+  float* p;
+  Moment *m, *v;  // v: null without a second moment
+  float* p_after;
+  Moment *m_after, *v_after;
+  bool past_cache;  // of float32 that is written
   States at(int64_t i) const {
     return {p + i, m + i, kHasSecond ? v + i : nullptr, p_after + i, m_after + i, kHasSecond ? v_after + i : nullptr,
             past_cache};
@@ -44,17 +49,17 @@ struct States {
   bool in_place() const { return p == p_after; }
   // Whole lines, which need not be read first.
   bool lines_after() const {
-    const uintptr_t any = reinterpret_cast<uintptr_t>(p_after) | reinterpret_cast<uintptr_t>(m_after) |
-                          (kHasSecond ? reinterpret_cast<uintptr_t>(v_after) : 0);
-    return any % kLineBytes == 0;
+    const uintptr_t moments = reinterpret_cast<uintptr_t>(m_after) | (kHasSecond ? reinterpret_cast<uintptr_t>(v_after) : 0);
+    return (reinterpret_cast<uintptr_t>(p_after) | (kWide ? moments : 0)) % kLineBytes == 0;
   }
   void put(const Vector& value, float* to) const { past_cache ? value.stream(to) : value.store(to); }
+  void put(const Vector& value, bfloat16* to) const { value.store(to); }
 };
 
 // AdamW, and Adam, whose weight decay goes through the gradient.
-template <bool kDecaysApart>
+template <bool kDecaysApart, class Moment>
 struct AdamRule {
-  using At = States<true>;
+  using At = States<true, Moment>;
   explicit AdamRule(const spillway_update_scalars& s)
       : gradient_scale(Vector::broadcast(s.gradient_scale)),
         decay(Vector::broadcast(kDecaysApart ? s.decay : s.weight_decay)),
@@ -90,8 +95,9 @@ struct AdamRule {
   Vector beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size;
 };
 
+template <class Moment>
 struct SgdMomentumRule {
-  using At = States<false>;
+  using At = States<false, Moment>;
   explicit SgdMomentumRule(const spillway_update_scalars& s)
       : gradient_scale(Vector::broadcast(s.gradient_scale)),
         weight_decay(Vector::broadcast(s.weight_decay)),
@@ -112,8 +118,9 @@ struct SgdMomentumRule {
   Vector gradient_scale, weight_decay, momentum, step_size;
 };
 
+template <class Moment>
 struct LionRule {
-  using At = States<false>;
+  using At = States<false, Moment>;
   explicit LionRule(const spillway_update_scalars& s)
       : gradient_scale(Vector::broadcast(s.gradient_scale)),
         decay(Vector::broadcast(s.decay)),
@@ -143,7 +150,8 @@ struct LionRule {
 // Fewer values than lanes, through zero-padded copies: lanes are independent, so their bits are the same.
 template <class Rule, class Gradient, class Out>
 static void update_tail(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
-  float p_pad[Vector::kLanes] = {}, m_pad[Vector::kLanes] = {}, v_pad[Vector::kLanes] = {};
+  float p_pad[Vector::kLanes] = {};
+  typename Rule::At::Moment m_pad[Vector::kLanes] = {}, v_pad[Vector::kLanes] = {};
   Gradient g_pad[Vector::kLanes] = {};
   for (int64_t i = 0; i < n; ++i) p_pad[i] = at.p[i], m_pad[i] = at.m[i], g_pad[i] = g[i];
   for (int64_t i = 0; at.v != nullptr && i < n; ++i) v_pad[i] = at.v[i];
@@ -159,16 +167,19 @@ static void update_tail(const Rule& rule, const typename Rule::At& at, const Gra
 
 // The block's lines of every array, kPrefetchAhead values further on. Hardware prefetch stops at the end of a 4 KiB
 // page, which each of these arrays reaches every 1024 values; and it does not know that the lines will be written.
-template <bool kHasSecond, class Gradient>
-static inline void prefetch_ahead(const States<kHasSecond>& at, const Gradient* g) {
+template <bool kHasSecond, class Moment, class Gradient>
+static inline void prefetch_ahead(const States<kHasSecond, Moment>& at, const Gradient* g) {
+  const bool past_cache = at.past_cache && at.kWide;
   for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(float)}) {
+    if (!at.in_place()) Vector::prefetch(at.p + i);
+    if (!at.past_cache) Vector::prefetch_to_write(at.p_after + i);
+  }
+  for (int64_t i = kPrefetchAhead; i < kPrefetchAhead + kBlock; i += kLineBytes / int64_t{sizeof(Moment)}) {
     if (!at.in_place()) {
-      Vector::prefetch(at.p + i);
       Vector::prefetch(at.m + i);
       if constexpr (kHasSecond) Vector::prefetch(at.v + i);
     }
-    if (!at.past_cache) {
-      Vector::prefetch_to_write(at.p_after + i);
+    if (!past_cache) {
       Vector::prefetch_to_write(at.m_after + i);
       if constexpr (kHasSecond) Vector::prefetch_to_write(at.v_after + i);
     }
@@ -234,8 +245,10 @@ template <class Rule>
 static void update_by(const spillway_update_scalars& scalars, const spillway_states& before,
                       const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
                       int32_t out_type, int64_t n) {
-  const typename Rule::At at = {before.master, before.moment1, before.moment2,
-                                after.master,  after.moment1,  after.moment2, false};
+  using Moment = typename Rule::At::Moment;
+  const auto moment = [](void* array) { return static_cast<Moment*>(array); };
+  const typename Rule::At at = {before.master, moment(before.moment1), moment(before.moment2),
+                                after.master,  moment(after.moment1),  moment(after.moment2), false};
   if (gradient_type == SPILLWAY_BFLOAT16) {
     update_typed<Rule>(scalars, at, static_cast<const bfloat16*>(gradient), out, out_type, n);
   } else if (gradient_type == SPILLWAY_FLOAT16) {
@@ -245,18 +258,29 @@ static void update_by(const spillway_update_scalars& scalars, const spillway_sta
   }
 }
 
-static void update(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
-                   const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
-                   int32_t out_type, int64_t n) {
+template <class Moment>
+static void update_moments(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
+                           const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
+                           int32_t out_type, int64_t n) {
   switch (rule) {
     case SPILLWAY_ADAMW:
-      return update_by<AdamRule<true>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<true, Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_ADAM:
-      return update_by<AdamRule<false>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<false, Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_SGD_MOMENTUM:
-      return update_by<SgdMomentumRule>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<SgdMomentumRule<Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
     default:
-      return update_by<LionRule>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<LionRule<Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+  }
+}
+
+static void update(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
+                   const spillway_states& after, int32_t moment_type, const void* gradient, int32_t gradient_type,
+                   void* out, int32_t out_type, int64_t n) {
+  if (moment_type == SPILLWAY_BFLOAT16) {
+    update_moments<bfloat16>(rule, scalars, before, after, gradient, gradient_type, out, out_type, n);
+  } else {
+    update_moments<float>(rule, scalars, before, after, gradient, gradient_type, out, out_type, n);
   }
 }
 

@@ -30,8 +30,8 @@ struct SquareBatch {
 struct Elementwise {
   // `moment2` is null where the rule has one moment.
   void (*update)(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
-                 const spillway_states& after, const void* gradient, int32_t gradient_type, void* out, int32_t out_type,
-                 int64_t n);
+                 const spillway_states& after, int32_t moment_type, const void* gradient, int32_t gradient_type,
+                 void* out, int32_t out_type, int64_t n);
   void (*accumulate)(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n);
   // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite. `type` is
   // FLOAT32 or BFLOAT16.

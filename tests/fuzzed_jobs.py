@@ -16,7 +16,7 @@ from spillway.api import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Taint
 from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
 from spillway.manifest import validate
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_operator.observed import Claim, Desired
 from spillway_operator.reconcile import reconcile
 
@@ -178,6 +178,8 @@ class _Maker:
             for name in sorted(set(values) & set(rule.defaults)):
                 self._maybe(optimizer, name, OFTEN, *values[name])
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
+            if "0.9999999" not in optimizer.get("betas", []):  # narrow moments would not shrink
+                self._maybe(optimizer, "moments", SOMETIMES, *(kind.value for kind in MomentType))
             self._maybe(
                 optimizer, "groups", SOMETIMES, [], [{"match": "*", "learningRateFactor": "0.1", "weightDecay": "0"}]
             )

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import OptimizerPlan, Overlap
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import reference
 from spillway_trainer.optimizer import Hyperparameters, Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
@@ -56,12 +56,12 @@ class Case:
     seed: int = 0
     rule: UpdateRule = UpdateRule.ADAMW
     groups: tuple[Group, ...] = ()
+    moments: MomentType = MomentType.FLOAT32
 
     @property
     def settings(self) -> Hyperparameters:
-        return replace(
-            SETTINGS, rule=self.rule, momentum=0.8, groups=groups_by_name(self.groups, [*SHAPES], self.aliases)
-        )
+        groups = groups_by_name(self.groups, [*SHAPES], self.aliases)
+        return replace(SETTINGS, rule=self.rule, moments=self.moments, momentum=0.8, groups=groups)
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ FEW_SIZES = [3, triton_kernels.BLOCK + 1]
 """of what differs by rule alone, in the interpreter, which is slow; a GPU does them all"""
 GRADIENT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 OUT_TYPES = [torch.float32, torch.bfloat16, torch.float16, None]
+MOMENT_TYPES = [torch.float32, torch.bfloat16]
 
 
 def scalars(step: int, weight_decay: float = 0.1, rule: UpdateRule = UpdateRule.ADAMW) -> UpdateScalars:
@@ -65,10 +66,11 @@ def check_update(
     out_type: torch.dtype | None,
     offset: int,
     num_steps: int,
+    moment_type: torch.dtype = torch.float32,
 ) -> None:
     """`num_steps` steps from values of both kinds, every bit of every state and of the last `out`."""
     for values in (any_values, trained_values):
-        wanted = [values(n, seed) for seed, _ in enumerate(rule.state_kinds, start=1)]
+        wanted = [values(n, 1), *(values(n, seed).to(moment_type) for seed, _ in enumerate(rule.moments, start=2))]
         found = [at_offset(state, offset, device) for state in wanted]
         out = None if out_type is None else torch.zeros(n, dtype=out_type)
         found_out = None if out is None else at_offset(out, offset, device)
@@ -77,7 +79,7 @@ def check_update(
             step_scalars, on_device = scalars(step, rule=rule), at_offset(gradient, offset, device)
             triton_kernels.update(step_scalars, found[0], found[1:], on_device, found_out)
             reference.update(step_scalars, wanted[0], wanted[1:], gradient, out)
-        how = (rule, n, gradient_type, out_type, values.__name__)
+        how = (rule, n, gradient_type, out_type, moment_type, values.__name__)
         for name, ours, reference_one in zip(rule.state_kinds, found, wanted, strict=True):
             assert torch.equal(bits(ours), bits(reference_one)), (name, *how)
         if out is not None and found_out is not None:
@@ -134,7 +136,8 @@ def check_everything(device: str) -> None:
         for rule, out_type in itertools.product(rules, OUT_TYPES):
             if rule is not UpdateRule.ADAMW and torch.float16 in (gradient_type, out_type):
                 continue  # types are loaded and stored by the same code for every rule
-            check_update(device, rule, n, gradient_type, out_type, offset=n % 2, num_steps=2)
+            for moment_type in MOMENT_TYPES if n in FEW_SIZES else MOMENT_TYPES[:1]:
+                check_update(device, rule, n, gradient_type, out_type, n % 2, 2, moment_type)
         check_accumulate(device, n, gradient_type, offset=n % 2)
         check_square_sum(device, n, gradient_type, offset=n % 2)
     assert not triton_kernels.square_sum(torch.empty(0, device=device)).any()

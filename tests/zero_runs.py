@@ -171,9 +171,10 @@ def run_attempt(attempt: Attempt, job: JobFile) -> list[rank_runs.Ended]:
 
 
 def digest(value: Any) -> str:
+    import torch
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(value.contiguous().numpy().tobytes())
+    return xxhash.xxh3_128_hexdigest(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def imported_by(strategies: set[str]) -> Iterator[str]:

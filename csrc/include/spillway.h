@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 4
+#define SPILLWAY_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -71,7 +71,9 @@ SPILLWAY_API int32_t spillway_isa_available(int32_t isa);
  *   SGD_MOMENTUM  g = g + weight_decay * p;  m = momentum * m + g;  p = p - step_size * m
  *   LION          p = decay * p;  p = p - step_size * sign(beta1 * m + one_minus_beta1 * g)
  *                 m = beta2 * m + one_minus_beta2 * g
- * sign(x) is 1 above 0 and -1 below; a zero or a NaN is its own sign. SGD_MOMENTUM and LION have no `v`. */
+ * sign(x) is 1 above 0 and -1 below; a zero or a NaN is its own sign. SGD_MOMENTUM and LION have no `v`.
+ * Moments of another type than float32 are widened when they are read and rounded once more, to nearest even, when they
+ * are stored; p is computed from what they are before that rounding. */
 typedef enum spillway_rule {
   SPILLWAY_ADAMW = 1,
   SPILLWAY_ADAM = 2,
@@ -95,21 +97,22 @@ typedef struct spillway_update_scalars {
   float step_size; /* ADAMW, ADAM: learning_rate / bias_correction1; else the learning rate */
 } spillway_update_scalars;
 
-/* The float32 states of one update: n values each, `p`, `m` and `v` of spillway_rule. */
+/* The states of one update: n values each, `p`, `m` and `v` of spillway_rule. */
 typedef struct spillway_states {
   float* master;
-  float* moment1;
-  float* moment2; /* ignored by rules that have no `v` */
+  void* moment1;
+  void* moment2; /* ignored by rules that have no `v` */
 } spillway_states;
 
 /* One update. The states are read from `before` and written to `after`: the same arrays (in place), or arrays that overlap
  * none of `before`, which then stay as they are; those that begin at a cache line are written past the cache.
- * `gradient_type` is FLOAT32, BFLOAT16 or FLOAT16; `out_type` is BFLOAT16 or FLOAT16 (round to nearest even; beyond
+ * `moment_type` is FLOAT32 or BFLOAT16; `gradient_type` is FLOAT32, BFLOAT16 or FLOAT16; `out_type` is BFLOAT16 or FLOAT16 (round to nearest even; beyond
  * FLOAT16's range an infinity), FLOAT32 (a copy of p) or NONE.
  * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0, 0x7E00): payloads are what IEEE 754 leaves open. */
 SPILLWAY_API int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, const spillway_states* before,
-                                     const spillway_states* after, const void* gradient, int32_t gradient_type,
-                                     void* out, int32_t out_type, int64_t n, int32_t isa, int32_t num_threads);
+                                     const spillway_states* after, int32_t moment_type, const void* gradient,
+                                     int32_t gradient_type, void* out, int32_t out_type, int64_t n, int32_t isa,
+                                     int32_t num_threads);
 
 /* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. A FLOAT16 NaN
  * becomes the quiet one. */

@@ -43,7 +43,8 @@ struct Guarded {
 struct Arrays {
   Arrays(int64_t n, int64_t offset, uint32_t seed)
       : p(n, offset), m(n, (offset + 1) % 32), v(n, (offset + 2) % 32), g(n, (offset + 3) % 32),
-        out16(n, offset), out32(n, offset), new_p(n, offset), new_m(n, offset), new_v(n, offset) {
+        m16(n, (offset + 1) % 32), v16(n, (offset + 2) % 32), out16(n, offset), out32(n, offset), new_p(n, offset),
+        new_m(n, offset), new_v(n, offset), new_m16(n, offset), new_v16(n, offset) {
     std::mt19937 random(seed);
     for (float* array : {p.data(), m.data(), v.data(), g.data()}) {
       for (int64_t i = 0; i < n; ++i) {
@@ -51,35 +52,45 @@ struct Arrays {
         std::memcpy(array + i, &bits, sizeof bits);
       }
     }
+    for (uint16_t* array : {m16.data(), v16.data()}) {
+      for (int64_t i = 0; i < n; ++i) array[i] = static_cast<uint16_t>(random());
+    }
   }
   Guarded<float> p, m, v, g;
-  Guarded<uint16_t> out16;
+  Guarded<uint16_t> m16, v16, out16;
   Guarded<float> out32;
   Guarded<float> new_p, new_m, new_v;
+  Guarded<uint16_t> new_m16, new_v16;
 
-  void step(int32_t rule, int32_t gradient_type, int32_t out_type, int32_t isa, int32_t num_threads, bool in_place) {
+  void step(int32_t rule, int32_t moment_type, int32_t gradient_type, int32_t out_type, int32_t isa, int32_t num_threads,
+            bool in_place) {
     const spillway_update_scalars scalars = {0.37f, 0.99997f, 0.01f, 0.9f, 0.9f, 0.1f, 0.95f, 0.05f, 0.22f, 1e-8f, 3e-3f};
     void* out = out_type == SPILLWAY_FLOAT32 ? static_cast<void*>(out32.data()) : out16.data();
-    const spillway_states before = {p.data(), m.data(), v.data()};
-    const spillway_states elsewhere = {new_p.data(), new_m.data(), new_v.data()};
-    CHECK(spillway_update(rule, &scalars, &before, in_place ? &before : &elsewhere, g.data(), gradient_type, out, out_type,
-                          p.n, isa, num_threads) == SPILLWAY_OK);
+    spillway_states before = {p.data(), m.data(), v.data()}, elsewhere = {new_p.data(), new_m.data(), new_v.data()};
+    if (moment_type == SPILLWAY_BFLOAT16) {
+      before = {p.data(), m16.data(), v16.data()}, elsewhere = {new_p.data(), new_m16.data(), new_v16.data()};
+    }
+    CHECK(spillway_update(rule, &scalars, &before, in_place ? &before : &elsewhere, moment_type, g.data(), gradient_type,
+                          out, out_type, p.n, isa, num_threads) == SPILLWAY_OK);
   }
-  bool operator==(const Arrays& o) const { return p == o.p && m == o.m && v == o.v && out16 == o.out16 && out32 == o.out32; }
+  bool states_are(const Arrays& o) const { return p == o.p && m == o.m && v == o.v && m16 == o.m16 && v16 == o.v16; }
+  bool operator==(const Arrays& o) const { return states_are(o) && out16 == o.out16 && out32 == o.out32; }
   // What an update elsewhere wrote is what `o` has after one in place; its own states are those of before.
-  bool made_elsewhere(const Arrays& o, const Arrays& untouched, bool has_second) const {
-    const bool kept = p == untouched.p && m == untouched.m && v == untouched.v;
-    return kept && same(new_p, o.p) && same(new_m, o.m) && (!has_second || same(new_v, o.v)) && out16 == o.out16 &&
-           out32 == o.out32;
+  bool made_elsewhere(const Arrays& o, const Arrays& untouched, int32_t moment_type, bool has_second) const {
+    const bool half = moment_type == SPILLWAY_BFLOAT16;
+    const bool made_m = half ? same(new_m16, o.m16) : same(new_m, o.m);
+    const bool made_v = !has_second || (half ? same(new_v16, o.v16) : same(new_v, o.v));
+    return states_are(untouched) && same(new_p, o.p) && made_m && made_v && out16 == o.out16 && out32 == o.out32;
   }
   bool intact() const {
-    return p.intact() && m.intact() && v.intact() && out16.intact() && out32.intact() && new_p.intact() &&
-           new_m.intact() && new_v.intact();
+    return p.intact() && m.intact() && v.intact() && m16.intact() && v16.intact() && out16.intact() && out32.intact() &&
+           new_p.intact() && new_m.intact() && new_v.intact() && new_m16.intact() && new_v16.intact();
   }
   // The arrays themselves, wherever they begin.
-  static bool same(const Guarded<float>& a, const Guarded<float>& b) {
+  template <class T>
+  static bool same(const Guarded<T>& a, const Guarded<T>& b) {
     return std::memcmp(&a.buffer[static_cast<size_t>(a.begin)], &b.buffer[static_cast<size_t>(b.begin)],
-                       static_cast<size_t>(a.n) * sizeof(float)) == 0;
+                       static_cast<size_t>(a.n) * sizeof(T)) == 0;
   }
 };
 
@@ -87,14 +98,17 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
   for (int32_t gradient_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16}) {
     for (int32_t rule : {SPILLWAY_ADAMW, SPILLWAY_ADAM, SPILLWAY_SGD_MOMENTUM, SPILLWAY_LION}) {
       for (int32_t out_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16, SPILLWAY_NONE}) {
-        Arrays plain(n, offset, 1), vectors(n, offset, 1), elsewhere(n, offset, 1);
-        plain.step(rule, gradient_type, out_type, SPILLWAY_ISA_SCALAR, 1, true);
-        vectors.step(rule, gradient_type, out_type, isa, num_threads, true);
-        CHECK(plain == vectors);
-        CHECK(vectors.intact());
-        elsewhere.step(rule, gradient_type, out_type, isa, num_threads, false);
-        CHECK(elsewhere.made_elsewhere(plain, Arrays(n, offset, 1), rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM));
-        CHECK(elsewhere.intact());
+        const bool has_second = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
+        for (int32_t moment_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16}) {
+          Arrays plain(n, offset, 1), vectors(n, offset, 1), elsewhere(n, offset, 1);
+          plain.step(rule, moment_type, gradient_type, out_type, SPILLWAY_ISA_SCALAR, 1, true);
+          vectors.step(rule, moment_type, gradient_type, out_type, isa, num_threads, true);
+          CHECK(plain == vectors);
+          CHECK(vectors.intact());
+          elsewhere.step(rule, moment_type, gradient_type, out_type, isa, num_threads, false);
+          CHECK(elsewhere.made_elsewhere(plain, Arrays(n, offset, 1), moment_type, has_second));
+          CHECK(elsewhere.intact());
+        }
       }
     }
     for (int32_t first : {0, 1}) {
@@ -107,11 +121,12 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
   }
 }
 
-int32_t update(int32_t rule, float* moment2, int32_t gradient_type, int32_t out_type, int64_t n, int32_t isa) {
+int32_t update(int32_t rule, float* moment2, int32_t gradient_type, int32_t out_type, int64_t n, int32_t isa,
+               int32_t moment_type = SPILLWAY_FLOAT32) {
   const spillway_update_scalars scalars = {};
   float p[1] = {}, m[1] = {}, g[1] = {};
   const spillway_states states = {p, m, moment2};
-  return spillway_update(rule, &scalars, &states, &states, g, gradient_type, nullptr, out_type, n, isa, 1);
+  return spillway_update(rule, &scalars, &states, &states, moment_type, g, gradient_type, nullptr, out_type, n, isa, 1);
 }
 
 void test_arguments_are_checked() {
@@ -129,13 +144,14 @@ void test_arguments_are_checked() {
     CHECK(v[0] == 7.0f);
   }
   CHECK(update(SPILLWAY_ADAMW, v, 9, 0, 1, 0) == SPILLWAY_BAD_ARGUMENT);
+  for (int32_t type : {0, 3, 9}) CHECK(update(SPILLWAY_ADAMW, v, 1, 0, 1, 0, type) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 2, 1, 0) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, -1, 0) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, 1, 99) == SPILLWAY_ISA_UNAVAILABLE);
   const spillway_states none = {};
-  CHECK(spillway_update(1, &scalars, &none, &none, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_OK);
-  CHECK(spillway_update(1, &scalars, &none, nullptr, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
-  CHECK(spillway_update(1, &scalars, nullptr, &none, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(spillway_update(1, &scalars, &none, &none, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_OK);
+  CHECK(spillway_update(1, &scalars, &none, nullptr, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(spillway_update(1, &scalars, nullptr, &none, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
 }
 
 }  // namespace

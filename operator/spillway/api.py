@@ -37,7 +37,7 @@ from spillway.field_types import (
 )
 from spillway.manifest import dotted, parse, read_text, shown
 from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
-from spillway.update_rules import RULE_FIELDS, UpdateRule
+from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
@@ -291,6 +291,11 @@ class Optimizer(Fields):
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
     )
+    moments: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="What a run keeps the moments in (AdamW, Adam: two; SgdMomentum, Lion: one) between updates, which "
+        "compute in float32; masters are float32 always. bfloat16 takes half of the bytes and is another result.",
+    )
     groups: tuple[ParameterGroup, ...] = Field(
         default=(), max_length=64, description="Parameters that are treated otherwise. Each group must have some."
     )
@@ -298,6 +303,10 @@ class Optimizer(Fields):
     @property
     def rule(self) -> UpdateRule:
         return UpdateRule(self.name)
+
+    @property
+    def moment_type(self) -> MomentType:
+        return MomentType(self.moments)
 
     @model_validator(mode="before")
     @classmethod
@@ -311,6 +320,18 @@ class Optimizer(Fields):
     def _only_its_own(self) -> Self:
         others = [name for name in RULE_FIELDS if name not in self.rule.defaults and getattr(self, name) is not None]
         refuse([(name, f"{self.name} has none; leave it out") for name in others])
+        return self
+
+    @model_validator(mode="after")
+    def _moments_that_shrink(self) -> Self:
+        most = self.moment_type.most_kept
+        betas = (self.betas or (0.0,))[-len(self.rule.moments) :]  # Lion's first is of no mean that is kept
+        kept = {"betas": max(betas), "momentum": self.momentum or 0.0}
+        why = (
+            f"a mean that keeps more than {most} of itself a step cannot shrink in {self.moments}, where what it would "
+            "lose is rounded away; lower it, or use moments: float32"
+        )
+        refuse([(name, why) for name, value in kept.items() if value > most])
         return self
 
 

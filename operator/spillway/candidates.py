@@ -212,6 +212,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         strategy=strategy,
         wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
         rule=spec.training.optimizer.rule,
+        moments=spec.training.optimizer.moment_type,
     )
     return _shared(made)
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from spillway.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import STATE_BYTES, MomentType, UpdateRule
 
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
@@ -58,7 +58,6 @@ EXCHANGE_PARAMETERS = 2**20
 """gradients that ranks exchange at once"""
 PAGE_BYTES = 4096
 """pieces of host memory and NVMe extents are multiples of this"""
-PADDING_PARAMETERS = CACHE_LINE_BYTES // FLOAT32_BYTES
 
 Order = Literal["InOrder", "WeightStationary"]
 Sizes = tuple[int, ...]
@@ -145,6 +144,7 @@ class Workload:
     wire_bytes: int = FLOAT32_BYTES
     """of a gradient on its way to other ranks: precision.gradientReduce"""
     rule: UpdateRule = UpdateRule.ADAMW
+    moments: MomentType = MomentType.FLOAT32
 
     @cached_property
     def tokens(self) -> int:
@@ -551,7 +551,17 @@ def accumulator_bytes(work: Workload, values: float) -> int:
 
 def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> int:
     """Moments and the float32 master; with float32 parameters the device's parameter is the master."""
-    return work.rule.states_bytes(has_master=on_cpu or work.shape.trained_bytes == 2)
+    return work.rule.states_bytes(has_master(work, on_cpu), work.moments)
+
+
+def has_master(work: Workload, on_cpu: bool) -> bool:
+    return on_cpu or work.shape.trained_bytes == 2
+
+
+def state_row_bytes(work: Workload, size: int, on_cpu: bool) -> list[int]:
+    """Of each state of a chunk of `size` parameters: the trainer keeps each in a row of its own."""
+    moments = [work.moments.bytes_per_value * size for _ in work.rule.moments]
+    return [STATE_BYTES * size, *moments] if has_master(work, on_cpu) else moments
 
 
 def chunk_parameters(work: Workload) -> int:
@@ -559,12 +569,15 @@ def chunk_parameters(work: Workload) -> int:
     return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), 1 << 22)
 
 
-def chunk_slack(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
-    """Parameters that a path may hold beyond its share: chunks are whole, and each is padded to a cache line."""
+def accumulator_slack_bytes(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
+    """What accumulators of a path may take beyond its share: chunks are whole, and each begins on a cache line."""
     if share == 0.0 or not optimizer.offloads:
         return 0
-    num_chunks = work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
-    return _whole_chunk(work, optimizer, share) + num_chunks * PADDING_PARAMETERS
+    return FLOAT32_BYTES * _whole_chunk(work, optimizer, share) + CACHE_LINE_BYTES * _num_chunks(work, optimizer)
+
+
+def _num_chunks(work: Workload, optimizer: OptimizerPlan) -> int:
+    return work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
 
 
 def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
@@ -572,16 +585,20 @@ def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
 
 
 def states_bytes(work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool) -> int:
-    """Optimizer states of one path."""
-    parameters = share * work.rank_parameters + chunk_slack(work, optimizer, share)
-    return ceil(states_bytes_per_parameter(work, on_cpu) * parameters)
+    """Optimizer states of one path: whole chunks, each state of which begins on a cache line."""
+    each = states_bytes_per_parameter(work, on_cpu)
+    if share == 0.0 or not optimizer.offloads:
+        return ceil(each * share * work.rank_parameters)
+    lines = CACHE_LINE_BYTES * len(state_row_bytes(work, 1, on_cpu)) * _num_chunks(work, optimizer)
+    return ceil(each * (share * work.rank_parameters + _whole_chunk(work, optimizer, share))) + lines
 
 
 def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Device slots that streamed states pass through."""
     if optimizer.streamed_share == 0.0:
         return 0
-    return NUM_SLOTS * states_bytes_per_parameter(work, on_cpu=False) * _chunk(work, optimizer)
+    rows = state_row_bytes(work, _chunk(work, optimizer), on_cpu=False)
+    return NUM_SLOTS * sum(padded(row, CACHE_LINE_BYTES) for row in rows)
 
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -607,7 +624,7 @@ def state_window_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Host buffers that states on NVMe pass through: each state of a chunk in whole pages."""
     if optimizer.nvme_share == 0.0:
         return 0
-    return NUM_STATE_BUFFERS * _num_states(work) * padded(FLOAT32_BYTES * _chunk(work, optimizer))
+    return NUM_STATE_BUFFERS * sum(padded(row) for row in state_row_bytes(work, _chunk(work, optimizer), on_cpu=True))
 
 
 def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
@@ -616,16 +633,10 @@ def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Strea
     share = optimizer.nvme_share
     if share == 0.0:
         return 0
-    num_chunks = work.shape.num_tensors + work.rank_parameters // optimizer.chunk_parameters
-    pages = _num_states(work) * PAGE_BYTES * num_chunks
+    pages = len(work.rule.state_kinds) * PAGE_BYTES * _num_chunks(work, optimizer)
     groups = 2 if 0.0 < forced_share(work, streaming) < 1.0 else 1
     parameters = min(work.rank_parameters, share * work.rank_parameters + groups * _whole_chunk(work, optimizer, share))
     return padded(ceil(states_bytes_per_parameter(work, on_cpu=True) * parameters)) + pages
-
-
-def _num_states(work: Workload) -> int:
-    """Of a parameter that the CPU updates."""
-    return states_bytes_per_parameter(work, on_cpu=True) // FLOAT32_BYTES
 
 
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -767,7 +778,7 @@ def device_bytes(
 ) -> TierBytes:
     """Everything of one rank on the device at its fullest moment, with all accumulators allocated."""
     on_device = 1.0 - optimizer.updated_by_cpu
-    slack = FLOAT32_BYTES * chunk_slack(work, optimizer, on_device)
+    slack = accumulator_slack_bytes(work, optimizer, on_device)
     accumulated = work.shape.num_accumulated - cpu_accumulated(work, optimizer, streaming)
     return TierBytes(
         parameters=parameter_bytes(work, streaming) + gathered_parameter_bytes(work),
@@ -785,7 +796,7 @@ def host_bytes(
     work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
 ) -> TierBytes:
     """Everything of one rank in host memory, pinned or about to be; the process itself is not counted."""
-    slack = FLOAT32_BYTES * chunk_slack(work, optimizer, optimizer.updated_by_cpu)
+    slack = accumulator_slack_bytes(work, optimizer, optimizer.updated_by_cpu)
     accumulators = accumulator_bytes(work, cpu_accumulated(work, optimizer, streaming)) + slack
     has_aliases = work.shape.num_accumulated > work.shape.num_trained
     on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)

@@ -198,7 +198,8 @@ def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) 
 def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
     """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
     shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
-    return spec.training.optimizer.rule.states_bytes(has_master=True) * shape.num_trained
+    optimizer = spec.training.optimizer
+    return optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained
 
 
 def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:

@@ -27,7 +27,7 @@ from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
 from spillway.status import ProfileEvidence, TierQuantities
 from spillway.units import format_bytes, format_count
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
 """times the planned bytes"""
@@ -181,6 +181,8 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
     }
     if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # profiles of before other rules
         decides["moments"] = moments
+    if (kept := spec.training.optimizer.moment_type) is not MomentType.FLOAT32:
+        decides["momentType"] = kept
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 

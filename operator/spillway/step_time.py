@@ -164,7 +164,7 @@ def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streami
     streamed = g * states_bytes_per_parameter(work, on_cpu=False)
     read = stored_states_bytes(work, optimizer)
     written = read + stored_bytes(work, streaming)
-    updated = work.rule.update_bytes + w
+    updated = work.rule.update_bytes(work.moments) + w
     duplex = rates.duplex if streamed else 1.0
     return {
         Resource.CPU: u * updated / rates.cpu,
@@ -333,7 +333,7 @@ def hidden_seconds(
 def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
     """Parameters that the CPU can update in the last pass of backward, beside what it does there anyway: out of place
     it moves as much as in place."""
-    each = work.rule.update_bytes + work.shape.trained_bytes
+    each = work.rule.update_bytes(work.moments) + work.shape.trained_bytes
     seconds = max(backward.values())
     free = min(
         (seconds - backward.get(resource, 0.0)) * rate

@@ -15,11 +15,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 STATE_BYTES = 4
-"""of a parameter's value, gradient or state: all are float32"""
+"""of a parameter's master or gradient: both are float32"""
 MASTER = "master"
 """the float32 values of a parameter"""
 RULE_FIELDS = ("betas", "eps", "momentum")
 """of spec.training.optimizer, that not every rule has"""
+
+
+class MomentType(StrEnum):
+    """What a run keeps the states beside the master in, between updates: spec.training.optimizer.moments. Another type
+    is another result, which the user declares; no plan chooses it."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def bytes_per_value(self) -> int:
+        return {MomentType.FLOAT32: 4, MomentType.BFLOAT16: 2}[self]
+
+    @property
+    def most_kept(self) -> float:
+        """The largest factor by which a mean can shrink from step to step and still does: a smaller step is less than
+        half a unit of the type, and rounding takes it back."""
+        return {MomentType.FLOAT32: 1.0, MomentType.BFLOAT16: 1.0 - 2**-8}[self]
 
 
 class UpdateRule(StrEnum):
@@ -32,7 +50,7 @@ class UpdateRule(StrEnum):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The float32 states beside the master, in the order of every function that takes them."""
+        """The states beside the master, in the order of every function that takes them."""
         return _FACTS[self].moments
 
     @property
@@ -55,14 +73,13 @@ class UpdateRule(StrEnum):
         """Weight decay multiplies the parameter; else it is added to the gradient."""
         return self in (UpdateRule.ADAMW, UpdateRule.LION)
 
-    @property
-    def update_bytes(self) -> int:
+    def update_bytes(self, moments: MomentType) -> int:
         """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
-        return STATE_BYTES * (1 + 2 * len(self.state_kinds))
+        return STATE_BYTES + 2 * self.states_bytes(True, moments)
 
-    def states_bytes(self, has_master: bool) -> int:
+    def states_bytes(self, has_master: bool, moments: MomentType) -> int:
         """Of one parameter; without a master of its own the float32 parameter is it."""
-        return STATE_BYTES * (len(self.moments) + has_master)
+        return STATE_BYTES * has_master + moments.bytes_per_value * len(self.moments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ NODES = {
     "tiny-llama": "cpu",
     "lora": "cpu",
     "lion": "cpu",
+    "narrow-moments": "cpu",
     "larger-than-device": "cpu",
     "llama-70b": "8xh100",
     "one-pod": "cpu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_cases
-from triton_cases import GRADIENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
+from triton_cases import GRADIENT_TYPES, MOMENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
 
 from spillway.update_rules import UpdateRule
 from spillway_trainer import kernels, triton_kernels
@@ -14,14 +14,20 @@ LARGE = 32 * 2**20 + 5
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES)
 @pytest.mark.parametrize("out_type", OUT_TYPES)
 @pytest.mark.parametrize("gradient_type", GRADIENT_TYPES)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_ten_steps_have_the_bits_of_the_reference(
-    device: str, rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype | None, offset: int
+    device: str,
+    rule: UpdateRule,
+    gradient_type: torch.dtype,
+    out_type: torch.dtype | None,
+    moment_type: torch.dtype,
+    offset: int,
 ) -> None:
     for n in (*SIZES, 1_000_003):
-        triton_cases.check_update(device, rule, n, gradient_type, out_type, offset, num_steps=10)
+        triton_cases.check_update(device, rule, n, gradient_type, out_type, offset, 10, moment_type)
 
 
 @pytest.mark.parametrize("offset", [0, 1])

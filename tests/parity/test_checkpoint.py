@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spillway.errors import CheckpointCorrupt, UserError
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MASTER, MomentType, UpdateRule
 from spillway_trainer.checkpoint import (
     check_same_run,
     load,
@@ -30,6 +30,7 @@ from spillway_trainer.data import TokenBatches
 from spillway_trainer.durable_files import describe_file
 from spillway_trainer.export import WeightFile, export
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
+from spillway_trainer.optimizer import Hyperparameters
 from spillway_trainer.text_source import text_source
 from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
 
@@ -47,9 +48,15 @@ def awkward(shape: tuple[int, ...], seed: int) -> Tensor:
     return bits.view(torch.float32)
 
 
-def canonical(shapes: dict[str, tuple[int, ...]], rule: UpdateRule = UpdateRule.ADAMW) -> dict[str, Tensor]:
-    names = [f"{kind}.{name}" for kind in rule.state_kinds for name in shapes]
-    return {name: awkward(shapes[name.split(".", 1)[1]], seed) for seed, name in enumerate(names)}
+def canonical(
+    shapes: dict[str, tuple[int, ...]], rule: UpdateRule = UpdateRule.ADAMW, moments: MomentType = MomentType.FLOAT32
+) -> dict[str, Tensor]:
+    settings = Hyperparameters(rule=rule, moments=moments)
+    names = [(kind, name) for name in shapes for kind in rule.state_kinds]
+    return {
+        f"{kind}.{name}": awkward(shapes[name], seed).to(settings.state_dtype(kind))
+        for seed, (kind, name) in enumerate(names)
+    }
 
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (1, 1), "d": (40, 50), "e": (), "empty": (0, 3)}
@@ -60,16 +67,17 @@ def saved(directory: Path, tensors: dict[str, Tensor], **state: object) -> Check
 
 
 def bits(tensor: Tensor) -> list[int]:
-    return tensor.reshape(-1).view(torch.int32).tolist()
+    return tensor.reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_every_bit_of_every_tensor_comes_back(tmp_path: Path, rule: UpdateRule) -> None:
-    tensors = canonical(SHAPES, rule)
-    loaded = dict(load(saved(tmp_path, tensors, rule=rule.value), SHAPES))
+def test_every_bit_of_every_tensor_comes_back(tmp_path: Path, rule: UpdateRule, moments: MomentType) -> None:
+    tensors = canonical(SHAPES, rule, moments)
+    loaded = dict(load(saved(tmp_path, tensors, rule=rule.value, moments=moments.value), SHAPES))
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert loaded[name].shape == tensor.shape
+        assert (loaded[name].shape, loaded[name].dtype) == (tensor.shape, tensor.dtype)
         assert bits(loaded[name]) == bits(tensor)
 
 
@@ -83,6 +91,18 @@ def test_files_are_as_large_as_allowed_and_a_larger_tensor_has_its_own(tmp_path:
     assert all(size <= 400 or len(held[file]) == 1 for file, size in sizes.items())
     assert sorted(sizes.values())[:3] != [4, 4, 4], "small tensors share files"
     assert {name for names in held.values() for name in names} == tensors.keys()
+
+
+def test_in_a_file_of_two_types_every_tensor_begins_where_its_type_may(tmp_path: Path) -> None:
+    """Readers map files; an odd number of two-byte values before four-byte ones would leave these unaligned."""
+    tensors = canonical({"odd": (7, 5), "other": (3,)}, moments=MomentType.BFLOAT16)
+    checkpoint = saved(tmp_path, tensors, moments="bfloat16")
+    assert len(checkpoint.manifest.files) == 1
+    with (checkpoint.path / checkpoint.manifest.files[0].name).open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    begins = {name: header[name]["data_offsets"][0] for name in tensors}
+    assert all(begins[name] % 4 == 0 for name in tensors if name.startswith(MASTER))
+    assert {header[name]["dtype"] for name in tensors} == {"F32", "BF16"}
 
 
 def test_iterator_may_reuse_its_buffer(tmp_path: Path) -> None:
@@ -129,18 +149,24 @@ def test_a_tensor_that_its_file_lacks_is_never_left_out(tmp_path: Path) -> None:
         list(load(checkpoint, {"a": (7, 5)}))
 
 
-@pytest.mark.parametrize("changed", ["tokenizer_xxh3", "data_xxh3", "seed", "rule"])
+DECIDE = ("tokenizer_xxh3", "data_xxh3", "seed", "rule", "moments")
+
+
+@pytest.mark.parametrize("changed", DECIDE)
 def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
     state = training_state(10)
-    now = {field: getattr(state, field) for field in ("tokenizer_xxh3", "data_xxh3", "seed", "rule")}
+    now = {field: getattr(state, field) for field in DECIDE}
     check_same_run(state, **now)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="made by another run"):
         check_same_run(state, **(now | {changed: "other"}))  # type: ignore[arg-type]
 
 
-def test_the_manifest_names_every_rule_but_the_one_that_older_trainers_expect() -> None:
-    assert "rule" not in training_state(10).to_json()
+def test_the_manifest_names_every_rule_and_type_but_those_that_older_trainers_expect() -> None:
+    assert not {"rule", "moments"} & set(training_state(10).to_json())
     assert training_state(10, rule="Lion").to_json()["rule"] == "Lion"
+    narrow = training_state(10, moments="bfloat16")
+    assert narrow.to_json()["moments"] == "bfloat16"
+    assert TrainingState.from_json(narrow.to_json()) == narrow
     for rule in UpdateRule:
         state = training_state(10, rule=rule.value)
         assert TrainingState.from_json(state.to_json()) == state

@@ -45,6 +45,7 @@ def family(architecture: str) -> dict[str, Any]:
 
 
 STREAM = {"spec.memory.parameters.placement": "Stream"}
+BFLOAT16_MOMENTS = {"spec.training.optimizer.moments": "bfloat16"}
 MANY_BATCHES = {"spec.training.microBatchSize": 2, "spec.training.globalBatchSize": 8}
 SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
 """loads of parameters are what costs: micro-batches share each"""
@@ -92,6 +93,16 @@ CASES = {
     "states on NVMe, float32": (forced("Recompute", "Nvme") | {"spec.model.precision.compute": "float32"}, NODE),
     "states on NVMe, tied": (forced("Keep", "Nvme") | {"spec.model.config.tieWordEmbeddings": True}, NODE),
     "states partly on NVMe": (budget("50Mi", host="60Mi"), SLOW),
+    "bfloat16 moments": (budget("50Mi") | BFLOAT16_MOMENTS, SLOW),
+    "bfloat16 moments, float32": (
+        BFLOAT16_MOMENTS | forced("Keep", "Interleaved") | {"spec.model.precision.compute": "float32"},
+        NODE,
+    ),
+    "bfloat16 moments, updated in backward": (
+        BFLOAT16_MOMENTS | forced("Keep", "Host") | {"spec.memory.optimizer.overlap": "Backward"},
+        NODE,
+    ),
+    "bfloat16 moments on NVMe": (BFLOAT16_MOMENTS | forced("Recompute", "Nvme"), NODE),
     "streamed, states on NVMe": (STREAM | forced("Recompute", "Nvme"), NODE),
     "streamed, states partly on NVMe": (STREAM | forced("Recompute", "Auto") | budget("40Mi", host="70Mi"), SLOW),
     "dropout": (budget("60Mi") | {"spec.model.config.dropout": "0.1"}, SLOW),

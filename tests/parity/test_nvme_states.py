@@ -28,8 +28,9 @@ from optimizer_cases import (
 
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull
 from spillway.plan import OptimizerPlan, Overlap
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.optimizer_offload.assign import Path as Path_
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
@@ -75,14 +76,19 @@ def test_every_share_on_nvme_leaves_the_bits_of_the_plain_optimizer(
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
 
 
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", list(UpdateRule))
-def test_every_rule_of_update_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule) -> None:
+def test_every_rule_of_update_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, moments: MomentType) -> None:
     """Those with one moment have a row less on NVMe."""
-    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule)
+    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule, moments=moments)
     host, ledger = memory()
     parameters, lanes, nvme = case.parameters(), LazyLanes(host, ledger), nvme_slab()
     optimizer = offload(parameters, case, plan((0.2, 0.2, 0, 0.6), 1009), lanes, ledger, nvme)
-    assert nvme.held_bytes % (1 + len(rule.moments)) == 0
+    pages = [-(-nbytes * 1009 // 4096) for nbytes in (4, *(moments.bytes_per_value for _ in rule.moments))]
+    chunks = [placed for placed in optimizer._placed if placed.chunk.path is Path_.NVME]
+    whole = [placed for placed in chunks if placed.chunk.size == 1009]
+    assert {placed.block.nbytes for placed in whole} == {4096 * sum(pages)}
+    assert nvme.held_bytes == sum(placed.block.nbytes for placed in chunks)
     assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
 
 

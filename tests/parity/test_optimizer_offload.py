@@ -28,7 +28,7 @@ from optimizer_cases import (
 from torch import Tensor
 
 from spillway.plan import OptimizerPlan, Overlap
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import kernels
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.reference import UpdateScalars
@@ -98,13 +98,16 @@ def test_an_update_that_writes_the_parameter_itself_leaves_the_same_bits_and_sen
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_every_rule_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, dtype: torch.dtype) -> None:
+def test_every_rule_leaves_the_bits_of_the_plain_optimizer(
+    rule: UpdateRule, moments: MomentType, dtype: torch.dtype
+) -> None:
     """With every split, with and without groups; tied parameters, an empty one, one without gradient in most steps."""
     for index, (shares, lanes_name) in enumerate(itertools.product(SPLITS, LANES)):
         groups, speculates = GROUPS if index % 2 else (), index % 4 >= 2
         clipping = None if speculates else 1.0  # so that what was updated in backward counts
-        case = Case(dtype, num_micro_batches=2, clipping=clipping, tied=True, rule=rule, groups=groups)
+        case = Case(dtype, 2, clipping, tied=True, rule=rule, groups=groups, moments=moments)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
         plan = split(*shares, 1009, num_threads=2)
@@ -116,9 +119,10 @@ def test_every_rule_leaves_the_bits_of_the_plain_optimizer(rule: UpdateRule, dty
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), shares
 
 
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_what_one_plan_saved_another_continues_by_every_rule(rule: UpdateRule) -> None:
-    case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule, groups=GROUPS)
+def test_what_one_plan_saved_another_continues_by_every_rule(rule: UpdateRule, moments: MomentType) -> None:
+    case = Case(torch.bfloat16, 2, 1.0, tied=True, rule=rule, groups=GROUPS, moments=moments)
     for before, after in ((SPLITS[5], SPLITS[0]), (SPLITS[2], SPLITS[4])):
         continues(case, before, after)
 
@@ -139,7 +143,7 @@ def continues(case: Case, before: tuple[float, float, float], after: tuple[float
     norms = drive(first, case, 0, UNTIL_MIDDLE)
     saved, scalars = dict(first.state()), first.scalars()
 
-    parameters = Case(case.dtype, tied=True, seed=7).parameters()  # other weights: all must come from the checkpoint
+    parameters = dataclasses.replace(case, seed=7).parameters()  # other weights: all must come from the checkpoint
     host, ledger = memory()
     second = offload(parameters, case, split(*after, 4096, overlap="Forward"), LazyLanes(host, ledger), ledger)
     for name, value in saved.items():

@@ -117,6 +117,7 @@ MODELS = {
         'dropout: "0.1"}': 'dropout: "0.1"}\n    precision: {compute: float16}',
         "microBatchSize: 4": "microBatchSize: 2",
     },
+    "bfloat16 moments": {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: bfloat16'},
 }
 PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {
     "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),

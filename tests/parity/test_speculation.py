@@ -13,7 +13,7 @@ from planted_races import Defect, LanesThatGoOn, LanesWithDefect
 from torch import Tensor
 
 from spillway.plan import OptimizerPlan
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import kernels
 from spillway_trainer.optimizer import Optimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
@@ -108,9 +108,12 @@ def test_speculation_leaves_the_bits_of_the_plain_optimizer(
             assert [step for step, chunks in enumerate(commits) if chunks] == COMMITTED
 
 
-@pytest.mark.parametrize("rule", [rule for rule in UpdateRule if rule is not UpdateRule.ADAMW])
-def test_speculation_leaves_the_bits_under_every_rule(rule: UpdateRule, commits: list[list[str]]) -> None:
-    case, ledger = Case(torch.bfloat16, tied=True, rule=rule), DeviceLedger(None)
+@pytest.mark.parametrize("moments", MomentType)
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_speculation_leaves_the_bits_under_every_rule(
+    rule: UpdateRule, moments: MomentType, commits: list[list[str]]
+) -> None:
+    case, ledger = Case(torch.bfloat16, tied=True, rule=rule, moments=moments), DeviceLedger(None)
     plan = split(0.7, 0.3, 0, 257, overlap="Backward", speculative_parameters=EVERYTHING)
     optimizer, parameters = speculating(case, plan, LANES["lazy"](HostSlab(HOST_BYTES), ledger), ledger)
     assert outcome(optimizer, parameters, follow(optimizer, case)).difference(plain(case)) == []

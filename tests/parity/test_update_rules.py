@@ -23,6 +23,7 @@ from spillway_trainer.reference import UpdateScalars
 NUM_VALUES = dict.fromkeys(UpdateRule, 100_003) | {UpdateRule.ADAMW: 1_000_003}
 NUM_STEPS = 10
 OFFSETS = {"master": 1, "gradient": 7, "out": 1}
+MOMENT_TYPES = (torch.float32, torch.bfloat16)
 MOMENT_OFFSETS = (3, 5)
 """Elements before each array in its buffer: nothing is aligned as the instruction sets would like."""
 
@@ -88,12 +89,17 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def run(
-    step_function: functools.partial[None], rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype
+    step_function: functools.partial[None],
+    rule: UpdateRule,
+    gradient_type: torch.dtype,
+    out_type: torch.dtype,
+    moment_type: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """NUM_STEPS steps; the final states and the last step's out."""
-    generator, n = torch.Generator().manual_seed(7), NUM_VALUES[rule]
+    generator, n = torch.Generator().manual_seed(7), NUM_VALUES[rule] if moment_type == torch.float32 else 100_003
     master = at_offset(extreme_values(n, generator), OFFSETS["master"])
-    moments = [at_offset(torch.zeros(n), offset) for _, offset in zip(rule.moments, MOMENT_OFFSETS, strict=False)]
+    zeros = torch.zeros(n, dtype=moment_type)
+    moments = [at_offset(zeros, offset) for _, offset in zip(rule.moments, MOMENT_OFFSETS, strict=False)]
     out = at_offset(torch.zeros(n, dtype=out_type), OFFSETS["out"])
     for step in range(1, NUM_STEPS + 1):
         gradient = at_offset(gradients(n, generator).to(gradient_type), OFFSETS["gradient"])
@@ -102,8 +108,10 @@ def run(
 
 
 @functools.cache
-def expected(rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype) -> dict[str, Tensor]:
-    return run(functools.partial(reference.update), rule, gradient_type, out_type)
+def expected(
+    rule: UpdateRule, gradient_type: torch.dtype, out_type: torch.dtype, moment_type: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    return run(functools.partial(reference.update), rule, gradient_type, out_type, moment_type)
 
 
 TYPES = [
@@ -126,6 +134,34 @@ def test_ten_steps_have_the_bits_of_the_reference(
         assert wrong == 0, f"{name}: {wrong} of {len(tensor)} values differ from the reference on {isa}"
 
 
+@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32], ids=["grad_bf16", "grad_fp32"])
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_ten_steps_with_bfloat16_moments_have_the_bits_of_the_reference(
+    isa: str, rule: UpdateRule, gradient_type: torch.dtype
+) -> None:
+    step = functools.partial(native.update, instruction_set=isa, num_threads=2)
+    for out_type in (torch.bfloat16, torch.float32):
+        found = run(step, rule, gradient_type, out_type, torch.bfloat16)
+        for name, tensor in expected(rule, gradient_type, out_type, torch.bfloat16).items():
+            wrong = int((bits(found[name]) != bits(tensor)).sum())
+            assert wrong == 0, f"{name}: {wrong} of {len(tensor)} values differ from the reference on {isa}"
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_a_bfloat16_moment_is_that_of_float32_rounded_and_no_master_sees_the_rounding(rule: UpdateRule) -> None:
+    generator, n = torch.Generator().manual_seed(3), 20_000
+    master, gradient = extreme_values(n, generator), gradients(n, generator)
+    kept = [extreme_values(n, generator).abs().bfloat16() for _ in rule.moments]
+    wide, wide_master = [moment.float() for moment in kept], master.clone()
+    reference.update(scalars(1, rule=rule), wide_master, wide, gradient, None)
+    reference.update(scalars(1, rule=rule), master, kept, gradient, None)
+    assert torch.equal(bits(master), bits(wide_master))
+    for narrow, whole in zip(kept, wide, strict=True):
+        finite = ~whole.isnan()
+        assert torch.equal(bits(narrow)[finite], bits(whole.bfloat16())[finite]), "torch rounds to nearest even, too"
+        assert bool((bits(narrow)[~finite] == 0x7FC0).all())
+
+
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_the_extreme_values_reach_denormal_infinite_and_nan_states(rule: UpdateRule) -> None:
     last = expected(rule, torch.float32, torch.bfloat16)[rule.moments[-1]]
@@ -133,16 +169,18 @@ def test_the_extreme_values_reach_denormal_infinite_and_nan_states(rule: UpdateR
     assert all(kinds)
 
 
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_leaves_what_it_read(
-    isa: str, rule: UpdateRule
+    isa: str, rule: UpdateRule, moment_type: torch.dtype
 ) -> None:
     """Aligned to lines (written past the cache), and not."""
     generator, offsets = torch.Generator().manual_seed(9), [(0, 0), (1, 0), (0, 3)]
     for n, (before_at, after_at), out_type in itertools.product((31, 65536 + 77), offsets, OUT_TYPES):
-        before = [at_offset(extreme_values(n, generator), before_at) for _ in rule.state_kinds]
+        types = [torch.float32, *(moment_type for _ in rule.moments)]
+        before = [at_offset(extreme_values(n, generator).to(dtype), before_at) for dtype in types]
         kept, wanted = [state.clone() for state in before], [state.clone() for state in before]
-        after = [at_offset(torch.full((n,), 7.0), after_at) for _ in before]
+        after = [at_offset(torch.full((n,), 7.0, dtype=dtype), after_at) for dtype in types]
         gradient = gradients(n, generator)
         outs = [None if out_type is None else torch.zeros(n, dtype=out_type) for _ in range(2)]
         step = functools.partial(native.update, scalars(1, rule=rule), instruction_set=isa, num_threads=2)
@@ -163,34 +201,38 @@ def test_the_reference_out_of_place_is_itself_in_place(rule: UpdateRule) -> None
     assert torch.equal(torch.stack(after), torch.stack(states))
 
 
-def small_states(n: int, seed: int, rule: UpdateRule) -> tuple[list[Tensor], Tensor]:
+def small_states(
+    n: int, seed: int, rule: UpdateRule, moment_type: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
     """Master and moments, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    states = [torch.randn(n, generator=generator), *(torch.zeros(n) for _ in rule.moments)]
+    states = [torch.randn(n, generator=generator), *(torch.zeros(n, dtype=moment_type) for _ in rule.moments)]
     return states, torch.randn(n, generator=generator)
 
 
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_every_length_and_alignment_has_the_bits_of_the_reference(isa: str, rule: UpdateRule) -> None:
+def test_every_length_and_alignment_has_the_bits_of_the_reference(
+    isa: str, rule: UpdateRule, moment_type: torch.dtype
+) -> None:
     for n in range(70):
         for offset in (0, 1, 2, 15, 16, 31):
-            found, g = small_states(n, n, rule)
+            found, g = small_states(n, n, rule, moment_type)
             wanted = [state.clone() for state in found]
             gradient = g.bfloat16()
             out = at_offset(torch.zeros(n, dtype=torch.bfloat16), offset)
             wanted_out = torch.zeros(n, dtype=torch.bfloat16)
             native.update(scalars(1, rule=rule), found[0], found[1:], gradient, out, instruction_set=isa)
             reference.update(scalars(1, rule=rule), wanted[0], wanted[1:], gradient, wanted_out)
-            assert torch.equal(torch.stack([*found, out.float()]), torch.stack([*wanted, wanted_out.float()])), (
-                n,
-                offset,
-            )
+            pairs = zip([*found, out], [*wanted, wanted_out], strict=True)
+            assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in pairs), (n, offset)
 
 
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_nothing_is_written_outside_the_arrays(isa: str, rule: UpdateRule) -> None:
+def test_nothing_is_written_outside_the_arrays(isa: str, rule: UpdateRule, moment_type: torch.dtype) -> None:
     n = 1000
-    guarded = [torch.full((n + 64,), 7.0) for _ in rule.state_kinds]
+    guarded = [torch.full((n + 64,), 7.0), *(torch.full((n + 64,), 7.0, dtype=moment_type) for _ in rule.moments)]
     guarded.append(torch.full((n + 64,), 7.0, dtype=torch.bfloat16))
     p, *moments, out = (tensor[31 : 31 + n] for tensor in guarded)
     native.update(scalars(1, rule=rule), p, moments, torch.randn(n), out, instruction_set=isa)
@@ -211,12 +253,12 @@ def test_a_zero_or_nan_is_its_own_sign(isa: str) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_bits_do_not_depend_on_the_number_of_threads(isa: str, num_threads: int) -> None:
     n = 3 * 65536 + 17
-    for rule in UpdateRule:
-        found, g = small_states(n, 1, rule)
+    for rule, moment_type in itertools.product(UpdateRule, MOMENT_TYPES):
+        found, g = small_states(n, 1, rule, moment_type)
         wanted = [state.clone() for state in found]
         native.update(scalars(1, rule=rule), found[0], found[1:], g, None, instruction_set=isa, num_threads=num_threads)
         reference.update(scalars(1, rule=rule), wanted[0], wanted[1:], g, None)
-        assert torch.equal(torch.stack(found), torch.stack(wanted)), rule
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)), (rule, moment_type)
 
 
 def test_out_rounds_every_float16_as_numpy_and_torch_do(isa: str) -> None:

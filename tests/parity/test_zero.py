@@ -29,6 +29,7 @@ AS_DDP = {**SHORT, **ONE_MICRO_BATCH, **UNTIED}
 LONGER = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 8"} | {
     "checkpoint: {everySteps: 100}": "checkpoint: {everySteps: 2}"
 }
+NARROW = LONGER | {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: bfloat16'}
 GROUPS = '[{match: "embed*", learningRateFactor: "0.5"}, {match: "*norm*", weightDecay: "0.01"}]'
 RULES = {
     rule: {
@@ -54,6 +55,10 @@ CASES: dict[str, Case] = {
     "stopped": Case([Attempt("Zero2", stop_at=2), Attempt("Zero3", "interleaved, mixed")], LONGER),
     "killed": Case([Attempt("Zero3", kill_at=3), Attempt("Zero1")], LONGER),
     "no room": Case([Attempt("Zero2", block_step=6)], LONGER),
+    "narrow": Case([Attempt("Zero2")], NARROW),
+    "narrow, placed and resumed": Case(
+        [Attempt("Zero3", "interleaved, mixed", stop_at=2), Attempt("Zero1", "half and half, NVMe")], NARROW
+    ),
     "one rank": Case([Attempt("Zero2", world=1)]),
 }
 
@@ -113,6 +118,13 @@ def test_a_stopped_run_goes_on_under_another_strategy_and_placement(found: dict[
     stopped = found["stopped"]
     assert stopped.exit_codes == [[ExitCode.PREEMPTED, ExitCode.PREEMPTED], [0, 0]], stopped.logs
     assert stopped.figures == found["uninterrupted"].figures
+
+
+def test_bfloat16_moments_of_a_divided_run_are_stored_and_resumed_as_they_are(found: dict[str, Found]) -> None:
+    placed, plain = found["narrow, placed and resumed"], found["narrow"]
+    assert placed.exit_codes == [[ExitCode.PREEMPTED, ExitCode.PREEMPTED], [0, 0]], placed.logs
+    assert placed.figures == plain.figures
+    assert plain.tensors != found["uninterrupted"].tensors
 
 
 def test_a_killed_rank_is_followed_and_the_run_goes_on_from_its_checkpoint(found: dict[str, Found]) -> None:

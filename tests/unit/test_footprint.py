@@ -82,7 +82,7 @@ def test_a_path_may_hold_one_chunk_beyond_its_share() -> None:
 
 
 def test_streamed_states_pass_through_two_slots_of_the_device() -> None:
-    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1000})) == 2 * 12 * 1000
+    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1000})) == 2 * 3 * 4032
     assert slot_bytes(work(), ON_CPU) == 0
 
 

@@ -31,7 +31,7 @@ from spillway_trainer.interchange.exporting import export_states
 from spillway_trainer.interchange.foreign import Foreign, powers_after
 from spillway_trainer.interchange.importing import import_into, open_foreign
 from spillway_trainer.interchange.naming import class_names, matched
-from spillway_trainer.optimizer import Hyperparameters
+from spillway_trainer.optimizer import Hyperparameters, in_dtype
 
 OPTIMIZER_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 POWERS = powers_after(Hyperparameters(beta1=BETAS[0], beta2=BETAS[1]), 3)
@@ -67,6 +67,23 @@ def test_every_bit_of_an_export_is_read_again(tmp_path: Path, form: Any) -> None
     written = export_states(our_checkpoint(tmp_path).path, tmp_path / "out", form, betas=BETAS)
     assert (written.num_parameters, written.num_steps, written.num_updates) == (4, 4, 3)
     assert_holds(open_foreign(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp"])
+def test_bfloat16_moments_are_exported_as_the_float32_values_that_they_are(tmp_path: Path, form: Any) -> None:
+    kept = {
+        (kind, name): value if kind == "master" else in_dtype(value, torch.bfloat16)
+        for (kind, name), value in states().items()
+    }
+    state = training_state(4, scalars=POWERS, model={"class": "any"}, moments="bfloat16")
+    tensors = ((f"{kind}.{name}", value) for (kind, name), value in kept.items())
+    checkpoint = save(Epoch.start(tmp_path / "checkpoints", 1), state, tensors)
+    export_states(checkpoint.path, tmp_path / "out", form, betas=BETAS)
+    foreign = open_foreign(tmp_path / "out")
+    for (kind, name), value in kept.items():
+        found = foreign.read(kind, name)
+        assert bits(found) == bits(value.float())
+        assert torch.equal(in_dtype(found, value.dtype).view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("tensor", torch.Tensor), ("number", int)])

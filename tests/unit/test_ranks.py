@@ -108,7 +108,9 @@ def test_what_rank_0_says_may_be_any_text() -> None:
 
 
 def test_a_tensor_is_announced_by_name_and_shape() -> None:
-    assert read_header(header_of("master.läyers.0", (3, 0, 7))) == ("master.läyers.0", [3, 0, 7])
+    for dtype in (torch.float32, torch.bfloat16):
+        header = header_of("exp_avg.läyers.0", (3, 0, 7), dtype)
+        assert read_header(header) == ("exp_avg.läyers.0", [3, 0, 7], dtype)
 
 
 def test_a_lost_peer_is_a_crash_that_says_it_is_not_the_cause() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+import torch
 from job_documents import job
 
 from spillway.api import Optimizer
@@ -17,12 +18,14 @@ from spillway.plan import MemoryPlan, OptimizerPlan, Tier
 from spillway.planner import make_plan
 from spillway.profiles import memory_fingerprint
 from spillway.step_time import Resource, rank_rates, update_loads
-from spillway.update_rules import RULE_FIELDS, UpdateRule
+from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 from spillway_trainer.config import hyperparameters
 from spillway_trainer.models.build import build_model
 from spillway_trainer.optimizer import Hyperparameters
+from spillway_trainer.reference import rounded
 
 OPTIMIZER = "spec.training.optimizer"
+NODE = resolve_node("8xh100")
 WIDE = {UpdateRule.ADAMW, UpdateRule.ADAM}
 """two moments; the others have one"""
 
@@ -85,31 +88,43 @@ def test_a_group_that_no_trained_parameter_of_the_model_belongs_to_is_refused() 
         hyperparameters(spec, model)
 
 
+BYTES = {
+    MomentType.FLOAT32: {True: (28, 12, 8), False: (20, 8, 4)},
+    MomentType.BFLOAT16: {True: (20, 8, 4), False: (16, 6, 2)},
+}
+"""moved by an update, states with a master and without, of a parameter; whether there are two moments"""
+
+
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_an_update_reads_the_gradient_and_reads_and_writes_every_state(rule: UpdateRule) -> None:
-    assert rule.update_bytes == (28 if rule in WIDE else 20)
-    assert rule.states_bytes(has_master=True) == (12 if rule in WIDE else 8)
-    assert rule.states_bytes(has_master=False) == (8 if rule in WIDE else 4)
+def test_an_update_reads_the_gradient_and_reads_and_writes_every_state(rule: UpdateRule, moments: MomentType) -> None:
+    moved, states, without_master = BYTES[moments][rule in WIDE]
+    assert rule.update_bytes(moments) == moved
+    assert rule.states_bytes(True, moments) == states
+    assert rule.states_bytes(False, moments) == without_master
 
 
-def workload(compute: str, rule: UpdateRule) -> Workload:
-    return Workload(model_shape(job().spec.model.transformer, compute), 4, 256, 2, rule=rule)
+def workload(compute: str, rule: UpdateRule, moments: MomentType) -> Workload:
+    return Workload(model_shape(job().spec.model.transformer, compute), 4, 256, 2, rule=rule, moments=moments)
 
 
+@pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
 @pytest.mark.parametrize(("compute", "on_device"), [("bfloat16", True), ("float32", False)])
-def test_predicted_states_and_seconds_are_the_rules(compute: str, on_device: bool, rule: UpdateRule) -> None:
-    work = workload(compute, rule)
-    assert states_bytes_per_parameter(work, on_cpu=True) == rule.states_bytes(has_master=True)
-    assert states_bytes_per_parameter(work, on_cpu=False) == rule.states_bytes(has_master=on_device)
+def test_predicted_states_and_seconds_are_the_rules(
+    compute: str, on_device: bool, rule: UpdateRule, moments: MomentType
+) -> None:
+    work = workload(compute, rule, moments)
+    assert states_bytes_per_parameter(work, on_cpu=True) == rule.states_bytes(True, moments)
+    assert states_bytes_per_parameter(work, on_cpu=False) == rule.states_bytes(on_device, moments)
     num_parameters, rates = work.shape.num_trained, rank_rates(resolve_node("8xh100"), 1, 1, compute)
     loads = update_loads(work, rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0))
-    moved = rule.update_bytes + (2 if compute == "bfloat16" else 4)
+    moved = rule.update_bytes(moments) + (2 if compute == "bfloat16" else 4)
     assert loads[Resource.CPU] * rates.cpu == pytest.approx(moved * num_parameters)
 
 
-def planned(name: str) -> MemoryPlan:
-    decided = make_plan(job({OPTIMIZER: {"name": name}}), resolve_node("8xh100"))
+def planned(name: str, moments: str = "float32") -> MemoryPlan:
+    decided = make_plan(job({OPTIMIZER: {"name": name, "moments": moments}}), NODE)
     assert isinstance(decided, MemoryPlan)
     return decided
 
@@ -120,8 +135,50 @@ def test_a_plan_counts_the_states_of_its_rule() -> None:
     assert held[UpdateRule.LION] == held[UpdateRule.SGD_MOMENTUM] == held[UpdateRule.ADAMW] * 8 // 12
 
 
+def test_a_plan_counts_the_bytes_of_the_declared_moments() -> None:
+    held = {moments: planned("AdamW", moments.value).bytes[Tier.DEVICE].optimizer_states for moments in MomentType}
+    assert held[MomentType.BFLOAT16] == held[MomentType.FLOAT32] * 8 // 12
+
+
+def test_a_budget_that_is_too_small_for_float32_moments_never_makes_them_smaller_by_itself() -> None:
+    on_device = {"spec.memory.optimizer.placement": "Device", "spec.memory.activations.policy": "Keep"}
+    decided = [
+        make_plan(job(on_device | {"spec.memory.budget": {"device": "160Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
+        for kind in ("float32", "bfloat16")
+    ]
+    assert [type(found).__name__ for found in decided] == ["Infeasible", "MemoryPlan"]
+
+
+def test_a_mean_that_rounding_would_hold_is_refused() -> None:
+    assert told(moments="bfloat16", betas=["0.9", "0.99609375"]).beta2 == 0.99609375
+    for fields in (
+        {"betas": ["0.9", "0.999"]},
+        {"betas": ["0.998", "0.95"]},
+        {"name": "Lion", "betas": ["0.9", "0.999"]},
+        {"name": "SgdMomentum", "momentum": "0.999"},
+    ):
+        assert told(**fields)
+        with pytest.raises(UserError, match="cannot shrink in bfloat16"):
+            told(moments="bfloat16", **fields)
+    assert told(name="Lion", betas=["0.999", "0.99"], moments="bfloat16").beta1 == 0.999
+
+
+def test_what_rounding_would_hold_is_what_is_refused() -> None:
+    """Every bfloat16 from 1 to 2, kept by the factor for a step and rounded: all shrink at the bound, and one stays a
+    hundredth beyond it."""
+    values = (torch.arange(128) / 128 + 1).bfloat16()
+
+    def stays(kept: float) -> bool:
+        return bool((rounded(values.float() * kept, torch.bfloat16) == values).any())
+
+    most = MomentType.BFLOAT16.most_kept
+    assert (stays(most), stays(1 - (1 - most) / 1.01)) == (False, True)
+
+
 def test_what_was_observed_of_one_number_of_states_is_nothing_known_of_another() -> None:
     specs = {rule: job({OPTIMIZER: {"name": rule.value}}).spec for rule in UpdateRule}
     digests = {rule: memory_fingerprint(spec, planned("AdamW")) for rule, spec in specs.items()}
     assert digests[UpdateRule.ADAM] == digests[UpdateRule.ADAMW]
     assert len(set(digests.values())) == 3
+    narrow = job({f"{OPTIMIZER}.moments": "bfloat16"}).spec
+    assert memory_fingerprint(narrow, planned("AdamW")) not in set(digests.values())

@@ -220,7 +220,7 @@ def assemble_divided(
 
     wire = config.gradient_wire(job.spec)
     if plan.strategy == "Fsdp":
-        divided = fsdp.divide(plan, model, ranks.world, settings.rule, tiers.ledger, of_pieces, wire)
+        divided = fsdp.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
     else:
         divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)

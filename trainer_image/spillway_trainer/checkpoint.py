@@ -1,7 +1,8 @@
 """Tensors into a checkpoint and out of it: safetensors files, no pickle, one file's worth of extra memory.
 
 The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
-alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in float32 and in the parameter's shape.
+alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
+moments in the type that the run keeps them in.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from spillway.errors import UserError
 from spillway.units import MIB
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from .checkpoint_directory import Epoch, Pending
 from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
+from .optimizer import MOMENT_DTYPES
 
 FILE_BYTES = 64 * MIB
 """tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
@@ -39,7 +41,7 @@ def write_tensors(pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_
     """Write tensors into numbered files. A tensor may be reused once the next one is asked for."""
     group = _Group(pending, file_bytes)
     for name, tensor in tensors:
-        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+        assert tensor.dtype in _SAFETENSORS_DTYPE, f"{name} is {tensor.dtype}"
         assert name not in pending.tensors, f"{name} comes twice"
         group.add(name, tensor)
     group.write()
@@ -53,32 +55,41 @@ class _Group:
         # Pages are touched, and so exist, only as far as the buffer fills.
         self._buffer = torch.empty(file_bytes, dtype=torch.uint8)
         self._used = 0
-        self._shapes: dict[str, torch.Size] = {}
+        self._held: dict[str, Tensor] = {}
+        """parts of the buffer"""
         self._num_files = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self._used + tensor.nbytes > self._buffer.nbytes:
             self.write()
         if tensor.nbytes > self._buffer.nbytes:
-            self._write_file({name: tensor.shape}, bytes_of(tensor))
+            self._write_file({name: tensor})
             return
-        place = self._buffer[self._used : self._used + tensor.nbytes]
-        place.view(torch.float32).view(tensor.shape).copy_(tensor.detach())
-        self._used += tensor.nbytes
-        self._shapes[name] = tensor.shape
+        place = self._buffer[self._used : self._used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach())
+        self._used += _aligned(tensor.nbytes)
+        self._held[name] = place
 
     def write(self) -> None:
-        if self._shapes:
-            self._write_file(self._shapes, bytes_of(self._buffer[: self._used]))
-            self._shapes, self._used = {}, 0
+        if self._held:
+            self._write_file(self._held)
+            self._held, self._used = {}, 0
 
-    def _write_file(self, shapes: Mapping[str, torch.Size], content: memoryview) -> None:
+    def _write_file(self, tensors: Mapping[str, Tensor]) -> None:
         path = self._pending.path / f"tensors-{self._num_files:05d}.safetensors"
-        header = safetensors_header({name: (torch.float32, shape) for name, shape in shapes.items()})
-        self._pending.written.append(self._pending.files.write(path, [memoryview(header), content]))
-        for name, shape in shapes.items():
-            self._pending.tensors[name] = TensorEntry(path.name, tuple(shape))
+        # Without gaps between them, readers find every tensor aligned only if the widest come first.
+        in_order = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+        header = safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in in_order.items()})
+        content = [memoryview(header), *(bytes_of(tensor) for tensor in in_order.values() if tensor.nbytes)]
+        self._pending.written.append(self._pending.files.write(path, content))
+        for name, tensor in in_order.items():
+            self._pending.tensors[name] = TensorEntry(path.name, tuple(tensor.shape))
         self._num_files += 1
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up to where a tensor of any type may begin."""
+    return -(-nbytes // 4) * 4
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
@@ -103,17 +114,24 @@ def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterato
     Raises UserError before the first tensor when names or shapes are not the model's.
     """
     _check_shapes(checkpoint, shapes)
-    tensors = checkpoint.manifest.tensors
+    tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as file:
             for name in names:
                 tensor = file.get_tensor(name)
-                assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+                assert tensor.dtype == (torch.float32 if name.startswith(f"{MASTER}.") else moments), name
                 yield name, tensor
 
 
 def check_same_run(
-    state: TrainingState, *, tokenizer_xxh3: str, data_xxh3: str, seed: int, rule: str, source_xxh3: str = ""
+    state: TrainingState,
+    *,
+    tokenizer_xxh3: str,
+    data_xxh3: str,
+    seed: int,
+    rule: str,
+    moments: str,
+    source_xxh3: str = "",
 ) -> None:
     """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed, optimizer or model
     to start from than this run."""
@@ -124,6 +142,7 @@ def check_same_run(
             ("tokens and their order", data_xxh3, state.data_xxh3),
             ("seed", seed, state.seed),
             ("optimizer", rule, state.rule),
+            ("moments", moments, state.moments),
             ("weights of spec.model.source", source_xxh3, state.model.get("source_xxh3", "")),
         )
         if now != then
@@ -131,8 +150,8 @@ def check_same_run(
     if differences:
         raise UserError(
             f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
-            "put back the corpus directory, the model's source, the job's data fields and the optimizer's name, or "
-            "train in a new output directory"
+            "put back the corpus directory, the model's source, the job's data fields and the optimizer's name and "
+            "moments, or train in a new output directory"
         )
 
 

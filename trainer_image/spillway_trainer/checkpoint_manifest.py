@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway.errors import UserError
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MomentType, UpdateRule
 
 from .durable_files import FileEntry, describe_file
 from .sealed_json import Unsealed, seal, unseal
@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one float32 tensor of the checkpoint is."""
+    """Where one tensor of the checkpoint is."""
 
     file: str
     shape: tuple[int, ...]
@@ -88,11 +88,15 @@ class TrainingState:
     """the tokenizer's, as tokenizer_config.json has them: eos_token, mask_token"""
     rule: str = UpdateRule.ADAMW.value
     """spec.training.optimizer.name; AdamW is not written, so that a Spillway that knows no other reads it"""
+    moments: str = MomentType.FLOAT32.value
+    """spec.training.optimizer.moments; float32 is not written, for the same reason"""
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
         if self.rule == UpdateRule.ADAMW:
             del fields["rule"]
+        if self.moments == MomentType.FLOAT32:
+            del fields["moments"]
         return fields
 
     @staticmethod

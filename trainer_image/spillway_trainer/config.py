@@ -77,6 +77,7 @@ def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
         weight_decay=optimizer.weight_decay or 0.0,
         momentum=optimizer.momentum or 0.0,
         rule=optimizer.rule,
+        moments=optimizer.moment_type,
         groups=groups_by_name(groups, trained, model.tied),
     )
 

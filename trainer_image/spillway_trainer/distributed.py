@@ -28,11 +28,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from spillway.errors import SpillwayError, UserError
 from spillway.footprint import EXCHANGE_PARAMETERS
+from spillway.update_rules import MomentType
 
 from . import kernels
 from .ending import PeerLost
+from .optimizer import MOMENT_DTYPES
 from .ranks import ONE_RANK, GradientSum, Ranks, Result, World
 from .reference import SquareSum
+from .tiers.arena import as_bytes
 from .tiers.device_ledger import DeviceLedger
 
 RENDEZVOUS_SECONDS = 300.0
@@ -240,7 +243,7 @@ class TorchRanks:
                 self._send(name, tensor)
             yield name, tensor
         if self.world.is_first:
-            self._broadcast(header_of("", ()))
+            self._broadcast(header_of("", (), torch.float32))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         own = torch.tensor(values, dtype=torch.float64)
@@ -263,15 +266,16 @@ class TorchRanks:
 
     def _received(self) -> Iterator[tuple[str, Tensor]]:
         while True:
-            name, shape = read_header(self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8)))
+            name, shape, dtype = read_header(self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8)))
             if not name:
                 return
-            yield name, self._broadcast(torch.empty(shape, dtype=torch.float32))
+            received = torch.empty(shape, dtype=dtype)
+            self._broadcast(as_bytes(received.view(-1)))
+            yield name, received
 
     def _send(self, name: str, tensor: Tensor) -> None:
-        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
-        self._broadcast(header_of(name, tensor.shape))
-        self._broadcast(tensor.contiguous())
+        self._broadcast(header_of(name, tensor.shape, tensor.dtype))
+        self._broadcast(as_bytes(tensor.contiguous().view(-1)))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         with peers("rank 0's parameters and states"):
@@ -325,15 +329,19 @@ def bytes_of_size(size: Tensor) -> Tensor:
     return torch.empty(int(size.item()), dtype=torch.uint8)
 
 
-def header_of(name: str, shape: Sequence[int]) -> Tensor:
-    text = json.dumps([name, list(shape)]).encode()
+def header_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    text = json.dumps([name, list(shape), _TYPE_NAMES[dtype]]).encode()
     assert len(text) <= HEADER_BYTES, f"{name}: a name too long to share"
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def read_header(header: Tensor) -> tuple[str, list[int]]:
-    name, shape = json.loads(header.numpy().tobytes())
-    return name, shape
+def read_header(header: Tensor) -> tuple[str, list[int], torch.dtype]:
+    name, shape, type_name = json.loads(header.numpy().tobytes())
+    return name, shape, MOMENT_DTYPES[MomentType(type_name)]
+
+
+_TYPE_NAMES = {dtype: kind.value for kind, dtype in MOMENT_DTYPES.items()}
+"""of all that ranks tell each other: parameters, masters and moments"""
 
 
 class ExchangedSum:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from spillway.errors import UserError
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MASTER, UpdateRule
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
 from .reference import SquareSum, UpdateScalars, float32
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
@@ -33,6 +33,7 @@ RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
 """SPILLWAY_ADAMW and the others, in the header's order"""
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """SPILLWAY_FLOAT32 and the others; 0 is SPILLWAY_NONE"""
+MOMENT_TYPES = (torch.float32, torch.bfloat16)
 IO_ENGINE = "SPILLWAY_IO_ENGINE"
 ENGINE_CODES = {"threads": 1, "io_uring": 2}
 """SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
@@ -110,7 +111,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_update": (
         c_int32,
         (
-            *(c_int32, POINTER(UpdateScalarsStruct), POINTER(StatesStruct), POINTER(StatesStruct)),
+            *(c_int32, POINTER(UpdateScalarsStruct), POINTER(StatesStruct), POINTER(StatesStruct), c_int32),
             *(c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
         ),
     ),
@@ -191,10 +192,11 @@ def update(
     instruction_set: str = "",
 ) -> None:
     """reference.update, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
-    n, before = master.numel(), (master, *moments)
+    n, before, moment_type = master.numel(), (master, *moments), moments[0].dtype
+    _check(scalars.rule.moments[0], moments[0], n, *MOMENT_TYPES)
     for states in (before,) if after is None else (before, after):
         for name, tensor in zip(scalars.rule.state_kinds, states, strict=True):
-            _check(name, tensor, n, torch.float32)
+            _check(name, tensor, n, torch.float32 if name == MASTER else moment_type)
     _check("gradient", gradient, n, *TYPE_CODES)
     if out is not None:
         _check("out", out, n, *TYPE_CODES)
@@ -203,6 +205,7 @@ def update(
         _scalars_struct(scalars),
         _states_struct(before),
         _states_struct(before if after is None else after),
+        TYPE_CODES[moment_type],
         gradient.data_ptr(),
         TYPE_CODES[gradient.dtype],
         None if out is None else out.data_ptr(),

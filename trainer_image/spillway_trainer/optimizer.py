@@ -21,10 +21,10 @@ from torch.nn import Parameter
 
 from spillway.parameter_groups import Group
 from spillway.plan import Tier
-from spillway.update_rules import MASTER, UpdateRule
+from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from . import kernels
-from .reference import SquareSum, UpdateScalars
+from .reference import SquareSum, UpdateScalars, rounded
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
@@ -46,6 +46,7 @@ class Update(Protocol):
 
 
 FLOAT32_BYTES = 4
+MOMENT_DTYPES = {MomentType.FLOAT32: torch.float32, MomentType.BFLOAT16: torch.bfloat16}
 NO_GROUP = Group("")
 """what a parameter is treated by that is in no group"""
 
@@ -85,10 +86,12 @@ class Optimizer(Protocol):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical state, the same for every plan: "<kind>.<name>" for the kinds of the rule ("master.<name>" first),
-        float32 copies in the parameter's shape; aliases are absent. Flushes first."""
+        copies in the parameter's shape: masters float32, moments in the type that they are kept in; aliases are absent.
+        Flushes first."""
 
     def load(self, name: str, value: Tensor) -> None:
-        """Set one entry of `state`; a master also sets the parameter, rounded to its dtype."""
+        """Set one entry of `state`, or a moment from float32 values, which are rounded to what it is kept in; a master
+        also sets the parameter, rounded to its dtype."""
 
     def scalars(self) -> dict[str, float]: ...
 
@@ -109,8 +112,12 @@ class Hyperparameters:
     weight_decay: float = 0.1
     momentum: float = 0.0
     rule: UpdateRule = UpdateRule.ADAMW
+    moments: MomentType = MomentType.FLOAT32
     groups: Mapping[str, Group] = field(default_factory=dict)
     """by parameter, those that have a learning rate or decay of their own"""
+
+    def state_dtype(self, kind: str) -> torch.dtype:
+        return torch.float32 if kind == MASTER else MOMENT_DTYPES[self.moments]
 
 
 @dataclass(slots=True)
@@ -167,11 +174,11 @@ class UpdateCount:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """One parameter's or chunk's states, flat float32; `master` is the memory of a parameter that is its own master."""
+    """One parameter's or chunk's states, flat; `master` is float32, or the memory of a parameter that is its own."""
 
     master: Tensor
     moments: tuple[Tensor, ...]
-    """in the order of the rule"""
+    """in the order of the rule, in the type that they are kept in"""
 
     def of(self, rule: UpdateRule, kind: str) -> Tensor:
         """`kind` is one of rule.state_kinds."""
@@ -195,9 +202,9 @@ class ResidentOptimizer:
         self._gradient_dtype = gradient_dtype
         self._count, self._rule = UpdateCount(settings), settings.rule
         self._update = update
-        self._states_bytes = sum(_states_bytes(p, self._rule) for p in self._trainable.parameters.values())
+        self._states_bytes = sum(_states_bytes(p, settings) for p in self._trainable.parameters.values())
         ledger.charge("optimizer_states", self._states_bytes)
-        self._states = {name: _new_states(p, self._rule) for name, p in self._trainable.parameters.items()}
+        self._states = {name: _new_states(p, settings) for name, p in self._trainable.parameters.items()}
         uses = [*self._trainable.parameters, *self._trainable.tied]
         sizes = {name: self._trainable.parameters[self._trainable.owner(name)].numel() for name in uses}
         self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
@@ -264,7 +271,8 @@ class ResidentOptimizer:
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter_name = name.partition(".")
         states = self._states[parameter_name]
-        states.of(self._rule, kind).copy_(value.reshape(-1))
+        held = states.of(self._rule, kind)
+        held.copy_(in_dtype(value.reshape(-1), held.dtype))
         parameter = self._trainable.parameters[parameter_name]
         if kind == MASTER and parameter.dtype != torch.float32:
             flat(parameter).copy_(master_values(states.master, parameter.dtype))
@@ -287,11 +295,18 @@ class ResidentOptimizer:
                 self._arrived.remove(alias)
 
 
-def _states_bytes(parameter: Parameter, rule: UpdateRule) -> int:
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state as `Optimizer.load` takes it, in the type that it is kept in."""
+    return value if value.dtype == dtype else rounded(value.float(), dtype)
+
+
+def _states_bytes(parameter: Parameter, settings: Hyperparameters) -> int:
     """With float32 compute the parameter is its own master."""
-    return parameter.numel() * rule.states_bytes(has_master=parameter.dtype != torch.float32)
+    has_master = parameter.dtype != torch.float32
+    return parameter.numel() * settings.rule.states_bytes(has_master, settings.moments)
 
 
-def _new_states(parameter: Parameter, rule: UpdateRule) -> States:
+def _new_states(parameter: Parameter, settings: Hyperparameters) -> States:
     master = flat(parameter) if parameter.dtype == torch.float32 else flat(parameter).float()
-    return States(master, tuple(torch.zeros_like(master) for _ in rule.moments))
+    dtype = MOMENT_DTYPES[settings.moments]
+    return States(master, tuple(torch.zeros_like(master, dtype=dtype) for _ in settings.rule.moments))

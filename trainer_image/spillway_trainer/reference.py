@@ -86,8 +86,9 @@ def update(
     """One update by `scalars.rule`; `moments` are those of the rule, in its order. In place, or of copies: `after` is
     where the new master and moments go, which overlap none of those given; these then stay as they are.
 
-    All tensors are flat and contiguous with n values: master and moments float32; gradient float32, bfloat16 or
-    float16; out bfloat16 or float16 (round to nearest even), float32 (a copy) or None.
+    All tensors are flat and contiguous with n values: master float32; gradient float32, bfloat16 or float16; out
+    bfloat16 or float16 (round to nearest even), float32 (a copy) or None. Moments, all of one type, are float32 or
+    bfloat16: then they are widened first and rounded last, and the master is updated by what they are before that.
     """
     assert len(moments) == len(scalars.rule.moments), f"{scalars.rule} with {len(moments)} moments"
     part = _PARTS[scalars.rule]
@@ -98,7 +99,11 @@ def update(
     outs = repeat(None) if out is None else torch.split(out, _CHUNK_ELEMENTS)
     states = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (gradient, master, *moments))
     for part_out, given, p, *of_p in zip(outs, *states, strict=False):
-        part(scalars, given.float() * float32(scalars.gradient_scale), p, *of_p)
+        values = [widened(kept) for kept in of_p]
+        part(scalars, given.float() * float32(scalars.gradient_scale), p, *values)
+        for kept, new in zip(of_p, values, strict=True):
+            if kept is not new:
+                kept.copy_(rounded(new, kept.dtype))
         if part_out is not None:
             part_out.copy_(rounded(p, part_out.dtype))
 
@@ -177,7 +182,7 @@ def float16(values: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values as those of a parameter: float32 (themselves), bfloat16 or float16."""
+    """float32 values as those of a parameter or moment: float32 (themselves), bfloat16 or float16."""
     if dtype == torch.float32:
         return values
     return float16(values) if dtype == torch.float16 else bfloat16(values)
@@ -185,6 +190,11 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quiet(values: Tensor) -> Tensor:
     return torch.where(torch.isnan(values), math.nan, values)
+
+
+def widened(moment: Tensor) -> Tensor:
+    """The float32 values of a moment: itself, or a copy."""
+    return moment if moment.dtype == torch.float32 else moment.float()
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:

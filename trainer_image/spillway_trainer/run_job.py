@@ -300,6 +300,7 @@ class RunCheckpoints:
             data_xxh3=self.batches.fingerprint,
             seed=self.job.spec.training.seed,
             rule=self.job.spec.training.optimizer.name,
+            moments=self.job.spec.training.optimizer.moments,
             source_xxh3=self.assembly.model.description.get("source_xxh3", ""),
         )
         return json.dumps(state.to_json())
@@ -328,6 +329,7 @@ class RunCheckpoints:
             model=self.assembly.model.description,
             special_tokens=self.corpus.special_tokens,
             rule=training.optimizer.name,
+            moments=training.optimizer.moments,
         )
 
 

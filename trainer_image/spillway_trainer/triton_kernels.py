@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spillway.update_rules import MASTER
+
 from .reference import NUM_WORDS, UpdateScalars, float32
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -176,9 +178,10 @@ def update(
     scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
 ) -> None:
     """reference.update on the device of `master`, on its current stream; returns before it is done."""
-    n = master.numel()
+    n, moment_type = master.numel(), moments[0].dtype
+    _check(scalars.rule.moments[0], moments[0], n, master.device, torch.float32, torch.bfloat16)
     for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
-        _check(name, tensor, n, master.device, torch.float32)
+        _check(name, tensor, n, master.device, torch.float32 if name == MASTER else moment_type)
     _check("gradient", gradient, n, master.device, *TYPES)
     if out is not None:
         _check("out", out, n, master.device, *TYPES)
@@ -186,8 +189,8 @@ def update(
         return
     update_kernel[(triton.cdiv(n, BLOCK),)](
         master,
-        moments[0],
-        moments[-1],
+        _words(moments[0]),
+        _words(moments[-1]),
         _words(gradient),
         master if out is None else _words(out),
         n,

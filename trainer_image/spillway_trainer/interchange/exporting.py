@@ -19,6 +19,7 @@ from ..checkpoint_manifest import Checkpoint
 from ..durable_files import DurableFiles
 from ..export import verified
 from ..optimizer import Hyperparameters
+from ..reference import widened
 from .distributed import write_distributed
 from .foreign import KINDS, powers_after
 from .naming import class_names
@@ -119,13 +120,13 @@ def _check_powers(checkpoint: Checkpoint, num_updates: int, betas: tuple[float, 
 
 
 def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, value), file by file."""
+    """(kind, name, value), file by file; moments widened to float32, which changes none."""
     tensors = checkpoint.manifest.tensors
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as opened:
             for full_name in names:
                 kind, _, name = full_name.partition(".")
-                yield kind, name, opened.get_tensor(full_name)
+                yield kind, name, widened(opened.get_tensor(full_name))
 
 
 def _aliases(checkpoint: Checkpoint, names: Sequence[str]) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ from ..checkpoint_directory import Epoch
 from ..checkpoint_manifest import Checkpoint, TrainingState
 from ..models.build import build_model
 from ..models.chain import Chain
-from ..optimizer import Hyperparameters
+from ..optimizer import Hyperparameters, in_dtype
 from ..tokens import Corpus, prepare_corpus
 from .distributed import METADATA, PROGRAM, read_distributed
 from .foreign import KINDS, Foreign, powers_after
@@ -91,7 +91,9 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
     state = _training_state(job, foreign, model, corpus, settings)
     say(f"copying the states of {len(shapes)} parameters from {foreign.format}")
     epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
-    return Imported(checkpoint.save(epoch, state, _tensors(foreign, names, shapes)), foreign, len(shapes))
+    values = _values(foreign, names, shapes)
+    tensors = ((name, in_dtype(value, settings.state_dtype(name.partition(".")[0]))) for name, value in values)
+    return Imported(checkpoint.save(epoch, state, tensors), foreign, len(shapes))
 
 
 def _check_rule(job: JobFile) -> None:
@@ -142,10 +144,11 @@ def _training_state(
         model=model.description,
         special_tokens=corpus.special_tokens,
         rule=training.optimizer.name,
+        moments=training.optimizer.moments,
     )
 
 
-def _tensors(
+def _values(
     foreign: Foreign, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, shape in shapes.items():

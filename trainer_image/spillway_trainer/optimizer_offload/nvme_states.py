@@ -19,25 +19,24 @@ from torch import Tensor
 
 from .. import kernels
 from ..tiers.arena import Ring, RingSlot
-from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import Address, NvmeSlab, Stored
 from .assign import Chunk
-from .memory import row_bytes
+from .memory import Rows
 
 
 class NvmeStates(Region):
-    """The states of one chunk in the spill file: rows of equal size in whole pages, each with the checksum of what was
-    written last. A row that was never written is 0, as moments are before the first update."""
+    """The states of one chunk in the spill file: rows of whole pages, each with the checksum of what was written last.
+    A row that was never written is 0, as moments are before the first update."""
 
-    __slots__ = ("_nvme", "_place", "_stored", "row_bytes", "settled")
+    __slots__ = ("_nvme", "_place", "_rows", "_stored", "settled")
 
-    def __init__(self, nvme: NvmeSlab, place: Address, row_bytes: int, num_rows: int, label: str) -> None:
-        super().__init__(row_bytes * num_rows, label)
+    def __init__(self, nvme: NvmeSlab, place: Address, rows: Rows, label: str) -> None:
+        super().__init__(rows.nbytes, label)
         self._nvme = nvme
         self._place = place
-        self.row_bytes = row_bytes
-        self._stored: list[Stored | None] = [None] * num_rows
+        self._rows = rows
+        self._stored: list[Stored | None] = [None] * len(rows.dtypes)
         self.settled: tuple[Event, ...] = ()
         """complete when everything submitted so far is in the file"""
 
@@ -59,7 +58,7 @@ class NvmeStates(Region):
 
     def row(self, block: Tensor, index: int) -> Tensor:
         """That row's whole pages of a block."""
-        return block[index * self.row_bytes : (index + 1) * self.row_bytes]
+        return self._rows.row(block, index)
 
     def _read(self, rows: Mapping[int, Tensor]) -> None:
         requests = []
@@ -78,21 +77,20 @@ class NvmeStates(Region):
             self._stored[index] = stored
 
     def _at(self, index: int) -> Address:
-        return self._place.extent.at(self._place.offset + index * self.row_bytes)
+        return self._place.extent.at(self._place.offset + self._rows.begin(index))
 
 
-def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[Chunk], num_rows: int) -> list[NvmeStates]:
-    """Room for `num_rows` states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the
-    bytes that are missing."""
-    sizes = [round_up(row_bytes(chunk.size)) for chunk in chunks]
-    if not sizes:
+def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, Rows]]) -> list[NvmeStates]:
+    """Room for the states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the bytes that
+    are missing."""
+    if not chunks:
         return []
     if nvme is None:
         raise ValueError("the plan has optimizer states on NVMe and there is no spill file")
-    extent, offset, placed = nvme.allocate(num_rows * sum(sizes), "optimizer states"), 0, []
-    for chunk, size in zip(chunks, sizes, strict=True):
-        placed.append(NvmeStates(nvme, extent.at(offset), size, num_rows, f"states of {chunk.label}"))
-        offset += size * num_rows
+    extent, offset, placed = nvme.allocate(sum(rows.nbytes for _, rows in chunks), "optimizer states"), 0, []
+    for chunk, rows in chunks:
+        placed.append(NvmeStates(nvme, extent.at(offset), rows, f"states of {chunk.label}"))
+        offset += rows.nbytes
     return placed
 
 

@@ -21,7 +21,7 @@ from spillway.plan import OptimizerPlan, Tier
 from spillway.update_rules import MASTER
 
 from .. import kernels
-from ..optimizer import Hyperparameters, Update, UpdateCount
+from ..optimizer import Hyperparameters, Update, UpdateCount, in_dtype
 from ..reference import SquareSum
 from ..tiers.arena import Arena, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
@@ -68,14 +68,14 @@ class OptimizerOffload:
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
         self._trainable = Trainable.of(parameters, tied, streamed | {a for a, o in tied.items() if o in streamed})
-        self._count, self._rule = UpdateCount(settings), settings.rule
+        self._count, self._settings, self._rule = UpdateCount(settings), settings, settings.rule
         self._lanes = lanes
         owners = self._trainable.parameters
         shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share, plan.nvme_share)
         sizes = {name: p.numel() for name, p in owners.items()}
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
-        self._placed = place_chunks(chunks, owners, self._homes, self._arena, nvme, len(self._rule.moments))
+        self._placed = place_chunks(chunks, owners, self._homes, self._arena, nvme, settings)
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
@@ -176,7 +176,7 @@ class OptimizerOffload:
     def load(self, name: str, value: Tensor) -> None:
         self.flush()
         kind, _, parameter_name = name.partition(".")
-        values, ends = value.reshape(-1).float().contiguous(), list[Event]()
+        values, ends = in_dtype(value.reshape(-1), self._settings.state_dtype(kind)).contiguous(), list[Event]()
         for placed in self._of[parameter_name]:
             part = values[placed.chunk.offset : placed.chunk.end]
             if placed.chunk.path is Path.NVME:
@@ -190,7 +190,7 @@ class OptimizerOffload:
             event.wait()
         if kind == MASTER and self._homes.of(parameter_name):
             dtype = self._trainable.parameters[parameter_name].dtype
-            self._homes.set(parameter_name, master_values(values.float(), dtype))
+            self._homes.set(parameter_name, master_values(values, dtype))
 
     def scalars(self) -> dict[str, float]:
         return self._count.as_dict()
@@ -213,7 +213,7 @@ class OptimizerOffload:
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""
-        found = torch.empty(self._trainable.parameters[name].numel(), dtype=torch.float32)
+        found = torch.empty(self._trainable.parameters[name].numel(), dtype=self._settings.state_dtype(kind))
         ends = []
         for placed in self._of[name]:
             target = found[placed.chunk.offset : placed.chunk.end]

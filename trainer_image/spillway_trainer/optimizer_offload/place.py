@@ -12,14 +12,15 @@ from torch.nn import Parameter
 
 from spillway.plan import Tier
 
-from ..optimizer import States
-from ..tiers.arena import Arena, Part, as_bytes
+from ..optimizer import Hyperparameters, States
+from ..tiers.arena import ALIGNMENT_BYTES, Arena, Part, as_bytes
+from ..tiers.extents import ALIGNMENT_BYTES as PAGE_BYTES
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import flat
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, accumulator_bytes, row_bytes, states_bytes, view_states
+from .memory import FLOAT32_BYTES, Rows, accumulator_bytes, rows_of
 from .nvme_states import NvmeStates, place_on_nvme
 
 
@@ -80,6 +81,8 @@ class Placed:
     """the memory of `parameter`, or of the home"""
     block: Part | NvmeStates
     """the chunk's states where they live between updates: host memory, the device for a resident chunk, or NVMe"""
+    rows: Rows
+    """where they lie in it"""
     accumulator: Accumulator
     _viewed: tuple[Part, States] | None = None
 
@@ -121,8 +124,17 @@ class Placed:
 
     def states(self, block: Tensor) -> States:
         """`block` (uint8: this chunk's, or a buffer of a ring that holds its states) as states."""
-        row = self.block.row_bytes if isinstance(self.block, NvmeStates) else row_bytes(self.chunk.size)
-        return view_states(block, self.chunk.size, row, self.parameter if self.parameter_is_master else None)
+        views = self.rows.views(block)
+        if not self.parameter_is_master:
+            return States(views[0], views[1:])
+        assert self.parameter is not None
+        return States(self.parameter, views)
+
+    @property
+    def update_bytes(self) -> int:
+        """What an update reads and writes: gradient, master and moments."""
+        master = 2 * self.nbytes if self.parameter_is_master else 0
+        return FLOAT32_BYTES * self.chunk.size + master + self.rows.update_bytes
 
     @property
     def device_out(self) -> Tensor | None:
@@ -136,34 +148,38 @@ def place_chunks(
     homes: Homes,
     arena: Arena,
     nvme: NvmeSlab | None,
-    num_moments: int,
+    settings: Hyperparameters,
 ) -> list[Placed]:
     """State blocks and accumulators of `chunks`, in their order."""
     to_come = {name: iter(homes.of(name)) for name in parameters}
     dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
-    blocks = _place_states(chunks, dtypes, arena, nvme, num_moments)
+    rows = [_rows(chunk, dtype, settings) for chunk, dtype in zip(chunks, dtypes, strict=True)]
+    blocks = _place_states(chunks, rows, arena, nvme)
     accumulators = place_accumulators(chunks, arena)
     placed = []
-    for chunk, dtype, block, accumulator in zip(chunks, dtypes, blocks, accumulators, strict=True):
+    for chunk, dtype, block, lies, accumulator in zip(chunks, dtypes, blocks, rows, accumulators, strict=True):
         home = next(to_come[chunk.parameter], None)
         piece = None if home else flat(parameters[chunk.parameter])[chunk.offset : chunk.end]
         weights = home.region if home else Region(chunk.size * dtype.itemsize, chunk.label)
-        placed.append(Placed(chunk, dtype, piece, home, weights, block, accumulator))
+        placed.append(Placed(chunk, dtype, piece, home, weights, block, lies, accumulator))
     return placed
 
 
+def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters) -> Rows:
+    has_master = chunk.path.updates_on_cpu or dtype != torch.float32
+    unit_bytes = PAGE_BYTES if chunk.path is Path.NVME else ALIGNMENT_BYTES
+    return rows_of(chunk.size, settings, has_master=has_master, unit_bytes=unit_bytes)
+
+
 def _place_states(
-    chunks: Sequence[Chunk], dtypes: Sequence[torch.dtype], arena: Arena, nvme: NvmeSlab | None, num_moments: int
+    chunks: Sequence[Chunk], rows: Sequence[Rows], arena: Arena, nvme: NvmeSlab | None
 ) -> list[Part | NvmeStates]:
     """One block a chunk, in memory or on NVMe."""
-    in_memory = [(chunk, dtype) for chunk, dtype in zip(chunks, dtypes, strict=True) if chunk.path is not Path.NVME]
-    held = [chunk for chunk, _ in in_memory]
-    sizes = [
-        states_bytes(chunk.size, chunk.path.updates_on_cpu or dtype != torch.float32, num_moments)
-        for chunk, dtype in in_memory
-    ]
+    in_memory = [(chunk, row.nbytes) for chunk, row in zip(chunks, rows, strict=True) if chunk.path is not Path.NVME]
+    held, sizes = [chunk for chunk, _ in in_memory], [nbytes for _, nbytes in in_memory]
     parts = iter(_parts(arena, held, sizes, lambda path: path is Path.RESIDENT, "optimizer_states"))
-    stored = iter(place_on_nvme(nvme, [chunk for chunk in chunks if chunk.path is Path.NVME], 1 + num_moments))
+    on_nvme = [(chunk, row) for chunk, row in zip(chunks, rows, strict=True) if chunk.path is Path.NVME]
+    stored = iter(place_on_nvme(nvme, on_nvme))
     return [next(stored) if chunk.path is Path.NVME else next(parts) for chunk in chunks]
 
 

@@ -102,7 +102,7 @@ class Speculation:
             reads=[placed.block, accumulator.memory],
             writes=[spare.block, spare.values],
             after=[*accumulator.settled, *([] if last is None else [last])],
-            nbytes=scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
+            nbytes=placed.update_bytes + placed.nbytes,
             label=f"speculate {placed.chunk.label}",
         )
         accumulator.settled = (made,)

@@ -136,7 +136,7 @@ class UpdatePipeline:
             reads=[states.region, placed.accumulator.memory],
             writes=[states.region, memory],
             after=[*states.ready, *placed.accumulator.settled, *free, *self._last(placed)],
-            nbytes=scalars.rule.update_bytes * placed.chunk.size + placed.nbytes,
+            nbytes=placed.update_bytes + placed.nbytes,
             label=f"update {placed.chunk.label}",
         )
         placed.accumulator.settled = (updated,)
@@ -198,7 +198,7 @@ class UpdatePipeline:
             reads=[slot.buffer, placed.accumulator.memory, placed.weights],
             writes=[slot.buffer, placed.weights],
             after=[loaded, computed, *placed.accumulator.settled],
-            nbytes=scalars.rule.update_bytes * chunk.size,
+            nbytes=placed.update_bytes,
             label=f"update {chunk.label}",
         )
         placed.accumulator.settled = (updated,)
@@ -222,7 +222,7 @@ class UpdatePipeline:
             reads=[placed.block, placed.accumulator.memory, placed.weights],
             writes=[placed.block, placed.weights],
             after=[computed, *placed.accumulator.settled, *self._last(placed)],
-            nbytes=scalars.rule.update_bytes * placed.chunk.size,
+            nbytes=placed.update_bytes,
             label=f"update {placed.chunk.label}",
         )
         placed.accumulator.settled = (updated,)

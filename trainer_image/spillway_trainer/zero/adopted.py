@@ -30,6 +30,7 @@ from spillway.update_rules import MASTER, UpdateRule
 
 from ..distributed import Peers
 from ..models.chain import whole_shape
+from ..optimizer import Hyperparameters
 from ..ranks import World
 from ..tiers.device_ledger import DeviceLedger
 from ..trainable import flat, master_values
@@ -60,10 +61,11 @@ def adopt(
     ledger: DeviceLedger,
     wire: torch.dtype = torch.float32,
     num_threads: int = 1,
-    rule: UpdateRule = UpdateRule.ADAMW,
+    settings: Hyperparameters | None = None,
 ) -> ShardedOptimizer:
     """From now on `engine` updates with the optimizer that `make` builds of this rank's pieces, and so does
-    `engine.step()`. Every rank calls it, before the first forward.
+    `engine.step()`. Every rank calls it, before the first forward. `settings`: those of `make`'s optimizer; none: AdamW
+    with float32 moments.
 
     Raises UserError for an engine outside of the support matrix.
     """
@@ -74,7 +76,7 @@ def adopt(
     found = _of_stage_3(optimizer, names, world) if weights else _of_stages_1_and_2(optimizer, names, world)
     peers = Peers(world)
     own = make([(name, as_piece(*piece)) for name, piece in found.pieces.items()])
-    sharded = ShardedOptimizer(own, found, peers, found.parameters, rule)
+    sharded = ShardedOptimizer(own, found, peers, found.parameters, settings or Hyperparameters())
 
     def take(name: str, values: Tensor) -> None:
         sharded.take(name, values.view(-1))

@@ -24,11 +24,11 @@ from spillway.errors import UserError
 from spillway.footprint import NUM_GATHERED_SEGMENTS
 from spillway.metrics import Phase
 from spillway.plan import MemoryPlan
-from spillway.update_rules import UpdateRule
 
 from ..data import Batch
 from ..distributed import Peers
 from ..models.chain import Chain, allocate
+from ..optimizer import Hyperparameters
 from ..ranks import World
 from ..tiers.device_ledger import DeviceLedger
 from ..trainable import master_values
@@ -181,7 +181,7 @@ def divide(
     plan: MemoryPlan,
     model: Chain,
     world: World,
-    rule: UpdateRule,
+    settings: Hyperparameters,
     ledger: DeviceLedger,
     make: MakeOptimizer,
     wire: torch.dtype,
@@ -209,7 +209,7 @@ def divide(
     shapes = {name: parameter.shape for name, parameter in named.items()}
     rows = Rows(layout, own, model.tied, world.rank, world.size, shapes, gathered)
     parameters = {name: model.get_parameter(name) for name in layout}
-    optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, rule, flushes=False)
+    optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, settings, flushes=False)
 
     reduced = ReducedGradients(cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads)
     gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger)

@@ -109,7 +109,7 @@ def divide(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=base_optimizer(model, settings), config=config, dist_init_required=False
         )
-    optimizer = adopt(engine, world, make, ledger, wire, plan.optimizer.num_threads, settings.rule)
+    optimizer = adopt(engine, world, make, ledger, wire, plan.optimizer.num_threads, settings)
     return DividedModel(engine, optimizer, GatheredParameters(model) if stage == 3 else None, guarded(in_order))
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from spillway.update_rules import MASTER, UpdateRule
+from spillway.update_rules import MASTER
 
 from ..distributed import Peers
 from ..models.chain import whole_shape
-from ..optimizer import Optimizer
-from ..reference import SquareSum
+from ..optimizer import Hyperparameters, Optimizer
+from ..reference import SquareSum, widened
 from .layout import Layout
 
 
@@ -59,13 +59,13 @@ class ShardedOptimizer:
         division: Division,
         peers: Peers,
         parameters: Mapping[str, Parameter],
-        rule: UpdateRule = UpdateRule.ADAMW,
+        settings: Hyperparameters,
         *,
         flushes: bool = True,
     ) -> None:
         """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it."""
         self._own, self._division, self._peers = own, division, peers
-        self._rule, self._flushes = rule, flushes
+        self._settings, self._flushes = settings, flushes
         self._parameters = parameters
         """the model's, whole or divided; every trained one"""
         self._arrived: dict[str, None] = {}
@@ -123,9 +123,12 @@ class ShardedOptimizer:
         rank = self._peers.world.rank
         for name, pieces in self._division.layout.items():
             sizes = [piece.size for piece in pieces]
-            for kind in self._rule.state_kinds:
-                part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0)
-                yield f"{kind}.{name}", self._peers.joined(part, sizes).view(self.shape(name))
+            for kind in self._settings.rule.state_kinds:
+                dtype = self._settings.state_dtype(kind)
+                part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0, dtype=dtype)
+                nbytes = [size * dtype.itemsize for size in sizes]
+                joined = self._peers.joined(part.view(torch.uint8), nbytes)
+                yield f"{kind}.{name}", joined.view(dtype).view(self.shape(name))
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter = name.partition(".")
@@ -141,7 +144,7 @@ class ShardedOptimizer:
         for state, value in self._own.state():
             kind, _, name = state.partition(".")
             if name in wanted:
-                found.setdefault(name, {})[kind] = value.reshape(-1)
+                found.setdefault(name, {})[kind] = widened(value.reshape(-1))
         return found
 
     def load_own(self, kind: str, name: str, values: Tensor) -> None:
