@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import local_runs
 import pytest
@@ -20,6 +22,7 @@ from spillway.plan import MemoryPlan, OptimizerPlan, ParameterPlan
 from spillway_trainer.models.chain import Chain
 from spillway_trainer.ranks import World
 from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.trainer import Progress, evaluate
 from spillway_trainer.zero import fsdp, reduced_gradients
 from spillway_trainer.zero.fsdp import cut_rows
 from spillway_trainer.zero.layout import Piece, cut_evenly, cut_group
@@ -286,3 +289,15 @@ def test_only_these_strategies_import_deepspeed_and_fsdp2() -> None:
     code = "import sys, spillway_trainer.run_job; sys.exit(any(name in sys.modules for name in "
     code += "('deepspeed', 'torch.distributed.fsdp')))"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("rank", "calls"), [(0, 2), (1, 2)])
+def test_every_rank_runs_as_many_forwards_in_an_evaluation_whose_last_round_is_short(rank: int, calls: int) -> None:
+    """Three batches, two ranks: a forward that gathers parameters needs them both in the last round too."""
+    batch = SimpleNamespace(num_unmasked=1, tokens_BT=None, labels_BT=None, on=lambda device: batch)
+    run: Any = MagicMock(runs_together=True)
+    run.batches.evaluation_batches.return_value = [batch] * 3
+    run.ranks.world, run.ranks.gather.return_value = World(rank=rank, size=2), [[1.0, 1.0], [1.0, 0.0]]
+    run.model.return_value.item.return_value = 1.0
+    evaluate(run, MagicMock(), Progress())
+    assert run.model.call_count == calls
