@@ -324,7 +324,17 @@ TRAFFIC = Row(
             "short",
             (Query(f"max by (backend) ({of_job(metrics.IO_BACKEND)})", "{{backend}}"),),
             "stat",
+            width=4,
             text="name",
+        ),
+        Panel(
+            "Faults of spill devices",
+            "That the ranks survived in the range shown: writes refused, devices given up or too slow, bytes that went "
+            "elsewhere.",
+            "short",
+            (Query(f"sum by (kind) (increase({of_job(metrics.SPILL_FAULTS)}[{RANGE}]))", "{{kind}}"),),
+            "stat",
+            width=4,
         ),
     ),
 )

@@ -153,7 +153,7 @@ def test_queries_use_no_function_that_nobody_checked() -> None:
     for _, query in queries():
         bare = re.sub(r"{[^}]*}|\[[^]]*\]", "", query)
         words = set(re.findall(r"[a-z_]{2,}", bare)) - set(DECLARED)
-        assert words <= KEYWORDS | {"rank", "tier", "phase", "link", "backend"}, query
+        assert words <= KEYWORDS | {"rank", "tier", "phase", "link", "backend", "kind"}, query
 
 
 def test_prometheus_own_parser_accepts_every_query(tmp_path: Path) -> None:

@@ -206,7 +206,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.training.optimizer.betas",
         "SgdMomentum has none; leave it out",
     ),
-    "float16": ({"spec.model.precision.compute": "float16"}, "spec.model.precision.compute", "bfloat16, float32"),
+    "float8": (
+        {"spec.model.precision.compute": "float8"},
+        "spec.model.precision.compute",
+        "bfloat16, float16, float32",
+    ),
     "Disabled without a bound": ({"spec.memory.mode": "Disabled"}, "spec.memory.budget.host", "required"),
     "Disabled with offloading": (
         {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "optimizer": {"placement": "Host"}}},
@@ -518,7 +522,17 @@ def test_no_name_or_value_is_a_yaml_boolean() -> None:
 
 
 def test_enums_are_camel_case_but_for_names_of_others() -> None:
-    of_others = {"llama", "gpt2", "bert", "t5", "bfloat16", "float32", "spillway.dev/v1alpha1", "TrainingJob"}
+    of_others = {
+        "llama",
+        "gpt2",
+        "bert",
+        "t5",
+        "bfloat16",
+        "float16",
+        "float32",
+        "spillway.dev/v1alpha1",
+        "TrainingJob",
+    }
     values = {value for value in all_names() if value and value[0].isupper()} | of_others
     schema_values = {
         value for definition in TrainingJob.model_json_schema()["$defs"].values()
