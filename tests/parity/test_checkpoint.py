@@ -95,8 +95,8 @@ def test_files_are_as_large_as_allowed_and_a_larger_tensor_has_its_own(tmp_path:
 
 def test_in_a_file_of_two_types_every_tensor_begins_where_its_type_may(tmp_path: Path) -> None:
     """Readers map files; an odd number of two-byte values before four-byte ones would leave these unaligned."""
-    tensors = canonical({"odd": (7, 5), "other": (3,)}, moments=MomentType.BFLOAT16)
-    checkpoint = saved(tmp_path, tensors, moments="bfloat16")
+    tensors = canonical({"odd": (7, 5), "other": (4,)}, UpdateRule.LION, MomentType.BFLOAT16)
+    checkpoint = saved(tmp_path, tensors, rule="Lion", moments="bfloat16")
     assert len(checkpoint.manifest.files) == 1
     with (checkpoint.path / checkpoint.manifest.files[0].name).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
