@@ -7,6 +7,7 @@ import itertools
 import math
 from pathlib import Path
 
+import local_runs
 import pytest
 import torch
 from fake_spill_file import FakeSpillFile
@@ -27,8 +28,9 @@ from optimizer_cases import (
 )
 
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull
-from spillway.plan import OptimizerPlan, Overlap
+from spillway.plan import ActivationPlan, OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
+from spillway_trainer import assemble as assembly_module
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import Path as Path_
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -175,6 +177,29 @@ def test_moments_are_read_only_once_they_were_written() -> None:
     drive(optimizer, case, 2, 3)
     assert set(first) == {1}
     assert set(read) == {3}
+
+
+def test_a_fresh_run_writes_each_of_its_masters_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's memory takes no bytes of a parameter that nobody has filled yet."""
+    monkeypatch.setattr(
+        assembly_module, "SpillFile", lambda directory, nbytes, *, num_threads, listed: FakeSpillFile(
+            directory, nbytes, num_threads=num_threads
+        )
+    )  # fmt: skip
+    job = local_runs.job_file(tmp_path, tmp_path / "text", tmp_path / "corpus", epoch=1)
+    changes = {"optimizer": plan((0.3, 0, 0, 0.7), 1009), "activations": ActivationPlan()}
+    assembly = assembly_module.assemble(job, local_runs.spread_plan().model_copy(update=changes))
+    optimizer, nvme = assembly.optimizer, assembly.tiers.nvme
+    assert isinstance(optimizer, OptimizerOffload) and nvme is not None
+    assert nvme._devices[0].moved_bytes == 0
+    assembly_module.fill(assembly, seed=1)
+    masters = [placed.rows.begin(1) for placed in optimizer._placed if placed.chunk.path is Path_.NVME]
+    assert nvme._devices[0].moved_bytes == sum(masters) > 0
+    first = dict(assembly_module.initial_states(assembly.model, 1))
+    loaded = {name: value for name, value in optimizer.state() if name in first}
+    assert all(torch.equal(value, first[name]) for name, value in loaded.items())
+    assert any(value.any() for value in loaded.values())
+    assembly.tiers.close()
 
 
 def test_host_memory_holds_the_window_in_place_of_the_states() -> None:

@@ -360,6 +360,7 @@ def optimizer_of(
             gradient_dtype=gradient_dtype,
             nvme=tiers.nvme,
             in_place=all(parameter.device.type in ("cpu", "meta") for _, parameter in parameters),
+            loads_masters=True,
         )
     update = partial(kernels.update, num_threads=plan.optimizer.num_threads)
     return ResidentOptimizer(parameters, tied, settings, tiers.ledger, update, gradient_dtype)

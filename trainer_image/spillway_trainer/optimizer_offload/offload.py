@@ -61,9 +61,11 @@ class OptimizerOffload:
         by: Assignment = assign_by_size,
         gradient_dtype: torch.dtype | None = None,
         in_place: bool = False,
+        loads_masters: bool = False,
     ) -> None:
         """`gradient_dtype`: that in which gradients come; none = that of their parameter. `in_place`: the device's
-        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up."""
+        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up. `loads_masters`: all
+        masters are loaded before the first step, so that none is written to NVMe from a parameter first."""
         self._gradient_dtype, self._in_place = gradient_dtype, in_place
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
@@ -95,7 +97,7 @@ class OptimizerOffload:
         self._overlaps = plan.overlap != "None"
         self._updating: dict[str, list[Event]] = {}
         """by parameter: updates that the compute lane has not waited for"""
-        self._initialise_states()
+        self._initialise_states(loads_masters)
 
     def wait(self, names: Sequence[str]) -> None:
         owners = [self._trainable.owner(name) for name in names]
@@ -268,14 +270,14 @@ class OptimizerOffload:
         sizes = [placed.on_nvme.nbytes for placed in self._placed if placed.chunk.path is Path.NVME]
         return self._arena.ring(Tier.HOST, min(NUM_STATE_BUFFERS, len(sizes)), max(sizes, default=0), "states of NVMe")
 
-    def _initialise_states(self) -> None:
-        """Masters from the parameters, those of streamed ones 0 until they are loaded; moments 0. Submitted, so that
-        virtual lanes can leave it out."""
+    def _initialise_states(self, loads_masters: bool) -> None:
+        """Masters from the parameters, those of streamed ones, and on NVMe those that are to be loaded, 0 until they
+        are; moments 0. Submitted, so that virtual lanes can leave it out."""
         events = []
         for placed in self._placed:
             if placed.chunk.path is not Path.NVME:
                 events.append(self._initialise(placed))
-            elif placed.parameter is not None:  # else 0, as every row is that was never written
+            elif placed.parameter is not None and not loads_masters:  # else 0, as a row is that was never written
                 master, fill = self._rule.state_kinds.index(MASTER), partial(_widen, placed.parameter)
                 weights = [placed.weights]
                 events.append(self._window.store_row(placed.on_nvme, master, Lane.COMPUTE, fill, weights))
