@@ -14,11 +14,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import combinations
 
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec
 from spillway.metrics import Phase, StepMetrics
+from spillway.plan import Overlap
 from spillway.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds, side_by_side
 
 WARM_UP_STEPS = 2
@@ -80,7 +82,7 @@ class Correction:
     """One resource of a node, beside what its rates predicted."""
 
     resource: str
-    """compute, update, network, h2d, d2h, disk read, disk write"""
+    """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write"""
     predicted_seconds: float
     measured_seconds: float
     factor: float
@@ -92,53 +94,179 @@ class Correction:
 
 
 COMPUTE, UPDATE, NETWORK = "compute", "update", "network"
+CPU_UPDATE = "update on the CPU"
+"""of a device apart, where no more than the CPU's lane tells of the update"""
 H2D, D2H, READ, WRITE = "h2d", "d2h", "disk read", "disk write"
 _LANES = {READ: "nvme_read", WRITE: "nvme_write", H2D: "h2d", D2H: "d2h"}
 
 
-def corrections(work: Work, rates: Rates, step: MeasuredStep) -> list[Correction]:
+class _Told(Enum):
+    """What tells compute and update apart."""
+
+    BY_PHASES = auto()
+    """the update is the phase optimizer, and nothing else is"""
+    BY_LANE = auto()
+    """the update is what the CPU's lane worked: the phase waits for the disk, too, or is over before the update is"""
+    BY_SUM = auto()
+    """backward is free of the update; forward, wait and optimizer together are forward and the update"""
+    TOGETHER = auto()
+    """the update is in all phases: one factor for both"""
+    COMPUTE_ALONE = auto()
+    """by backward"""
+    NOTHING = auto()
+
+
+def _told(work: Work, rates: Rates, overlap: Overlap) -> _Told:
+    """On a device apart an update beside forward takes nothing from it; on a CPU both take the same cores, and the
+    seconds of neither are those it takes alone, but their sum is."""
+    update = work.get(Phase.OPTIMIZER, {})
+    if overlap == "None":
+        return _Told.BY_LANE if update.get(Resource.READ) else _Told.BY_PHASES
+    if not rates.copies_use_cores:
+        return _Told.BY_LANE
+    forward = work.get(Phase.FORWARD, {})
+    waits = [forward.get(name) for name in (Resource.H2D, Resource.D2H, *_DISK)] + [update.get(name) for name in _DISK]
+    if any(waits):  # phase wait is not the update's alone
+        return _Told.COMPUTE_ALONE if overlap == "Forward" else _Told.NOTHING
+    return _Told.BY_SUM if overlap == "Forward" else _Told.TOGETHER
+
+
+_DISK = (Resource.READ, Resource.WRITE)
+
+
+def corrections(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap = "None") -> list[Correction]:
     """How far each resource was from `rates`, those that the run's planner would use today. Left out: what the run did
-    not use, or too little to tell."""
-    cores = _of_cores(work, rates, step)
+    not use, or too little to tell, and what `not_told` names. `overlap`: of the plan; Backward with nothing to update
+    there is Forward."""
+    cores = _of_cores(work, rates, step, _told(work, rates, overlap))
     network = _network(work, rates, step)
-    return [*_links(rates, step), *cores, *([] if network is None else [network])]
+    disk = _disk(work, rates, step, overlap)
+    return [*disk, *_links(rates, step), *cores, *([] if network is None else [network])]
+
+
+def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
+    """The rates that a run cannot correct though it used them, each with the reason."""
+    told, found = _told(work, rates, overlap), []
+    if told is _Told.COMPUTE_ALONE:
+        found.append("update: it ran beside forward on the same cores, and forward waited for copies or the disk, too")
+    if told is _Told.NOTHING:
+        found.append(
+            "compute, update: the update ran beside backward and forward on the same cores, and these waited for "
+            "copies or the disk, too"
+        )
+    if told is _Told.BY_LANE and not rates.copies_use_cores and work.get(Phase.OPTIMIZER, {}).get(DEVICE_BYTES):
+        found.append("device memory: no lane has the seconds of the device's part of the update alone")
+    if _disk_is_shared(work):
+        found.append(
+            "disk read, disk write: states were read and written at once, and activations or parameters went through "
+            "the same lanes at other times"
+        )
+    return found
 
 
 def _links(rates: Rates, step: MeasuredStep) -> Iterator[Correction]:
-    """Bytes of a lane over the seconds in which it worked. On a CPU copies share the cores with compute, so that what
-    their lane took says more of compute than of copies: they are corrected with compute."""
-    planned = {READ: rates.read, WRITE: rates.write, H2D: rates.h2d, D2H: rates.d2h}
-    for resource, lane in _LANES.items():
-        nbytes, seconds = step.moved_bytes.get(lane, 0.0), step.lane_seconds.get(lane, 0.0)
-        copies = resource in (H2D, D2H)
-        if nbytes < LEAST_BYTES or not seconds or (copies and rates.copies_use_cores):
-            continue
-        yield _correction(resource, nbytes / planned[resource], seconds)
+    """On a CPU copies share the cores with compute, so that what their lane took says more of compute than of copies:
+    they are corrected with compute."""
+    if not rates.copies_use_cores:
+        yield from _of_lanes({H2D: rates.h2d, D2H: rates.d2h}, step)
 
 
-def _of_cores(work: Work, rates: Rates, step: MeasuredStep) -> Iterator[Correction]:
+def _of_lanes(planned: Mapping[str, float], step: MeasuredStep) -> Iterator[Correction]:
+    """Bytes of a lane over the seconds in which it worked."""
+    for resource, rate in planned.items():
+        nbytes, seconds = _of_lane(_LANES[resource], step)
+        if seconds:
+            yield _correction(resource, nbytes / rate, seconds)
+
+
+def _of_lane(lane: str, step: MeasuredStep) -> tuple[float, float]:
+    """Bytes and busy seconds; 0 seconds where too little moved to tell."""
+    nbytes = step.moved_bytes.get(lane, 0.0)
+    return nbytes, step.lane_seconds.get(lane, 0.0) if nbytes >= LEAST_BYTES else 0.0
+
+
+def _disk(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap) -> Iterator[Correction]:
+    """Where states are on NVMe one drive reads and writes at once: a lane's seconds are not those that its bytes take
+    alone. Both together take no longer than both lanes worked, and no longer than the update: one factor for both."""
+    planned = {READ: rates.read, WRITE: rates.write}
+    if not work.get(Phase.OPTIMIZER, {}).get(Resource.READ):
+        yield from _of_lanes(planned, step)
+    elif not _disk_is_shared(work):
+        lanes = {name: _of_lane(_LANES[name], step) for name in planned}
+        predicted = {name: nbytes / planned[name] for name, (nbytes, seconds) in lanes.items() if seconds}
+        update = step.phase_seconds.get(Phase.OPTIMIZER, 0.0) if overlap == "None" else step.step_seconds
+        together = min(sum(seconds for _, seconds in lanes.values()), update)
+        for name, seconds in predicted.items():
+            yield _correction(name, seconds, together * seconds / sum(predicted.values()))
+
+
+def _disk_is_shared(work: Work) -> bool:
+    """By states, in both directions at once, and by what the passes read and write."""
+    passes = (work.get(phase, {}) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    states = work.get(Phase.OPTIMIZER, {}).get(Resource.READ)
+    return bool(states) and any(amounts.get(name) for amounts in passes for name in _DISK)
+
+
+def _of_cores(work: Work, rates: Rates, step: MeasuredStep, told: _Told) -> Iterator[Correction]:
     """Compute and update. Each has a phase of its own and a share in the other's, on a CPU: updates add up gradients
     during backward, and their operations cost what those of compute cost. So the factors solve
 
         compute x passes.compute + update x passes.update = measured passes
         compute x optimizer.compute + update x optimizer.update = measured optimizer
+
+    where phases tell them apart; BY_SUM forward moves from the first line to the second, with what it waited for.
     """
-    passes, optimizer = _planned_passes(work, rates), _planned_optimizer(work.get(Phase.OPTIMIZER, {}), rates)
-    took = sum(step.phase_seconds.get(phase, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
-    update_took = step.phase_seconds.get(Phase.OPTIMIZER, 0.0)
+    optimizer = _planned_optimizer(work.get(Phase.OPTIMIZER, {}), rates)
+    forward, backward = (_planned_pass(work.get(phase, {}), rates) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    took = {phase: step.phase_seconds.get(phase, 0.0) for phase in Phase}
     least = LEAST_SHARE * step.step_seconds
-    computes, updates = passes.compute > 0.0 and took >= least, optimizer.update > 0.0 and update_took >= least
+    in_passes, in_update = took[Phase.FORWARD] + took[Phase.BACKWARD], took[Phase.OPTIMIZER]
+    beside_forward = took[Phase.FORWARD] + took[Phase.WAIT] + took[Phase.OPTIMIZER]
+    if told is _Told.BY_PHASES:
+        yield from _of_pair(forward + backward, optimizer, in_passes, in_update, least)
+    elif told is _Told.BY_SUM:
+        yield from _of_pair(backward, forward + optimizer, took[Phase.BACKWARD], beside_forward, least)
+    elif told is _Told.TOGETHER:
+        planned, measured = forward + backward + optimizer, beside_forward + took[Phase.BACKWARD]
+        factor = measured / planned.sum if planned.sum else 1.0
+        yield from _told_of(planned, compute=factor, update=factor)
+    elif told is _Told.COMPUTE_ALONE:
+        yield from _of_pair(backward, _Planned(0.0, 0.0), took[Phase.BACKWARD], 0.0, least)
+    elif told is _Told.BY_LANE:
+        nbytes, seconds = _of_lane("cpu", step)
+        update = seconds * rates.cpu / nbytes if seconds >= max(least, _SHORTEST) else 0.0
+        if update:
+            resource = UPDATE if rates.copies_use_cores else CPU_UPDATE
+            yield _correction(resource, nbytes / rates.cpu, seconds)
+        passes = forward + backward
+        if passes.compute and in_passes >= least:
+            compute = max(0.0, in_passes - (update or 1.0) * passes.update)
+            yield _correction(COMPUTE, passes.compute, compute)
+
+
+_SHORTEST = 1e-9
+"""seconds; what takes less was not measured"""
+
+
+def _of_pair(first: _Planned, second: _Planned, took: float, second_took: float, least: float) -> Iterator[Correction]:
+    """Of two measured sums, the one mostly compute, the other mostly update."""
+    computes, updates = first.compute > 0.0 and took >= least, second.update > 0.0 and second_took >= least
     compute, update = 1.0, 1.0
     if computes and updates:
-        compute, update = _solved_pair(passes, optimizer, took, update_took)
+        compute, update = _solved_pair(first, second, took, second_took)
     elif computes:
-        compute = max(0.0, took - passes.update) / passes.compute
+        compute = max(0.0, took - first.update) / first.compute
     elif updates:
-        update = max(0.0, update_took - optimizer.compute) / optimizer.update
-    if updates:
-        yield _correction(UPDATE, optimizer.update, update * optimizer.update)
-    if computes:
-        yield _correction(COMPUTE, passes.compute, compute * passes.compute)
+        update = max(0.0, second_took - second.compute) / second.update
+    told = _Planned(first.compute if computes else 0.0, second.update if updates else 0.0)
+    yield from _told_of(told, compute=compute, update=update)
+
+
+def _told_of(planned: _Planned, *, compute: float, update: float) -> Iterator[Correction]:
+    if planned.update:
+        yield _correction(UPDATE, planned.update, update * planned.update)
+    if planned.compute:
+        yield _correction(COMPUTE, planned.compute, compute * planned.compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +276,18 @@ class _Planned:
     compute: float
     update: float
 
+    @property
+    def sum(self) -> float:
+        return self.compute + self.update
 
-def _planned_passes(work: Work, rates: Rates) -> _Planned:
-    loads = [loads_of(work.get(phase, {}), rates) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-    updates = sum(load[Resource.CPU] for load in loads) if rates.copies_use_cores else 0.0
-    return _Planned(sum(busy_seconds(load, rates) for load in loads) - updates, updates)
+    def __add__(self, other: _Planned) -> _Planned:
+        return _Planned(self.compute + other.compute, self.update + other.update)
+
+
+def _planned_pass(amounts: Mapping[str, float], rates: Rates) -> _Planned:
+    load = loads_of(amounts, rates)
+    updates = load[Resource.CPU] if rates.copies_use_cores else 0.0
+    return _Planned(busy_seconds(load, rates) - updates, updates)
 
 
 def _planned_optimizer(amounts: Mapping[str, float], rates: Rates) -> _Planned:
@@ -233,6 +368,7 @@ def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool
     factor = {one.resource: one.factor for one in found}
     inside, across = (1.0, factor.get(NETWORK, 1.0)) if across_nodes else (factor.get(NETWORK, 1.0), 1.0)
     compute, update = factor.get(COMPUTE, 1.0), factor.get(UPDATE, 1.0)
+    on_cpu = factor.get(CPU_UPDATE, update)
     copies = compute if node.copies_use_cores else 1.0
     link = replace(
         node.link,
@@ -248,8 +384,8 @@ def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool
         float32_values_per_second=node.float32_values_per_second / compute,
         operation_overhead_seconds=node.operation_overhead_seconds * compute,
         device_bytes_per_second=node.device_bytes_per_second / update,
-        dram_bytes_per_second=node.dram_bytes_per_second / update,
-        cpu_bytes_per_second=node.cpu_bytes_per_second / update,
+        dram_bytes_per_second=node.dram_bytes_per_second / on_cpu,
+        cpu_bytes_per_second=node.cpu_bytes_per_second / on_cpu,
         nvme_read_bytes_per_second=node.nvme_read_bytes_per_second / factor.get(READ, 1.0),
         nvme_write_bytes_per_second=node.nvme_write_bytes_per_second / factor.get(WRITE, 1.0),
         interconnect_bytes_per_second=node.interconnect_bytes_per_second / inside,

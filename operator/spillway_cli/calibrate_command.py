@@ -33,12 +33,14 @@ from spillway.calibration import (
     fitted,
     measured_step,
     medians,
+    not_told,
     predicted_seconds,
 )
 from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, UserError
 from spillway.hardware import NodeSpec, local_node
 from spillway.job import JobFile
 from spillway.metrics import Phase, StepMetrics
+from spillway.plan import Overlap
 from spillway.profiles import document, rates_from, with_rates
 from spillway.step_time import Rates, rank_rates
 from spillway.units import format_bytes, format_count, format_seconds
@@ -326,6 +328,8 @@ class RunEvidence:
     work: Mapping[str, Mapping[str, float]]
     local_ranks: int
     compute: str
+    overlap: Overlap
+    """what ran beside the update: backward only where something of it was updated there"""
 
     def rates(self, node: NodeSpec) -> Rates:
         return rank_rates(node, self.local_ranks, self.num_nodes, self.compute)
@@ -337,7 +341,8 @@ def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
     own = own_profile(cores, target if target.exists() else None)
     before = local_node(cores, 0, 0, 0)
     before = before if own.spec is None else with_rates(own.spec, before)
-    found = medians([corrections(run.work, run.rates(before), run.step) for run in read])
+    found = medians([corrections(run.work, run.rates(before), run.step, run.overlap) for run in read])
+    kept = [f"{run.job}: {one}" for run in read for one in not_told(run.work, run.rates(before), run.overlap)]
     after = corrected(before, found, across_nodes=any(run.num_nodes > 1 for run in read))
     shown = table("", "predicted", "measured", "factor", title="a step's seconds by resource")
     for one in found:
@@ -353,7 +358,7 @@ def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
         profile=rates_from(after, before, base.model_copy(update={"source": "Training"})),
         comment=f"Corrected by `spillway calibrate --from`: {names}.",
         tables=[shown, steps],
-        notes=["", f"started from: {own.sentence}"],
+        notes=["", f"started from: {own.sentence}", *(f"not corrected by {one}" for one in kept)],
         document={
             "corrections": [correction_document(one) for one in found],
             "runs": [
@@ -362,6 +367,7 @@ def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
                  "predictedAfter": predicted_seconds(run.work, run.rates(after))}
                 for run in read
             ],
+            "notCorrected": kept,
             "startedFrom": own.sentence,
         },
     )  # fmt: skip
@@ -385,16 +391,6 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
         raise UserError(f"{path}: there is no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
         raise UserError(f"{path}: its plan does not say what a step asks for; run the job again with this version")
-    if plan.optimizer.overlap != "None":
-        raise UserError(
-            f"{path}: its update ran beside forward, so that none of its phases says how long either takes; calibrate "
-            "from a run with spec.memory.optimizer.overlap: None"
-        )
-    if plan.optimizer.nvme_share:
-        raise UserError(
-            f"{path}: its update read and wrote states on NVMe at once, so that no lane's seconds are those of the "
-            "disk alone; calibrate from a run with spec.memory.optimizer.placement: Host"
-        )
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in log.curve:
@@ -404,7 +400,10 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     compute = job.spec.model.precision.compute
-    return RunEvidence(job.name, job.num_nodes, measured, plan.prediction.work, job.ranks_per_node, compute)
+    backward = plan.optimizer.overlap == "Backward" and not plan.optimizer.speculative_parameters
+    overlap = "Forward" if backward else plan.optimizer.overlap
+    work = plan.prediction.work
+    return RunEvidence(job.name, job.num_nodes, measured, work, job.ranks_per_node, compute, overlap)
 
 
 def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:

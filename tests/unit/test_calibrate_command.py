@@ -141,22 +141,28 @@ def test_a_plan_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
         read_evidence(run, CORES)
 
 
-def test_a_run_whose_update_overlapped_forward_is_refused(tmp_path: Path) -> None:
+def overlapping(tmp_path: Path, window: int) -> Path:
     run = run_directory(tmp_path / "run", 2.0)
     plan = json.loads((run / "plan.json").read_text())
-    plan["optimizer"]["overlap"] = "Forward"
+    plan["optimizer"] |= {"overlap": "Backward", "speculative_parameters": window}
     (run / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(UserError, match=r"from a run with spec\.memory\.optimizer\.overlap: None"):
-        read_evidence(run, CORES)
+    return run
 
 
-def test_a_run_whose_states_were_on_nvme_is_refused(tmp_path: Path) -> None:
-    run = run_directory(tmp_path / "run", 2.0)
+@pytest.mark.parametrize(("window", "overlap"), [(0, "Forward"), (4096, "Backward")])
+def test_an_update_overlaps_backward_only_where_something_is_updated_there(
+    window: int, overlap: str, tmp_path: Path
+) -> None:
+    assert read_evidence(overlapping(tmp_path, window), CORES).overlap == overlap
+
+
+def test_what_a_run_cannot_tell_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = overlapping(tmp_path, 4096)
     plan = json.loads((run / "plan.json").read_text())
-    plan["optimizer"] |= {"cpu_share": 0.0, "streamed_share": 0.0, "resident_share": 0.0, "nvme_share": 1.0}
+    plan["prediction"]["work"]["forward"]["D2H"] = 1e9
     (run / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(UserError, match=r"from a run with spec\.memory\.optimizer\.placement: Host"):
-        read_evidence(run, CORES)
+    assert calibrate("--from", str(run)) == 0
+    assert "not corrected by slow: compute, update: the update ran" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

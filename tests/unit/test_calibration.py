@@ -13,6 +13,7 @@ from job_documents import job
 
 from spillway.calibration import (
     COMPUTE,
+    CPU_UPDATE,
     LARGEST_FACTOR,
     LEAST_STEPS,
     NETWORK,
@@ -29,12 +30,13 @@ from spillway.calibration import (
     loads_of,
     measured_step,
     medians,
+    not_told,
     predicted_seconds,
 )
 from spillway.errors import UserError
 from spillway.hardware import NodeSpec, local_node, resolve_node
 from spillway.metrics import Phase, StepMetrics
-from spillway.plan import MemoryPlan
+from spillway.plan import MemoryPlan, Overlap
 from spillway.planner import make_plan
 from spillway.step_time import Rates, rank_rates
 from spillway.units import GIB, MIB
@@ -184,6 +186,117 @@ def test_few_bytes_and_short_phases_tell_nothing() -> None:
     lanes = {"lane_seconds": {"nvme_write": 9.0}, "moved_bytes": {"nvme_write": 1000}}
     step = MeasuredStep(10, 100.0, {"forward": 0.1, "backward": 0.1, "optimizer": 0.1}, **lanes)
     assert corrections(work, rates(), step) == []
+
+
+# --- updates beside forward or backward, and states on NVMe -----------------------------------------------------------
+
+IN_HOST = {"spec.memory.activations.policy": "Keep", "spec.memory.optimizer.placement": "Host",
+           "spec.memory.parameters.placement": "Resident"}  # fmt: skip
+STATES_ON_NVME = {**IN_HOST, "spec.memory.optimizer.placement": "Nvme"}
+H100 = resolve_node("h100")
+
+
+def beside_forward(phases: Mapping[str, float]) -> dict[str, float]:
+    """The same cores, and no more of them: some of what the update takes is in forward, the rest is waited for."""
+    update = phases[Phase.OPTIMIZER]
+    return {
+        **phases,
+        Phase.FORWARD: phases[Phase.FORWARD] + 0.5 * update,
+        Phase.WAIT: 0.4 * update,
+        Phase.OPTIMIZER: 0.1 * update,
+    }
+
+
+@given(compute=st.floats(0.5, 2.0), update=st.floats(0.5, 2.0))  # no copy bounds the update
+def test_known_factors_come_back_of_an_update_beside_forward_on_the_same_cores(compute: float, update: float) -> None:
+    slower = corrected(NODE, [Correction(COMPUTE, 1, 1, compute), Correction(UPDATE, 1, 1, update)])
+    seconds = plan(IN_HOST, slower).prediction.phase_seconds
+    work = plan(IN_HOST).prediction.work
+    found = factors(corrections(work, rates(), as_measured(beside_forward(seconds)), "Forward"))
+    assert found == pytest.approx({COMPUTE: compute, UPDATE: update})
+    assert not_told(work, rates(), "Forward") == []
+
+
+def test_an_update_in_every_phase_shares_its_factor_with_compute() -> None:
+    prediction = plan(IN_HOST).prediction
+    phases = beside_forward({name: 3.0 * seconds for name, seconds in prediction.phase_seconds.items()})
+    found = factors(corrections(prediction.work, rates(), as_measured(phases), "Backward"))
+    assert found == pytest.approx({COMPUTE: 3.0, UPDATE: 3.0})
+
+
+@pytest.mark.parametrize(
+    ("overlap", "told", "sentence"),
+    [("Forward", {COMPUTE: 2.0}, "update: it ran"), ("Backward", {}, "compute, update")],
+)
+def test_where_forward_also_waits_for_copies_an_update_beside_it_is_not_told_apart(
+    overlap: Overlap, told: dict[str, float], sentence: str
+) -> None:
+    """Only backward is free of the update, of which it says nothing."""
+    prediction = plan(SPILLED).prediction
+    planned = loads_of(prediction.work[Phase.BACKWARD], rates())
+    seconds = {name: 2.0 * taken for name, taken in prediction.phase_seconds.items()}
+    seconds[Phase.BACKWARD] -= planned["CPU update"]  # stays at its rate
+    found = factors(corrections(prediction.work, rates(), as_measured(beside_forward(seconds)), overlap))
+    assert found == pytest.approx(told)
+    (said,) = not_told(prediction.work, rates(), overlap)
+    assert said.startswith(sentence)
+
+
+def test_a_device_apart_computes_as_fast_beside_an_update_and_the_cpus_lane_tells_of_that() -> None:
+    prediction = plan(IN_HOST, H100).prediction
+    on_h100 = rank_rates(H100, 1, 1, "bfloat16")
+    phases = {**prediction.phase_seconds, Phase.OPTIMIZER: 0.0}
+    lanes = {"lane_seconds": {"cpu": 2.0}, "moved_bytes": {"cpu": on_h100.cpu}}
+    found = corrections(prediction.work, on_h100, as_measured(phases, **lanes), "Forward")
+    assert factors(found) == pytest.approx({COMPUTE: 1.0, CPU_UPDATE: 2.0})
+    after = corrected(H100, found)
+    assert after.cpu_bytes_per_second == pytest.approx(H100.cpu_bytes_per_second / 2)
+    assert after.dram_bytes_per_second == pytest.approx(H100.dram_bytes_per_second / 2)
+    assert after.device_bytes_per_second == H100.device_bytes_per_second
+
+
+def test_what_a_device_apart_updates_beside_forward_is_not_told() -> None:
+    prediction = plan({**IN_HOST, "spec.memory.optimizer.placement": "Interleaved"}, H100).prediction
+    on_h100 = rank_rates(H100, 1, 1, "bfloat16")
+    assert not_told(prediction.work, on_h100, "None") == []
+    (said,) = not_told(prediction.work, on_h100, "Forward")
+    assert said.startswith("device memory: ")
+
+
+def with_states_on_nvme(read: float, write: float, update: float) -> MeasuredStep:
+    """A gibibyte in each direction, ten by the CPU's lane; seconds."""
+    moved = {"nvme_read": GIB, "nvme_write": GIB, "cpu": 10 * GIB}
+    seconds = {"nvme_read": read, "nvme_write": write, "cpu": 3.0 * 10 * GIB / NODE.cpu_bytes_per_second}
+    phases = {**plan(STATES_ON_NVME).prediction.phase_seconds, Phase.OPTIMIZER: update}
+    return as_measured(phases, lane_seconds=seconds, moved_bytes=moved)
+
+
+@pytest.mark.parametrize(("update", "together"), [(4.0, 4.0), (9.0, 6.0)], ids=["at once", "in turn"])
+def test_states_on_nvme_correct_both_rates_of_the_disk_by_what_reads_and_writes_took_together(
+    update: float, together: float
+) -> None:
+    work, step = plan(STATES_ON_NVME).prediction.work, with_states_on_nvme(3.0, 3.0, update)
+    found = factors(corrections(work, rates(), step))
+    expected = together / (GIB / NODE.nvme_read_bytes_per_second + GIB / NODE.nvme_write_bytes_per_second)
+    assert (found[READ], found[WRITE]) == pytest.approx((expected, expected))
+    assert not_told(work, rates(), "None") == []
+
+
+def test_states_on_nvme_leave_the_update_to_the_cpus_lane_because_its_phase_waits_for_the_disk() -> None:
+    work = plan(STATES_ON_NVME).prediction.work
+    found = factors(corrections(work, rates(), with_states_on_nvme(3.0, 3.0, 99.0)))
+    assert found[UPDATE] == pytest.approx(3.0)
+    again = corrected(NODE, corrections(work, rates(), with_states_on_nvme(3.0, 3.0, 99.0)))
+    assert all(factor == pytest.approx(1.0) for name, factor in factors(
+        corrections(work, rates(again), with_states_on_nvme(3.0, 3.0, 99.0))).items() if name != COMPUTE)  # fmt: skip
+
+
+def test_a_disk_that_states_and_activations_share_is_left_as_it_was() -> None:
+    work = plan({**STATES_ON_NVME, "spec.memory.activations.policy": "Nvme"}).prediction.work
+    found = factors(corrections(work, rates(), with_states_on_nvme(3.0, 3.0, 4.0)))
+    assert not {READ, WRITE} & found.keys()
+    (said,) = not_told(work, rates(), "None")
+    assert said.startswith("disk read, disk write: ")
 
 
 def test_the_network_inside_and_between_nodes_is_told_apart() -> None:
