@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import local_runs
 import pytest
 import torch
-from model_spill_cases import HOMES, RESIDENT, Laboratory, Technique
+from model_spill_cases import HOMES, RESIDENT, Laboratory, Model, Technique
 from user_models import BLOCKS, UserModel
 
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap
+from spillway_trainer.optimizer_offload.place import Placed
+from spillway_trainer.optimizer_offload.speculation import Speculation
 from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
 
 torch.set_num_threads(1)
 
+Shares = tuple[float, float, float, float]
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
 SPLITS = {
     "all on the CPU, kept": ((1.0, 0.0, 0.0), (KEEP,)),
@@ -28,10 +33,32 @@ STREAMED = {
 }
 
 
+OVERLAPS: dict[str, Shares] = {"Forward": (0.4, 0.2, 0.1, 0.3), "Backward": (1.0, 0.0, 0.0, 0.0)}
+"""CPU, streamed, resident and NVMe shares"""
+OVERLAPPED = ("compiled", "re-entrant", "twice re-entrant", "branching")
+
+
 @pytest.fixture(scope="module")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     root = tmp_path_factory.mktemp("users")
     return Laboratory(root, local_runs.write_text(root / "text"))
+
+
+def overlapped_plan(model: UserModel | Model, overlap: Overlap) -> MemoryPlan:
+    """Every state moves, and with Backward a window smaller than the model is updated before its step."""
+    cpu, streamed, resident, nvme = OVERLAPS[overlap]
+    optimizer = OptimizerPlan(
+        cpu_share=cpu, streamed_share=streamed, resident_share=resident, nvme_share=nvme, chunk_parameters=211,
+        overlap=overlap, speculative_parameters=2000 if overlap == "Backward" else 0,
+    )  # fmt: skip
+    update = {
+        "mode": "Auto",
+        "num_segments": model.num_segments,
+        "num_micro_batches": model.num_micro_batches,
+        "optimizer": optimizer,
+        "activations": ActivationPlan(answers=(KEEP,) * model.num_segments, minimum_bytes=256),
+    }
+    return RESIDENT.model_copy(update=update)
 
 
 def split_plan(model: UserModel, split: str) -> MemoryPlan:
@@ -67,6 +94,27 @@ def test_no_home_of_a_parameter_changes_a_bit(laboratory: Laboratory, block: str
     assert STREAMED[technique].homes in HOMES
     outcome = laboratory.streamed(model, STREAMED[technique])  # type: ignore[arg-type]
     assert outcome.differences(laboratory.resident(model)) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("block", [*OVERLAPPED, "tied", "frozen"])
+def test_no_overlap_of_the_update_changes_a_bit(
+    laboratory: Laboratory, block: str, overlap: Overlap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not clipped, so that what backward has updated counts; gradients come twice in a micro-batch, from one compiled
+    graph, or not in every step."""
+    made, submit = list[str](), Speculation._submit
+
+    def counted(self: Speculation, placed: Placed, *given: Any) -> Any:
+        made.append(placed.chunk.parameter)
+        return submit(self, placed, *given)
+
+    monkeypatch.setattr(Speculation, "_submit", counted)
+    ours = {"tied": Model(tied=True, dropout=0.1), "frozen": Model(lora=True)}
+    model = ours.get(block) or UserModel(block, clipping=None)
+    outcome = laboratory.run(model, overlapped_plan(model, overlap), CpuLanes)  # type: ignore[arg-type]
+    assert outcome.differences(laboratory.resident(model)) == []  # type: ignore[arg-type]
+    assert bool(made) == (overlap == "Backward")
 
 
 def test_the_models_are_different_runs(laboratory: Laboratory) -> None:
