@@ -110,6 +110,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.model.config.numKeyValueHeads": {"spec.model.config.numHeads": 1024},
     "spec.training.schedule.warmupSteps": {"spec.training.steps": 10**12},
     "spec.memory.mode": {"spec.memory.budget.host": "1Gi"},
+    "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
 }
 """what must go with a field's edges, so that no other rule is hit"""
 SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1"}
@@ -362,6 +363,11 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.mode": "Disabled"},
         ("spec.memory.budget.host", "required with mode Disabled"),
+    ),
+    (TRAINING_JOB.kind, "spec.spill", 0): RuleCase(
+        {"spec.spill": {"storageClassName": "fast", "numVolumes": 2}},
+        {"spec.spill": {"numVolumes": 2}},
+        ("spec.spill.numVolumes", "without storageClassName there is one, an emptyDir"),
     ),
     (TRAINING_JOB.kind, "spec.env", 0): RuleCase(
         {"spec.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},

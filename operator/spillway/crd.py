@@ -183,6 +183,14 @@ JOB_RULES: dict[str, list[Schema]] = {
             at=".budget.host",
         ),
     ],
+    "spec.spill": [
+        _rule(
+            "!has(self.numVolumes) || self.numVolumes <= 1 || "
+            "(has(self.storageClassName) && size(self.storageClassName) > 0)",
+            "without storageClassName there is one, an emptyDir: set that, or leave this out",
+            at=".numVolumes",
+        ),
+    ],
     "spec.env": [
         _rule(
             f"self.map(one, has(one.value) ? size(one.value) : 0).sum() <= {MAX_ENV_BYTES}",
