@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from spillway.errors import SpillIOError, UserError
+from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway.plan import Tier
 from spillway_trainer.activation_spill import Spilling, alone
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
@@ -239,6 +240,11 @@ def leaf() -> Tensor:
     return torch.linspace(-1, 1, KIB).requires_grad_()
 
 
+def grad(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def test_the_last_saved_stay_and_the_first_leave_once_a_forward_has_told_how_many_there_are(
     make: Callable[..., Spilling],
 ) -> None:
@@ -252,6 +258,22 @@ def test_the_last_saved_stay_and_the_first_leave_once_a_forward_has_told_how_man
         del loss
     assert held[0] == {Tier.DEVICE: 0, Tier.NVME: 40 * KIB}
     assert held[1] == {Tier.DEVICE: 12 * KIB, Tier.NVME: 28 * KIB}  # 20, less two transfers on their way
+
+
+@pytest.mark.parametrize("lengths", [(40, 6, 40), (3, 12, 7, 60), (1, 30)], ids=str)
+def test_a_longer_forward_after_a_shorter_one_keeps_no_more_than_may_stay(
+    lengths: Sequence[int], make: Callable[..., Spilling]
+) -> None:
+    spilling = make(nn.Module(), device_bytes=20 * KIB, ahead_bytes=4 * KIB, transfer_bytes=4 * KIB)
+    for length in lengths:
+        plain, spilled = leaf(), leaf()
+        chain(plain, length).backward()
+        with spilling:
+            loss = chain(spilled, length)
+        spilling.store.drain()
+        assert spilling.held_bytes()[Tier.DEVICE] <= 12 * KIB  # 20, less two transfers on their way
+        loss.backward()
+        assert torch.equal(grad(plain), grad(spilled))
 
 
 def test_what_moved_comes_back_when_backward_is_near_it_and_not_before(make: Callable[..., Spilling]) -> None:
@@ -441,6 +463,69 @@ def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="weight is on meta: activation spilling on its own moves tensors of the CPU"):
         Spilling(model, tmp_path, nvme_bytes=1 << 20)
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "nvme_bytes = -5: give a whole number of bytes, 1 or more": {"nvme_bytes": -5},
+    "nvme_bytes = '1Gi': give a whole number": {"nvme_bytes": "1Gi"},
+    "nvme_bytes = True: give a whole number": {"nvme_bytes": True},
+    "device_bytes = 1.5: give a whole number of bytes, 0 or more": {"device_bytes": 1.5},
+    "transfer_bytes = 0: give a whole number of bytes, 1 or more": {"transfer_bytes": 0},
+    "the first argument is a function: give the nn.Module": {"module": lambda batch: batch},
+}
+
+
+@pytest.mark.parametrize("said", GIVEN)
+def test_arguments_that_make_no_sense_are_refused_by_name_before_there_is_a_file(said: str, tmp_path: Path) -> None:
+    given = {"module": nn.Linear(2, 2), "nvme_bytes": 1 << 20, **GIVEN[said]}
+    with pytest.raises(UserError, match=said):
+        Spilling(directory=tmp_path, **given)
+    assert open_files(tmp_path) == 0
+
+
+def test_a_file_that_is_too_small_for_a_forward_says_which_argument_to_raise(make: Callable[..., Spilling]) -> None:
+    spilling = make(nn.Module(), nvme_bytes=8 * KIB)
+    with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes: the file holds what a forward saves"), spilling:
+        chain(leaf())
+
+
+def test_it_is_not_closed_under_a_graph_and_not_used_when_it_is_closed(tmp_path: Path) -> None:
+    spilling, start = Spilling(nn.Module(), tmp_path, nvme_bytes=1 << 20, minimum_bytes=256), leaf()
+    with spilling:
+        loss = chain(start)
+    with pytest.raises(UserError, match=r"40\.0 KiB of saved tensors still belong to a graph"):
+        spilling.close()
+    loss.backward()
+    plain = leaf()
+    chain(plain).backward()
+    assert torch.equal(grad(plain), grad(start))
+    spilling.close()
+    spilling.close()
+    assert open_files(tmp_path) == 0
+    with pytest.raises(UserError, match="this Spilling is closed, and its file is gone: make another one"):
+        spilling.__enter__()
+
+
+def test_one_that_is_forgotten_gives_its_file_back_with_its_last_graph(tmp_path: Path) -> None:
+    spilling, start = Spilling(nn.Module(), tmp_path, nvme_bytes=1 << 20, minimum_bytes=256), leaf()
+    with spilling:
+        loss = chain(start)
+    del spilling
+    gc.collect()
+    assert open_files(tmp_path) == 1
+    loss.backward()
+    del loss
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "spilling-close":
+            thread.join()
+    assert open_files(tmp_path) == 0
+
+
+def open_files(directory: Path) -> int:
+    """Nameless ones, too."""
+    links = [Path(entry) for entry in Path("/proc/self/fd").iterdir()]
+    return sum(os.readlink(link).startswith(f"{directory}/") for link in links if link.is_symlink())
 
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"

@@ -11,6 +11,8 @@ MiB, and come back in the reverse order, a few MiB ahead of backward. Weights an
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.errors import UserError
 from spillway.plan import Answer, Tier
+from spillway.units import format_bytes
 
 from ..resident_parameters import ResidentParameters
 from ..saved_tensors import Keeper, Packer, Visit, unpack
@@ -36,13 +39,17 @@ NUM_IO_THREADS = 2
 HOST_BYTES = 1 << 30
 """addresses for staging and reloads; pages become resident as they are used, and the window bounds how many are"""
 REGION = "the forward"
+RAISE_NVME_BYTES = "Raise nvme_bytes: the file holds what a forward saves, and the first forward spills all of it."
 
 
 class Spilling:
     """Saved tensors of each forward inside go to a nameless file in `directory`, of at most `nvme_bytes`.
 
     `device_bytes`: saved tensors that may stay in memory: the last ones of each forward, which backward needs first.
-    How many come before them is known from the forward before; the first one spills all. 0 spills all, always.
+    How many come before them is known from the forward before; the first one spills all, and of a longer one what
+    comes beyond `device_bytes` leaves, too. 0 spills all, always.
+
+    `close` frees the file. One that nobody refers to any more, and no graph either, closes by itself.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Spilling:
         ahead_bytes: int = 8 * MIB,
         window_bytes: int = 16 * MIB,
     ) -> None:
+        check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
                 raise UserError(
@@ -67,7 +75,7 @@ class Spilling:
         self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
         self.lanes = CpuLanes(self.host, self.ledger, direct_io=True)
         self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS, host=self.host, tell=LOG.warning)
-        self.nvme.reclaim = self.lanes.reclaim
+        self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES
         self.store = SpillStore(
             self.lanes,
             self.ledger,
@@ -81,11 +89,16 @@ class Spilling:
         self._spills_all = device_bytes == 0
         self._last_bytes: int | None = None
         self._entered: list[tuple[saved_tensors_hooks, Batch]] = []
+        # Graphs refer to the store, and may live longer than this object.
+        self._forgotten = weakref.finalize(self.store, close_beside, self.lanes, self.nvme)
+        self._forgotten.atexit = False
 
     def __enter__(self) -> Spilling:
+        if not self._forgotten.alive:
+            raise UserError("this Spilling is closed, and its file is gone: make another one")
         self.host.give_pages_back()  # of the reloads before: the fullest moment of a step is the end of its forward
         moved_bytes = None if self._last_bytes is None or self._spills_all else self._last_bytes - self._kept_bytes
-        batch = self.store.open(REGION, Answer.NVME, moved_bytes)
+        batch = self.store.open(REGION, Answer.NVME, moved_bytes, self._kept_bytes)
         parameters = ResidentParameters(named_tensors(self._module))
         visit = Visit(REGION, None, batch, parameters)
         packer = Packer(visit, Keeper(REGION, parameters, self.ledger), (), None)
@@ -112,10 +125,43 @@ class Spilling:
         }
 
     def close(self) -> None:
-        """Everything in flight ends; the file is gone. No graph may be alive. Raises what a write met."""
+        """Everything in flight ends; the file is gone. Raises UserError while a graph still needs it, and what a write
+        met. Idempotent."""
+        if not self._forgotten.alive:
+            return
         self.store.drain()
+        if held_bytes := sum(self.held_bytes().values()):
+            raise UserError(
+                f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop what "
+                "refers to it (a loss, an output), before close()"
+            )
+        self._forgotten.detach()
         self.lanes.close()
         self.nvme.close()
+
+
+def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) -> None:
+    """Raises UserError for what is no module, and for what are no bytes."""
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"the first argument is a {type(module).__name__}: give the nn.Module whose forward runs inside"
+        )
+    names = ("nvme_bytes", "device_bytes", "minimum_bytes", "transfer_bytes", "ahead_bytes", "window_bytes")
+    for name, value in zip(names, (nvme_bytes, device_bytes, *sizes), strict=True):
+        least = 0 if name == "device_bytes" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{name} = {value!r}: give a whole number of bytes, {least} or more")
+
+
+def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:
+    """Of what nobody can reach any more: on a thread of its own, because the collector runs on any, also on a lane's,
+    which cannot wait for its own end."""
+
+    def close() -> None:
+        lanes.close()
+        nvme.close()
+
+    threading.Thread(target=close, name="spilling-close", daemon=True).start()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -76,10 +76,10 @@ class SpillStore:
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
 
-    def open(self, segment: str, answer: Answer, moved_bytes: int | None = None) -> Batch:
+    def open(self, segment: str, answer: Answer, moved_bytes: int | None = None, kept_bytes: int = 0) -> Batch:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
-        all)."""
-        return Batch(self, segment, answer, moved_bytes)
+        all), and leaves at most `kept_bytes` where they are."""
+        return Batch(self, segment, answer, moved_bytes, kept_bytes)
 
     def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer | None:
         """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
@@ -147,6 +147,7 @@ class Batch:
         "_herald",
         "_kept",
         "_kept_bytes",
+        "_limit_bytes",
         "_moved_bytes",
         "_pending",
         "_pending_bytes",
@@ -157,10 +158,13 @@ class Batch:
         "segment",
     )
 
-    def __init__(self, store: SpillStore, segment: str, answer: Answer, moved_bytes: int | None) -> None:
+    def __init__(
+        self, store: SpillStore, segment: str, answer: Answer, moved_bytes: int | None, kept_bytes: int
+    ) -> None:
         self._store = store
         self._answer = answer
         self._moved_bytes = moved_bytes
+        self._limit_bytes = kept_bytes
         self._kept: set[int] = set()
         """storages that were offered and stay"""
         self._kept_bytes = 0
@@ -198,12 +202,15 @@ class Batch:
         return SpilledTensor(record, tensor, with_batch=record.batch is self)
 
     def _takes(self, storage: UntypedStorage) -> bool:
-        """Whether a storage that was not offered before moves: the first ones do, backward needs them last."""
+        """Whether a storage that was not offered before moves: the first ones do, backward needs them last. So do those
+        beyond the bytes that may stay, in a forward that is longer than was foreseen."""
         if storage._cdata in self._kept:
             return False
         before = self.offered_bytes
         self.offered_bytes += storage.nbytes()
         if self._moved_bytes is None or before < self._moved_bytes:
+            return True
+        if self._kept_bytes + storage.nbytes() > self._limit_bytes:
             return True
         self._kept.add(storage._cdata)
         self._kept_bytes += storage.nbytes()

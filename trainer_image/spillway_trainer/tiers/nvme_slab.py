@@ -211,6 +211,8 @@ class NvmeSlab:
     ) -> None:
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by whoever owns the lanes"""
+        self.if_full = RAISE_BUDGET
+        """what to do then, in the words of whoever gave `nbytes`"""
         self.first_failure: SpillwayError | None = None
         """of a write"""
         self._host, self._tell, self._planned, self._clock = host, tell, planned, clock
@@ -375,7 +377,7 @@ class NvmeSlab:
         held_bytes = self.held_bytes
         directories = ", ".join(str(device.directory) for device in self._devices)
         retired = ", ".join(str(device.directory) for device in self._devices if device.writes.is_retired)
-        advice = f"{retired} takes no more writes, after {self.first_failure}" if retired else RAISE_BUDGET
+        advice = f"{retired} takes no more writes, after {self.first_failure}" if retired else self.if_full
         raise SpillVolumeFull(
             f"{directories}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "
             f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(held_bytes)}, the longest free run is "
