@@ -90,7 +90,9 @@ GRADIENT_NORM = Metric(PREFIX + "gradient_norm", "gauge", "Gradient norm of the 
 LEARNING_RATE = Metric(PREFIX + "learning_rate", "gauge", "Learning rate of the last step.")
 TOKENS = Metric(PREFIX + "tokens_total", "counter", "Target tokens trained on, since the process started.")
 NON_FINITE = Metric(PREFIX + "nonfinite_total", "counter", "Steps whose gradients were not finite.")
-LOSS_SCALE = Metric(PREFIX + "loss_scale", "gauge", "What the loss of the last step was multiplied by; float16 alone.")
+LOSS_SCALE = Metric(
+    PREFIX + "loss_scale", "gauge", "What the loss of the last step was multiplied by: 1, but in float16."
+)
 LOSS_SCALE_OVERFLOWS = Metric(
     PREFIX + "loss_scale_overflows_total",
     "counter",

@@ -39,7 +39,7 @@ from .tiers.cuda_lanes import CudaLanes
 from .tiers.device_ledger import DeviceLedger
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
-from .tiers.nvme_slab import NvmeSlab, PlannedRates
+from .tiers.nvme_slab import FAULT_KINDS, NvmeSlab, PlannedRates
 from .trainer import MicroBatchOrder, in_order
 from .zero import fsdp
 from .zero import run as zero
@@ -144,8 +144,9 @@ class Assembly:
         return self.tiers.lanes.busy_seconds()
 
     def spill_faults(self) -> dict[str, int]:
-        """Faults of spill devices that were survived so far, by kind."""
-        return self.tiers.nvme.faults() if self.tiers.nvme else {}
+        """Faults of spill devices that were survived so far, by kind; also those of which there was none, so that a
+        rate knows where they began."""
+        return dict.fromkeys(FAULT_KINDS, 0) | (self.tiers.nvme.faults() if self.tiers.nvme else {})
 
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"

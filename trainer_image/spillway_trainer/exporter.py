@@ -105,9 +105,8 @@ class Exporter(Collector):
         yield from self._gauge(metrics.LEARNING_RATE, last.learning_rate)
         yield from self._labelled(metrics.TOKENS, {"": float(self._totals.tokens)})
         yield from self._labelled(metrics.NON_FINITE, {"": float(self._totals.non_finite)})
-        if last.loss_scale is not None:
-            yield from self._gauge(metrics.LOSS_SCALE, last.loss_scale)
-            yield from self._labelled(metrics.LOSS_SCALE_OVERFLOWS, {"": float(self._totals.overflows)})
+        yield from self._gauge(metrics.LOSS_SCALE, 1.0 if last.loss_scale is None else last.loss_scale)
+        yield from self._labelled(metrics.LOSS_SCALE_OVERFLOWS, {"": float(self._totals.overflows)})
         yield from self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
         yield from self._labelled(metrics.TIER_BYTES, last.tier_bytes)
         yield from self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)

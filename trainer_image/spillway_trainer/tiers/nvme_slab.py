@@ -38,7 +38,8 @@ STRIPE_BYTES = 1 << 20
 """an extent is divided into pieces of no less: smaller transfers cost more than a second device gives"""
 RAISE_BUDGET = "Raise spec.memory.budget.nvme."
 WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED = "write_failed", "device_retired", "device_slow", "redirected"
-"""kinds of faults, as the metric counts them; redirected: a spill that went to a higher tier because of one"""
+FAULT_KINDS = (WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED)
+"""of faults, as the metric counts them; redirected: a spill that went to a higher tier because of one"""
 
 
 class ScratchFile(Protocol):
