@@ -26,6 +26,20 @@ def region(label: str = "memory") -> Region:
     return Region(64, label)
 
 
+class HeldLane(FakeStreams):
+    """A device that does nothing of `lane` before `held` is set."""
+
+    def __init__(self, lane: Lane, held: threading.Event) -> None:
+        super().__init__()
+        self._stream, self._held = f"lane-{lane}", held
+
+    def record(self, stream: str) -> FakeEvent:
+        event = super().record(stream)
+        if stream == self._stream:
+            event.synchronize = self._held.wait  # type: ignore[assignment]
+        return event
+
+
 def races_of(schedule: Callable[[RecordedLanes], object], kind: type[RecordedLanes] = RecordedLanes) -> list[str]:
     host, ledger = host_and_ledger(16 * PAGE)
     with recorded(host, ledger, kind=kind) as lanes:
@@ -88,15 +102,7 @@ def test_the_host_does_not_wait_for_a_stream_to_wait_for_another() -> None:
     """The compute stream is told to wait for an upload that the device has not done."""
     host, ledger = host_and_ledger()
     held = threading.Event()
-
-    class Slow(FakeStreams):
-        def record(self, stream: str) -> FakeEvent:
-            event = super().record(stream)
-            if stream == "lane-h2d":
-                event.synchronize = held.wait  # type: ignore[assignment]
-            return event
-
-    with recorded(host, ledger, Slow()) as lanes:
+    with recorded(host, ledger, HeldLane(Lane.H2D, held)) as lanes:
         upload = lanes.submit(Lane.H2D, NOTHING)
         lanes.wait(upload)
         assert not upload.done
@@ -130,15 +136,7 @@ def test_device_memory_is_used_after_what_the_compute_stream_had_there() -> None
 def test_what_an_operation_uses_is_held_until_the_stream_has_done_it() -> None:
     host, ledger = host_and_ledger()
     held, launched = threading.Event(), threading.Event()
-
-    class Slow(FakeStreams):
-        def record(self, stream: str) -> FakeEvent:
-            event = super().record(stream)
-            if stream == "lane-d2h":
-                event.synchronize = held.wait  # type: ignore[assignment]
-            return event
-
-    with recorded(host, ledger, Slow()) as lanes:
+    with recorded(host, ledger, HeldLane(Lane.D2H, held)) as lanes:
         gradient = torch.ones(3)
         alive = weakref.ref(gradient)
 
@@ -258,15 +256,7 @@ def test_the_whole_host_slab_is_registered_and_given_back() -> None:
 def test_time_that_the_compute_stream_waits_is_counted_once_the_device_has_come_so_far() -> None:
     host, ledger = host_and_ledger()
     held = threading.Event()
-
-    class Slow(FakeStreams):
-        def record(self, stream: str) -> FakeEvent:
-            event = super().record(stream)
-            if stream == "lane-h2d":
-                event.synchronize = held.wait  # type: ignore[assignment]
-            return event
-
-    with recorded(host, ledger, Slow()) as lanes:
+    with recorded(host, ledger, HeldLane(Lane.H2D, held)) as lanes:
         lanes.wait(lanes.submit(Lane.H2D, NOTHING))
         assert lanes.stalled_seconds() == 0.0
         held.set()
