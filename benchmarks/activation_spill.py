@@ -16,7 +16,8 @@ Twice as deep, because the gradients of the layer that backward is in, which no 
 Each mode is a process of its own; all train the same steps in turn, paired with keep's of the same round. peak:
 resident bytes (kernel) at the fullest of a step beyond the idle step, everything that a mode brings along included;
 ledger: what it says of saved tensors itself. predicted: keep's seconds against what the disk, measured beforehand,
-takes for the bytes. Rivals have the C library's heap as it is, ours sets it up to give memory back. tokens/s: with a micro-batch twice as large, and no more memory than keep has for one.
+takes for the bytes. Rivals have the C library's heap as it is, ours sets it up to give memory back. tokens/s: with a
+micro-batch twice as large, and no more memory than keep has for one.
 bit_identical: 1 when loss and every parameter after the last step are keep's in the modes that spill. Goals:
 *_peak_ratio 0.53 at *_step_ratio 1.03 and *_cpu_ratio 1.05, stall 0.02; *_low_peak_ratio 0.30 at *_low_step_ratio 1.10;
 *_step_vs_checkpoint below 1.
