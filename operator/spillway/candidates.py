@@ -50,9 +50,9 @@ from spillway.footprint import (
     nvme_home_bytes,
     nvme_staging_bytes,
     nvme_states_bytes,
-    padded,
     speculation_bytes,
     states_bytes_per_parameter,
+    upload_bytes,
 )
 from spillway.hardware import NodeSpec
 from spillway.model_shape import DTYPE_BYTES, ModelShape
@@ -213,6 +213,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
         rule=spec.training.optimizer.rule,
         moments=spec.training.optimizer.moment_type,
+        in_place=question.node.copies_use_cores,
     )
     return _shared(made)
 
@@ -719,7 +720,7 @@ class Search:
         if group.streaming.boundaries is Answer.HOST:
             room -= kept_boundary_bytes(work, blocks, Answer.HOST)
         states = nvme_states_bytes(work, optimizer, group.streaming)
-        streaming = _homes_between(work, group.streaming, room, budget[Tier.NVME] - states)
+        streaming = _homes_between(work, optimizer, group.streaming, room, budget[Tier.NVME] - states)
         room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
         nvme_room = budget[Tier.NVME] - states - nvme_home_bytes(work, streaming)
         if policy == "Nvme":
@@ -736,19 +737,27 @@ class Search:
         return replace(blocks, host=moved - nvme, nvme=nvme), streaming
 
 
-def _homes_between(work: Workload, streaming: Streaming, room: int, nvme_room: int) -> Streaming:
-    """As few homes on NVMe as host memory with `room` bytes allows; all in host memory when neither has room."""
-    homes, num_units = work.units.host, streaming.units
+def _homes_between(
+    work: Workload, optimizer: OptimizerPlan, streaming: Streaming, room: int, nvme_room: int
+) -> Streaming:
+    """As few homes on NVMe as host memory with `room` bytes beside the optimizer's own allows; all in host memory when
+    neither has room."""
+    num_units = streaming.units
+    beside = upload_bytes(work, optimizer, streaming)
+
+    def divided(nvme: int) -> Streaming:
+        return replace(streaming, host=num_units - nvme, nvme=nvme)
 
     def fits(nvme: int) -> bool:
-        staging = NUM_SLOTS * padded(work.units.largest_nvme[nvme])
-        return homes[num_units] - homes[nvme] + staging <= room
+        split = divided(nvme)
+        stored = upload_bytes(work, optimizer, split) - beside
+        return host_home_bytes(work, split) + home_staging_bytes(work, split) + stored <= room
 
     if not num_units or fits(0):
         return streaming
     # From one home on NVMe on, each further one frees host memory; staging grows with the largest of them only.
     nvme = 1 + _fewest(num_units - 1, lambda count: fits(count + 1))
-    split = replace(streaming, host=num_units - nvme, nvme=nvme)
+    split = divided(nvme)
     return split if nvme_home_bytes(work, split) <= nvme_room and fits(nvme) else streaming
 
 

@@ -40,7 +40,7 @@ STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 NUM_SLOTS = 2
 """device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
 NUM_STAGING_BUFFERS = 4
-"""host buffers of one chunk for gradients on their way down, and as many for parameters on their way up"""
+"""host buffers of one chunk for gradients on their way down, and as many for parameters that go up or to NVMe"""
 NUM_STATE_BUFFERS = 4
 """host buffers of one chunk's states that are on NVMe: one is read, one updated, one written, and one more, so that a
 small chunk between large ones leaves no lane idle"""
@@ -145,6 +145,8 @@ class Workload:
     """of a gradient on its way to other ranks: precision.gradientReduce"""
     rule: UpdateRule = UpdateRule.ADAMW
     moments: MomentType = MomentType.FLOAT32
+    in_place: bool = False
+    """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
 
     @cached_property
     def tokens(self) -> int:
@@ -602,12 +604,19 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Host rings between the device and the CPU's update: gradients down, parameters up."""
+    """Host ring of gradients on their way down to the CPU's accumulators."""
     if optimizer.updated_by_cpu == 0.0:
         return 0
-    chunk, weight = _chunk(work, optimizer), work.shape.trained_bytes
-    gradient = FLOAT32_BYTES if work.strategy in DIVIDING_STRATEGIES and work.world_size > 1 else weight
-    return NUM_STAGING_BUFFERS * (padded(gradient * chunk) + padded(weight * chunk))
+    is_float32 = work.strategy in DIVIDING_STRATEGIES and work.world_size > 1
+    gradient = FLOAT32_BYTES if is_float32 else work.shape.trained_bytes
+    return NUM_STAGING_BUFFERS * padded(gradient * _chunk(work, optimizer))
+
+
+def upload_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
+    """Host ring of updated values that the CPU cannot write where they live: on a device apart, on NVMe."""
+    if optimizer.updated_by_cpu == 0.0 or (work.in_place and not streaming.nvme):
+        return 0
+    return NUM_STAGING_BUFFERS * padded(work.shape.trained_bytes * _chunk(work, optimizer))
 
 
 def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -809,6 +818,7 @@ def host_bytes(
         activations=work.alive(streaming) * work.sum_of("moved_host", blocks.nvme, blocks.moved)
         + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
         buffers=staging_bytes(work, optimizer)
+        + upload_bytes(work, optimizer, streaming)
         + speculation_bytes(work, optimizer)
         + state_window_bytes(work, optimizer)
         + home_staging_bytes(work, streaming)

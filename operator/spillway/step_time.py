@@ -155,24 +155,27 @@ def backward_loads(
 
 
 def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> Loads:
-    """What is streamed is updated by the CPU straight into its home: nothing goes up, NVMe homes are written."""
+    """What is streamed is updated by the CPU straight into its home: nothing goes up, NVMe homes are written. So it is
+    with all parameters where the device's memory is the host's, but for those that backward has updated: their values
+    are copied when they count."""
     parameters, w = work.rank_parameters, work.shape.trained_bytes
     u, g, s = (
         share * parameters for share in (optimizer.updated_by_cpu, optimizer.streamed_share, optimizer.resident_share)
     )
-    up = w * max(0.0, u - work.units.trained[streaming.units])
+    up = 0.0 if work.in_place else w * max(0.0, u - work.units.trained[streaming.units])
+    copied = 2 * w * optimizer.speculative_parameters if work.in_place else 0
     streamed = g * states_bytes_per_parameter(work, on_cpu=False)
     read = stored_states_bytes(work, optimizer)
     written = read + stored_bytes(work, streaming)
     updated = work.rule.update_bytes(work.moments) + w
     duplex = rates.duplex if streamed else 1.0
     return {
-        Resource.CPU: u * updated / rates.cpu,
+        Resource.CPU: (u * updated + copied) / rates.cpu,
         Resource.H2D: (up + streamed) / (duplex * rates.h2d),
         Resource.D2H: streamed / (duplex * rates.d2h),
         Resource.READ: read / rates.read if read else 0.0,
         Resource.WRITE: written / rates.write if written else 0.0,
-        Resource.DRAM: (u * updated + up + 2 * streamed + read + written) / rates.dram,
+        Resource.DRAM: (u * updated + copied + up + 2 * streamed + read + written) / rates.dram,
         Resource.COMPUTE: (s + g) * updated / rates.device,
     }
 

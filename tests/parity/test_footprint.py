@@ -118,6 +118,29 @@ def test_a_run_needs_no_more_than_planned_and_on_the_device_nearly_that(case: st
     assert held_on_the_device(wanted, plan, tmp_path) >= 0.7 * plan.bytes[Tier.DEVICE].total
 
 
+NO_OTHER_BUFFERS = {
+    "all updated by the CPU": forced("Keep", "Host"),
+    "half of them": forced("Keep", "Interleaved"),
+    "streamed": STREAM | forced("Keep", "Host"),
+    "float32": forced("Keep", "Host") | {"spec.model.precision.compute": "float32"},
+}
+"""plans that hold nothing else in the row"""
+
+
+@pytest.mark.parametrize("case", NO_OTHER_BUFFERS)
+def test_the_rings_of_the_cpus_update_are_those_of_the_plan(case: str, tmp_path: Path) -> None:
+    """In whole: what is not used is not counted, either."""
+    wanted = job(SMALL | NO_OTHER_BUFFERS[case] | {"spec.training.steps": peak_run.STEPS})
+    plan = make_plan(wanted, NODE)
+    assert isinstance(plan, MemoryPlan), plan
+    torch.set_num_threads(1)
+    assembly = peak_run.run(job_file(wanted, tmp_path), plan, peak_run.Listener())
+    held = assembly.tiers.host.by_label()
+    rings = {label: size for label, size in held.items() if label.startswith(("gradient staging", "uploads"))}
+    assembly.tiers.close()
+    assert sum(rings.values()) == plan.bytes[Tier.HOST].buffers > 0, rings
+
+
 @pytest.mark.parametrize("num_layers", [3, 9])
 @pytest.mark.parametrize("boundaries", [Answer.KEEP, Answer.HOST])
 @pytest.mark.parametrize("policy", ["Recompute", "Keep", "Host"])
@@ -159,13 +182,16 @@ def held_on_the_device(wanted: TrainingJob, plan: MemoryPlan, tmp_path: Path) ->
     torch.set_num_threads(1)
     slabs = {tier: plan.slab_bytes(tier) for tier in (Tier.HOST, Tier.NVME)}
     tight = plan.model_copy(update={"budget": {Tier.DEVICE: plan.bytes[Tier.DEVICE].total, **slabs}})
-    here = str(tmp_path)
-    file = JobFile(
-        name="job", uid="u", epoch=1, spec=wanted.spec, output_directory=here, corpus_directory=here,
-        checkpoint_directory=here, spill_directory=here, termination_message_path=here, compute_threads=1,
-    )  # fmt: skip
     listener = peak_run.Listener()
-    peak_run.run(file, tight, listener).tiers.close()
+    peak_run.run(job_file(wanted, tmp_path), tight, listener).tiers.close()
     for tier in (Tier.HOST, Tier.NVME):
         assert listener.peaks[tier] <= plan.bytes[tier].total, tier
     return listener.peaks[Tier.DEVICE]
+
+
+def job_file(wanted: TrainingJob, directory: Path) -> JobFile:
+    here = str(directory)
+    return JobFile(
+        name="job", uid="u", epoch=1, spec=wanted.spec, output_directory=here, corpus_directory=here,
+        checkpoint_directory=here, spill_directory=here, termination_message_path=here, compute_threads=1,
+    )  # fmt: skip

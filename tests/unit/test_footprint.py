@@ -13,6 +13,7 @@ from spillway.footprint import (
     LOSS_BYTES,
     BlockBytes,
     Blocks,
+    Streaming,
     Workload,
     accumulator_bytes,
     cpu_accumulated,
@@ -26,6 +27,7 @@ from spillway.footprint import (
     states_bytes,
     tier_bytes,
     transient_gradient_bytes,
+    upload_bytes,
 )
 from spillway.model_shape import model_shape
 from spillway.plan import Answer, OptimizerPlan, Tier
@@ -91,8 +93,17 @@ def test_chunks_are_never_larger_than_the_largest_parameter() -> None:
 
 
 def test_gradients_and_parameters_pass_through_four_staging_buffers_each() -> None:
-    assert staging_bytes(work(), ON_CPU.model_copy(update={"chunk_parameters": 1000})) == 2 * 4 * 4096
-    assert staging_bytes(work(), STREAMED) == 0
+    for nbytes in (staging_bytes, upload_bytes):
+        assert nbytes(work(), ON_CPU.model_copy(update={"chunk_parameters": 1000})) == 4 * 4096
+        assert nbytes(work(), STREAMED) == 0
+
+
+def test_where_the_update_writes_the_parameter_itself_only_homes_on_nvme_are_staged() -> None:
+    in_place, chunk = work(in_place=True), ON_CPU.model_copy(update={"chunk_parameters": 1000})
+    assert staging_bytes(in_place, chunk) == 4 * 4096
+    assert [upload_bytes(in_place, chunk, Streaming(host, nvme)) for host, nvme in ((0, 0), (3, 0), (2, 1))] == [
+        0, 0, 4 * 4096,
+    ]  # fmt: skip
 
 
 def test_the_largest_gradient_is_on_the_device_once() -> None:

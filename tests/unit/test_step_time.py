@@ -147,6 +147,15 @@ def test_the_balanced_split_lets_cpu_and_link_end_together() -> None:
     assert 0.4 < share < 0.6
 
 
+def test_nothing_goes_up_where_the_update_writes_the_parameter_itself_but_a_copy_of_what_backward_updated() -> None:
+    in_place, both = replace(WORK, in_place=True), ON_CPU.model_copy(update={"speculative_parameters": 10**9})
+    assert update_loads(in_place, RATES, ON_CPU)[Resource.H2D] == 0.0 < update_loads(WORK, RATES, ON_CPU)[Resource.H2D]
+    plain, copied = (update_loads(in_place, RATES, optimizer) for optimizer in (ON_CPU, both))
+    assert plain[Resource.DRAM] * RATES.dram == pytest.approx(30 * P)
+    for resource, rate in ((Resource.CPU, RATES.cpu), (Resource.DRAM, RATES.dram)):
+        assert (copied[resource] - plain[resource]) * rate == pytest.approx(4 * 10**9)
+
+
 def test_more_is_streamed_where_host_memory_is_the_bound() -> None:
     """A streamed parameter moves 24 bytes of host memory, one updated by the CPU 32."""
     bound = replace(RATES, dram=120e9)

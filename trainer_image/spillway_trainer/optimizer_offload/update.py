@@ -69,7 +69,7 @@ class UpdatePipeline:
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
         come in as early as a slot is free, ahead of the uploads of the CPU chunks between. `committed` chunks have been
-        updated, by the event beside their new values: these go up in their turn.
+        updated, by the event beside their new values: these are written in their turn.
         """
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
@@ -78,8 +78,7 @@ class UpdatePipeline:
             while to_load and len(loaded) < len(self.slots):
                 loaded.append(self._load_states(to_load.popleft()))
             if placed.chunk in committed:
-                values, made = committed[placed.chunk]
-                end = self._upload(placed, values.tensor[: placed.nbytes], values, (made, computed))
+                end = self._write_committed(placed, *committed[placed.chunk], computed)
             elif placed.chunk.path is Path.CPU:
                 end = self._update_on_cpu(placed, scalars, computed, InHost(placed.held_states, placed.held))
             elif placed.chunk.path is Path.NVME:
@@ -146,6 +145,23 @@ class UpdatePipeline:
         """What ended the chunk's last update."""
         end = self.ends.get(placed.chunk)
         return () if end is None else (end,)
+
+    def _write_committed(self, placed: Placed, values: Part, made: Event, computed: Event) -> Event:
+        """Bring what backward has made of the chunk to the parameter. In place, too, that is a copy, by the CPU's own
+        lane: old and new values both exist until the step counts, and a slice of a parameter cannot change its memory
+        for another. Rounding the master instead would read twice as much, and now, when forward waits for it."""
+        staged = values.tensor[: placed.nbytes]
+        if not self.in_place:
+            return self._upload(placed, staged, values, (made, computed))
+        return self.lanes.submit(
+            Lane.CPU,
+            partial(kernels.copy, placed.device_bytes, staged),
+            reads=[values],
+            writes=[placed.weights],
+            after=[made, computed],
+            nbytes=2 * placed.nbytes,
+            label=f"commit {placed.chunk.label}",
+        )
 
     def _upload(self, placed: Placed, staged: Tensor, memory: Region, after: Sequence[Event]) -> Event:
         """`staged` is a part of `memory`."""
