@@ -5,6 +5,7 @@ python tests/adopted_engines.py directory        one JSON object a case on the l
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zero_runs
 from torch import Tensor, nn
 
 from spillway.errors import UserError
@@ -180,7 +182,11 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def run_rank(name: str, rank: int, directory: Path, results: Any) -> None:
+def found_by(directory: Path, rank: int) -> Path:
+    return directory / f"found-{rank}.json"
+
+
+def run_rank(name: str, rank: int, directory: Path) -> None:
     import logging
 
     import deepspeed
@@ -192,34 +198,25 @@ def run_rank(name: str, rank: int, directory: Path, results: Any) -> None:
     store = dist.FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-    results.put((name, rank, cases()[name](rank, directory)))
-    results.close()
-    results.join_thread()
+    found_by(directory, rank).write_text(json.dumps(cases()[name](rank, directory)))
     os._exit(0)
 
 
 def main(directory: Path) -> None:
-    import deepspeed  # noqa: F401 - what the ranks are forked with
-
-    import spillway_trainer.zero.adopted  # noqa: F401
+    for module in zero_runs.imported_by({"Zero2"}):
+        importlib.import_module(module)
 
     context, found = multiprocessing.get_context("fork"), dict[str, list[dict[str, Any]]]()
     for index, name in enumerate(cases()):
         place = directory / str(index)
         place.mkdir(parents=True)
-        results = context.Queue()
-        ranks = [context.Process(target=run_rank, args=(name, rank, place, results)) for rank in (0, 1)]
+        ranks = [context.Process(target=run_rank, args=(name, rank, place)) for rank in (0, 1)]
         for process in ranks:
             process.start()
-        by_rank = {}
-        while (len(by_rank) < 2 and any(process.is_alive() for process in ranks)) or not results.empty():
-            if not results.empty():
-                _, rank, of_rank = results.get()
-                by_rank[rank] = of_rank
         for process in ranks:
             process.join()
-        assert len(by_rank) == 2, f"{name}: a rank ended without a result"
-        found[name] = [by_rank[0], by_rank[1]]
+        assert all(process.exitcode == 0 for process in ranks), f"{name}: a rank ended without a result"
+        found[name] = [json.loads(found_by(place, rank).read_text()) for rank in (0, 1)]
     print(json.dumps(found))
 
 

@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -17,6 +18,11 @@ settings.load_profile("spillway")
 # A profile that somebody measured on this machine must not change what tests plan.
 STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="spillway-tests-state-")
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
+
+
+# Hundreds of processes import torch: where bytecode is not kept, each compiles it anew, which costs more than the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 class OneFileInOneProcess(LoadScopeScheduling):  # type: ignore[misc]

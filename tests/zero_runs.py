@@ -178,12 +178,13 @@ def digest(value: Any) -> str:
 
 
 def imported_by(strategies: set[str]) -> Iterator[str]:
-    """What the ranks are forked with."""
-    yield "spillway_trainer.run_job"
+    """What the ranks are forked with, or each of them would import it once more."""
+    yield from local_runs.IMPORTED
     if "Fsdp" in strategies:
-        yield "torch.distributed.fsdp"
+        yield from ("torch.distributed.fsdp", "torch._dynamo")
     if any(strategy.startswith("Zero") for strategy in strategies):
-        yield from ("deepspeed", "spillway_trainer.zero.adopted")
+        yield from ("deepspeed", "spillway_trainer.zero.adopted", "torch._inductor.compile_fx")
+        yield "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 def main(path: Path, directory: Path) -> None:
