@@ -20,7 +20,7 @@ STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="spillway-tests-s
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 
 
-# Hundreds of processes import torch: where bytecode is not kept, each compiles it anew, which costs more than the tests.
+# Hundreds of processes import torch: where bytecode is not kept, each compiles it, which costs more than the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
