@@ -62,6 +62,26 @@ def test_a_saved_storage_is_charged_once_until_its_last_holder_leaves() -> None:
     assert ledger.held_bytes == 0
 
 
+def test_a_saved_storage_waits_for_releases_in_flight_and_is_refused_where_none_helps() -> None:
+    ledger, saved, in_flight = DeviceLedger(1000), storage(256), [1000]
+    ledger.charge("buffers", 1000)
+
+    def reclaim() -> bool:
+        if in_flight:
+            ledger.release("buffers", in_flight.pop())
+            return True
+        return False
+
+    ledger.reclaim = reclaim
+    keys = [ledger.charge_saved(saved), ledger.charge_saved(saved)]
+    assert (ledger.by_purpose(), ledger.peak_bytes) == ({"activations": 256}, 1000)
+    with pytest.raises(DeviceOutOfMemory, match="activations 256 B"):
+        ledger.charge_saved(storage(800))
+    for key in keys:
+        ledger.release_saved(key)
+    assert ledger.by_purpose() == {}
+
+
 def test_a_recycled_storage_address_is_a_new_charge() -> None:
     ledger = DeviceLedger(None)
     for nbytes in (128, 256, 64) * 50:

@@ -67,8 +67,12 @@ class SpilledHandle(Handle, Protocol):
 class ActivationBatch(Protocol):
     """What one forward through one segment gives to an ActivationStore."""
 
-    def put(self, tensor: Tensor) -> SpilledHandle | KeptTensor | None:
-        """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept."""
+    minimum_bytes: int
+    """it takes no storage that is smaller"""
+
+    def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledHandle | KeptTensor | None:
+        """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept. `storage`: its
+        own, where the caller has it at hand."""
 
     def flush(self) -> None:
         """The segment's forward is over: submit the copies of what was put."""
@@ -93,15 +97,15 @@ def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) ->
 class KeptTensor:
     """The tensor itself. Detached: a handle that held an output of its own graph would never be released."""
 
-    __slots__ = ("_charge", "_ledger", "_segment", "_tensor", "_version")
+    __slots__ = ("_charge", "_release", "_segment", "_tensor", "_version")
 
     def __init__(
         self, tensor: Tensor, segment: str, ledger: DeviceLedger, storage: UntypedStorage | None = None
     ) -> None:
         """`storage`: its own, where the caller has it at hand."""
-        self._ledger = ledger
-        self._segment = segment
         self._charge: int | None = None
+        self._release = ledger.release_saved
+        self._segment = segment
         if storage is not None:
             self._charge = ledger.charge_saved(storage)
         elif has_storage(tensor):
@@ -117,7 +121,7 @@ class KeptTensor:
 
     def __del__(self) -> None:
         if self._charge is not None:
-            self._ledger.release_saved(self._charge)
+            self._release(self._charge)
 
 
 class SavedParameter:
@@ -208,8 +212,11 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 """subclasses (distributed, quantised, nested tensors) may have no storage of their own: they are kept as they are"""
 
 
+STRIDED = torch.strided
+
+
 def has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is torch.strided
+    return type(tensor) in PLAIN and tensor.layout is STRIDED
 
 
 class Frame:
@@ -311,10 +318,20 @@ def _never_unpacked(_: None) -> Tensor:
 class Packer:
     """The pack hook of one visit."""
 
-    __slots__ = ("_constants", "_find", "_frame", "_keeper", "_ledger", "_parameters", "_visit")
+    __slots__ = (
+        "_batch",
+        "_constants",
+        "_find",
+        "_frame",
+        "_keeper",
+        "_ledger",
+        "_parameters",
+        "_segment",
+        "_visit",
+    )
 
     def __init__(self, visit: Visit, keeper: Keeper, inputs: Sequence[object], frame: Frame | None) -> None:
-        self._visit = visit
+        self._visit, self._segment, self._batch = visit, visit.segment, visit.batch
         self._keeper = keeper
         self._parameters, self._ledger = keeper.parameters, keeper.ledger
         self._find = keeper.parameters.find
@@ -329,22 +346,23 @@ class Packer:
     def pack(self, tensor: Tensor) -> Packed:
         # Some 40 times a block, on the thread that launches compute: what is asked of torch is asked once.
         visit = self._visit
-        visit.saved = True
         if not visit.needs_parameters:
+            visit.saved = True
             visit.needs_parameters = tensor.is_floating_point() or tensor.is_complex()
         if self._frame is not None:
             return visit, self._frame.reserve(tensor)
-        if not (type(tensor) in PLAIN and tensor.layout is torch.strided):
+        if not (type(tensor) in PLAIN and tensor.layout is STRIDED):
             return visit, self._keeper.keep(tensor)
+        storage = tensor.untyped_storage()  # held: torch gives the same object out again while there is one
         ref = self._find(tensor)
         if ref is not None:
             return visit, SavedParameter(self._parameters, ref)
-        storage = tensor.untyped_storage()
-        if visit.batch is not None and storage._cdata not in self._constants:
-            handle = visit.batch.put(tensor)
+        batch = self._batch
+        if batch is not None and storage.nbytes() >= batch.minimum_bytes and storage._cdata not in self._constants:
+            handle = batch.put(tensor, storage)
             if handle is not None:
                 return visit, handle
-        return visit, KeptTensor(tensor, visit.segment, self._ledger, storage)
+        return visit, KeptTensor(tensor, self._segment, self._ledger, storage)
 
 
 class SavedTensors:

@@ -154,6 +154,7 @@ class Batch:
         "_store",
         "_transfers",
         "backward_label",
+        "minimum_bytes",
         "offered_bytes",
         "segment",
     )
@@ -163,6 +164,7 @@ class Batch:
     ) -> None:
         self._store = store
         self._answer = answer
+        self.minimum_bytes = store.minimum_bytes
         self._moved_bytes = moved_bytes
         self._limit_bytes = kept_bytes
         self._kept: set[int] = set()
@@ -178,44 +180,48 @@ class Batch:
         self.segment = segment
         self.backward_label = f"backward of {segment}"
 
-    def put(self, tensor: Tensor) -> SpilledTensor | KeptTensor | None:
-        storage, store = tensor.untyped_storage(), self._store
+    def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledTensor | KeptTensor | None:
+        store = self._store
+        if storage is None:
+            storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
         if (
-            storage.nbytes() < store.minimum_bytes
+            nbytes < self.minimum_bytes
             or not tensor.is_floating_point()
             or tensor.is_neg()
             or storage.data_ptr() % ALIGNED_BYTES
         ):
             return None
-        known = store.records.get(storage._cdata)
+        key: int = storage._cdata
+        known = store.records.get(key)
         record = known() if known is not None else None
         if record is None or not record.holds(tensor):
-            if not self._takes(storage):
-                return Herald(self, tensor, store.ledger) if storage._cdata == self._herald else None
-            record = Record(store.lanes, store.ledger, self, len(self._pending), tensor)
-            self.know(tensor, record)
-            self._pending.append(weakref.ref(record))
-            self._pending_bytes += record.nbytes
+            if not self._takes(key, nbytes):
+                return Herald(self, tensor, store.ledger) if key == self._herald else None
+            record = Record(store.lanes, store.ledger, self, len(self._pending), tensor, storage)
+            store.records[key] = ref = weakref.ref(record)
+            self._pending.append(ref)
+            self._pending_bytes += nbytes
             limit_bytes = store.transfer_bytes
             if limit_bytes is not None and self._pending_bytes >= limit_bytes:
                 self.flush()
         return SpilledTensor(record, tensor, with_batch=record.batch is self)
 
-    def _takes(self, storage: UntypedStorage) -> bool:
+    def _takes(self, key: int, nbytes: int) -> bool:
         """Whether a storage that was not offered before moves: the first ones do, backward needs them last. So do those
         beyond the bytes that may stay, in a forward that is longer than was foreseen."""
-        if storage._cdata in self._kept:
+        if key in self._kept:
             return False
         before = self.offered_bytes
-        self.offered_bytes += storage.nbytes()
+        self.offered_bytes += nbytes
         if self._moved_bytes is None or before < self._moved_bytes:
             return True
-        if self._kept_bytes + storage.nbytes() > self._limit_bytes:
+        if self._kept_bytes + nbytes > self._limit_bytes:
             return True
-        self._kept.add(storage._cdata)
-        self._kept_bytes += storage.nbytes()
+        self._kept.add(key)
+        self._kept_bytes += nbytes
         if self._herald is None and self._kept_bytes > (self._store.ahead_bytes or 0):
-            self._herald = storage._cdata
+            self._herald = key
         return False
 
     def know(self, tensor: Tensor, record: Record) -> None:

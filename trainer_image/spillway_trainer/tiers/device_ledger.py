@@ -36,8 +36,11 @@ class DeviceLedger:
         self._held: Counter[str] = Counter()
         self._held_bytes = 0
         self._peak_bytes = 0
-        self._saved: dict[int, tuple[int, int]] = {}
-        """key of a storage -> (number of its holders, bytes)"""
+        self._saved: dict[int, int] = {}
+        """key of a storage -> its bytes"""
+        self._saved_bytes = 0
+        self._shared: dict[int, int] = {}
+        """key of a storage that has several holders -> how many there are beyond the first"""
         self._released: deque[tuple[str, int] | int] = deque()
         """(purpose, bytes), or the key of a storage that has one holder less"""
         self.release_saved: Callable[[int], None] = self._released.append
@@ -59,10 +62,26 @@ class DeviceLedger:
         The key is the address of torch's storage object. A holder calls `release_saved` before it lets the storage go,
         and the queue is taken in before a key is looked up: so a key that is found never means an earlier storage.
         """
+        # Once a saved tensor, on the thread that launches compute: in one piece, without calls.
         key: int = storage._cdata
-        if not self._try_charge_saved(key, storage):
-            self._retry(lambda: self._try_charge_saved(key, storage), ACTIVATIONS, storage.nbytes())
-        return key
+        with self._lock:
+            if self._released:
+                self._settle()
+            if key in self._saved:
+                self._shared[key] = self._shared.get(key, 0) + 1
+                return key
+            nbytes = storage.nbytes()
+            held_bytes = self._held_bytes + nbytes
+            if self.budget_bytes is None or held_bytes <= self.budget_bytes:
+                self._saved[key] = nbytes
+                self._saved_bytes += nbytes
+                self._held_bytes = held_bytes
+                if held_bytes > self._peak_bytes:  # noqa: PLR1730  max() is a call
+                    self._peak_bytes = held_bytes
+                return key
+        self.charge(ACTIVATIONS, nbytes)  # waits for releases in flight, which make room
+        self.release(ACTIVATIONS, nbytes)
+        return self.charge_saved(storage)
 
     @property
     def held_bytes(self) -> int:
@@ -82,7 +101,8 @@ class DeviceLedger:
         """Bytes held by purpose, largest first."""
         with self._lock:
             self._settle()
-            return {purpose: nbytes for purpose, nbytes in self._held.most_common() if nbytes}
+            held = self._held + Counter({ACTIVATIONS: self._saved_bytes})  # leaves out what is 0
+            return dict(held.most_common())
 
     def _retry(self, attempt: Callable[[], bool], purpose: str, nbytes: int) -> None:
         if obtain(lambda: attempt() or None, self.reclaim) is None:
@@ -92,19 +112,6 @@ class DeviceLedger:
         with self._lock:
             self._settle()
             return self._add(purpose, nbytes)
-
-    def _try_charge_saved(self, key: int, storage: UntypedStorage) -> bool:
-        with self._lock:
-            if self._released:
-                self._settle()
-            known = self._saved.get(key)
-            if known is not None:
-                self._saved[key] = (known[0] + 1, known[1])
-                return True
-            if not self._add(ACTIVATIONS, nbytes := storage.nbytes()):
-                return False
-            self._saved[key] = (1, nbytes)
-            return True
 
     def _add(self, purpose: str, nbytes: int) -> bool:
         held_bytes = self._held_bytes + nbytes
@@ -116,19 +123,21 @@ class DeviceLedger:
         return True
 
     def _settle(self) -> None:
-        while self._released:
-            entry = self._released.popleft()
-            if isinstance(entry, int):
-                num_holders, nbytes = self._saved[entry]
-                if num_holders > 1:
-                    self._saved[entry] = (num_holders - 1, nbytes)
-                    continue
-                del self._saved[entry]
-                purpose = ACTIVATIONS
-            else:
+        released, saved, shared, saved_bytes = self._released, self._saved, self._shared, 0
+        while released:
+            entry = released.popleft()
+            if not isinstance(entry, int):
                 purpose, nbytes = entry
-            self._held[purpose] -= nbytes
-            self._held_bytes -= nbytes
+                self._held[purpose] -= nbytes
+                self._held_bytes -= nbytes
+            elif entry in shared:
+                shared[entry] -= 1
+                if not shared[entry]:
+                    del shared[entry]
+            else:
+                saved_bytes += saved.pop(entry)
+        self._saved_bytes -= saved_bytes
+        self._held_bytes -= saved_bytes
 
     def _refuse(self, purpose: str, nbytes: int) -> None:
         held = self.by_purpose()
