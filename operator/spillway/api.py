@@ -991,6 +991,7 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer
     divides = strategy.startswith("Zero")
+    on_devices = job.spec.parallelism.device == "Cuda" and job.spec.parallelism.world_size > 1
     inspected = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
     found = [
         (model.source, "spec.model.source", inspected),
@@ -999,6 +1000,8 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
          f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp or Fsdp"),
+        (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
+         "divides a model on CPUs alone so far; use Ddp on Cuda devices (`spillway plan` knows all of them)"),
     ]  # fmt: skip
     return [*_refusals_for_any_run(job), *_refused(found, job)]
 

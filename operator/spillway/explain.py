@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
+    RUN_STRATEGY,
     ZERO_STRATEGIES,
+    Strategy,
     Streaming,
     Workload,
     forced_share,
@@ -18,6 +20,7 @@ from spillway.footprint import (
     streamed_slot_bytes,
     waiting_frontier_bytes,
 )
+from spillway.hardware import DeviceKind
 from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
 from spillway.step_time import stored_states_bytes, update_seconds
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
@@ -28,8 +31,7 @@ from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 def reasons(search: Search, chosen: Timed) -> Iterator[str]:
     """One sentence per decision."""
     question = search.question
-    if question.world_size > 1:
-        yield _strategy_reason(search, chosen)
+    yield from _strategy_reasons(search, chosen)
     yield from _parameter_reasons(question, chosen.candidate)
     yield _optimizer_reason(question, chosen.candidate)
     if question.placement == "Auto" and chosen.candidate.optimizer.nvme_share:
@@ -47,6 +49,7 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     """For the modes in which the spec decides; `advised` is what Auto would do, None when nothing fits."""
     question = search.question
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
+    yield from _not_as_asked(question, chosen.candidate)
     for tier, amount in chosen.candidate.missing.items():
         yield f"{format_bytes(amount)} more than the {tier} budget are needed"
     if question.mode == "Advise" and advised is None:
@@ -56,8 +59,42 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
         yield from reasons(search, advised)
 
 
+def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
+    """Where the plan is not what the spec asks for, or a run does not do what the plan says."""
+    strategy, asked = chosen.work.strategy, question.job.spec.parallelism.strategy
+    if question.world_size == 1:
+        if asked not in ("Auto", strategy):
+            yield f"strategy {strategy}: one rank has nothing to divide (the spec asks for {asked})"
+    elif strategy != RUN_STRATEGY:
+        yield from _why_not_run(strategy, asked, question.node.device_kind)
+    if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
+        yield (
+            "overlap: none, for all states are resident and the device updates them itself (the spec asks for "
+            f"{question.overlap})"
+        )
+
+
+def _why_not_run(strategy: Strategy, asked: str, device: DeviceKind) -> Iterator[str]:
+    """A model is divided on CPUs alone so far, and there where the spec names the strategy."""
+    auto = f"a run would not take {strategy}: there Auto is {RUN_STRATEGY}"
+    if asked == "Auto" and device == "Cuda":
+        yield f"{auto}, and on Cuda devices no other runs so far"
+    elif asked == "Auto":
+        yield f"{auto}; set spec.parallelism.strategy: {strategy} to run this plan"
+    elif device == "Cuda":
+        yield f"a run refuses {strategy} on Cuda devices so far; use {RUN_STRATEGY}"
+
+
+def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
+    if search.question.world_size > 1:
+        yield _strategy_reason(search, chosen)
+    yield from _not_as_asked(search.question, chosen.candidate)
+
+
 def _strategy_reason(search: Search, chosen: Timed) -> str:
     question, strategy = search.question, chosen.candidate.work.strategy
+    if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
+        return f"strategy {strategy}: the only one that scales the loss of float16"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"

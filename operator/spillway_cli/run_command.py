@@ -113,7 +113,7 @@ def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:
-    """Where the bytes will be, and how fast a step should be."""
+    """Where the bytes will be, why there, and how fast a step should be."""
     each = f", bytes of each of {plan.world_size} ranks" if plan.world_size > 1 else ""
     shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}{each}")
     for tier in Tier:
@@ -121,6 +121,8 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
             budget = plan.budget.get(tier)
             shown.add_row(tier.value, format_bytes(plan.bytes[tier].total), "-" if not budget else format_bytes(budget))
     console.print(shown)
+    for reason in plan.reasons:
+        console.print(f"  {reason}")
     seconds = format_seconds(plan.prediction.step_seconds)
     console.print(f"predicted {seconds} a step on this CPU, bound by {plan.prediction.bound_by}")
 

@@ -77,7 +77,11 @@ def test_an_update_overlaps_the_next_forward_where_that_pays_or_the_spec_asks_fo
 ) -> None:
     decided = plan({"spec.memory.optimizer": {"placement": placement, "overlap": asked}}, node)
     assert decided.optimizer.overlap == expected
-    assert any(reason.startswith("overlap:") for reason in decided.reasons) == decided.optimizer.offloads
+    (reason,) = [reason for reason in decided.reasons if reason.startswith("overlap:")]
+    if not decided.optimizer.offloads:
+        assert reason == (
+            "overlap: none, for all states are resident and the device updates them itself (the spec asks for Forward)"
+        )
     alone = plan({"spec.memory.optimizer": {"placement": placement, "overlap": "None"}}, node)
     assert decided.bytes == alone.bytes
     if node is GPU and expected == "Forward":
@@ -312,6 +316,7 @@ def test_float16_is_as_large_as_bfloat16_and_no_strategy_that_divides_the_model_
         for of, strategy in (("float16", "Auto"), ("bfloat16", "Ddp"))
     ]
     assert found[0].strategy == "Ddp"
+    assert found[0].reasons[0] == "strategy Ddp: the only one that scales the loss of float16"
     assert found[0].bytes == found[1].bytes
     assert infeasible(LLAMA_70B | {"spec.model.precision": {"compute": "float16"}}, resolve_node("8xh100"))
 
@@ -541,6 +546,36 @@ def test_a_plan_says_why_it_has_its_strategy() -> None:
     searched = make_plan(job(LLAMA_70B), resolve_node("8xh100"))
     assert isinstance(searched, MemoryPlan)
     assert searched.reasons[0] == "strategy Fsdp: the only one that fits"
+
+
+TWO_ON_DEVICES = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "node", "said"),
+    [
+        (LLAMA_70B, "8xh100", "a run would not take Fsdp: there Auto is Ddp, and on Cuda devices no other runs so far"),
+        (TWO_ON_DEVICES, "8xh100", "a run refuses Fsdp on Cuda devices so far; use Ddp"),
+        ({"spec.parallelism": {"strategy": "Zero3"}}, "cpu", "strategy Ddp: one rank has nothing to divide (the spec"),
+    ],
+)
+def test_a_plan_says_where_a_run_would_do_something_else(changes: dict[str, Any], node: str, said: str) -> None:
+    """In every mode."""
+    reasons = plan(changes, resolve_node(node)).reasons
+    assert sum(reason.startswith(said) for reason in reasons) == 1, reasons
+    if changes != LLAMA_70B:
+        unplanned = {"spec.memory": {"mode": "Disabled", "budget": {"host": "8Gi"}}}
+        as_specified = plan(changes | unplanned, resolve_node(node)).reasons
+        assert any(reason.startswith(said) for reason in as_specified), as_specified
+
+
+def test_a_plan_that_no_run_takes_by_itself_says_what_to_set() -> None:
+    """On CPUs a run can do all that is planned, and takes Ddp unless it is told."""
+    tight = LLAMA_70B | {"spec.parallelism": {"nodes": 8}} | budget("200Gi", host="400Gi")
+    found = plan(tight, resolve_node("cpu-large"))
+    assert found.strategy != "Ddp"
+    said = f"there Auto is Ddp; set spec.parallelism.strategy: {found.strategy} to run this plan"
+    assert any(reason.endswith(said) for reason in found.reasons), found.reasons
 
 
 def test_deepspeed_cannot_update_beside_the_next_forward() -> None:
