@@ -67,6 +67,8 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
             yield f"strategy {strategy}: one rank has nothing to divide (the spec asks for {asked})"
     elif strategy != RUN_STRATEGY:
         yield from _why_not_run(strategy, asked, question.node.device_kind)
+    if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
+        yield "seconds: float16 is predicted with the rates of bfloat16; a CPU computes it more slowly"
     if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
         yield (
             "overlap: none, for all states are resident and the device updates them itself (the spec asks for "

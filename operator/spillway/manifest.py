@@ -24,6 +24,9 @@ M = TypeVar("M", bound=BaseModel)
 
 _MAX_FILE_BYTES = 1 << 20
 _KINDS = ("TrainingJob", "NodeProfile", "MemoryProfile")
+_MAX_DIGITS = 40
+"""of an integer; a longer one is text to YAML"""
+_TOO_LONG = re.compile(rf"[-+]?[0-9_]{{{_MAX_DIGITS + 1},}}")
 _MAX_VALUES = 20_000
 """values of one manifest, aliases expanded: nested ones can stand for billions"""
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
@@ -38,7 +41,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]{0,39})$"), list("-+0123456789")
+    "tag:yaml.org,2002:int", re.compile(rf"^[-+]?(0|[1-9][0-9_]{{0,{_MAX_DIGITS - 1}}})$"), list("-+0123456789")
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+\.[0-9]*([eE][-+]?[0-9]+)?$"), list("-+0123456789")
@@ -239,6 +242,8 @@ _PROBLEMS = {
 
 
 def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
+    if detail["type"] == "int_type" and _TOO_LONG.fullmatch(str(detail["input"])):
+        return f"an integer of at most {_MAX_DIGITS} digits is needed"
     if detail["type"] == "literal_error":
         return _wrong_choice(detail["input"], context["expected"])
     sentence = _PROBLEMS.get(detail["type"])
@@ -252,8 +257,16 @@ def _wrong_choice(given: object, expected: str) -> str:
     allowed = f"one of {named}" if len(choices) > 1 else f"must be {named}"
     lower = str(given).lower()
     by_lower = {choice.lower(): choice for choice in choices if choice[:1].lower() == lower[:1]}  # GPU is no Cpu
-    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.6)
+    widths = {choice: name for choice, name in by_lower.items() if _same_number(lower, choice)}
+    near = difflib.get_close_matches(lower, widths, n=1, cutoff=0.6)
     return f"{allowed}; did you mean {by_lower[near[0]]}?" if near and len(choices) > 1 else allowed
+
+
+def _same_number(given: str, choice: str) -> bool:
+    """float16 is no slip for float32; fsdp2 may be one for Fsdp, which has no number."""
+    numbers = [re.search(r"[0-9]*$", name) for name in (given, choice)]
+    ends = {found.group() for found in numbers if found and found.group()}
+    return len(ends) < 2
 
 
 def _unknown_field(model: type[BaseModel], location: Location) -> str:

@@ -87,7 +87,7 @@ def tiles(run: RunRecord, summary: RunSummary) -> str:
         loss_note += f", evaluation {format_loss(summary.evaluation_loss)}"
     shown = [
         ("final loss", format_loss(summary.final_loss), loss_note),
-        ("steps", str(summary.num_steps), f"in {format_seconds(summary.training_seconds)}"),
+        ("steps", str(summary.num_steps), f"in {format_seconds(summary.attempt_seconds)}"),
         ("speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{format_seconds(summary.step_seconds)} a step"),
     ]
     if device is not None:

@@ -182,8 +182,26 @@ def summary_table(job: TrainingJob, summary: RunSummary) -> object:
             planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
             shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
     shown.add_row("restarts", str(summary.num_restarts))
-    shown.add_row("time", format_seconds(summary.training_seconds))
+    if summary.num_skipped:
+        shown.add_row("steps left out", left_out(summary))
+    shown.add_row("time", time_of(summary))
     return shown
+
+
+def left_out(summary: RunSummary) -> str:
+    """3, whose loss or gradients were not finite (2 overflowed float16 at their loss scale)"""
+    overflowed = f" ({summary.num_overflowed} overflowed float16 at their loss scale)" if summary.num_overflowed else ""
+    return f"{summary.num_skipped}, whose loss or gradients were not finite{overflowed}"
+
+
+def time_of(summary: RunSummary) -> str:
+    """That of the attempts; earlier invocations count, and what lay between is told apart."""
+    seconds = format_seconds(summary.attempt_seconds)
+    if summary.num_attempts < 2:
+        return seconds
+    return (
+        f"{seconds} in {summary.num_attempts} attempts, {format_seconds(summary.training_seconds)} from first to last"
+    )
 
 
 def as_json(

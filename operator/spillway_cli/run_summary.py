@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spillway.plan import MemoryPlan, Tier
 
@@ -35,7 +36,14 @@ class RunSummary:
     """median, evaluation and checkpoints apart"""
     predicted_step_seconds: float
     training_seconds: float
-    """from the first start to the last event, restarts included"""
+    """from the first start to the last event, of earlier invocations too, and what lay between them"""
+    attempt_seconds: float
+    """of these, while an attempt was there: from its start to its last step, checkpoint or end"""
+    num_attempts: int
+    num_skipped: int
+    """steps on the curve that were left out, because loss or gradients were not finite"""
+    num_overflowed: int
+    """of these, because the loss scale was too large for float16"""
     num_restarts: int
     tiers: tuple[TierUse, ...]
 
@@ -49,6 +57,9 @@ class RunSummary:
             "stepSeconds": self.step_seconds,
             "predictedStepSeconds": self.predicted_step_seconds,
             "trainingSeconds": self.training_seconds,
+            "attemptSeconds": self.attempt_seconds,
+            "skippedSteps": self.num_skipped,
+            "overflowedSteps": self.num_overflowed,
             "restarts": self.num_restarts,
             "tiers": {
                 use.tier.value: {
@@ -75,9 +86,21 @@ def summarize(log: RunLog, plan: MemoryPlan) -> RunSummary:
         step_seconds=median([step.metrics.step_seconds for step in steps]),
         predicted_step_seconds=plan.prediction.step_seconds,
         training_seconds=max(times) - min(times) if times else 0.0,
+        attempt_seconds=sum(last - first for first, last in attempt_spans([one.time for one in log.starts], times)),
+        num_attempts=len(log.starts),
+        num_skipped=sum(step.metrics.skipped for step in steps),
+        num_overflowed=sum(step.metrics.overflowed for step in steps),
         num_restarts=max(0, len(log.starts) - 1),
         tiers=tuple(tier_use(tier, steps, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
     )
+
+
+def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple[float, float]]:
+    """(start, last event) of every attempt, in Unix time."""
+    return [
+        (start, max((time for time in times if start <= time < end), default=start))
+        for start, end in pairwise([*starts, math.inf])
+    ]
 
 
 def tier_use(tier: Tier, steps: Sequence[Step], plan: MemoryPlan) -> TierUse:

@@ -361,6 +361,21 @@ def test_an_update_beside_the_next_forward_is_for_fsdp_and_not_for_deepspeed() -
     assert refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("spec.training.optimizer", {"moments": "float16"}, "one of float32, bfloat16"),
+        ("spec.parallelism", {"strategy": "Zero4"}, "one of Auto, Ddp, Fsdp, Zero1, Zero2, Zero3"),
+        ("spec.training", {"steps": 10**41}, "an integer of at most 40 digits is needed"),
+    ],
+)
+def test_a_number_in_a_word_is_no_slip_and_one_too_long_is_no_string(path: str, value: Any, said: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        job({path: document()["spec"].get(path.removeprefix("spec."), {}) | value})
+    (problem,) = refused.value.problems
+    assert problem.problem.partition(" (line")[0] == said
+
+
 def test_half_a_core_can_be_asked_for() -> None:
     assert job({"spec.resources.cpu": "500m"}).spec.resources.cpu == 0.5
     assert job({"spec.resources.cpu": 2}).spec.model_dump(mode="json")["resources"] == {"cpu": "2"}

@@ -317,6 +317,8 @@ def test_float16_is_as_large_as_bfloat16_and_no_strategy_that_divides_the_model_
     ]
     assert found[0].strategy == "Ddp"
     assert found[0].reasons[0] == "strategy Ddp: the only one that scales the loss of float16"
+    said = "seconds: float16 is predicted with the rates of bfloat16; a CPU computes it more slowly"
+    assert [said in each.reasons for each in found] == [True, False]
     assert found[0].bytes == found[1].bytes
     assert infeasible(LLAMA_70B | {"spec.model.precision": {"compute": "float16"}}, resolve_node("8xh100"))
 

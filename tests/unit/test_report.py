@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from run_records import plan, run_log
 from spillway_cli.local_attempts import Attempt
 from spillway_cli.report import RunRecord, render_report
 from spillway_cli.report_charts import Series, line_chart, stacked_chart, thin, ticks
+from spillway_cli.run_command import left_out, time_of
 from spillway_cli.run_log import RunLog
 from spillway_cli.run_summary import summarize
 
@@ -148,6 +150,30 @@ def test_summary_takes_the_highest_peak_of_all_steps() -> None:
 
 def test_summary_counts_restarts_not_attempts() -> None:
     assert summarize(run_log((1, 5), (4, 9)), plan()).num_restarts == 1
+
+
+def event_line(event: str, time: float, **fields: object) -> str:
+    start = {"resumed_from_step": 0, "isa": "", "io_backend": "", "parameters": 1}
+    step = {
+        "loss": 1.0, "learning_rate": 0, "gradient_norm": 1.0, "clip_factor": 1, "tokens": 1, "step_seconds": 1,
+        "phase_seconds": {}, "tier_bytes": {}, "tier_peak_bytes": {}, "moved_bytes": {}, "skipped": False,
+    }  # fmt: skip
+    return json.dumps({"event": event, "time": time, **(start if event == "start" else step), **fields})
+
+
+def test_summary_counts_steps_left_out_and_tells_attempts_from_what_lay_between() -> None:
+    log, finite = RunLog(), {"skipped": True, "loss_scale": 2.0}
+    log.add(event_line("start", 100, epoch=1))
+    log.add(event_line("step", 105, step=1, **finite))
+    log.add(event_line("step", 110, step=2, **finite, loss=None))
+    log.add(event_line("start", 5000, epoch=2))
+    log.add(event_line("step", 5007, step=3))
+    found = summarize(log, plan())
+    assert (found.num_skipped, found.num_overflowed) == (2, 1)
+    assert (found.attempt_seconds, found.training_seconds) == (17.0, 4907.0)
+    assert left_out(found) == "2, whose loss or gradients were not finite (1 overflowed float16 at their loss scale)"
+    assert time_of(found) == "17 s in 2 attempts, 1h21m from first to last"
+    assert found.as_json()["skippedSteps"] == 2
 
 
 def test_summary_as_json_has_null_where_there_is_no_loss() -> None:

@@ -231,9 +231,21 @@ def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
 def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite: bool, tmp_path: Path) -> None:
     norms, scale = [math.inf] * 3, LossScale(SCALED)
     loop = Loop(tmp_path, norms, skip_non_finite=skip_non_finite, loss_scale=scale, checkpoint_every=100)
-    with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16"):
+    with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16") as ended:
         loop.train()
+    assert "lossScale.minimum" in str(ended.value)
+    assert "learning rate" not in str(ended.value), "nobody knows that it is at fault"
     assert loop.optimizer.calls == [("skip",), ("skip",)]
+
+
+@pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller one is tr")])
+def test_the_end_at_a_scale_of_1_says_what_is_known_and_offers_no_smaller_scale(
+    loss: float, said: str, tmp_path: Path
+) -> None:
+    scale = LossScale(ScaleRule(1.0, 2000, 1.0))
+    with pytest.raises(NonFinite, match=f"at the least loss scale, 1: {said}.*compute: bfloat16") as ended:
+        Loop(tmp_path, [math.inf], loss_scale=scale, loss=loss).train()
+    assert "lossScale.minimum" not in str(ended.value)
 
 
 def test_the_clip_factor_reaches_the_optimizer(tmp_path: Path) -> None:

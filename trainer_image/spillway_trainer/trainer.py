@@ -291,17 +291,27 @@ def refuse_non_finite(scale: LossScale, settings: LoopSettings, step: int, loss:
     """
     found = f"step {step}: loss {loss}, gradient norm {norm}"
     if scale.is_least:
-        raise NonFinite(
-            f"{found}, at the least loss scale, {scale.value:g}: no smaller one is tried. Lower the learning rate or "
-            "spec.training.lossScale.minimum, or set spec.model.precision.compute: bfloat16, which needs no scale.",
-            step=step,
-        )
+        raise NonFinite(f"{found}, at the least loss scale, {scale.value:g}: {what_may_help(scale, loss)}", step=step)
     is_the_scales = scale.rule is not None and math.isfinite(loss)
     if not (is_the_scales or settings.skip_non_finite):
         raise NonFinite(
             f"{found}. Lower the learning rate, or set spec.training.nonFinite: SkipStep to leave such steps out.",
             step=step,
         )
+
+
+def what_may_help(scale: LossScale, loss: float) -> str:
+    """What a run knows at the least scale: whether loss or gradients are at fault, and no more."""
+    if not math.isfinite(loss):
+        return (
+            "the loss itself is not finite, which no scale changes. Whether float16's range, 65504, is too small for "
+            "the model's values, a run with spec.model.precision.compute: bfloat16 tells."
+        )
+    lower = "lower spec.training.lossScale.minimum, or " if scale.value > 1.0 else ""
+    return (
+        "no smaller one is tried, and whether the gradients would be finite in a wider type is not known: "
+        f"{lower}set spec.model.precision.compute: bfloat16, which has float32's range and needs no scale."
+    )
 
 
 def fingerprint(names: Collection[str]) -> float:
