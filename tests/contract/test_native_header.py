@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from spillway_trainer import io_engine, native
 
 HEADER_PATH = Path(__file__).parents[2] / "csrc" / "include" / "spillway.h"
+BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.c"))
 HEADER = re.sub(r"/\*.*?\*/", " ", HEADER_PATH.read_text(), flags=re.DOTALL)
 
 SCALARS = {
@@ -109,6 +111,20 @@ def test_every_number_is_the_same() -> None:
         native.NO_MEMORY,
         native.NOT_REGISTERED,
     )
+
+
+@pytest.mark.parametrize("source", BENCHMARKS, ids=lambda source: source.name)
+def test_what_benchmarks_compile_against_the_header_compiles_without_a_warning(source: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    command = [compiler, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{HEADER_PATH.parent}", str(source)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_benchmarks_have_sources_in_c() -> None:
+    assert BENCHMARKS
 
 
 @needs_library
