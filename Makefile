@@ -50,7 +50,7 @@ faults: env ## the long sweeps in full: kills, faults, lost nodes, releases, 4,8
 
 bench: env ## against fio, DeepSpeed and torch, in turns, and the update as modelled; figures in build/bench (BENCH=--quick for a minute each; needs fio, libaio)
 	@mkdir -p build/bench
-	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
+	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 

@@ -1,0 +1,332 @@
+"""Several models on one node, in virtual time: *simulated*, with the rates of the catalog, root ports shared.
+
+sets     equal and mixed members with their updates on the host, on one device and on several, under every policy of
+         member_schedule.py. Makespan over the bound that no schedule can beat (bound_seconds). Ours is what `fastest`
+         takes, by this simulation, of the policies that hold one member's activations at a time:
+         `simulated_vs_bound_max`, and over the best of one after another and shard-level LRTF `simulated_vs_best_max`.
+parts    2 members on 8 devices: each step's micro-batches on 4 devices, over LRTF with whole members. `parts_vs_lrtf`
+         is of the cell where compute binds (32,768 tokens); a host's update and shared ports gain nothing by it.
+base     LoRA members on one frozen base that visit each segment together, over one at a time: min(members, H / C) where
+         transfer H binds (`shared_base_error_max`).
+grid     Hydra's grid (arXiv 2110.08633): 6 learning rates x 2 batch sizes of GPT-2-XL, context 512, on the eight A100
+         of 40 GB of the catalog, as the planner places it. Over the zero-transfer ceiling (compute over devices, or
+         the longest member), sequential model parallelism (a model cut over all devices, one works at a time), a
+         pipeline with a flush (micro-batches of 1), and shard-level LRTF with the pilot runs' shards. SGD without
+         momentum as in Hydra's scripts, updated on the device; the same grid with AdamW, whose host update has a bound
+         of its own, beside it without a gate.
+
+All is counted in seconds of the simulator; what a real device adds (launches, contention of host memory between copies
+and update) is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import paired
+
+from spillway.api import TrainingJob
+from spillway.hardware import NodeSpec, resolve_node
+from spillway.member_schedule import (
+    Machine,
+    MemberWork,
+    Policy,
+    SegmentWork,
+    bound_seconds,
+    ceiling_seconds,
+    machine_of,
+    merged,
+    parted,
+    pilot_shards,
+    visited_together,
+)
+from spillway.member_simulation import STEPWISE, Outcome, fastest, simulate
+from spillway.model_shape import ModelShape, shape_of
+from spillway.plan import MemoryPlan, Tier
+from spillway.planner import make_plan
+
+AT_MOST = {
+    "simulated_vs_bound_max": 1.07,
+    "simulated_vs_best_max": 1.01,
+    "parts_vs_lrtf_max": 0.7,
+    "shared_base_error_max": 0.05,
+}
+AT_LEAST = {"grid_fraction_of_ceiling": 0.9, "grid_vs_sequential": 7.0, "grid_vs_pipeline": 1.5}
+NUM_SEGMENTS, NUM_STEPS, NUM_MICRO_BATCHES = 32, 24, 16
+NUM_SLOTS = 8
+"""of a segment each: 3 % of an A100's memory for a member of 3e9 parameters; two leave a shared root port idle in
+backward and short in forward"""
+SETS: Mapping[str, tuple[float, ...]] = {
+    "4 equal": (3e9,) * 4,
+    "2, 4 : 1": (4e9, 1e9),
+    "1 large, 4 small": (4e9, 1e9, 1e9, 1e9, 1e9),
+    "6 mixed": (6e9, 3e9, 3e9, 1.5e9, 1.5e9, 0.7e9),
+}
+"""parameters of each member"""
+CELLS = (("h200", 8192), ("h200", 16384), ("h200", 32768), ("a100", 8192), ("rtx-4090", 8192))
+"""node class and tokens of a step"""
+DEVICES = (1, 2, 4)
+UPDATE_BYTES = 28
+"""of host memory a parameter: AdamW, gradients of 2 bytes"""
+LEARNING_RATES = ("3e-4", "1e-4", "5e-5", "6e-5", "1e-5", "2e-5")
+BATCH_SIZES = (16, 8)
+CONTEXT, HIDDEN = 512, 1600
+GRID_TOKENS = 16 * CONTEXT * 120
+"""that each member of the grid trains"""
+
+
+# --- sets -------------------------------------------------------------------------------------------------------------
+
+
+def streamed_member(name: str, num_parameters: float, tokens: int, node: NodeSpec) -> MemberWork:
+    """All parameters streamed as bfloat16, blocks recomputed, updated by the host."""
+    of_one = num_parameters / NUM_SEGMENTS
+    pass_seconds = 2 * of_one * tokens / node.bfloat16_flops_per_second
+    moved, update = int(2 * of_one), UPDATE_BYTES * of_one / node.cpu_bytes_per_second
+    return MemberWork(
+        name, (SegmentWork(pass_seconds, 3 * pass_seconds, moved, moved, update),) * NUM_SEGMENTS, NUM_STEPS
+    )
+
+
+def sets() -> Iterator[tuple[str, list[MemberWork], Machine]]:
+    for name, tokens in CELLS:
+        node = resolve_node(name)
+        for label, sizes in SETS.items():
+            for num_devices in [number for number in DEVICES if number <= len(sizes)]:
+                machine = replace(machine_of(node), num_devices=num_devices, num_slots=NUM_SLOTS)
+                works = [streamed_member(f"m{i}", size, tokens, node) for i, size in enumerate(sizes)]
+                yield f"{name:9}{tokens:6}  {label:18}{num_devices}", works, machine
+
+
+def measure_sets() -> dict[str, float]:
+    print(f"makespan over the bound, {NUM_STEPS} steps each\n{'node':9}{'tokens':>6}  {'members':18}devices", end="")
+    print("".join(f"{policy:>12}" for policy in Policy))
+    over_bound, over_best = list[float](), list[float]()
+    for label, works, machine in sets():
+        bound = bound_seconds(works, machine)
+        found = {policy: simulate(works, machine, policy).seconds / bound for policy in Policy}
+        ours = min(found[policy] for policy in STEPWISE)
+        print(f"{label:42}" + "".join(f"{found[policy]:12.3f}" for policy in Policy))
+        over_bound.append(ours)
+        over_best.append(ours / min(found[Policy.SEQUENTIAL], found[Policy.SHARD_LRTF]))
+    return {"simulated_vs_bound_max": max(over_bound), "simulated_vs_best_max": max(over_best)}
+
+
+def measure_parts() -> dict[str, float]:
+    """Fewer members than devices: micro-batches as tasks, beside whole members segment by segment."""
+    ratios = list[float]()
+    print("\nfewer members than devices: seconds of members in parts over shard-level LRTF's of whole ones")
+    for name, tokens in CELLS:
+        node = resolve_node(name)
+        machine = replace(machine_of(node), num_devices=8, num_slots=NUM_SLOTS)
+        works = [streamed_member(f"m{i}", 3e9, tokens, node) for i in range(2)]
+        parts = parted(works, machine, NUM_MICRO_BATCHES)
+        ours, whole = fastest(parts, machine)[1].seconds, simulate(works, machine, Policy.SHARD_LRTF).seconds
+        ratios.append(ours / whole)
+        print(f"{name:9}{tokens:6}  2 members in {parts[0].num_parts} parts each, 8 devices  {ratios[-1]:.3f}")
+    return {"parts_vs_lrtf": min(ratios)}
+
+
+# --- a shared base ----------------------------------------------------------------------------------------------------
+
+
+def adapter(name: str, num_parameters: float, tokens: int, node: NodeSpec) -> MemberWork:
+    """LoRA on a streamed frozen base: no gradient of the base, an update too small to count."""
+    of_one = num_parameters / NUM_SEGMENTS
+    pass_seconds = 2 * of_one * tokens / node.bfloat16_flops_per_second
+    return MemberWork(
+        name, (SegmentWork(pass_seconds, 2 * pass_seconds, int(2 * of_one), 0, 0.0),) * NUM_SEGMENTS, NUM_STEPS
+    )
+
+
+def measure_shared_base() -> dict[str, float]:
+    node = resolve_node("h200")
+    machine = replace(machine_of(node), num_devices=1)
+    print(f"\nadapters on one base of 14e9 parameters, {node.name}: one at a time over together (and min(M, H / C))")
+    errors = list[float]()
+    for tokens in (256, 512, 1024, 2048, 4096, 8192):
+        line = f"{tokens:6} tokens"
+        for count in (1, 2, 4, 8, 16):
+            works = [adapter(f"a{i}", 14e9, tokens, node) for i in range(count)]
+            apart = simulate(works, machine, Policy.SEQUENTIAL).seconds
+            together = simulate([visited_together(works)], machine, Policy.READINESS).seconds
+            transfer = works[0].upload_bytes / machine.h2d_bytes_per_second
+            compute = works[0].compute_seconds
+            expected = count * max(transfer, compute) / max(transfer, count * compute)
+            errors.append(abs(apart / together / expected - 1.0))
+            line += f"{apart / together:8.2f} ({expected:5.2f})"
+        print(line)
+    return {"shared_base_error_max": max(errors)}
+
+
+# --- Hydra's grid -----------------------------------------------------------------------------------------------------
+
+
+def grid_job(batch_size: int, learning_rate: str, optimizer: str) -> TrainingJob:
+    rules = {"Sgd": {"name": "SgdMomentum", "momentum": "0"}, "AdamW": {"name": "AdamW"}}
+    return TrainingJob.model_validate({
+        "apiVersion": "spillway.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "grid"},
+        "spec": {
+            "model": {
+                "config": {
+                    "architecture": "gpt2", "hiddenSize": HIDDEN, "numLayers": 48, "numHeads": 25, "vocabSize": 50257,
+                },
+            },
+            "data": {"text": {"claim": "corpus"}},
+            "training": {
+                "steps": GRID_TOKENS // (batch_size * CONTEXT),
+                "sequenceLength": CONTEXT,
+                "globalBatchSize": batch_size,
+                "microBatchSize": 1,
+                "optimizer": {**rules[optimizer], "learningRate": learning_rate, "weightDecay": "0"},
+            },
+            "parallelism": {"nodes": 1, "devicesPerNode": 1},
+        },
+    })  # fmt: skip
+
+
+def planned_member(name: str, job: TrainingJob, node: NodeSpec) -> tuple[MemberWork, MemoryPlan]:
+    """A member as the planner places it on one device of `node`."""
+    plan, shape = make_plan(job, node, explained=False), shape_of(job.spec, "Cuda")
+    assert isinstance(plan, MemoryPlan), plan
+    tokens, spec = job.spec.training.global_batch_size * CONTEXT, job.spec.training
+    homes = plan.parameters.homes or (Tier.DEVICE,) * shape.num_segments
+    answers = plan.activations.answers or ("keep",) * shape.num_segments
+    segments = []
+    for one, home, answer in zip(shape.segments, homes, answers, strict=True):
+        forward = tokens * one.forward_flops_per_token(CONTEXT) / node.bfloat16_flops_per_second
+        backward = tokens * one.backward_flops_per_token(CONTEXT) / node.bfloat16_flops_per_second
+        again = forward if answer == "recompute" else 0.0
+        by_host = plan.optimizer.updated_by_cpu
+        update = by_host * UPDATE_BYTES * one.num_trained / node.cpu_bytes_per_second
+        moved = 0 if home is Tier.DEVICE else one.parameter_bytes
+        down = int(2 * one.num_trained * by_host)
+        # What the host has updated goes up, whether its segment is resident or not.
+        segments.append(
+            SegmentWork(forward, backward + again, moved or int(by_host * one.parameter_bytes / 2), down, update)
+        )
+    resident = sum(one.parameter_bytes for one, home in zip(shape.segments, homes, strict=True) if home is Tier.DEVICE)
+    return MemberWork(name, tuple(segments), spec.steps, resident), plan
+
+
+def grid(optimizer: str, node: NodeSpec) -> list[MemberWork]:
+    found = []
+    for batch_size in BATCH_SIZES:
+        for rate in LEARNING_RATES:
+            member, plan = planned_member(f"{batch_size}-{rate}", grid_job(batch_size, rate, optimizer), node)
+            found.append(member)
+        placed = "resident" if not plan.parameters.streams else "streamed"
+        print(
+            f"  batch {batch_size:2}: parameters {placed}, update by the host {plan.optimizer.updated_by_cpu:.0%}, "
+            f"a step {member.compute_seconds:.2f} s of compute, {member.num_steps} steps"
+        )
+    return found
+
+
+def model_parallel_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
+    """One model after the other, cut over all devices, of which one works at a time; boundaries by the interconnect."""
+    hops = 2 * (node.num_devices - 1)
+    return sum(
+        work.num_steps * (work.compute_seconds + hops * boundary_bytes(work) / node.interconnect_bytes_per_second)
+        for work in works
+    )
+
+
+def pipeline_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
+    """One model after the other through a pipeline with a flush a step (GPipe): stages cut for the least longest."""
+    total = 0.0
+    for work in works:
+        seconds = [one.forward_seconds + one.backward_seconds for one in work.segments]
+        batches = batch_of(work)
+        total += work.num_steps * (batches + node.num_devices - 1) * longest_stage(seconds, node.num_devices) / batches
+    return total
+
+
+def longest_stage(seconds: Sequence[float], num_stages: int) -> float:
+    """Of the cut into consecutive stages whose longest is the least: by bisection."""
+    low, high = max(seconds), sum(seconds)
+    for _ in range(60):
+        middle = (low + high) / 2
+        stages, used = 1, 0.0
+        for one in seconds:
+            if used + one > middle:
+                stages, used = stages + 1, 0.0
+            used += one
+        low, high = (low, middle) if stages <= num_stages else (middle, high)
+    return high
+
+
+def batch_of(work: MemberWork) -> int:
+    return int(work.name.split("-")[0])
+
+
+def boundary_bytes(work: MemberWork) -> int:
+    """What a layer hands on, of a whole batch, as bfloat16."""
+    return 2 * HIDDEN * CONTEXT * batch_of(work)
+
+
+def measure_grid(optimizer: str) -> dict[str, float]:
+    node = resolve_node("a100-40")
+    machine = machine_of(node)
+    print(f"\nHydra's grid with {optimizer}, {node.num_devices} devices of {node.name}")
+    works = grid(optimizer, node)
+    policy, ours = fastest(works, machine)
+    rivals = {
+        "zero-transfer ceiling": ceiling_seconds(works, machine),
+        "bound": bound_seconds(works, machine),
+        "shard-level LRTF, pilot shards": lrtf_seconds(works, machine, node),
+        "pipeline": pipeline_seconds(works, node),
+        "sequential model parallelism": model_parallel_seconds(works, node),
+    }  # fmt: skip
+    print(
+        f"  {f'ours ({policy})':32}{ours.seconds:10.1f} s, {utilisation(ours, machine):.1%} busy, "
+        f"{ours.num_switches} moves"
+    )
+    for name, seconds in rivals.items():
+        print(f"  {name:32}{seconds:10.1f} s   {seconds / ours.seconds:.3f} of ours")
+    return {
+        "fraction_of_ceiling": rivals["zero-transfer ceiling"] / ours.seconds,
+        "vs_bound": ours.seconds / rivals["bound"],
+        "vs_lrtf": rivals["shard-level LRTF, pilot shards"] / ours.seconds,
+        "vs_pipeline": rivals["pipeline"] / ours.seconds,
+        "vs_sequential": rivals["sequential model parallelism"] / ours.seconds,
+    }
+
+
+def lrtf_seconds(works: Sequence[MemberWork], machine: Machine, node: NodeSpec) -> float:
+    """Hydra's own: shards as large as fit beside the double buffer, uploaded and brought back at each visit (8 bytes a
+    parameter up and down a step in float32)."""
+    shape = shape_of(grid_job(8, "1e-4", "Sgd").spec, "Cuda")
+    shards = pilot_shards(training_bytes(shape), node.device_bytes // 3)
+    moved = [2 * one.parameter_bytes for one in shape.segments]  # float32
+    sharded = [
+        replace(work, resident_bytes=0, segments=merged(
+            [replace(one, upload_bytes=nbytes, download_bytes=nbytes, update_seconds=0.0)
+             for one, nbytes in zip(work.segments, moved, strict=True)], shards,
+        ))
+        for work in works
+    ]  # fmt: skip
+    return simulate(sharded, machine, Policy.SHARD_LRTF).seconds
+
+
+def training_bytes(shape: ModelShape) -> list[int]:
+    """Of each segment while it runs: float32 parameters and gradients, and what 16 sequences save."""
+    return [8 * one.num_parameters + 16 * CONTEXT * one.saved_bytes_per_token for one in shape.segments]
+
+
+def utilisation(outcome: Outcome, machine: Machine) -> float:
+    return outcome.busy_seconds["compute"] / (outcome.seconds * machine.num_devices)
+
+
+def measure(quick: bool) -> dict[str, float]:
+    figures = {**measure_sets(), **measure_parts(), **measure_shared_base()}
+    figures |= {f"grid_{name}": value for name, value in measure_grid("Sgd").items()}
+    return figures | {f"grid_adamw_{name}": value for name, value in measure_grid("AdamW").items()}
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    paired.main("model_spill", __doc__, measure, at_most=AT_MOST, at_least=AT_LEAST)
