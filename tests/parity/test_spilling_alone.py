@@ -528,29 +528,6 @@ def open_files(directory: Path) -> int:
     return sum(os.readlink(link).startswith(f"{directory}/") for link in links if link.is_symlink())
 
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-NUM_STEPS = 1000 if FULL else 100
-
-
-def test_slab_file_and_records_are_flat_over_many_steps(make: Callable[..., Spilling]) -> None:
-    if not FULL:
-        print(f"reduced: {NUM_STEPS} of 1,000 steps")
-    spilling, x = make(nn.Module(), device_bytes=12 * KIB), leaf()
-    held = set()
-    for step in range(NUM_STEPS):
-        with spilling:
-            loss = chain(x)
-        spilling.store.drain()
-        file_bytes = spilling.nvme.held_bytes
-        loss.backward()
-        del loss
-        spilling.store.drain()
-        if step > 1:  # the first one spills all, and the second keeps what it may
-            held.add((file_bytes, spilling.nvme.held_bytes, spilling.host.held_bytes, spilling.ledger.held_bytes))
-    assert held == {(32 * KIB, 0, 0, 0)}
-    assert len(spilling.store.records) < 40
-
-
 @pytest.mark.parametrize("schedule", [pipelining.ScheduleGPipe, pipelining.Schedule1F1B])
 def test_micro_batches_of_a_pipeline_schedule_are_exact(
     schedule: type[pipelining.schedules.PipelineScheduleSingle], make: Callable[..., Spilling], tmp_path_factory: Any

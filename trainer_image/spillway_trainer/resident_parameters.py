@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class ResidentParameters:
             value = tensor.detach()  # shares storage and version counter
             self._sharing.setdefault(value.untyped_storage().data_ptr(), []).append((name, value))
             self._values[name] = value
+        self.addresses: Collection[int] | None = self._sharing.keys()
 
     def find(self, tensor: Tensor) -> ParameterRef | None:
         """The parameter that `tensor` views; None for any other tensor and for a view in another dtype."""

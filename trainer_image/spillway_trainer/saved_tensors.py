@@ -14,8 +14,9 @@ repeats it: a tensor changed in place after it was saved raises at backward, as 
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +40,9 @@ class Handle(Protocol):
 
 class ParameterSource(Protocol):
     """Knows the model's parameters, and where they are now."""
+
+    addresses: Collection[int] | None
+    """of storages: what lies in none of them is no parameter. None: only `find` knows"""
 
     def find(self, tensor: Tensor) -> ParameterRef | None: ...
 
@@ -315,26 +319,34 @@ def _never_unpacked(_: None) -> Tensor:
     )
 
 
+def _nothing_moves(tensor: Tensor, storage: UntypedStorage) -> None:
+    """In place of a batch's `put` where there is none."""
+
+
 class Packer:
     """The pack hook of one visit."""
 
     __slots__ = (
-        "_batch",
+        "_addresses",
         "_constants",
         "_find",
         "_frame",
         "_keeper",
         "_ledger",
+        "_moves_from_bytes",
         "_parameters",
+        "_put",
         "_segment",
         "_visit",
     )
 
     def __init__(self, visit: Visit, keeper: Keeper, inputs: Sequence[object], frame: Frame | None) -> None:
-        self._visit, self._segment, self._batch = visit, visit.segment, visit.batch
+        self._visit, self._segment = visit, visit.segment
+        self._moves_from_bytes = math.inf if visit.batch is None else visit.batch.minimum_bytes
+        self._put = _nothing_moves if visit.batch is None else visit.batch.put
         self._keeper = keeper
         self._parameters, self._ledger = keeper.parameters, keeper.ledger
-        self._find = keeper.parameters.find
+        self._addresses, self._find = keeper.parameters.addresses, keeper.parameters.find
         self._frame = frame
         # What comes in without gradient (position tables, masks, labels) belongs to the caller and stays where it is.
         self._constants = frozenset(
@@ -354,12 +366,13 @@ class Packer:
         if not (type(tensor) in PLAIN and tensor.layout is STRIDED):
             return visit, self._keeper.keep(tensor)
         storage = tensor.untyped_storage()  # held: torch gives the same object out again while there is one
-        ref = self._find(tensor)
-        if ref is not None:
-            return visit, SavedParameter(self._parameters, ref)
-        batch = self._batch
-        if batch is not None and storage.nbytes() >= batch.minimum_bytes and storage._cdata not in self._constants:
-            handle = batch.put(tensor, storage)
+        addresses = self._addresses
+        if addresses is None or storage.data_ptr() in addresses:
+            ref = self._find(tensor)
+            if ref is not None:
+                return visit, SavedParameter(self._parameters, ref)
+        if storage.nbytes() >= self._moves_from_bytes and storage._cdata not in self._constants:
+            handle = self._put(tensor, storage)
             if handle is not None:
                 return visit, handle
         return visit, KeptTensor(tensor, self._segment, self._ledger, storage)

@@ -104,13 +104,9 @@ class Transfer:
         except BaseException:
             self._give_back(buffers)
             raise
-        pairs = [
-            (target.tensor[: record.nbytes], staged.buffer.tensor[offset : offset + record.nbytes])
-            for record, target, offset in zip(wanted, buffers, staged.offsets, strict=True)
-        ]
         loaded = self._lanes.submit(
             Lane.H2D,
-            partial(kernels.copy_batch, pairs),
+            partial(_copy_in, buffers, staged.buffer, staged.offsets, [record.nbytes for record in wanted]),
             reads=(staged.buffer,),
             writes=buffers,
             after=(staged.ready,),
@@ -402,11 +398,10 @@ def _copy_out(
     for record, offset in zip(records, offsets, strict=True):
         record.offset = offset
     sources = Sources(ledger, records, f"sources of {label}")
-    targets = [buffer.tensor[offset : offset + record.nbytes] for record, offset in zip(records, offsets, strict=True)]
     lanes.compute(writes=(sources,), label=f"forward before {label}")
     copied = lanes.submit(
         Lane.D2H,
-        partial(_copy, targets, sources),
+        partial(_copy_away, sources, buffer, offsets),
         reads=(sources,),
         writes=(buffer,),
         after=(lanes.computed(),),
@@ -417,8 +412,21 @@ def _copy_out(
     return buffer, copied
 
 
-def _copy(targets: Sequence[Tensor], sources: Sources) -> None:
-    kernels.copy_batch(list(zip(targets, sources.bytes(), strict=True)))
+def _copy_away(sources: Sources, buffer: Buffer, offsets: Sequence[int]) -> None:
+    memory = buffer.tensor
+    kernels.copy_batch(
+        [(memory[at : at + source.numel()], source) for at, source in zip(offsets, sources.bytes(), strict=True)]
+    )
+
+
+def _copy_in(buffers: Sequence[Buffer], staging: Buffer, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    memory = staging.tensor
+    kernels.copy_batch(
+        [
+            (buffer.tensor[:size], memory[at : at + size])
+            for buffer, at, size in zip(buffers, offsets, sizes, strict=True)
+        ]
+    )
 
 
 def _write(

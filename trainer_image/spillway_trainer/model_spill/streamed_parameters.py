@@ -7,7 +7,7 @@ backward comes to k     k in its slot, then the load of k-1 starts: it takes the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -22,6 +22,8 @@ from .slots import Slot, Slots
 
 class StreamedParameters:
     """A ParameterSource: slots for the streamed segments, `resident` for all other parameters."""
+
+    addresses: Collection[int] | None = None
 
     def __init__(
         self,

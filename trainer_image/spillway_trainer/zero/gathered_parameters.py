@@ -6,6 +6,7 @@ name: at backward it is looked up in the memory that the parameter has then.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +18,8 @@ from ..resident_parameters import ParameterRef, ResidentParameters, check_versio
 
 class GatheredParameters:
     """Finds saved tensors that are parameters which are whole just now, or buffers."""
+
+    addresses: Collection[int] | None = None
 
     def __init__(self, model: Chain) -> None:
         self._by_name: dict[str, Any] = dict(model.named_parameters())

@@ -6,7 +6,7 @@ and takes it back. What autograd saves of one is therefore a name: at backward i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -22,6 +22,8 @@ TakeGradient = Callable[[str, Tensor], None]
 
 class GatheredSegments:
     """Knows the whole parameters of every segment that has run, and sends their gradients on."""
+
+    addresses: Collection[int] | None = None
 
     def __init__(self, model: Chain, segments: Mapping[str, Sequence[str]], take: TakeGradient) -> None:
         """`segments`: names of all parameters of each."""
