@@ -88,6 +88,10 @@ class Built(NamedTuple):
     saved_bytes: int
     """that keep holds at the end of forward, each storage once, parameters left out"""
     idle_bytes: int
+    num_saves: int
+    """tensors that one forward saves, parameters and every view counted"""
+    num_large_saves: int
+    """of those, views of storages that are large enough to move"""
 
 
 def build(shape: Shape) -> nn.Module:
@@ -158,7 +162,7 @@ class Contestant:
         self._optimizer.zero_grad(set_to_none=False)
         saved_bytes = saved.nbytes
         _trim()
-        self.built = Built(saved_bytes, _resident("VmRSS"))
+        self.built = Built(saved_bytes, _resident("VmRSS"), saved.num_saves, saved.num_large_saves)
         self._spilling: Spilling | None = None
         self._lanes: CpuLanes | None = None
         self._ledger: DeviceLedger | None = None
@@ -269,11 +273,15 @@ class SavedBytes:
         self._parameters |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
         self._held: dict[int, object] = {}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self.nbytes = 0
+        self.nbytes = self.num_saves = self.num_large_saves = 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters and storage._cdata not in self._held:
+        self.num_saves += 1
+        if storage.data_ptr() in self._parameters:
+            return tensor
+        self.num_large_saves += storage.nbytes() >= MIB
+        if storage._cdata not in self._held:
             self._held[storage._cdata] = storage
             self.nbytes += storage.nbytes()
         return tensor

@@ -23,7 +23,8 @@ bit_identical: 1 when loss and every parameter after the last step are keep's in
 *_step_vs_checkpoint below 1.
 
 hook_kept_us, hook_spilled_us: microseconds of the computing thread for one save and its restore beyond plain autograd,
-of tensors too small for their copy to matter. Goals: 5 and 15.
+of tensors too small for their copy to matter. Goals: 5 and 15. *_hook_share: of keep's step, what the hooks of all its
+saves take if everything spills that is large enough. Goal: 0.005.
 
 A busy machine takes the second core, and with it what hides: the load is printed. ACTIVATION_SPILL_DIRECTORY names the
 directory to spill to (default: this one), ACTIVATION_SPILL_MODELS some of bert,gpt,t5,llama, ACTIVATION_SPILL_CURVE a
@@ -268,6 +269,13 @@ def figures_of(shape: Shape, taken: Mapping[str, Taken], rates: Rates) -> dict[s
     return {f"{shape.family}_{name}": value for name, value in found.items()}
 
 
+def hook_share(keep: Taken, figures: Mapping[str, float]) -> float:
+    built = keep.built
+    microseconds = (built.num_saves - built.num_large_saves) * figures["hook_kept_us"]
+    microseconds += built.num_large_saves * figures["hook_spilled_us"]
+    return microseconds / 1e6 / median(keep.each(seconds_of))
+
+
 def larger_batch(shape: Shape, taken: Mapping[str, Taken]) -> dict[str, float]:
     """What the memory that is saved is worth: more tokens at once."""
     keep, larger, factor = taken["keep"], taken["larger"], LARGER.batch_factor
@@ -326,6 +334,7 @@ def measure(quick: bool) -> dict[str, float]:
         ]
         shown(shape, waves)
         figures |= figures_of(shape, waves[0], rates)
+        figures[f"{shape.family}_hook_share"] = hook_share(waves[0]["keep"], figures)
         if not quick:
             figures |= larger_batch(shape, waves[1])
         ends = {name: each.digest for wave in waves for name, each in wave.items() if name != "larger"}
