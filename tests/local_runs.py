@@ -122,15 +122,8 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
     os._exit(code)
 
 
-IMPORTED = (
-    "spillway_trainer.__main__",
-    "spillway_trainer.run_job",
-    "torch._refs",
-    "torch.fx.experimental.symbolic_shapes",
-)
-"""what every run imports by its first step: two seconds of each process, unless it is forked with them"""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["local_runs", *IMPORTED])
+CONTEXT.set_forkserver_preload(["local_runs", "spillway_trainer.__main__"])
 
 
 def start_attempt(job: JobFile, plan: MemoryPlan) -> BaseProcess:

@@ -179,7 +179,7 @@ def digest(value: Any) -> str:
 
 def imported_by(strategies: set[str]) -> Iterator[str]:
     """What the ranks are forked with, or each of them would import it once more."""
-    yield from local_runs.IMPORTED
+    yield "spillway_trainer.run_job"
     if "Fsdp" in strategies:
         yield from ("torch.distributed.fsdp", "torch._dynamo")
     if any(strategy.startswith("Zero") for strategy in strategies):

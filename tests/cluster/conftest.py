@@ -36,6 +36,8 @@ def testbed() -> Iterator[Bed]:
         pytest.skip("no control plane: SPILLWAY_NO_CLUSTER is set")
     running = state().machine.exists()
     before = machine_state()
+    # Pods mount this environment and keep no bytecode: without it, each start of a trainer would compile torch.
+    subprocess.run([sys.executable, "-c", "import spillway_trainer.__main__"], check=True)
     # In a process of its own, whose children are not ours to wait for.
     flags = ["--fake-nodes", str(WANTED.fake_nodes), "--fake-gpus", str(WANTED.fake_gpus), "--prometheus", "--kueue"]
     ended = testbed_command("up", *flags)

@@ -126,7 +126,9 @@ def allocate(model: nn.Module, device: torch.device = CPU) -> None:
     def with_memory(parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.is_meta:
             return parameter
-        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        # empty_like of a tensor on meta imports sympy, which takes a second.
+        memory = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
+        return nn.Parameter(memory, requires_grad=parameter.requires_grad)
 
     replace_parameters(model, with_memory)
     for module in model.modules():
