@@ -179,8 +179,8 @@ def hook_costs(num_pairs: int) -> dict[str, float]:
     """Microseconds a save and its restore, by the clock of the thread that computes."""
     torch.set_num_threads(1)
     nothing, ones = torch.nn.Module(), torch.ones(64, requires_grad=True)
-    kept = Spilling(nothing, DIRECTORY, nvme_bytes=1 << 20)
-    spilled = Spilling(nothing, DIRECTORY, nvme_bytes=1 << 28, minimum_bytes=1)
+    kept = Spilling(nothing, DIRECTORY, nvme_bytes=1 << 20, lean=False)
+    spilled = Spilling(nothing, DIRECTORY, nvme_bytes=1 << 28, minimum_bytes=1, lean=False)
 
     def chain(around: AbstractContextManager[object]) -> float:
         begin, y = time.thread_time(), ones

@@ -101,7 +101,7 @@ def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) ->
 class KeptTensor:
     """The tensor itself. Detached: a handle that held an output of its own graph would never be released."""
 
-    __slots__ = ("_charge", "_release", "_segment", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_charge", "_release", "_segment", "_tensor", "_version")
 
     def __init__(
         self, tensor: Tensor, segment: str, ledger: DeviceLedger, storage: UntypedStorage | None = None
@@ -131,7 +131,7 @@ class KeptTensor:
 class SavedParameter:
     """A reference to a parameter that its source resolves."""
 
-    __slots__ = ("_ref", "_source")
+    __slots__ = ("__weakref__", "_ref", "_source")
 
     def __init__(self, source: ParameterSource, ref: ParameterRef) -> None:
         self._source = source

@@ -4,6 +4,8 @@
     store.py           a batch a segment: dedup by storage, bounded bytes in flight
     records.py         one storage: source, copy, reload; the views of it
     transfer.py        one batch's copies: their order, their buffers, their way back
+    lean.py            what is cheaper rebuilt than moved, and how much of it is wanted
+    rebuilding.py      sees the operators run, and runs them again in backward
     alone.py           a context manager around any forward, without a plan
 
 After SSDTrain (arXiv 2408.10013) and KARMA.

@@ -14,9 +14,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -30,6 +33,8 @@ from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import CpuLanes
 from ..tiers.nvme_slab import NvmeSlab
+from .lean import Forward, Wanted, wanted
+from .rebuilding import Recorder
 from .store import Batch, SpillStore
 
 MIB = 1 << 20
@@ -52,13 +57,14 @@ class Spilling:
     `close` frees the file. One that nobody refers to any more, and no graph either, closes by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - four of them are sizes for tests
         self,
         module: nn.Module,
         directory: str | Path,
         *,
         nvme_bytes: int,
         device_bytes: int = 0,
+        lean: bool = True,
         minimum_bytes: int = MIB,
         transfer_bytes: int = 4 * MIB,
         ahead_bytes: int = 8 * MIB,
@@ -87,8 +93,10 @@ class Spilling:
         )
         self._kept_bytes = max(0, device_bytes - 2 * transfer_bytes)
         self._spills_all = device_bytes == 0
-        self._last_bytes: int | None = None
-        self._entered: list[tuple[saved_tensors_hooks, Batch]] = []
+        self._lean = lean
+        self._proven: dict[object, bool] = {}
+        self._last: Forward | None = None
+        self._entered: list[Region] = []
         # Graphs refer to the store, and may live longer than this object.
         self._forgotten = weakref.finalize(self.store, close_beside, self.lanes, self.nvme)
         self._forgotten.atexit = False
@@ -97,25 +105,33 @@ class Spilling:
         if not self._forgotten.alive:
             raise UserError("this Spilling is closed, and its file is gone: make another one")
         self.host.give_pages_back()  # of the reloads before: the fullest moment of a step is the end of its forward
-        moved_bytes = None if self._last_bytes is None or self._spills_all else self._last_bytes - self._kept_bytes
-        batch = self.store.open(REGION, Answer.NVME, moved_bytes, self._kept_bytes)
+        want = wanted(self._last, self._kept_bytes)
+        if self._spills_all:
+            want = Wanted(None if want.rebuilt_bytes != 0 else 0, None)
+        batch = self.store.open(REGION, Answer.NVME, want.moved_bytes, self._kept_bytes)
         parameters = ResidentParameters(named_tensors(self._module))
         visit = Visit(REGION, None, batch, parameters)
         packer = Packer(visit, Keeper(REGION, parameters, self.ledger), (), None)
-        hooks = saved_tensors_hooks(packer.pack, unpack)
-        hooks.__enter__()
-        self._entered.append((hooks, batch))
+        pack, recorder, entered = packer.pack, None, ExitStack()
+        if self._lean and want.rebuilt_bytes != 0 and torch.is_grad_enabled():
+            limit_bytes, minimum_bytes = want.rebuilt_bytes, self.store.minimum_bytes
+            recorder = Recorder(packer, visit, self.ledger, minimum_bytes, limit_bytes, self._proven)
+            pack = recorder.pack
+            entered.enter_context(recorder)
+        entered.enter_context(saved_tensors_hooks(pack, unpack))
+        self._entered.append(Region(entered, visit, batch, recorder))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hooks, batch = self._entered.pop()
-        hooks.__exit__(kind, error, trace)
+        region = self._entered.pop()
+        region.entered.__exit__(kind, error, trace)
         if kind is None:
-            batch.flush()
-            if batch.offered_bytes:
-                self._last_bytes = batch.offered_bytes
+            region.batch.flush()
+            found = region.found(self._last)
+            if found.saved_bytes or (region.visit.saved and self._last is None):
+                self._last = found
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of saved tensors by tier, now."""
@@ -138,6 +154,23 @@ class Spilling:
         self._forgotten.detach()
         self.lanes.close()
         self.nvme.close()
+
+
+class Region(NamedTuple):
+    """One forward, under way."""
+
+    entered: ExitStack
+    visit: Visit
+    batch: Batch
+    recorder: Recorder | None
+
+    def found(self, last: Forward | None) -> Forward:
+        if self.recorder is not None:
+            rebuilt_bytes, rebuildable_bytes = self.recorder.rebuilt_bytes, self.recorder.rebuildable_bytes
+            return Forward(self.batch.offered_bytes, rebuilt_bytes, rebuildable_bytes)
+        # Nobody looked, because there was no need or nothing to find; so it is again, while forwards are alike.
+        is_alike = last is not None and last.saved_bytes == self.batch.offered_bytes
+        return Forward(self.batch.offered_bytes, 0, last.rebuildable_bytes if last is not None and is_alike else None)
 
 
 def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) -> None:

@@ -237,7 +237,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 class SpilledTensor:
     """A view of a record: what pack returned for one saved tensor."""
 
-    __slots__ = ("_dtype", "_offset", "_record", "_size", "_stride", "_with_batch")
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_record", "_size", "_stride", "_with_batch")
 
     def __init__(self, record: Record, tensor: Tensor, *, with_batch: bool) -> None:
         self._record = record

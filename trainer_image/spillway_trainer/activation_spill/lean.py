@@ -1,0 +1,127 @@
+"""The lean set: of what autograd saves, what need not be held because cheap operators make it again from the rest.
+
+A norm's output is made again from its input, an activation function's from the same, a product from its factors: some
+memory passes instead of a tensor held, or of a trip to the disk. This file says which operators, what counts as cheap,
+and how many bytes are wanted; `rebuilding.py` sees the operators run, and runs them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+Operator = Any
+"""torch's OpOverload: it has no useful type"""
+
+MAX_KERNELS = 8
+"""that a rebuild may launch: a chain of an activation function written out (tanh's GELU) has as many"""
+MAX_TRAFFIC = 24
+"""bytes read and written for each byte rebuilt: three a kernel, as a product of two has"""
+MAX_OPERAND = 4
+"""bytes of one operand for each byte rebuilt: a slice of something much larger would hold that instead"""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage; size, stride and offset in elements."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one rebuild, all that it must rebuild first included."""
+
+    num_kernels: int
+    traffic_bytes: int
+    """read and written"""
+    largest_operand_bytes: int
+
+
+def total(out_bytes: int, operand_bytes: list[int], before: list[Cost]) -> Cost:
+    """Of one operator's result, with what its operands cost."""
+    return Cost(
+        1 + sum(cost.num_kernels for cost in before),
+        out_bytes + sum(operand_bytes) + sum(cost.traffic_bytes for cost in before),
+        max([*operand_bytes, *(cost.largest_operand_bytes for cost in before)], default=0),
+    )
+
+
+def is_cheap(cost: Cost, nbytes: int) -> bool:
+    """Whether `nbytes` are better rebuilt than moved."""
+    return (
+        cost.num_kernels <= MAX_KERNELS
+        and cost.traffic_bytes <= MAX_TRAFFIC * nbytes
+        and cost.largest_operand_bytes <= MAX_OPERAND * nbytes
+    )
+
+
+class Forward(NamedTuple):
+    """What a forward saved, in bytes; weights and small tensors left out."""
+
+    held_bytes: int
+    """kept or moved"""
+    rebuilt_bytes: int
+    rebuildable_bytes: int | None
+    """those rebuilt included; None: nobody looked"""
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.held_bytes + self.rebuilt_bytes
+
+
+class Wanted(NamedTuple):
+    """Of the next forward, in bytes; None: as many as there are."""
+
+    rebuilt_bytes: int | None
+    moved_bytes: int | None
+
+
+def wanted(last: Forward | None, kept_bytes: int) -> Wanted:
+    """What must go so that at most `kept_bytes` stay of a forward like `last`: first what can be rebuilt, for that
+    costs least, then what must be moved. None: nothing is known yet, all goes."""
+    if last is None:
+        return Wanted(None, None)
+    excess_bytes = max(0, last.saved_bytes - kept_bytes)
+    if last.rebuildable_bytes is None:
+        return Wanted(excess_bytes, excess_bytes)
+    return Wanted(min(excess_bytes, last.rebuildable_bytes), max(0, excess_bytes - last.rebuildable_bytes))
+
+
+_ATEN = torch.ops.aten
+_POINTWISE = (
+    "abs", "neg", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf",
+    "relu", "silu", "gelu", "mish", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "clamp",
+    "clone", "_to_copy",
+)  # fmt: skip
+_WITH_OVERLOADS = {
+    "add": ("Tensor", "Scalar"),
+    "sub": ("Tensor", "Scalar"),
+    "mul": ("Tensor", "Scalar"),
+    "div": ("Tensor", "Scalar"),
+    "pow": ("Tensor_Scalar",),
+    "masked_fill": ("Scalar",),
+    "where": ("self",),
+}
+_FIRST_OF_SEVERAL = ("native_layer_norm", "native_group_norm", "_fused_rms_norm")
+
+
+def _replayable() -> dict[Operator, int | None]:
+    found: dict[Operator, int | None] = {}
+    for name in (*_POINTWISE, "cat", "stack", "_softmax", "_log_softmax"):
+        found[getattr(_ATEN, name).default] = None
+    for name, overloads in _WITH_OVERLOADS.items():
+        found |= {getattr(getattr(_ATEN, name), overload): None for overload in overloads}
+    return found | {getattr(_ATEN, name).default: 0 for name in _FIRST_OF_SEVERAL}
+
+
+REPLAYABLE = _replayable()
+"""operators that give the same bits for the same bits and pass over memory a few times: which of their results"""

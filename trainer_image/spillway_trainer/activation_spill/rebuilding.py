@@ -1,0 +1,486 @@
+"""Sees the operators of a forward run, and runs those of the lean set again when backward asks for what they gave.
+
+A saved tensor is rebuilt only when all of this holds, and is held as any other when not:
+
+    the operator     is in `lean.REPLAYABLE`, and was seen in this forward with the very arguments that it had: numbers
+                     that change from step to step are those of this step
+    its operands     are saved tensors of the same forward, at the version that they were saved at; small ones are
+                     copied; or they can themselves be rebuilt from such
+    its bits         came out the same when it was run twice, once for each operator, layout and number
+
+What came of it then costs its share of backward and no memory in between. A tensor that was changed in place raises as
+it would without: what is handed out shares the version counter of what was saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..saved_tensors import PLAIN, Handle, Packed, Packer, SavedParameter, Visit, changed_in_place
+from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
+from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
+from .records import empty, share_counter
+
+SMALL_BYTES = 64 << 10
+"""operands up to this are copied: weights of norms, statistics of rows. Nothing that is done to them later matters"""
+ALIGNED_BYTES = 64
+"""what torch gives to every storage: one that has less could take another path in a kernel when it is rebuilt"""
+NOTHING = torch.empty(0)
+
+
+class NotHeld(Exception):
+    """An operand that backward will not have."""
+
+
+class Held:
+    """A tensor that autograd saved in this forward, by its handle, which autograd owns."""
+
+    __slots__ = ("handle", "layout", "version", "witness")
+
+    def __init__(self, handle: Handle, tensor: Tensor, witness: Tensor) -> None:
+        self.handle = weakref.ref(handle)
+        self.layout = Layout.of(tensor)
+        self.version = tensor._version
+        self.witness = witness
+
+    def is_unchanged(self) -> bool:
+        return self.witness._version == self.version
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the bytes that were saved, and cannot change unnoticed."""
+        return tensor._version == self.version and self.handle() is not None and share_counter(self.witness, tensor)
+
+
+class Leaf(NamedTuple):
+    """An operand that backward has by then. `layout`: where it is another view of the saved storage."""
+
+    held: Held
+    layout: Layout | None
+
+    def tensor(self) -> Tensor:
+        handle = self.held.handle()
+        assert handle is not None, "whoever rebuilds owns the handles"
+        return view_of(handle.tensor(), self.layout)
+
+
+class Copied(NamedTuple):
+    """A small operand's values."""
+
+    value: Tensor
+
+    def tensor(self) -> Tensor:
+        return self.value
+
+
+class Part(NamedTuple):
+    """An operand that is itself the result of such an operator, and is not held."""
+
+    result: Result
+    layout: Layout | None
+
+    def tensor(self) -> Tensor:
+        return view_of(self.result.run(), self.layout)
+
+
+Operand = Leaf | Copied | Part
+
+
+def view_of(tensor: Tensor, layout: Layout | None) -> Tensor:
+    if layout is None:
+        return tensor
+    dtype, size, stride, offset = layout
+    return empty(dtype, tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
+
+
+class Pin:
+    """Keeps the address of a storage from being given to another one, not its bytes."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._address = storage._weak_ref()
+
+    def storage(self) -> UntypedStorage | None:
+        """The storage, if anybody still has it."""
+        found: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self._address)
+        return found
+
+    def __del__(self) -> None:
+        UntypedStorage._free_weak_ref(self._address)  # type: ignore[no-untyped-call]
+
+
+class Result:
+    """What one operator gave, and how it gives it again."""
+
+    __slots__ = (
+        "_arguments",
+        "_keywords",
+        "_operator",
+        "_pin",
+        "_which",
+        "cost",
+        "layout",
+        "nbytes",
+        "rebuilt",
+        "version",
+    )
+
+    def __init__(
+        self,
+        operator: Operator,
+        which: int | None,
+        arguments: Sequence[object],
+        keywords: Mapping[str, object],
+        tensor: Tensor,
+        cost: Cost,
+    ) -> None:
+        """`arguments`, `keywords`: with an Operand for each tensor."""
+        self._operator, self._which = operator, which
+        self._arguments, self._keywords = arguments, keywords
+        self._pin = Pin(tensor.untyped_storage())
+        self.layout = Layout.of(tensor)
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.version = tensor._version
+        self.cost = cost
+        self.rebuilt: weakref.ref[Rebuilt] | None = None
+        """who rebuilds it, once it is saved"""
+
+    def run(self) -> Tensor:
+        arguments = [value_of(each) for each in self._arguments]
+        keywords = {name: value_of(each) for name, each in self._keywords.items()}
+        with torch._C._AutoDispatchBelowAutograd():
+            return chosen(self._operator(*arguments, **keywords), self._which)
+
+    def leaves(self) -> Iterator[Held]:
+        for operand in operands_of((*self._arguments, *self._keywords.values())):
+            if isinstance(operand, Leaf):
+                yield operand.held
+            elif isinstance(operand, Part):
+                yield from operand.result.leaves()
+
+
+def operands_of(values: Iterable[object]) -> Iterator[Operand]:
+    for value in values:
+        if isinstance(value, list):
+            yield from operands_of(value)
+        elif isinstance(value, Leaf | Copied | Part):
+            yield value
+
+
+def value_of(value: object) -> object:
+    if isinstance(value, list):
+        return [value_of(each) for each in value]
+    return value.tensor() if isinstance(value, Leaf | Copied | Part) else value
+
+
+def chosen(results: Any, which: int | None) -> Tensor:
+    result: Tensor = results if which is None else results[which]
+    return result
+
+
+class Charge:
+    """Bytes on the ledger for as long as this object lives: it lives on the storage that they are."""
+
+    __slots__ = ("_ledger", "_nbytes")
+
+    def __init__(self, ledger: DeviceLedger, nbytes: int) -> None:
+        ledger.charge(ACTIVATIONS, nbytes)
+        self._ledger, self._nbytes = ledger, nbytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_nbytes"):  # else it was refused
+            self._ledger.release(ACTIVATIONS, self._nbytes)
+
+
+class Rebuilt:
+    """A storage that is not held: one rebuild serves all views of it, for as long as any of them is in use.
+
+    Who asks while the original is still there (in use by the forward, or as an output) gets that.
+    """
+
+    __slots__ = ("__weakref__", "_handles", "_ledger", "_num_threads", "_pin", "_result")
+
+    def __init__(
+        self, result: Result, handles: list[Handle], storage: UntypedStorage, ledger: DeviceLedger, num_threads: int
+    ) -> None:
+        self._result = result
+        self._handles = handles
+        self._pin = Pin(storage)
+        self._ledger = ledger
+        self._num_threads = num_threads
+        """kernels divide their work by it, and so their remainders, which take another path"""
+
+    def storage(self) -> UntypedStorage:
+        storage = self._pin.storage()
+        if storage is None:
+            storage = self._run().untyped_storage()
+            storage._charge = Charge(self._ledger, storage.nbytes())  # type: ignore[attr-defined]
+            self._pin = Pin(storage)
+        return storage
+
+    def _run(self) -> Tensor:
+        now = torch.get_num_threads()
+        if now != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+                return self._result.run()
+        finally:
+            if now != self._num_threads:
+                torch.set_num_threads(now)
+
+
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class RebuiltTensor:
+    """A view of a storage that is rebuilt: what pack returned for one saved tensor."""
+
+    __slots__ = ("__weakref__", "_layout", "_rebuilt", "_segment", "_version", "_witness")
+
+    def __init__(self, rebuilt: Rebuilt, tensor: Tensor, witness: Tensor, segment: str) -> None:
+        self._rebuilt = rebuilt
+        self._layout = Layout.of(tensor)
+        self._version = tensor._version
+        self._witness = witness
+        self._segment = segment
+
+    @property
+    def cost(self) -> Cost:
+        return self._rebuilt._result.cost
+
+    def tensor(self) -> Tensor:
+        if self._witness._version != self._version:
+            raise changed_in_place(self._segment, self._layout.size, self._version, self._witness._version)
+        dtype, size, stride, offset = self._layout
+        found = empty(dtype, self._witness.device).set_(self._rebuilt.storage(), offset, size, stride)
+        tensor = self._witness.detach()
+        tensor.data = found  # with the counter of what was saved: a change of one shows in all
+        return tensor
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around one forward: knows how each large result of a cheap operator came about, and is its pack hook.
+
+    Compiled regions run as they are compiled: nothing inside them is seen, and what they save is held.
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        visit: Visit,
+        ledger: DeviceLedger,
+        minimum_bytes: int,
+        limit_bytes: int | None,
+        proven: dict[object, bool],
+    ) -> None:
+        """`limit_bytes`: so much is rebuilt (None: all that can be). `proven`: operators with layouts and numbers,
+        and whether they gave the same bits twice; kept from forward to forward."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._packer = packer
+        self._visit = visit
+        self._ledger = ledger
+        self._minimum_bytes = minimum_bytes
+        self._limit_bytes = limit_bytes
+        self._proven = proven
+        self._num_threads = torch.get_num_threads()
+        self._held: dict[int, Held] = {}
+        """by the address of a storage object, which the handle keeps from being given away"""
+        self._results: dict[int, Result] = {}
+        """the same, kept by a pin"""
+        self.rebuilt_bytes = 0
+        self.rebuildable_bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Operator, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = operator(*args, **kwargs) if kwargs else operator(*args)
+        which = KINDS.get(operator, UNKNOWN)
+        if which is UNKNOWN:
+            which = KINDS[operator] = kind_of(operator)
+        if which is OTHER:
+            return found
+        if isinstance(which, Writes):
+            self._forget(which.into(args, kwargs or {}))
+        else:
+            tensor = chosen(found, which)
+            if type(tensor) is Tensor and tensor.nbytes >= self._minimum_bytes:
+                self._note(operator, which, args, kwargs or {}, tensor)
+        return found
+
+    def pack(self, tensor: Tensor) -> Packed:
+        guard = torch._C._DisableTorchDispatch()  # this mode need not see what a pack does
+        try:
+            if not (type(tensor) in PLAIN and tensor.layout is torch.strided) or tensor.is_inference():
+                return self._packer.pack(tensor)
+            key: int = tensor.untyped_storage()._cdata
+            witness = tensor.detach()
+            witness.data = NOTHING
+            result = self._results.get(key)
+            handle = self._rebuildable(result, tensor, witness) if result is not None else None
+            packed = self._packer.pack(tensor) if handle is None else (self._visit, handle)
+            self._held[key] = Held(packed[1], tensor, witness)
+            return packed
+        finally:
+            del guard
+
+    def _rebuildable(self, result: Result, tensor: Tensor, witness: Tensor) -> RebuiltTensor | None:
+        if tensor._version != result.version:
+            return None
+        rebuilt = result.rebuilt() if result.rebuilt is not None else None
+        if rebuilt is None:
+            handles = [handle for held in result.leaves() if (handle := held.handle()) and held.is_unchanged()]
+            if len(handles) != sum(1 for _ in result.leaves()) or not is_cheap(result.cost, result.nbytes):
+                return None
+            self.rebuildable_bytes += result.nbytes
+            if self._limit_bytes is not None and self.rebuilt_bytes >= self._limit_bytes:
+                del self._results[tensor.untyped_storage()._cdata]  # it is held from now on, by every view
+                return None
+            self.rebuilt_bytes += result.nbytes
+            rebuilt = Rebuilt(result, handles, tensor.untyped_storage(), self._ledger, self._num_threads)
+            result.rebuilt = weakref.ref(rebuilt)
+        visit = self._visit
+        visit.saved = visit.needs_parameters = True
+        return RebuiltTensor(rebuilt, tensor, witness, visit.segment)
+
+    def _forget(self, written: Iterable[Tensor]) -> None:
+        """What their storages were is no more."""
+        for tensor in written:
+            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+                key = tensor.untyped_storage()._cdata
+                self._results.pop(key, None)
+                self._held.pop(key, None)
+
+    def _note(
+        self, operator: Operator, which: int | None, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
+    ) -> None:
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        self._results.pop(key, None)
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or tensor.is_inference():
+            return
+        seen = Seen(self)
+        try:
+            arguments = [seen.take(each) for each in args]
+            keywords = {name: seen.take(each) for name, each in kwargs.items()}
+        except NotHeld:
+            return
+        cost = total(tensor.nbytes, seen.operand_bytes, seen.costs)
+        result = Result(operator, which, arguments, keywords, tensor, cost)
+        if self._is_proven((operator, *seen.facts, result.layout), operator, which, args, kwargs, tensor):
+            self._results[key] = result
+
+    def _is_proven(
+        self,
+        facts: object,
+        operator: Operator,
+        which: int | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensor: Tensor,
+    ) -> bool:
+        try:
+            known = self._proven.get(facts)
+        except TypeError:  # a number that has no hash: a symbol
+            return False
+        if known is None:
+            again = chosen(operator(*args, **kwargs), which)
+            known = self._proven[facts] = Layout.of(again) == Layout.of(tensor) and same_bytes(again, tensor)
+        return known
+
+    def operand(self, tensor: Tensor) -> tuple[Operand, list[Cost]]:
+        """How backward will have `tensor`, and what that costs. Raises NotHeld."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_inference():
+            raise NotHeld
+        if tensor.nbytes <= SMALL_BYTES and tensor.is_contiguous():
+            return Copied(tensor.detach().clone()), []
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() % ALIGNED_BYTES:
+            raise NotHeld
+        key: int = storage._cdata
+        layout = Layout.of(tensor)
+        held = self._held.get(key)
+        if held is not None and held.holds(tensor):
+            is_same = held.layout == layout
+            handle = held.handle()
+            if is_same or not isinstance(handle, SavedParameter):  # a parameter may have moved by then
+                costs = [handle.cost] if isinstance(handle, RebuiltTensor) else []
+                return Leaf(held, None if is_same else layout), costs
+        result = self._results.get(key)
+        if result is None or tensor._version != result.version:
+            raise NotHeld
+        return Part(result, None if result.layout == layout else layout), [result.cost]
+
+
+class Seen:
+    """The arguments of one call, turned into what backward will have."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._operand = recorder.operand
+        self.facts: list[object] = []
+        """all but the values: layouts and numbers"""
+        self.operand_bytes: list[int] = []
+        self.costs: list[Cost] = []
+
+    def take(self, value: Any) -> object:
+        if isinstance(value, Tensor):
+            operand, costs = self._operand(value)
+            self.facts.append(Layout.of(value))
+            self.operand_bytes.append(value.nbytes)
+            self.costs += costs
+            return operand
+        if isinstance(value, list | tuple):
+            self.facts.append(len(value))
+            return [self.take(each) for each in value]
+        self.facts.append((type(value), value))
+        return value
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def same_bytes(first: Tensor, second: Tensor) -> bool:
+    whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in (first, second)]
+    return torch.equal(*whole)
+
+
+class Writes(NamedTuple):
+    """An operator that changes some of its arguments: by place, and by name."""
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def into(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+        given = [args[place] for place in self.places if place < len(args)]
+        return tensors_in([*given, *(kwargs[name] for name in self.names if name in kwargs)])
+
+
+UNKNOWN, OTHER = object(), object()
+KINDS: dict[Operator, Any] = dict(REPLAYABLE)
+"""of every operator seen so far: which result can be had again, or what it Writes, or OTHER"""
+
+
+def kind_of(operator: Operator) -> object:
+    if not operator._schema.is_mutable:
+        return OTHER
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return Writes(tuple(place for place, _ in written), tuple(name for _, name in written))
