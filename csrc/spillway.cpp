@@ -12,10 +12,12 @@
 #include <new>
 #include <type_traits>
 
+#include "aes_xts.h"
 #include "crc32c.h"
 #include "elementwise.h"
 #include "float_mode.h"
 #include "io_engine.h"
+#include "spill_cipher.h"
 #include "square_sum.h"
 #include "thread_pool.h"
 
@@ -25,12 +27,17 @@ struct spillway_io {
   std::unique_ptr<IoEngine> engine;
 };
 
+struct spillway_cipher {
+  HeldKeys keys;
+};
+
 namespace {
 
 // A range that one thread takes at a time; a multiple of every vector and cache line, so only an array's end has a tail.
 constexpr int64_t kElementwiseRange = int64_t{1} << 16;
 constexpr int64_t kSquaresRange = int64_t{1} << 20;
 constexpr uint64_t kCopyRange = uint64_t{4} << 20;
+constexpr uint64_t kCipherRange = uint64_t{1} << 18;
 
 #if defined(SPILLWAY_HAVE_AVX2)
 // Older compilers' __builtin_cpu_supports does not know it.
@@ -122,6 +129,8 @@ const char* spillway_strerror(int32_t error) {
       return "the bytes read are not the bytes that were written: their CRC-32C differs";
     case SPILLWAY_NOT_REGISTERED:
       return "the I/O engine cannot register memory, or the system does not let it pin this much";
+    case SPILLWAY_NO_RANDOM_BYTES:
+      return "the system gives no random bytes for a key: getrandom(2) is refused";
     default:
       return "an error code that this library does not define";
   }
@@ -240,3 +249,33 @@ int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_req
 }
 
 void spillway_io_close(spillway_io* io) { delete io; }
+
+int32_t spillway_cipher_open(const void* key, spillway_cipher** cipher) try {
+  if (cipher == nullptr) return SPILLWAY_BAD_ARGUMENT;
+  bool has_random = false;
+  HeldKeys keys = hold_keys(static_cast<const uint8_t*>(key), has_random);
+  if (keys == nullptr) return has_random ? SPILLWAY_NO_MEMORY : SPILLWAY_NO_RANDOM_BYTES;
+  *cipher = new spillway_cipher{std::move(keys)};
+  return SPILLWAY_OK;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+int32_t spillway_cipher_apply(const spillway_cipher* cipher, int32_t direction, void* dst, const void* src,
+                              uint64_t nbytes, uint64_t unit_bytes, uint64_t first_unit, uint64_t sequence, int32_t isa,
+                              int32_t num_threads) {
+  const bool known = direction == SPILLWAY_READ || direction == SPILLWAY_WRITE;
+  if (cipher == nullptr || !known || (nbytes > 0 && (!dst || !src))) return SPILLWAY_BAD_ARGUMENT;
+  if (unit_bytes == 0 || unit_bytes % kAesBlock != 0 || nbytes % unit_bytes != 0) return SPILLWAY_BAD_ARGUMENT;
+  if (isa != SPILLWAY_ISA_AUTO && isa != SPILLWAY_ISA_SCALAR) return SPILLWAY_ISA_UNAVAILABLE;
+  XtsBlocks* blocks = isa == SPILLWAY_ISA_SCALAR ? xts_portable : xts_blocks();
+  const auto range = static_cast<int64_t>(std::max<uint64_t>(kCipherRange / unit_bytes, 1));
+  return for_ranges(static_cast<int64_t>(nbytes / unit_bytes), range, num_threads, [=](int64_t begin, int64_t count) {
+    const auto skipped = static_cast<int64_t>(unit_bytes) * begin;
+    xts_apply(blocks, *cipher->keys, direction == SPILLWAY_WRITE, static_cast<const uint8_t*>(advance(src, skipped)),
+              static_cast<uint8_t*>(advance(dst, skipped)),
+              {unit_bytes, first_unit + static_cast<uint64_t>(begin), sequence}, static_cast<uint64_t>(count));
+  });
+}
+
+void spillway_cipher_close(spillway_cipher* cipher) { delete cipher; }

@@ -226,7 +226,7 @@ class _Maker:
         self._maybe(made, "storageClassName", OFTEN, "", "fast", "x" * 253)
         if made.get("storageClassName"):
             self._maybe(made, "numVolumes", SOMETIMES, 1, 2, 8)
-        made["encryption"] = "Ephemeral" if self._often(RARELY) else "None"
+        made["encryption"] = "Ephemeral" if self._often(SOMETIMES) else "None"
         return made
 
     def _checkpoint(self) -> Document:

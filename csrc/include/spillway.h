@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 5
+#define SPILLWAY_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -35,7 +35,8 @@ typedef enum spillway_error {
   SPILLWAY_IO_FAILED = 5,
   SPILLWAY_END_OF_FILE = 6,
   SPILLWAY_CHECKSUM_MISMATCH = 7,
-  SPILLWAY_NOT_REGISTERED = 8
+  SPILLWAY_NOT_REGISTERED = 8,
+  SPILLWAY_NO_RANDOM_BYTES = 9
 } spillway_error;
 
 /* Instruction sets; AUTO is the widest that both the library and the processor have. */
@@ -200,6 +201,25 @@ SPILLWAY_API int32_t spillway_io_transfer(spillway_io* io, int32_t direction, sp
 
 /* Ends threads and rings. The handle must be idle; NULL is allowed. */
 SPILLWAY_API void spillway_io_close(spillway_io* io);
+
+/* ---- the cipher of spill files: AES-256 in XTS mode (IEEE 1619, NIST SP 800-38E) ---- */
+
+typedef struct spillway_cipher spillway_cipher;
+
+/* A key: the 64 bytes at `key` (the data's, then the tweak's), which is for test vectors, or, for NULL, random ones that
+ * never leave this library. They lie in a page that is in no core dump and, where RLIMIT_MEMLOCK allows it, is never
+ * swapped out. A child process has the key, too. */
+SPILLWAY_API int32_t spillway_cipher_open(const void* key, spillway_cipher** cipher);
+
+/* dst = src encrypted (WRITE) or decrypted (READ), in units of `unit_bytes`, a multiple of 16; `nbytes` is a multiple of
+ * that. The number of the i-th unit, its tweak, is `sequence` * 2^64 + first_unit + i. dst and src are the same array, or
+ * do not overlap. `isa` is SCALAR, which is portable and slow, or AUTO. */
+SPILLWAY_API int32_t spillway_cipher_apply(const spillway_cipher* cipher, int32_t direction, void* dst, const void* src,
+                                           uint64_t nbytes, uint64_t unit_bytes, uint64_t first_unit, uint64_t sequence,
+                                           int32_t isa, int32_t num_threads);
+
+/* Wipes the key. No call may be under way; NULL is allowed. */
+SPILLWAY_API void spillway_cipher_close(spillway_cipher* cipher);
 
 #ifdef __cplusplus
 }

@@ -529,8 +529,15 @@ class Spill(Fields):
         default=1, description="Volumes of that class, striped; each should be a drive of its own."
     )
     encryption: Literal["None", "Ephemeral"] = Field(
-        default="None", description="Ephemeral: encrypted with a key that only the process holds."
+        default="None",
+        description="Ephemeral: encrypted (AES-256-XTS) with a random key that only the process holds, and that ends "
+        "with it.",
     )
+
+    @property
+    def num_cipher_threads(self) -> int:
+        """Of a rank, at a time, in one direction."""
+        return self.num_volumes if self.encryption == "Ephemeral" else 0
 
     @model_validator(mode="after")
     def _several_need_a_class(self) -> Self:
@@ -972,8 +979,6 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
         (spec.members, "spec.members", "does not work yet; write one TrainingJob per model"),
         (spec.objective, "spec.objective", "belongs to members, which do not work yet; leave it out"),
         (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
-        (spec.spill.encryption != "None", "spec.spill.encryption",
-         "does not work yet; use None, or an encrypted storage class"),
     ]  # fmt: skip
     return _refused(found, job)
 

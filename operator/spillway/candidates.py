@@ -196,8 +196,9 @@ def best(choices: Sequence[Timed]) -> Timed:
 
 
 def rates_of(question: Question) -> Rates:
-    compute = question.job.spec.model.precision.compute
-    return rank_rates(question.node, question.local_ranks, question.num_nodes, compute)
+    spec = question.job.spec
+    compute, threads = spec.model.precision.compute, spec.spill.num_cipher_threads
+    return rank_rates(question.node, question.local_ranks, question.num_nodes, compute, threads)
 
 
 def workload(question: Question, strategy: Strategy) -> Workload:

@@ -21,6 +21,8 @@ from spillway.errors import UserError
 DeviceKind = Literal["Cpu", "Cuda"]
 DISK_SHARE = 0.9
 """of the drives' capacity that spill may use"""
+CIPHER_BYTES_PER_SECOND = 4e9
+"""AES-256-XTS by one thread in units of 4 KiB: measured on a hyperthread of a Sapphire Rapids server, November 2026"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class NodeSpec:
     float32_values_per_second: float = math.inf
     operation_overhead_seconds: float = 0.0
     """fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them"""
+    cipher_bytes_per_second: float = CIPHER_BYTES_PER_SECOND
+    """one thread that encrypts or decrypts what is spilled; the catalog knows no processor without AES instructions"""
 
     @property
     def copies_use_cores(self) -> bool:

@@ -84,8 +84,9 @@ class Rates:
     """seconds"""
 
 
-def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str) -> Rates:
-    """Host memory and disks are divided by the ranks of the node, links by the devices behind one root port."""
+def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, num_cipher_threads: int = 0) -> Rates:
+    """Host memory and disks are divided by the ranks of the node, links by the devices behind one root port.
+    `num_cipher_threads`: of a rank, that encrypt what is spilled, or decrypt it; 0 = it is not encrypted."""
     on_cpu = node.device_kind == "Cpu"
     device_share = local_ranks if on_cpu else 1
     link_share = min(local_ranks, node.link.devices_per_root_port)
@@ -97,13 +98,20 @@ def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str) -
         duplex=node.link.duplex_efficiency,
         dram=node.dram_bytes_per_second / local_ranks,
         cpu=node.cpu_bytes_per_second / local_ranks,
-        read=node.nvme_read_bytes_per_second / local_ranks,
-        write=node.nvme_write_bytes_per_second / local_ranks,
+        read=_encrypted(node.nvme_read_bytes_per_second / local_ranks, node, num_cipher_threads),
+        write=_encrypted(node.nvme_write_bytes_per_second / local_ranks, node, num_cipher_threads),
         network=node.network_bytes_per_second if num_nodes > 1 else node.interconnect_bytes_per_second,
         copies_use_cores=node.copies_use_cores,
         elementwise=node.values_per_second(compute) / device_share,
         operation_overhead=node.operation_overhead_seconds,
     )
+
+
+def _encrypted(disk: float, node: NodeSpec, num_cipher_threads: int) -> float:
+    """What is left of a disk's rate: every byte goes through the cipher and the disk, one after the other."""
+    if num_cipher_threads == 0 or disk == 0:
+        return disk
+    return 1 / (1 / disk + 1 / (num_cipher_threads * node.cipher_bytes_per_second))
 
 
 # --- loads of each phase, in seconds per resource ---------------------------------------------------------------------

@@ -330,9 +330,10 @@ class RunEvidence:
     compute: str
     overlap: Overlap
     """what ran beside the update: backward only where something of it was updated there"""
+    num_cipher_threads: int
 
     def rates(self, node: NodeSpec) -> Rates:
-        return rank_rates(node, self.local_ranks, self.num_nodes, self.compute)
+        return rank_rates(node, self.local_ranks, self.num_nodes, self.compute, self.num_cipher_threads)
 
 
 def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
@@ -403,7 +404,8 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
     backward = plan.optimizer.overlap == "Backward" and not plan.optimizer.speculative_parameters
     overlap = "Forward" if backward else plan.optimizer.overlap
     work = plan.prediction.work
-    return RunEvidence(job.name, job.num_nodes, measured, work, job.ranks_per_node, compute, overlap)
+    threads = job.spec.spill.num_cipher_threads
+    return RunEvidence(job.name, job.num_nodes, measured, work, job.ranks_per_node, compute, overlap, threads)
 
 
 def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:

@@ -44,7 +44,7 @@ def ctype_of(declaration: str) -> object:
         return None if kind == "void" else SCALARS[kind]
     if kind == "char":
         return ctypes.c_char_p
-    if kind == "spillway_io":
+    if kind in ("spillway_io", "spillway_cipher"):
         return ctypes.c_void_p if stars == 1 else ctypes.POINTER(ctypes.c_void_p)
     return ctypes.POINTER(STRUCTS[kind]) if kind in STRUCTS else ctypes.c_void_p
 

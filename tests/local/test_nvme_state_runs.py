@@ -32,6 +32,7 @@ spec:
   checkpoint: {{everySteps: 2, keep: 3}}
 """
 ON_NVME = "{budget: {device: 8Mi, host: 32Mi, nvme: 32Mi}, optimizer: {placement: Nvme}}"
+ENCRYPTED = f"{ON_NVME}\n  spill: {{encryption: Ephemeral}}"
 DISABLED = "{mode: Disabled, budget: {host: 32Mi}}"
 SPILLWAY = [sys.executable, "-m", "spillway_cli"]
 
@@ -92,6 +93,13 @@ def failing(directory: Path, direction: Direction, error: int) -> dict[str, str]
 def test_states_on_nvme_change_no_bit_of_a_whole_run(on_nvme: Ended, plain: Ended) -> None:
     assert (on_nvme.code, plain.code) == (0, 0), on_nvme.said + plain.said
     assert on_nvme.figures == plain.figures
+
+
+def test_encrypted_states_change_no_bit_of_a_whole_run(tmp_path: Path, text: Path, plain: Ended) -> None:
+    encrypted = run(tmp_path, ENCRYPTED, text)
+    assert encrypted.code == 0, encrypted.said
+    assert encrypted.log.starts[0].io_backend.endswith("+AES-256-XTS")
+    assert encrypted.figures == plain.figures
 
 
 def test_the_plan_had_all_states_on_nvme_and_the_run_moved_them(on_nvme: Ended) -> None:

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway.plan import Tier
 from spillway_trainer.activation_spill import Spilling, alone
-from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
 KIB = 1 << 10
 TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -323,11 +322,22 @@ class Disk:
     """The file of the next Spilling, in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(alone, "NvmeSlab", partial(NvmeSlab, open_file=self._open))
+        monkeypatch.setattr(alone, "SpillFile", self._open)
 
     def _open(self, directory: Path, nbytes: int, *, num_threads: int) -> FakeSpillFile:
         self.file = FakeSpillFile(directory, nbytes, num_threads=num_threads)
         return self.file
+
+
+def test_encrypted_spilling_changes_no_bit(make: Callable[..., Spilling]) -> None:
+    spilling, x = make(nn.Module(), encrypts=True), leaf()
+    assert spilling.nvme.backend.endswith("+AES-256-XTS")
+    with spilling:
+        loss = chain(x)
+    spilling.store.drain()
+    assert spilling.held_bytes()[Tier.NVME] > 0
+    loss.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(chain(y := leaf()), y)[0])
 
 
 def test_what_is_not_written_yet_is_used_where_it_is_and_never_written(

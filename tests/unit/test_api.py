@@ -268,7 +268,6 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "spec.model.config.dropout": ({"spec.model.lora": {}, "spec.model.config.dropout": "0.1"}, "leave it out"),
     "spec.members": ({"spec.members": [{"name": "a"}]}, "one TrainingJob per model"),
     "spec.command": ({"spec.command": ["python", "x.py"]}, "model, data and training"),
-    "spec.spill.encryption": ({"spec.spill.encryption": "Ephemeral"}, "use None"),
 }
 
 

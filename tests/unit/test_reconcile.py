@@ -604,7 +604,6 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
         ({"spec.data": {"huggingFace": {"name": "c4"}}}, "spec.data.huggingFace"),
         ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),
         ({"spec.checkpoint": {"resume": "Never"}}, "spec.checkpoint.resume"),
-        ({"spec.spill": {"encryption": "Ephemeral"}}, "spec.spill.encryption"),
         ({"spec.command": ["train.py"]}, "spec.command"),
         ({"spec.scheduling": {"gang": "Required"}, "spec.parallelism": {"nodes": 2}}, "spec.scheduling.gang"),
         ({"spec.scheduling": {"workloadPriorityClassName": "high"}}, "spec.scheduling.workloadPriorityClassName"),

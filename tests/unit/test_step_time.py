@@ -8,6 +8,7 @@ import pytest
 
 from spillway.api import ModelConfig
 from spillway.footprint import Blocks, Streaming, Workload
+from spillway.hardware import resolve_node
 from spillway.model_shape import model_shape
 from spillway.plan import OptimizerPlan, Prediction
 from spillway.step_time import (
@@ -22,6 +23,7 @@ from spillway.step_time import (
     hidden_seconds,
     phase_seconds,
     predict,
+    rank_rates,
     speculative_window,
     update_loads,
     update_seconds,
@@ -277,3 +279,13 @@ def test_a_tied_table_sends_a_gradient_down_for_each_use(architecture: str, extr
         made = predict(work, RATES, ON_CPU, Blocks(4), overlapped=True, steps=10, drives=Drives(1e12))
         found[tied] = made.link_bytes["d2h"] - 2 * 2 * shape.num_trained
     assert found == {False: 0, True: 2 * 2 * extra_uses * 512 * 64}
+
+
+def test_encrypted_bytes_pass_the_cipher_and_the_disk_one_after_the_other() -> None:
+    """Two ranks share a disk of 6 GB/s; each has a thread for each of two volumes, of 4 GB/s: 1 / (1/3 + 1/8)."""
+    node = resolve_node("cpu")
+    node = replace(node, nvme_read_bytes_per_second=6e9, nvme_write_bytes_per_second=6e9, cipher_bytes_per_second=4e9)
+    plain, encrypted = (rank_rates(node, 2, 1, "bfloat16", threads) for threads in (0, 2))
+    assert (plain.read, plain.write) == (3e9, 3e9)
+    assert (encrypted.read, encrypted.write) == (pytest.approx(24e9 / 11), pytest.approx(24e9 / 11))
+    assert rank_rates(replace(node, nvme_read_bytes_per_second=0.0), 1, 1, "bfloat16", 1).read == 0, "no disk"

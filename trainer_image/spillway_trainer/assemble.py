@@ -37,9 +37,10 @@ from .spill_file import SpillFile
 from .tiers import cuda
 from .tiers.cuda_lanes import CudaLanes
 from .tiers.device_ledger import DeviceLedger
+from .tiers.encrypted_file import encrypted
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
-from .tiers.nvme_slab import FAULT_KINDS, NvmeSlab, PlannedRates
+from .tiers.nvme_slab import FAULT_KINDS, NvmeSlab, OpenFile, PlannedRates
 from .trainer import MicroBatchOrder, in_order
 from .zero import fsdp
 from .zero import run as zero
@@ -280,11 +281,12 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
     host = HostSlab(plan.slab_bytes(Tier.HOST), partial(spare_host_bytes, plan, job.ranks_per_node, Path("/")))
     nvme = None
     if uses_nvme(plan):
+        open_file: OpenFile = partial(SpillFile, listed=job.spill_is_listed)
         nvme = NvmeSlab(
             [Path(directory) for directory in job.spill_directories],
             plan.slab_bytes(Tier.NVME),
             plan.activations.num_io_threads,
-            open_file=partial(SpillFile, listed=job.spill_is_listed),
+            open_file=open_file if job.spec.spill.encryption == "None" else encrypted(open_file),
             host=host,
             tell=partial(print, flush=True),
             planned=PlannedRates(

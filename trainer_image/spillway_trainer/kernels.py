@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import native, reference, reference_cipher
 from .reference import SquareSum, UpdateScalars
 from .spill_file import SpillFile
 from .tiers import cuda
@@ -24,6 +24,7 @@ __all__ = [
     "copy",
     "copy_batch",
     "finish_square_sums",
+    "new_cipher",
     "square_sum",
     "update",
 ]
@@ -107,3 +108,8 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
         native.copy_batch(pairs, num_threads=num_threads)
     else:
         reference.copy_batch(pairs)
+
+
+def new_cipher() -> native.Cipher | reference_cipher.Cipher:
+    """AES-256-XTS by a new random key."""
+    return native.Cipher() if native.available() else reference_cipher.Cipher()

@@ -24,8 +24,9 @@ from spillway.update_rules import MASTER, UpdateRule
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
 from .reference import SquareSum, UpdateScalars, float32
+from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
@@ -125,6 +126,12 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_io_register": (c_int32, (c_void_p, c_void_p, c_uint64)),
     "spillway_io_transfer": (c_int32, (c_void_p, c_int32, POINTER(IoRequestStruct), c_int64)),
     "spillway_io_close": (None, (c_void_p,)),
+    "spillway_cipher_open": (c_int32, (c_void_p, POINTER(c_void_p))),
+    "spillway_cipher_apply": (
+        c_int32,
+        (c_void_p, c_int32, c_void_p, c_void_p, *(c_uint64,) * 4, c_int32, c_int32),
+    ),
+    "spillway_cipher_close": (None, (c_void_p,)),
 }
 """Result and argument types of every function of the header; arrays and opaque handles are c_void_p."""
 
@@ -323,6 +330,53 @@ class NativeEngine:
     def close(self) -> None:
         handle, self._handle = self._handle, c_void_p()
         _library().spillway_io_close(handle)
+
+
+class Cipher:
+    """reference_cipher.Cipher of the library, outside the GIL. Without `key`, a random one that never leaves it."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        if key is not None and len(key) != KEY_BYTES:
+            raise ValueError(f"a key of {len(key)} bytes: AES-256-XTS takes {KEY_BYTES}")
+        self._handle = c_void_p()
+        _raise_for("spillway_cipher_open", _library().spillway_cipher_open(key, self._handle))
+
+    def apply(
+        self,
+        direction: Direction,
+        dst: Tensor,
+        src: Tensor,
+        *,
+        first_unit: int,
+        sequence: int,
+        unit_bytes: int,
+        num_threads: int = 1,
+        instruction_set: str = "",
+    ) -> None:
+        """reference_cipher.Cipher.apply; `instruction_set` scalar is the portable one, any other the fastest."""
+        _check("dst", dst, src.numel(), torch.uint8)
+        _check("src", src, src.numel(), torch.uint8)
+        if src.numel() % unit_bytes or unit_bytes % BLOCK_BYTES:
+            raise ValueError(f"{src.numel()} bytes in units of {unit_bytes}: give whole units of whole blocks")
+        is_scalar = (instruction_set or isa()) == "scalar"
+        error = _library().spillway_cipher_apply(
+            self._handle,
+            direction,
+            dst.data_ptr(),
+            src.data_ptr(),
+            src.numel(),
+            unit_bytes,
+            first_unit,
+            sequence,
+            ISA_CODES["scalar"] if is_scalar else 0,
+            num_threads,
+        )
+        _raise_for("spillway_cipher_apply", error)
+
+    def close(self) -> None:
+        """Wipe the key. No call may be under way. Idempotent."""
+        handle, self._handle = self._handle, c_void_p()
+        _library().spillway_cipher_close(handle)
 
 
 def _system_call(

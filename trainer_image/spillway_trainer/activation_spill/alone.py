@@ -29,7 +29,9 @@ from spillway.units import format_bytes
 
 from ..resident_parameters import ResidentParameters
 from ..saved_tensors import Keeper, Packer, Visit, unpack
+from ..spill_file import SpillFile
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
+from ..tiers.encrypted_file import encrypted
 from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import CpuLanes
 from ..tiers.nvme_slab import NvmeSlab
@@ -54,6 +56,8 @@ class Spilling:
     How many come before them is known from the forward before; the first one spills all, and of a longer one what
     comes beyond `device_bytes` leaves, too. 0 spills all, always.
 
+    `encrypts`: what goes to the file is encrypted (AES-256-XTS) with a random key that ends with it.
+
     `close` frees the file. One that nobody refers to any more, and no graph either, closes by itself.
     """
 
@@ -69,6 +73,7 @@ class Spilling:
         transfer_bytes: int = 4 * MIB,
         ahead_bytes: int = 8 * MIB,
         window_bytes: int = 16 * MIB,
+        encrypts: bool = False,
     ) -> None:
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         for name, tensor in named_tensors(module):
@@ -80,7 +85,10 @@ class Spilling:
         self._module = module
         self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
         self.lanes = CpuLanes(self.host, self.ledger, direct_io=True)
-        self.nvme = NvmeSlab(Path(directory), nvme_bytes, NUM_IO_THREADS, host=self.host, tell=LOG.warning)
+        open_file = encrypted(SpillFile) if encrypts else SpillFile
+        self.nvme = NvmeSlab(
+            Path(directory), nvme_bytes, NUM_IO_THREADS, open_file=open_file, host=self.host, tell=LOG.warning
+        )
         self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES
         self.store = SpillStore(
             self.lanes,

@@ -1,0 +1,22 @@
+// A key that only this process holds: in a page of its own that is not swapped out where the system allows that, is in no
+// core dump, and is wiped when it is given back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "aes_xts.h"
+
+namespace spillway {
+
+struct WipedKeys {
+  void operator()(XtsKeys* keys) const;
+};
+
+using HeldKeys = std::unique_ptr<XtsKeys, WipedKeys>;
+
+// Of the 64 bytes of `key`; null: of random ones. Null, where the system gives no memory or (`has_random` false) no
+// random bytes.
+HeldKeys hold_keys(const uint8_t* key, bool& has_random);
+
+}  // namespace spillway

@@ -1,0 +1,158 @@
+"""EncryptedFile: a scratch file whose bytes are encrypted on their way to the device, AES-256-XTS, by a key that only
+this process has and that ends with the file.
+
+The data unit is a block of 4096 bytes. Its tweak is its place in the file and the number of the write, so that no two
+writes have the same one, also of the same place. Checksums are of what lies on the device: they tell a device that
+changed it, before it is decrypted. docs/adr/0018-encrypted-spill-files.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..io_engine import Direction
+from ..spill_file import BLOCK_BYTES
+from .nvme_slab import OpenFile, ScratchFile
+
+BOUNCE_BYTES = 8 << 20
+"""of encrypted bytes on their way out, for each file: what is written stays as it is"""
+CHECKSUM_BITS = 32
+
+
+class Part(NamedTuple):
+    """Of a request: no more than the bounce buffer takes."""
+
+    request: int
+    offset: int
+    tensor: Tensor
+    label: str
+
+
+class EncryptedFile:
+    """A nvme_slab.ScratchFile of the bytes of `file`, which is closed with it. What `write_batch` returns is the number
+    of the write with the checksums of its parts, to be handed back to `read_batch` as it is."""
+
+    def __init__(self, file: ScratchFile) -> None:
+        self._file = file
+        self._cipher = kernels.new_cipher()
+        self._process = os.getpid()
+        self._numbers = itertools.count(1)
+        self._bounce = torch.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), dtype=torch.uint8)
+        self._writing = threading.Lock()
+        """its holder has the bounce buffer"""
+
+    @property
+    def backend(self) -> str:
+        return f"{self._file.backend}+AES-256-XTS"
+
+    def write_batch(self, writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
+        """As ScratchFile.write_batch. Raises RuntimeError in a child of the process that opened the file: the
+        numbers of its writes would be those of its parent's."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the encrypted spill file of process {self._process} was written to in its child {os.getpid()}: both "
+                "would encrypt different bytes with the same key and tweak. Open a file of its own there"
+            )
+        checksums: list[list[int]] = [[] for _ in writes]
+        with self._writing:
+            number = next(self._numbers)
+            for window in windows(parts_of(writes)):
+                for part, checksum in zip(window, self._write(window, number), strict=True):
+                    checksums[part.request].append(checksum)
+        return [joined(number, each) for each in checksums]
+
+    def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
+        """As ScratchFile.read_batch; no byte is decrypted before the checksums of all are right."""
+        parts = parts_of([(offset, tensor, label) for offset, tensor, _, label in reads])
+        numbers, checksums = list[int](), list[int]()
+        for _, tensor, token, _ in reads:
+            number, own = divided(token, -(-tensor.numel() // BOUNCE_BYTES))
+            numbers.append(number)
+            checksums += own
+        self._file.read_batch(
+            [(part.offset, part.tensor, checksum, part.label) for part, checksum in zip(parts, checksums, strict=True)]
+        )
+        for part in parts:
+            self._apply(Direction.READ, part.tensor, part.tensor, part.offset, numbers[part.request])
+
+    def register(self, memory: Tensor) -> None:
+        """Reads go there; writes leave from the bounce buffer."""
+        self._file.register(memory)
+
+    def close(self) -> None:
+        """The key is wiped, and the file closed. Idempotent."""
+        self._cipher.close()
+        self._file.close()
+
+    def _write(self, window: Sequence[Part], number: int) -> list[int]:
+        encrypted, start = list[tuple[int, Tensor, str]](), 0
+        for part in window:
+            place = self._bounce[start : start + part.tensor.numel()]
+            self._apply(Direction.WRITE, place, part.tensor, part.offset, number)
+            encrypted.append((part.offset, place, part.label))
+            start += part.tensor.numel()
+        return self._file.write_batch(encrypted)
+
+    def _apply(self, direction: Direction, dst: Tensor, src: Tensor, offset: int, number: int) -> None:
+        self._cipher.apply(
+            direction, dst, src, first_unit=offset // BLOCK_BYTES, sequence=number, unit_bytes=BLOCK_BYTES
+        )
+
+
+def encrypted(open_file: OpenFile) -> OpenFile:
+    """`open_file`, with everything that is written encrypted."""
+
+    def opened(directory: Path, nbytes: int, *, num_threads: int) -> ScratchFile:
+        file = open_file(directory, nbytes, num_threads=num_threads)
+        try:
+            return EncryptedFile(file)
+        except BaseException:
+            file.close()
+            raise
+
+    return opened
+
+
+def parts_of(requests: Sequence[tuple[int, Tensor, str]]) -> list[Part]:
+    """In order; each starts a whole number of bounce buffers into its request."""
+    return [
+        Part(request, offset + start, tensor[start : start + BOUNCE_BYTES], label)
+        for request, (offset, tensor, label) in enumerate(requests)
+        for start in range(0, tensor.numel(), BOUNCE_BYTES)
+    ]
+
+
+def windows(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """As many at a time as fit into the bounce buffer."""
+    window, nbytes = list[Part](), 0
+    for part in parts:
+        if nbytes + part.tensor.numel() > BOUNCE_BYTES:
+            yield window
+            window, nbytes = [], 0
+        window.append(part)
+        nbytes += part.tensor.numel()
+    if window:
+        yield window
+
+
+def joined(number: int, checksums: Sequence[int]) -> int:
+    """One integer of a write's number and its parts' checksums, the last one lowest."""
+    for checksum in checksums:
+        number = number << CHECKSUM_BITS | checksum
+    return number
+
+
+def divided(token: int, num_parts: int) -> tuple[int, list[int]]:
+    """joined, backwards."""
+    checksums = [token >> CHECKSUM_BITS * i & (1 << CHECKSUM_BITS) - 1 for i in reversed(range(num_parts))]
+    return token >> CHECKSUM_BITS * num_parts, checksums
