@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from spillway.plan import Answer
 from spillway_trainer import native
@@ -242,6 +243,11 @@ class Contestant:
         self._model.activation_checkpointing_enable({"use_reentrant": False})
         for layer in layers_of(self._model)[num_layers:] if num_layers is not None else ():
             layer.gradient_checkpointing = False
+        # T5's attention, told that there is checkpointing, has its mask of zeros require a gradient; torch then takes
+        # another kernel, with other bits. The layers around it are what is checkpointed.
+        for module in self._model.modules():
+            if isinstance(module, T5Attention):
+                module.gradient_checkpointing = False
 
     def _cut(self, num_layers: int | None, directory: Path) -> None:
         """The paper's plan: the first layers are spilled whole, all else is kept; a layer comes back one ahead."""
