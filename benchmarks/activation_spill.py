@@ -4,7 +4,8 @@ BERT, GPT and T5 in the paper's shapes (SSDTrain, arXiv 2408.10013), an eighth a
 layers) = (1024, 8), (1536, 6), (2048, 4), and llama (1024, 8); models of `transformers`, float32, 512 tokens, one
 compute thread, so that bytes a FLOP are near the paper's on this processor and disk, and the other core moves them.
 Twice as deep, because the gradients of the layer that backward is in, which no mode can put away, are in every peak.
---quick: bert and llama, half as deep, two pairs of steps: peaks and bits, and seconds within a tenth. (Half as wide, tensors would be below the 2 MiB that the allocator returns.)
+--quick: bert and llama, half as deep, two pairs of steps: peaks and bits count, seconds are rough. (Half as wide,
+tensors would be below the 2 MiB that the allocator returns.)
 
   keep          what autograd does by itself
   checkpoint    torch.utils.checkpoint around every layer
