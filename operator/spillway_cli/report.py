@@ -57,7 +57,7 @@ def render_report(run: RunRecord) -> str:
         sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>'
         + reality_section(run, summary)
         + attempts_section(run)
-        + reasons_section(run.plan),
+        + reasons_section(run.plan, [choice.reason for choice in run.log.choices[-1:]]),
         footer=escape(
             f"spillway {run.version}, plan for node {run.plan.node}; values of charts appear under the mouse"
         ),
@@ -205,13 +205,14 @@ def attempts_section(run: RunRecord) -> str:
     return section("Attempts", "Each begins at the newest checkpoint that verifies.", html_table(headings, rows, 2))
 
 
-def reasons_section(plan: MemoryPlan) -> str:
-    """Why this plan; left out when the planner had nothing to decide."""
+def reasons_section(plan: MemoryPlan, chosen: Sequence[str]) -> str:
+    """Why this plan, and what the run decided itself; left out when the planner had nothing to decide."""
     if not plan.reasons:
         return ""
     lost = [[one.summary, "does not fit" if one.step_seconds is None else format_seconds(one.step_seconds), one.reason]
             for one in plan.alternatives]  # fmt: skip
     reasons = "".join(f"<p>{escape(reason)}</p>" for reason in plan.reasons)
+    reasons += "".join(f"<p>activations, storage by storage: {escape(reason)}</p>" for reason in chosen)
     table = html_table(["alternative", "step", "why not"], lost, 1) if lost else ""
     return section("Why this plan", "", reasons + table)
 

@@ -39,6 +39,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationsChosen:
+    """Where single saved storages wait from now on."""
+
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step, and the attempt that made it."""
 
@@ -83,7 +91,7 @@ class End:
     message: str
 
 
-Event = Preparing | Start | Step | Evaluation | Checkpoint | MissedCheckpoint | End
+Event = Preparing | Start | ActivationsChosen | Step | Evaluation | Checkpoint | MissedCheckpoint | End
 
 
 @dataclass(slots=True)
@@ -91,6 +99,7 @@ class RunLog:
     """All that a run directory's run.jsonl says so far."""
 
     starts: list[Start] = field(default_factory=list)
+    choices: list[ActivationsChosen] = field(default_factory=list)
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -112,6 +121,8 @@ class RunLog:
         match event:
             case Start():
                 self.starts.append(event)
+            case ActivationsChosen():
+                self.choices.append(event)
             case Step():
                 self.steps[event.metrics.step] = event
                 self.last_step_of_epoch[event.epoch] = event.metrics.step
@@ -146,6 +157,10 @@ def preparing(time: float, _: int, fields: dict[str, Any]) -> Preparing:
     return Preparing(time, str(fields["doing"]))
 
 
+def activations_chosen(time: float, _: int, fields: dict[str, Any]) -> ActivationsChosen:
+    return ActivationsChosen(time, str(fields["reason"]))
+
+
 def step(time: float, epoch: int, fields: dict[str, Any]) -> Step:
     return Step(time, epoch, step_metrics(fields))
 
@@ -169,6 +184,7 @@ def end(time: float, _: int, fields: dict[str, Any]) -> End:
 READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "preparing": preparing,
     "start": start,
+    "activations_chosen": activations_chosen,
     "step": step,
     "evaluation": evaluation,
     "checkpoint": checkpoint,

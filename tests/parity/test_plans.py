@@ -12,9 +12,10 @@ import torch
 
 from spillway.api import parse_job
 from spillway.job import JobFile
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier, TierBytes
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job
+from spillway_trainer.activation_spill import Chooser, Chosen
 from spillway_trainer.assemble import assemble, fill
 from spillway_trainer.recorder import Recorder
 from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
@@ -189,3 +190,27 @@ def test_the_plan_changes_no_bit(
 def test_the_models_are_different_runs(plain: dict[str, Outcome]) -> None:
     """Else one passing test would say nothing about the others."""
     assert len({tuple(outcome.losses) for outcome in plain.values()}) == len(plain)
+
+
+def test_storages_that_the_run_places_one_by_one_change_no_bit(
+    text: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps are watched, three have what was chosen."""
+    told: list[Chosen] = []
+    decide = Chooser.end_step
+
+    def end_step(self: Chooser) -> Chosen | None:
+        chosen = decide(self)
+        told.extend([chosen] if chosen is not None else [])
+        return chosen
+
+    monkeypatch.setattr(Chooser, "end_step", end_step)
+    job = job_of(text, tmp_path, {"steps: 3": "steps: 6"})
+    placed = plan_of(job, (0.0, 0.0, 1.0), "None", [NVME, NVME, HOST, HOST])
+    room = TierBytes(activations=2 << 20, buffers=1 << 20)
+    placed = placed.model_copy(update={"bytes": placed.bytes | dict.fromkeys(Tier, room)})
+    kept = plan_of(job, (0.0, 0.0, 1.0), "None", []).model_copy(
+        update={"mode": "Disabled", "activations": ActivationPlan()}
+    )
+    assert outcome(job, placed, corpus).differences(outcome(job, kept, corpus)) == []
+    assert [(chosen.reason, sum(chosen.tier_bytes.values()) > 0) for chosen in told] == [(told[0].reason, True)]

@@ -10,6 +10,8 @@ import pytest
 
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
+from spillway.plan import Tier
+from spillway_cli.run_log import RunLog
 from spillway_trainer.recorder import Recorder
 
 
@@ -32,6 +34,20 @@ def test_a_loss_survives_the_file_bit_for_bit(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     Recorder(tmp_path / "run.jsonl").step(step(math.nan))
     assert lines(tmp_path / "run.jsonl")[0]["loss"] is None
+
+
+def test_what_was_chosen_for_single_storages_is_told_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Recorder(path).activations_chosen("2 storages to NVMe", 0.25, 2.0, {Tier.NVME: 4096})
+    (line,) = lines(path)
+    assert line.pop("time")
+    assert line == {
+        "event": "activations_chosen", "reason": "2 storages to NVMe", "stall_seconds": 0.25, "pass_seconds": 2.0,
+        "tier_bytes": {"nvme": 4096},
+    }  # fmt: skip
+    log = RunLog()
+    log.add(path.read_text())
+    assert [choice.reason for choice in log.choices] == ["2 storages to NVMe"]
 
 
 def test_tokens_per_second_are_recorded(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ order                  one micro-batch after the other, or one segment after the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import SpillwayError, UserError
+from spillway.footprint import PAGE_BYTES
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
@@ -121,6 +122,11 @@ class Assembly:
         num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return ranks.gradient_sum(num_values, wire, self.tiers.ledger, num_threads)
 
+    def tell_choices(self, tell: Callable[[activation_spill.Chosen], None]) -> None:
+        """From now on `tell` gets what is decided about single saved storages."""
+        if self.spill is not None:
+            self.spill.tell = tell
+
     def start_backward(self) -> None:
         if self.spill is not None:
             self.spill.start_backward()
@@ -207,7 +213,7 @@ def assemble(
         refuse_streaming(plan)
         wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
     else:
-        spill, order = attach(plan, model, parameters, tiers)
+        spill, order = attach(plan, model, parameters, tiers, ranks)
         wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters, ready=ready)
     return Assembly(model, optimizer, position, tiers, spill, streaming, parameters, order)
 
@@ -231,7 +237,7 @@ def assemble_divided(
     if plan.mode == "Disabled":
         wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
     else:
-        spill, _ = attach(plan, model, parameters, tiers)
+        spill, _ = attach(plan, model, parameters, tiers, ranks)
         wrap_segments(model.segments, position, spill.hook, autocast=model.autocast, residence=parameters, ready=ready)
     return Assembly(model, divided.optimizer, position, tiers, spill, None, parameters, divided.order, divided)
 
@@ -247,7 +253,7 @@ def parameter_source(
 
 
 def attach(
-    plan: MemoryPlan, model: Chain, parameters: ParameterSource, tiers: Tiers
+    plan: MemoryPlan, model: Chain, parameters: ParameterSource, tiers: Tiers, ranks: Ranks
 ) -> tuple[activation_spill.ActivationSpill, MicroBatchOrder]:
     """The saved-tensor hooks, and the order of micro-batches that goes with them."""
     names = [name for name, _ in model.segments]
@@ -260,11 +266,31 @@ def attach(
         tiers.ledger,
         tiers.nvme,
         inputs=boundaries if stationary else Answer.KEEP,
+        # Launch times of a GPU say nothing of when its kernels run, and segment by segment no pass is one forward.
+        choosing=None
+        if stationary or tiers.device.type != "cpu"
+        else partial(activation_spill.Chooser, limits=storage_limits(plan), lanes=tiers.lanes, agree=ranks.gather),
     )
     if not stationary:
         return spill, in_order
     held = model_spill.Boundaries(boundaries, spill.store, tiers.ledger)
     return spill, model_spill.WeightStationary(spill.hook, held)
+
+
+def storage_limits(plan: MemoryPlan) -> activation_spill.Limits:
+    """What the plan allows the storages of segments that move: its bytes of each tier, and of the spill file what no
+    other technique has."""
+    device, host, nvme = (plan.bytes[tier] for tier in Tier)
+    num_moving = sum(answer in (Answer.HOST, Answer.NVME) for answer in plan.activations.answers)
+    moved_bytes = host.activations + nvme.activations
+    return activation_spill.Limits(
+        device_bytes=device.activations + device.buffers,
+        kept_bytes=0,
+        host_bytes=max(0, host.activations - PAGE_BYTES * num_moving),
+        nvme_bytes=max(0, plan.slab_bytes(Tier.NVME) - (nvme.total - nvme.activations)),
+        window_bytes=plan.activations.window_bytes,
+        ahead_bytes=moved_bytes // max(1, num_moving),
+    )
 
 
 def refuse_streaming(plan: MemoryPlan) -> None:

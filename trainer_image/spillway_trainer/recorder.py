@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
+from spillway.plan import Tier
 
 
 class Sink(Protocol):
@@ -29,8 +30,8 @@ class Recorder:
     """Appends events to run.jsonl and shows them to the sinks. Without a path it shows them only: a run has one
     run.jsonl, and rank 0 writes it.
 
-    Events: preparing, start, step, evaluation, checkpoint, checkpoint_missed, end. After a resume, step numbers repeat:
-    the last line of a step wins. Raises UserError when the disk refuses a line.
+    Events: preparing, start, activations_chosen, step, evaluation, checkpoint, checkpoint_missed, end. After a resume,
+    step numbers repeat: the last line of a step wins. Raises UserError when the disk refuses a line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -55,6 +56,20 @@ class Recorder:
         for sink in self._sinks:
             sink.step(step)
         self._write("step", {**dataclasses.asdict(step), "tokens_per_second": step.tokens_per_second})
+
+    def activations_chosen(
+        self, reason: str, stall_seconds: float, pass_seconds: float, tier_bytes: Mapping[Tier, int]
+    ) -> None:
+        """Where single storages of a forward wait from now on, and what forward and backward should take then."""
+        self._write(
+            "activations_chosen",
+            {
+                "reason": reason,
+                "stall_seconds": stall_seconds,
+                "pass_seconds": pass_seconds,
+                "tier_bytes": dict(tier_bytes),
+            },
+        )
 
     def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         for sink in self._sinks:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 
 from . import checkpoint, config, native, numa
+from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, assemble, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
@@ -114,6 +116,7 @@ def run_ranks(
             io_backend=assembly.io_backend(),
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
         )
+        assembly.tell_choices(partial(tell_choice, recorder))
         run = Run(
             model=assembly.called,
             optimizer=assembly.optimizer,
@@ -131,6 +134,11 @@ def run_ranks(
             runs_together=assembly.gathers,
         )
         train(run, config.loop_settings(job.spec, plan), progress, stop)
+
+
+def tell_choice(recorder: Recorder, chosen: Chosen) -> None:
+    report(f"activations: {chosen.reason}")
+    recorder.activations_chosen(chosen.reason, chosen.stall_seconds, chosen.pass_seconds, chosen.tier_bytes)
 
 
 def device_for(plan: MemoryPlan, world: World) -> torch.device:

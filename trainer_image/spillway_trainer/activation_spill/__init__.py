@@ -4,6 +4,8 @@
     store.py           a batch a segment: dedup by storage, bounded bytes in flight
     records.py         one storage: source, copy, reload; the views of it
     transfer.py        one batch's copies: their order, their buffers, their way back
+    choice.py          which single storages stay, are rebuilt, go to host memory or to NVMe: pure
+    chooser.py         what forwards save and when it is needed, watched; the choice, agreed between ranks
     lean.py            what is cheaper rebuilt than moved, and how much of it is wanted
     rebuilding.py      sees the operators run, and runs them again in backward
     alone.py           a context manager around any forward, without a plan
@@ -12,6 +14,8 @@ After SSDTrain (arXiv 2408.10013) and KARMA.
 """
 
 from .alone import Spilling
+from .choice import Limits
+from .chooser import Chooser, Chosen
 from .spill import ActivationSpill, build
 
-__all__ = ["ActivationSpill", "Spilling", "build"]
+__all__ = ["ActivationSpill", "Chooser", "Chosen", "Limits", "Spilling", "build"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spillway.plan import ActivationPlan, Answer, Tier
 
-from ..saved_tensors import ParameterSource, SavedTensors
+from ..saved_tensors import ActivationBatch, ParameterSource, SavedTensors
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.lanes import Lanes
 from ..tiers.nvme_slab import NvmeSlab
+from .chooser import Chooser, Chosen
 from .store import SpillStore
 
 
 class ActivationSpill:
     """The technique, attached: `hook` goes to wrap_segments."""
 
-    def __init__(self, hook: SavedTensors, store: SpillStore, ledger: DeviceLedger) -> None:
+    def __init__(
+        self, hook: SavedTensors, store: SpillStore, ledger: DeviceLedger, chooser: Chooser | None = None
+    ) -> None:
+        """`chooser`: None where every segment's own answer stands."""
         self.hook = hook
         self.store = store
+        self.chooser = chooser
+        self.tell: Callable[[Chosen], None] = lambda _: None
+        """gets every decision about single storages"""
         self._ledger = ledger
 
     def start_backward(self) -> None:
@@ -28,6 +35,9 @@ class ActivationSpill:
     def end_step(self) -> None:
         """Everything in flight ends. Raises SpillIOError when a write failed, also one that nobody came to read."""
         self.store.drain()
+        chosen = self.chooser.end_step() if self.chooser is not None else None
+        if chosen is not None:
+            self.tell(chosen)
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of saved activations by tier, now."""
@@ -38,6 +48,16 @@ class ActivationSpill:
         }
 
 
+class PlacedStore:
+    """An ActivationStore whose batches ask a Chooser where each storage goes."""
+
+    def __init__(self, store: SpillStore, chooser: Chooser) -> None:
+        self._store, self._chooser = store, chooser
+
+    def open(self, segment: str, answer: Answer) -> ActivationBatch:
+        return self._store.open(segment, answer, placement=self._chooser.open(segment, answer))
+
+
 def build(
     plan: ActivationPlan,
     segments: Sequence[str],
@@ -46,8 +66,12 @@ def build(
     ledger: DeviceLedger,
     nvme: NvmeSlab | None,
     inputs: Answer = Answer.KEEP,
+    choosing: Callable[[Sequence[str]], Chooser] | None = None,
 ) -> ActivationSpill:
     """Attach `plan` to a model with these segment names and `parameters`.
+
+    `choosing` makes the Chooser of the segments that move, asked for where the plan moves some to host memory and some
+    to NVMe; None: a segment's answer is that of all its storages.
 
     Saved parameters are references, not charged again; what is kept is charged to `ledger` as "activations". `inputs`:
     where those of a recomputed segment wait.
@@ -60,5 +84,11 @@ def build(
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)
     answers = dict(zip(segments, plan.answers or [Answer.KEEP] * len(segments), strict=True))
-    hook = SavedTensors(answers, parameters, store, ledger, inputs)
-    return ActivationSpill(hook, store, ledger)
+    moving = [name for name in segments if answers[name] in (Answer.HOST, Answer.NVME)]
+    chooser = choosing(moving) if choosing is not None and plan.uses >= BOTH else None
+    placed = store if chooser is None else PlacedStore(store, chooser)
+    hook = SavedTensors(answers, parameters, placed, ledger, inputs)
+    return ActivationSpill(hook, store, ledger, chooser)
+
+
+BOTH = frozenset({Answer.HOST, Answer.NVME})

@@ -10,10 +10,11 @@ from torch import Tensor, UntypedStorage
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
 from spillway.plan import Answer, Tier
 
-from ..saved_tensors import KeptTensor
+from ..saved_tensors import KeptTensor, SpilledHandle
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
+from .chooser import Placement
 from .records import Record, SpilledTensor
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
@@ -76,10 +77,18 @@ class SpillStore:
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
 
-    def open(self, segment: str, answer: Answer, moved_bytes: int | None = None, kept_bytes: int = 0) -> Batch:
+    def open(
+        self,
+        segment: str,
+        answer: Answer,
+        moved_bytes: int | None = None,
+        kept_bytes: int = 0,
+        placement: Placement | None = None,
+    ) -> Batch:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
-        all), and leaves at most `kept_bytes` where they are."""
-        return Batch(self, segment, answer, moved_bytes, kept_bytes)
+        all), and leaves at most `kept_bytes` where they are. `placement` answers for each storage instead of `answer`.
+        """
+        return Batch(self, segment, answer, moved_bytes, kept_bytes, placement)
 
     def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer | None:
         """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
@@ -151,6 +160,7 @@ class Batch:
         "_moved_bytes",
         "_pending",
         "_pending_bytes",
+        "_placement",
         "_store",
         "_transfers",
         "backward_label",
@@ -160,11 +170,18 @@ class Batch:
     )
 
     def __init__(
-        self, store: SpillStore, segment: str, answer: Answer, moved_bytes: int | None, kept_bytes: int
+        self,
+        store: SpillStore,
+        segment: str,
+        answer: Answer,
+        moved_bytes: int | None,
+        kept_bytes: int,
+        placement: Placement | None,
     ) -> None:
         self._store = store
         self._answer = answer
         self.minimum_bytes = store.minimum_bytes
+        self._placement = placement
         self._moved_bytes = moved_bytes
         self._limit_bytes = kept_bytes
         self._kept: set[int] = set()
@@ -174,13 +191,13 @@ class Batch:
         """the kept storage that backward comes to as far before what moved as reloads may run ahead"""
         self.offered_bytes = 0
         """of storages that could move, each once"""
-        self._pending: list[weakref.ref[Record]] = []
+        self._pending: dict[Answer, list[weakref.ref[Record]]] = {}
         self._pending_bytes = 0
         self._transfers: list[weakref.ref[Transfer]] = []
         self.segment = segment
         self.backward_label = f"backward of {segment}"
 
-    def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledTensor | KeptTensor | None:
+    def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledHandle | KeptTensor | None:
         store = self._store
         if storage is None:
             storage = tensor.untyped_storage()
@@ -198,14 +215,17 @@ class Batch:
         if record is None or not record.holds(tensor):
             if not self._takes(key, nbytes):
                 return Herald(self, tensor, store.ledger) if key == self._herald else None
-            record = Record(store.lanes, store.ledger, self, len(self._pending), tensor, storage)
+            answer = self._answer if self._placement is None else self._placement.answer(storage)
+            pending = self._pending.setdefault(answer, [])
+            record = Record(store.lanes, store.ledger, self, len(pending), tensor, storage)
             store.records[key] = ref = weakref.ref(record)
-            self._pending.append(ref)
+            pending.append(ref)
             self._pending_bytes += nbytes
             limit_bytes = store.transfer_bytes
             if limit_bytes is not None and self._pending_bytes >= limit_bytes:
                 self.flush()
-        return SpilledTensor(record, tensor, with_batch=record.batch is self)
+        handle = SpilledTensor(record, tensor, with_batch=record.batch is self)
+        return handle if self._placement is None else self._placement.watched(handle, storage)
 
     def _takes(self, key: int, nbytes: int) -> bool:
         """Whether a storage that was not offered before moves: the first ones do, backward needs them last. So do those
@@ -229,19 +249,23 @@ class Batch:
         self._store.records[tensor.untyped_storage()._cdata] = weakref.ref(record)
 
     def flush(self) -> None:
-        records = [record for ref in self._pending if (record := ref()) is not None]
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
         self._pending_bytes = 0
-        if records:
-            transfer = self._store.move(self.segment, self._answer, records)
-            if transfer is None:
-                for record in records:
-                    record.stay()
-                return
-            transfer.number = len(self._transfers)
-            self._transfers.append(weakref.ref(transfer))
+        for answer, refs in pending.items():
+            records = [record for ref in refs if (record := ref()) is not None]
+            if records:
+                self._submit(answer, records)
+
+    def _submit(self, answer: Answer, records: list[Record]) -> None:
+        transfer = self._store.move(self.segment, answer, records)
+        if transfer is None:
             for record in records:
-                record.transfer = transfer
+                record.stay()
+            return
+        transfer.number = len(self._transfers)
+        self._transfers.append(weakref.ref(transfer))
+        for record in records:
+            record.transfer = transfer
 
     def prefetch(self) -> None:
         if self._herald is None:

@@ -1,0 +1,276 @@
+"""Chooser: watches what forwards save and when backward comes to it, then has an answer for each storage.
+
+    watching   a few steps with every segment's own answer; positions by the order of saves, seconds by two clock reads
+    choosing   `choice.choose` of what all ranks saw, so that they take the same answers
+    holding    by position, while a forward saves the same sizes; where it does not, what is left of the tiers is filled
+    watching   again when steps take another time than they did
+
+No bit of the result depends on it: answers say where bytes wait.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from torch import Tensor, UntypedStorage
+
+from spillway.plan import Answer, Tier
+
+from ..saved_tensors import SpilledHandle
+from ..tiers.extents import round_up
+from ..tiers.lanes import Lane, Lanes
+from .choice import Choice, Course, Limits, NoChoice, SavedStorage, choose
+
+WATCHED_STEPS = 3
+"""the first of them warms up, and does not count"""
+WINDOW_STEPS = 20
+"""steps that are compared with those before them"""
+DRIFT = 0.10
+"""of a step's seconds, from which on it is watched again"""
+HYSTERESIS = 0.02
+"""of a step's seconds, that other answers must save to be taken instead of those that hold"""
+Agree = Callable[[Sequence[float]], Sequence[Sequence[float]]]
+"""what every rank says, by rank"""
+
+
+class Saved:
+    """One storage that is watched."""
+
+    __slots__ = ("nbytes", "needed_seconds", "produced_seconds", "segment")
+
+    def __init__(self, segment: str, nbytes: int, produced_seconds: float) -> None:
+        self.segment = segment
+        self.nbytes = nbytes
+        """whole pages, as in the file"""
+        self.produced_seconds = produced_seconds
+        self.needed_seconds: float | None = None
+
+
+class Watched:
+    """A handle that notes when backward comes to it first."""
+
+    __slots__ = ("_clock", "_handle", "_saved")
+
+    def __init__(self, handle: SpilledHandle, saved: Saved, clock: Callable[[], float]) -> None:
+        self._handle, self._saved, self._clock = handle, saved, clock
+
+    def tensor(self) -> Tensor:
+        if self._saved.needed_seconds is None:
+            self._saved.needed_seconds = self._clock()
+        return self._handle.tensor()
+
+    def prefetch(self) -> None:
+        self._handle.prefetch()
+
+    def unload(self) -> Callable[[], None]:
+        return self._handle.unload()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A decision, to be told."""
+
+    reason: str
+    stall_seconds: float = 0.0
+    pass_seconds: float = 0.0
+    """forward and backward of one micro-batch"""
+    tier_bytes: dict[Tier, int] = field(default_factory=dict)
+    """what leaves the device in one; empty: the segments' own answers stand"""
+
+
+class Pass:
+    """One forward and its backward."""
+
+    def __init__(self, answers: Sequence[Answer], sizes: Sequence[int]) -> None:
+        self.saved: list[Saved] = []
+        self.num_saved = 0
+        self.held_bytes = {Answer.HOST: 0, Answer.NVME: 0}
+        self.answers, self.sizes = answers, sizes
+        """by position; empty while none are chosen"""
+        self.is_as_foreseen = True
+        self.by_address: dict[int, Saved] = {}
+
+
+class Placement:
+    """What a batch asks for each storage that it has not seen yet."""
+
+    __slots__ = ("_chooser", "_pass", "_planned", "_segment")
+
+    def __init__(self, chooser: Chooser, segment: str, planned: Answer) -> None:
+        self._chooser, self._segment, self._planned = chooser, segment, planned
+        self._pass = chooser.current
+
+    def answer(self, storage: UntypedStorage) -> Answer:
+        """HOST or NVME."""
+        this, nbytes, position = self._pass, round_up(storage.nbytes()), self._pass.num_saved
+        this.num_saved += 1
+        if self._chooser.is_watching:
+            saved = Saved(self._segment, nbytes, self._chooser.now())
+            this.saved.append(saved)
+            this.by_address[storage._cdata] = saved
+            return self._planned
+        if not this.answers:
+            return self._planned
+        if this.is_as_foreseen:
+            this.is_as_foreseen = position < len(this.sizes) and this.sizes[position] == nbytes
+        answer = this.answers[position] if this.is_as_foreseen else self._roomier(nbytes)
+        this.held_bytes[answer] += nbytes
+        return answer
+
+    def _roomier(self, nbytes: int) -> Answer:
+        """In a forward that saves other storages than those that were watched: its own, or where there is room left."""
+        limits, held = self._chooser.limits, self._pass.held_bytes
+        room = {
+            Answer.HOST: limits.host_bytes - held[Answer.HOST],
+            Answer.NVME: limits.nvme_bytes - held[Answer.NVME],
+        }
+        return self._planned if nbytes <= room[self._planned] else max(room, key=lambda answer: room[answer])
+
+    def watched(self, handle: SpilledHandle, storage: UntypedStorage) -> SpilledHandle:
+        """`handle`, while storages are watched with a note of when it is needed."""
+        saved = self._pass.by_address.get(storage._cdata) if self._chooser.is_watching else None
+        return handle if saved is None else Watched(handle, saved, self._chooser.now)
+
+
+class Chooser:
+    """Of the segments of one model that the plan moves: which of their storages go to host memory, which to NVMe."""
+
+    def __init__(
+        self,
+        segments: Sequence[str],
+        limits: Limits,
+        lanes: Lanes,
+        agree: Agree = lambda values: [list(values)],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`limits`: without rates, which are the lanes'. `segments`: that move, in forward order."""
+        self.limits = limits
+        self._first = segments[0]
+        self._lanes, self._agree, self._clock = lanes, agree, clock
+        self.choice: Choice | None = None
+        self._sizes: list[int] = []
+        self.current = Pass((), ())
+        self.is_watching = True
+        self._passes: list[list[Saved]] = []
+        """of the steps that are watched, the last one of each"""
+        self._num_steps = 0
+        """since watching, or holding, began"""
+        self._step_seconds: list[float] = []
+        self._usual_seconds: float | None = None
+        self._last_end = clock()
+        self._moved, self._busy = lanes.moved_bytes(), lanes.busy_seconds()
+
+    def now(self) -> float:
+        """Seconds of compute: what it waited for copies is left out."""
+        return self._clock() - self._lanes.stalled_seconds()
+
+    def open(self, segment: str, planned: Answer) -> Placement:
+        """For one forward through `segment`."""
+        if segment == self._first:
+            answers = self.choice.answers if self.choice is not None and not self.is_watching else ()
+            self.current = Pass(answers, self._sizes)
+        return Placement(self, segment, planned)
+
+    def end_step(self) -> Chosen | None:
+        """Every rank calls it after each step. A decision, where one was made: the same on all ranks."""
+        ended = self._clock()
+        seconds, self._last_end = ended - self._last_end, ended
+        self._num_steps += 1
+        if self.is_watching:
+            self._passes.append(self.current.saved)
+            if self._num_steps == 1:
+                self._moved, self._busy = self._lanes.moved_bytes(), self._lanes.busy_seconds()
+            if self._num_steps < WATCHED_STEPS:
+                return None
+            chosen = self._decide()
+            self._hold()
+            return chosen
+        self._step_seconds.append(seconds)
+        if len(self._step_seconds) == WINDOW_STEPS:
+            usual, self._step_seconds = median(self._step_seconds), []
+            self._usual_seconds = self._usual_seconds or usual
+            drifts = abs(usual / self._usual_seconds - 1.0) > DRIFT
+            if any(asked for (asked,) in self._agree([float(drifts)])):
+                self._watch()
+        return None
+
+    def _watch(self) -> None:
+        self.is_watching, self._num_steps, self._passes = True, 0, []
+        self._usual_seconds = None
+
+    def _hold(self) -> None:
+        self.is_watching, self._num_steps, self._passes = False, 0, []
+        self._step_seconds = []
+        self.current = Pass((), ())
+
+    def _decide(self) -> Chosen:
+        """What the ranks saw, as a mean, so that each solves the same problem."""
+        counted = self._passes[1:]
+        sizes = [saved.nbytes for saved in counted[-1]]
+        signature = [(saved.segment, saved.nbytes) for saved in counted[-1]]
+        is_steady = bool(sizes) and all(
+            [(saved.segment, saved.nbytes) for saved in other] == signature for other in counted
+        )
+        said = [float(is_steady), float(len(sizes)), float(zlib.crc32(repr(signature).encode()))]
+        everybody = self._agree(said)
+        if not is_steady or any(list(other) != said for other in everybody):
+            self.choice = None
+            return Chosen("forwards save other storages from step to step or rank to rank: the plan's answers stand")
+        own = [*times_of(counted), *self._rates()]
+        every = self._agree(own)
+        mean = [math.fsum(values) / len(values) for values in zip(*every, strict=True)]
+        storages = [SavedStorage(size, mean[2 * index], mean[2 * index + 1]) for index, size in enumerate(sizes)]
+        d2h, h2d, write, read = mean[2 * len(sizes) :]
+        limits = replace(self.limits, d2h=d2h, h2d=h2d, nvme_write=write, nvme_read=read)
+        found = choose(storages, limits)
+        if isinstance(found, NoChoice):
+            self.choice = None
+            return Chosen(f"{found.reason}: the plan's answers stand")
+        return self._settled(found, Course(storages, limits), sizes)
+
+    def _settled(self, found: Choice, course: Course, sizes: list[int]) -> Chosen:
+        """`found`, unless what holds is nearly as fast as things are now."""
+        holding = self.choice
+        if holding is not None and self._sizes == sizes:
+            played = course.play(holding.answers, holding.price)
+            if played is not None and course.seconds + played.extra_seconds <= (1.0 + HYSTERESIS) * found.step_seconds:
+                return Chosen(
+                    f"what was chosen stands: {holding.reason}",
+                    played.stall_seconds,
+                    course.seconds + played.extra_seconds,
+                    holding.tier_bytes,
+                )
+        self.choice, self._sizes = found, sizes
+        return Chosen(found.reason, found.stall_seconds, found.step_seconds, found.tier_bytes)
+
+    def _rates(self) -> list[float]:
+        """Bytes per second of d2h, h2d, NVMe writes and reads since watching began to count; 0: none moved."""
+        moved, busy = self._lanes.moved_bytes(), self._lanes.busy_seconds()
+        rates = []
+        for lane in (Lane.D2H, Lane.H2D, Lane.NVME_WRITE, Lane.NVME_READ):
+            seconds = busy.get(lane.value, 0.0) - self._busy.get(lane.value, 0.0)
+            nbytes = moved.get(lane.value, 0) - self._moved.get(lane.value, 0)
+            rates.append(nbytes / seconds if seconds > 0.0 else 0.0)
+        return rates
+
+
+def times_of(passes: Sequence[Sequence[Saved]]) -> list[float]:
+    """Produced and needed seconds of each storage in turn, from the first one's production: a mean of the passes. What
+    backward never came to is needed at its end."""
+    found = []
+    for saved in passes:
+        start = saved[0].produced_seconds
+        end = max(
+            [one.needed_seconds for one in saved if one.needed_seconds is not None], default=saved[-1].produced_seconds
+        )
+        times = []
+        for one in saved:
+            needed = end if one.needed_seconds is None else one.needed_seconds
+            times += [one.produced_seconds - start, max(needed, one.produced_seconds) - start]
+        found.append(times)
+    return [math.fsum(values) / len(values) for values in zip(*found, strict=True)]
