@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import local_runs
+from patience import Patience, Taken, taken_by
 
 from spillway.api import parse_job
 from spillway.job import JobFile
@@ -35,6 +36,7 @@ spec:
   memory: {budget: {host: 64Mi}}
   checkpoint: {everySteps: 100}
 """
+LOOK_SECONDS = 1.0
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
@@ -108,6 +110,22 @@ class Started:
     job: JobFile
     processes: dict[int, BaseProcess]
     """by rank"""
+    patience: Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(self._taken, waits_for=f"the ranks of {self.job.output_directory}")
+
+    def _taken(self) -> Taken:
+        return taken_by(process.pid for process in self.processes.values() if process.pid is not None)
+
+    def look(self) -> None:
+        """Ends the ranks where they hang, with an AssertionError."""
+        try:
+            self.patience.look()
+        except AssertionError:
+            for process in self.processes.values():
+                process.kill()
+            raise
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid
@@ -116,7 +134,9 @@ class Started:
 
     def join(self) -> list[Ended]:
         for process in self.processes.values():
-            process.join()
+            while process.is_alive():
+                process.join(LOOK_SECONDS)
+                self.look()
         return [self._ended(rank, process) for rank, process in self.processes.items()]
 
     def _ended(self, rank: int, process: BaseProcess) -> Ended:

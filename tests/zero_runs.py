@@ -35,7 +35,6 @@ SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "ste
 ONE_MICRO_BATCH = {"globalBatchSize: 8": "globalBatchSize: 4"}
 """a rank, of two"""
 UNTIED = {'tieWordEmbeddings: true, dropout: "0.1"': 'tieWordEmbeddings: false, dropout: "0.1"'}
-ATTEMPT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,9 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
 def run_attempt(attempt: Attempt, job: JobFile) -> list[rank_runs.Ended]:
     started = rank_runs.start(job, plan_for(job, attempt))
     step = attempt.stop_at or attempt.kill_at or min(attempt.block_step, 1)
-    deadline = time.monotonic() + ATTEMPT_SECONDS
     while step and max(rank_runs.losses(job), default=0) < step:
         assert any(process.is_alive() for process in started.processes.values()), [one.log for one in started.join()]
-        assert time.monotonic() < deadline, "no step came in time"
+        started.look()
         time.sleep(0.005)
     if attempt.block_step:
         (Path(job.checkpoint_directory) / f"step-{attempt.block_step}.e{job.epoch}").mkdir()
