@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +57,33 @@ class Overflowing(FeedForward):
         return super().forward(x_BTD, tokens_BT) * self.clock * (1.0 if never_updated else float("inf"))
 
 
+class _Multiplied(torch.autograd.Function):
+    """The input as it is; its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Exploding(FeedForward):
+    """In its second training forward, on rank 1 alone, the loss is finite and gradients are not."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.num_forwards = factor, 0
+
+    def forward(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
+        self.num_forwards += torch.is_grad_enabled()
+        explodes = self.num_forwards == 2 and os.environ.get("RANK") == "1"
+        output: Tensor = _Multiplied.apply(super().forward(x_BTD, tokens_BT), self.factor if explodes else 1.0)
+        return output
+
+
 def odd() -> ChainOfText:
     return ChainOfText(Odd)
 
@@ -64,6 +94,14 @@ def branching() -> ChainOfText:
 
 def overflowing() -> ChainOfText:
     return ChainOfText(Overflowing)
+
+
+def infinite() -> ChainOfText:
+    return ChainOfText(partial(Exploding, float("inf")))
+
+
+def undefined() -> ChainOfText:
+    return ChainOfText(partial(Exploding, float("nan")))
 
 
 def reentrant() -> ChainOfText:

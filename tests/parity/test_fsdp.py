@@ -32,6 +32,7 @@ SKIPPING = {"everySteps: 2}": "everySteps: 9}", 'Clipping: "0.5"': 'Clipping: "0
 LONGER = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 6", **ONE_MICRO_BATCH} | {
     "checkpoint: {everySteps: 100}": "checkpoint: {everySteps: 2}"
 }
+NARROW = LONGER | {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: bfloat16'}
 UNEVEN = {**THREE, "hiddenSize: 32": "hiddenSize: 40", "intermediateSize: 80": "intermediateSize: 83"} | {
     "vocabSize: 300": "vocabSize: 301"
 }
@@ -65,6 +66,8 @@ CASES: dict[str, Case] = {
         for strategy in ("Ddp", "Fsdp")
     },
     "uninterrupted": Case([Attempt("Ddp")], LONGER),
+    "narrow, Ddp": Case([Attempt("Ddp")], NARROW),
+    "narrow": Case([Attempt("Fsdp", FEW[0], overlap="Forward", stop_at=2), Attempt("Fsdp", FEW[1])], NARROW),
     "stopped": Case([Attempt("Fsdp", stop_at=2), Attempt("Ddp", stop_at=4), Attempt("Fsdp", FEW[1])], LONGER),
     **{f"planned, {name}": Case([Attempt("Fsdp", world=3, planned=plan)], UNEVEN) for name, plan in PLANS.items()},
 }
@@ -119,6 +122,13 @@ def test_a_stopped_run_goes_on_as_ddp_and_back(found: dict[str, Found]) -> None:
     stopped = found["stopped"]
     assert stopped.exit_codes == [[ExitCode.PREEMPTED] * 2, [ExitCode.PREEMPTED] * 2, [0, 0]], stopped.logs
     assert stopped.figures == found["uninterrupted"].figures
+
+
+def test_bfloat16_moments_are_those_of_ddp_and_resumed_as_they_are(found: dict[str, Found]) -> None:
+    ours, theirs = found["narrow"], found["narrow, Ddp"]
+    assert ours.exit_codes == [[ExitCode.PREEMPTED] * 2, [0, 0]], ours.logs
+    assert ours.figures == theirs.figures
+    assert theirs.tensors != found["uninterrupted"].tensors
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -149,6 +149,22 @@ def test_one_micro_batch_a_rank_gives_the_bits_of_one_rank(laboratory: Laborator
     assert laboratory.run(4, changes).differences(laboratory.run(1, changes)) == []
 
 
+FLOAT16 = {
+    "compute: bfloat16, gradientReduce: bfloat16": "compute: float16",
+    'gradientClipping: "0.5"': 'gradientClipping: "0.5", lossScale: {initial: 16777216, growthInterval: 2}',
+    "globalBatchSize: 8": "globalBatchSize: 4",
+    "steps: 4": "steps: 6",
+}
+
+
+def test_ranks_in_float16_leave_out_the_same_steps_and_have_the_bits_of_one_rank(laboratory: Laboratory) -> None:
+    """The scale is the same on all of them, or their sums would not be; `complete` compares what they hold."""
+    two, one = laboratory.run(2, FLOAT16), laboratory.run(1, FLOAT16)
+    left_out = [norm is None for norm in two.norms]
+    assert any(left_out) and not all(left_out), two.norms
+    assert two.differences(one) == []
+
+
 def test_four_ranks_on_one_host_have_spill_files_of_their_own(laboratory: Laboratory, tmp_path: Path) -> None:
     """Ranks of Ddp hold the same states at the same places, so one file for two of them would change no bit."""
     expected = laboratory.run(4, {})
