@@ -173,7 +173,13 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
         return torch.optim.AdamW(groups, lr=1e-3)
 
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    in_float16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     return {
+        "zero_optimization.stage": problem(engine_of(0)),
+        "loss scale": problem(engine_of(2, **in_float16)),
+        "gradients": problem(
+            engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)
+        ),
         "optimizer": problem(engine_of(2, partial(torch.optim.Adam, lr=1e-3))),
         "optimizer's parameter groups": problem(engine_of(2, two_decays)),
         "zero_optimization": problem(

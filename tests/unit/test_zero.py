@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import local_runs
 import pytest
@@ -29,7 +29,7 @@ from spillway_trainer.zero.layout import Piece, cut_evenly, cut_group
 from spillway_trainer.zero.reduced_gradients import ReducedGradients
 from spillway_trainer.zero.run import refuse, tie
 from spillway_trainer.zero.segment_gradients import SegmentGradients
-from spillway_trainer.zero.support import check_version
+from spillway_trainer.zero.support import SUPPORT, check_version
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 5)
@@ -301,3 +301,43 @@ def test_every_rank_runs_as_many_forwards_in_an_evaluation_whose_last_round_is_s
     run.model.return_value.item.return_value = 1.0
     evaluate(run, MagicMock(), Progress())
     assert run.model.call_count == calls
+
+
+METHODS: dict[str, object] = {
+    "fp16_enabled": False,
+    "postscale_gradients": True,
+    "gradient_predivide_factor": 1.0,
+    "zero_optimization_stage": 2,
+}
+
+
+def engine(**changes: Any) -> SimpleNamespace:
+    """Stands for a DeepSpeed engine, as far as these rules look."""
+    answers = {name: Mock(return_value=changes.pop(name, value)) for name, value in METHODS.items()}
+    found = {"module": nn.Linear(2, 3), "optimizer": SimpleNamespace(custom_loss_scaler=False)}
+    return SimpleNamespace(**{**answers, **found, **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "said"),
+    [
+        ("model", {"module": nn.Linear(2, 3, device="meta")}, "weight and 1 more on the meta device"),
+        ("loss scale", {"fp16_enabled": True}, "fp16.enabled"),
+        ("loss scale", {"optimizer": SimpleNamespace(custom_loss_scaler=True)}, "a custom loss scale"),
+        ("gradients", {"postscale_gradients": False}, "prescale_gradients"),
+        ("gradients", {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ("zero_optimization.stage", {"zero_optimization_stage": 0}, "0"),
+    ],
+)
+def test_an_engine_is_refused_by_the_field_that_is_outside(field: str, changes: dict[str, Any], said: str) -> None:
+    (rule,) = [rule for rule in SUPPORT if rule.field == field]
+    assert rule.found(engine(**changes)) == said
+    assert rule.found(engine()) == ""
+
+
+def test_the_piece_of_a_divided_parameter_is_looked_at_for_values() -> None:
+    """Under ZeRO-3 the parameter itself is empty."""
+    (rule,) = [rule for rule in SUPPORT if rule.field == "model"]
+    module = nn.Linear(2, 3)
+    module.weight.ds_tensor = torch.empty(3, device="meta")  # type: ignore[assignment]
+    assert rule.found(engine(module=module)) == "weight on the meta device"

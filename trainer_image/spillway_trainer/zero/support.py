@@ -67,6 +67,29 @@ def _dtypes(engine: Engine) -> str:
     return ", ".join(sorted(map(str, wrong)))
 
 
+def _without_values(engine: Engine) -> str:
+    """ZeRO-3's parts count: a parameter itself is empty there."""
+    named = engine.module.named_parameters()
+    found = [name for name, parameter in named if getattr(parameter, "ds_tensor", parameter).is_meta]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{found[0]}{more} on the meta device" if found else ""
+
+
+def _loss_scale(engine: Engine) -> str:
+    """Of a section fp16, whatever the parameters' type, or of a script's own scaler."""
+    own = getattr(engine.optimizer, "custom_loss_scaler", False)
+    return "fp16.enabled" if engine.fp16_enabled() else "a custom loss scale" if own else ""
+
+
+def _gradients(engine: Engine) -> str:
+    """What DeepSpeed would do to gradients on their way between ranks, which is ours now."""
+    asked = {
+        "prescale_gradients": not engine.postscale_gradients(),
+        "gradient_predivide_factor": engine.gradient_predivide_factor() != 1.0,
+    }
+    return ", ".join(name for name, used in asked.items() if used)
+
+
 def _optimizer(engine: Engine) -> str:
     kind = type(engine.basic_optimizer)
     return "" if kind is torch.optim.AdamW else f"{kind.__module__}.{kind.__qualname__}"
@@ -108,6 +131,9 @@ def _special(engine: Engine) -> str:
 SUPPORT = (
     Rule("zero_optimization.stage", _stage, "use 1, 2 or 3"),
     Rule("fp16, bf16", _dtypes, "give all parameters one type, bfloat16 or float32: fp16 needs loss scaling"),
+    Rule("model", _without_values, "give its parameters values before deepspeed.initialize"),
+    Rule("loss scale", _loss_scale, "leave it out: an adopted engine scales no loss; use bf16"),
+    Rule("gradients", _gradients, "leave it out: Spillway adds gradients up, in float32 or in adopt's wire type"),
     Rule("optimizer", _optimizer, "give deepspeed.initialize a torch.optim.AdamW, whose settings are taken over"),
     Rule("optimizer's parameter groups", _groups, "groups may differ in weight_decay alone: one value, or none"),
     Rule("zero_optimization", _offload, "leave it out: Spillway's plan says where states are"),
