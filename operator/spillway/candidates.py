@@ -78,6 +78,9 @@ from spillway.step_time import (
 
 TIE = 1.01
 """plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
+SPARED_SHARE = 0.05
+"""of a step's seconds: what a plan that writes to the drives all that it may a day must save to be taken instead of one
+that writes nothing; in proportion for one that writes less"""
 MAX_GROUPS = 32
 """blocks change their answer in groups, so that deep models have no more candidates than this, squared and halved"""
 MAX_GROUPS_STREAMED = 8
@@ -166,10 +169,17 @@ class Timed:
     prediction: Prediction
     wears_out: bool
     """writes more drive capacities a day than the spec allows"""
+    worn_share: float = 0.0
+    """of what the spec allows a day, at most 1"""
 
     @property
     def seconds(self) -> float:
         return self.prediction.step_seconds
+
+    @property
+    def priced_seconds(self) -> float:
+        """With what its writes to the drives are worth; what candidates are compared by."""
+        return (1.0 + SPARED_SHARE * self.worn_share) * self.seconds
 
 
 def timed(question: Question, candidate: Candidate) -> Timed:
@@ -185,13 +195,14 @@ def timed(question: Question, candidate: Candidate) -> Timed:
     )
     limit = question.job.spec.memory.endurance.drive_writes_per_day
     chosen_freely = question.policy == "Auto" and question.placement != "Nvme"
-    return Timed(candidate, prediction, chosen_freely and prediction.drive_writes_per_day > limit)
+    worn = prediction.drive_writes_per_day / limit if chosen_freely else 0.0
+    return Timed(candidate, prediction, worn > 1.0, min(1.0, worn))
 
 
 def best(choices: Sequence[Timed]) -> Timed:
-    """The least effort among the fastest."""
-    fastest = min(choice.seconds for choice in choices)
-    near = (choice for choice in choices if choice.seconds <= TIE * fastest)
+    """The least effort among the fastest, writes to the drives priced."""
+    fastest = min(choice.priced_seconds for choice in choices)
+    near = (choice for choice in choices if choice.priced_seconds <= TIE * fastest)
     return min(near, key=lambda choice: (choice.candidate.effort, choice.seconds))
 
 
@@ -637,7 +648,7 @@ class Search:
                     choice = timed(self.question, candidate)
                     if not (spare_drives and choice.wears_out):
                         found.append(choice)
-                        limit = min(limit, TIE * choice.seconds)
+                        limit = min(limit, TIE * choice.priced_seconds)
 
         room = self.question.budget[Tier.DEVICE]
         everything_kept = Layout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)

@@ -310,6 +310,11 @@ def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Altern
         reason = f"wears the drives out: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
     elif choice.candidate == chosen.candidate:
         return
+    elif choice.seconds < chosen.seconds and choice.priced_seconds > chosen.priced_seconds:
+        per_day = choice.prediction.drive_writes_per_day
+        reason = (
+            f"{1 - choice.seconds / chosen.seconds:.1%} faster, which is not worth {per_day:.2g} drive writes a day"
+        )
     elif choice.seconds > TIE * chosen.seconds:
         reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
     else:

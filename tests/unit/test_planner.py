@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from job_documents import LLAMA_70B, job
 
 from spillway.api import load_job
-from spillway.candidates import TIE, Search, best, timed
+from spillway.candidates import TIE, Search, Timed, best, timed
 from spillway.errors import UserError
 from spillway.hardware import Link, NodeSpec, local_node, resolve_node
 from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
@@ -382,6 +382,35 @@ def test_auto_spares_the_drives() -> None:
 def test_an_allowance_of_drive_writes_is_used() -> None:
     decided = plan(WEARING | {"spec.memory.endurance": {"driveWritesPerDay": "1e6"}}, SLOW)
     assert decided.prediction.drive_writes_per_day > 1.0
+
+
+@pytest.mark.parametrize(
+    ("worn_share", "seconds", "spares"), [(1.0, 1.04, True), (1.0, 1.07, False), (0.5, 1.02, True), (0.5, 1.04, False)]
+)
+def test_a_plan_that_is_nearly_as_fast_and_writes_nothing_goes_before_one_that_wears_the_drives(
+    worn_share: float, seconds: float, spares: bool
+) -> None:
+    question = ask(job(WEARING | {"spec.memory.endurance": {"driveWritesPerDay": "1e6"}}), SLOW)
+    choices = [timed(question, one) for one in Search(question).all_candidates() if not one.missing]
+    writing = next(choice for choice in choices if choice.prediction.drive_writes_per_day > 0.0)
+    sparing = next(choice for choice in choices if choice.prediction.drive_writes_per_day == 0.0)
+
+    def taking(choice: Timed, step_seconds: float, worn: float) -> Timed:
+        prediction = choice.prediction.model_copy(update={"step_seconds": step_seconds})
+        return replace(choice, prediction=prediction, worn_share=worn)
+
+    chosen = best([taking(writing, 1.0, worn_share), taking(sparing, seconds, 0.0)])
+    assert (chosen.candidate is sparing.candidate) == spares
+
+
+def test_what_a_plan_wears_is_its_part_of_the_allowance() -> None:
+    for limit in ("1e6", "2e6"):
+        question = ask(job(WEARING | {"spec.memory.endurance": {"driveWritesPerDay": limit}}), SLOW)
+        choices = Search(question).choices()
+        assert any(choice.worn_share for choice in choices)
+        for choice in choices:
+            assert choice.worn_share == choice.prediction.drive_writes_per_day / float(limit)
+            assert choice.priced_seconds == pytest.approx((1.0 + 0.05 * choice.worn_share) * choice.seconds)
 
 
 def test_a_forced_policy_may_wear_the_drives_and_says_so() -> None:
