@@ -11,7 +11,7 @@ struct piece {
 void update_loop(__typeof__(&spillway_update) update, const spillway_update_scalars* scalars,
                  const struct piece* pieces, int64_t num_pieces, int32_t isa) {
   for (const struct piece* at = pieces; at < pieces + num_pieces; ++at) {
-    update(SPILLWAY_ADAMW, scalars, &at->states, &at->states, SPILLWAY_FLOAT32, at->gradient, SPILLWAY_FLOAT32, at->out,
-           SPILLWAY_BFLOAT16, at->n, isa, 1);
+    update(SPILLWAY_ADAMW, scalars, &at->states, &at->states, SPILLWAY_FLOAT32, 0, at->gradient, SPILLWAY_FLOAT32,
+           at->out, SPILLWAY_BFLOAT16, at->n, isa, 1);
   }
 }

@@ -47,8 +47,9 @@ struct States {
             past_cache};
   }
   bool in_place() const { return p == p_after; }
-  // Whole lines, which need not be read first.
+  // Whole lines, which need not be read first, and which nobody here reads next: as moments are that stay where they are.
   bool lines_after() const {
+    if (m == m_after) return false;
     const uintptr_t moments = reinterpret_cast<uintptr_t>(m_after) | (kHasSecond ? reinterpret_cast<uintptr_t>(v_after) : 0);
     return (reinterpret_cast<uintptr_t>(p_after) | (kWide ? moments : 0)) % kLineBytes == 0;
   }
@@ -225,30 +226,102 @@ static void update_streaming(const Rule& rule, const typename Rule::At& at, cons
   update_vectors<true>(rule, at.at(head), g + head, out + head, n - head);
 }
 
-template <class Rule, class Gradient>
-static void update_typed(const spillway_update_scalars& scalars, const typename Rule::At& at, const Gradient* g,
-                         void* out, int32_t out_type, int64_t n) {
+template <class Rule, class Gradient, class Out>
+static void update_range(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
+  if constexpr (sizeof(Out) == sizeof(bfloat16)) {
+    update_streaming(rule, at, g, out, n);
+  } else {
+    update_vectors<false>(rule, at, g, out, n);
+  }
+}
+
+// --- moments of 8 bits: plain loops, which compilers turn into each instruction set's vectors
+
+constexpr int64_t kScaleBytes = sizeof(float);
+constexpr uint32_t kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000, kQuietNan = 0x7FC00000;
+constexpr uint32_t kLeastBucket = 0x33800000;  // 2^-24
+
+static inline uint32_t bits_of(const float& x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// The values of a block of n.
+static void widen_block(const uint8_t* __restrict kept, const float* __restrict values, float* __restrict wide, int64_t n) {
+  float scale;
+  __builtin_memcpy(&scale, kept, sizeof scale);
+  const uint8_t* __restrict codes = kept + kScaleBytes;
+  for (int64_t i = 0; i < n; ++i) wide[i] = values[codes[i]] * scale;
+}
+
+static void narrow_block(const float* __restrict wide, const uint32_t* __restrict nearest, uint8_t* __restrict kept, int64_t n) {
+  uint32_t largest = 0;  // of the magnitudes, whose bits are ordered as they are; NaNs are beyond the infinity
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits_of(wide[i]) & kMagnitude;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  uint8_t* __restrict codes = kept + kScaleBytes;
+  if (largest >= kInfinity) {
+    __builtin_memcpy(kept, &kQuietNan, sizeof kQuietNan);
+    for (int64_t i = 0; i < n; ++i) codes[i] = 0;
+    return;
+  }
+  __builtin_memcpy(kept, &largest, sizeof largest);
+  float scale = 1.0f;
+  if (largest != 0) __builtin_memcpy(&scale, &largest, sizeof scale);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of(wide[i] / scale), magnitude = bits & kMagnitude;
+    const uint32_t t = magnitude >= kLeastBucket ? magnitude - kLeastBucket + 0x10000 : magnitude != 0;
+    const uint32_t negative = bits >> 31;
+    const uint32_t low = (t & 0xFFFF) ^ (negative * 0xFFFF);
+    codes[i] = static_cast<uint8_t>((nearest[(t >> 16) + negative * SPILLWAY_NUM_BUCKETS] + low) >> 16);
+  }
+}
+
+// States whose moments are blocks.
+struct Blocks {
+  float *p, *p_after;
+  const uint8_t *m, *v;  // v: null without a second moment
+  uint8_t *m_after, *v_after;
+  const spillway_map* maps;
+};
+
+template <class Rule, class Gradient, class Out>
+static void update_range(const Rule& rule, const Blocks& at, const Gradient* g, Out* out, int64_t n) {
+  alignas(kLineBytes) float m[SPILLWAY_BLOCK_VALUES], v[SPILLWAY_BLOCK_VALUES];
+  const bool has_second = at.v != nullptr;
+  for (int64_t i = 0, kept = 0; i < n; i += SPILLWAY_BLOCK_VALUES, kept += SPILLWAY_BLOCK_VALUES + kScaleBytes) {
+    const int64_t count = n - i < SPILLWAY_BLOCK_VALUES ? n - i : SPILLWAY_BLOCK_VALUES;
+    widen_block(at.m + kept, at.maps[0].values, m, count);
+    if (has_second) widen_block(at.v + kept, at.maps[1].values, v, count);
+    float* second = has_second ? v : nullptr;
+    const typename Rule::At wide = {at.p + i, m, second, at.p_after + i, m, second, false};
+    update_range(rule, wide, g + i, out == nullptr ? nullptr : out + i, count);
+    narrow_block(m, at.maps[0].nearest, at.m_after + kept, count);
+    if (has_second) narrow_block(v, at.maps[1].nearest, at.v_after + kept, count);
+  }
+}
+
+template <class Rule, class Source, class Gradient>
+static void update_typed(const spillway_update_scalars& scalars, const Source& at, const Gradient* g, void* out,
+                         int32_t out_type, int64_t n) {
   const Rule rule(scalars);
   if (out_type == SPILLWAY_BFLOAT16) {
-    update_streaming(rule, at, g, static_cast<bfloat16*>(out), n);
+    update_range(rule, at, g, static_cast<bfloat16*>(out), n);
   } else if (out_type == SPILLWAY_FLOAT16) {
-    update_streaming(rule, at, g, static_cast<float16*>(out), n);
+    update_range(rule, at, g, static_cast<float16*>(out), n);
   } else if (out_type == SPILLWAY_FLOAT32) {
-    update_vectors<false>(rule, at, g, static_cast<float*>(out), n);
+    update_range(rule, at, g, static_cast<float*>(out), n);
   } else {
-    update_vectors<false, Rule, Gradient, NoOut>(rule, at, g, nullptr, n);
+    update_range(rule, at, g, static_cast<NoOut*>(nullptr), n);
   }
   Vector::end_streaming();
 }
 
-template <class Rule>
-static void update_by(const spillway_update_scalars& scalars, const spillway_states& before,
-                      const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
-                      int32_t out_type, int64_t n) {
-  using Moment = typename Rule::At::Moment;
-  const auto moment = [](void* array) { return static_cast<Moment*>(array); };
-  const typename Rule::At at = {before.master, moment(before.moment1), moment(before.moment2),
-                                after.master,  moment(after.moment1),  moment(after.moment2), false};
+template <class Rule, class Source>
+static void update_from(const spillway_update_scalars& scalars, const Source& at, const void* gradient,
+                        int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
   if (gradient_type == SPILLWAY_BFLOAT16) {
     update_typed<Rule>(scalars, at, static_cast<const bfloat16*>(gradient), out, out_type, n);
   } else if (gradient_type == SPILLWAY_FLOAT16) {
@@ -258,29 +331,49 @@ static void update_by(const spillway_update_scalars& scalars, const spillway_sta
   }
 }
 
+template <class Rule>
+static void update_by(const spillway_update_scalars& scalars, const spillway_states& before,
+                      const spillway_states& after, const spillway_map* maps, const void* gradient,
+                      int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
+  using Moment = typename Rule::At::Moment;
+  if constexpr (Rule::At::kWide) {
+    if (maps != nullptr) {
+      const auto bytes = [](void* array) { return static_cast<uint8_t*>(array); };
+      const Blocks at = {before.master,        after.master,         bytes(before.moment1), bytes(before.moment2),
+                         bytes(after.moment1), bytes(after.moment2), maps};
+      return update_from<Rule>(scalars, at, gradient, gradient_type, out, out_type, n);
+    }
+  }
+  const auto moment = [](void* array) { return static_cast<Moment*>(array); };
+  const typename Rule::At at = {before.master, moment(before.moment1), moment(before.moment2),
+                                after.master,  moment(after.moment1),  moment(after.moment2), false};
+  update_from<Rule>(scalars, at, gradient, gradient_type, out, out_type, n);
+}
+
 template <class Moment>
 static void update_moments(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
-                           const spillway_states& after, const void* gradient, int32_t gradient_type, void* out,
-                           int32_t out_type, int64_t n) {
+                           const spillway_states& after, const spillway_map* maps, const void* gradient,
+                           int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
   switch (rule) {
     case SPILLWAY_ADAMW:
-      return update_by<AdamRule<true, Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<true, Moment>>(scalars, before, after, maps, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_ADAM:
-      return update_by<AdamRule<false, Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<AdamRule<false, Moment>>(scalars, before, after, maps, gradient, gradient_type, out, out_type, n);
     case SPILLWAY_SGD_MOMENTUM:
-      return update_by<SgdMomentumRule<Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<SgdMomentumRule<Moment>>(scalars, before, after, maps, gradient, gradient_type, out, out_type, n);
     default:
-      return update_by<LionRule<Moment>>(scalars, before, after, gradient, gradient_type, out, out_type, n);
+      return update_by<LionRule<Moment>>(scalars, before, after, maps, gradient, gradient_type, out, out_type, n);
   }
 }
 
 static void update(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
-                   const spillway_states& after, int32_t moment_type, const void* gradient, int32_t gradient_type,
-                   void* out, int32_t out_type, int64_t n) {
+                   const spillway_states& after, int32_t moment_type, const spillway_map* maps, const void* gradient,
+                   int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
   if (moment_type == SPILLWAY_BFLOAT16) {
-    update_moments<bfloat16>(rule, scalars, before, after, gradient, gradient_type, out, out_type, n);
-  } else {
-    update_moments<float>(rule, scalars, before, after, gradient, gradient_type, out, out_type, n);
+    update_moments<bfloat16>(rule, scalars, before, after, nullptr, gradient, gradient_type, out, out_type, n);
+  } else {  // blocks are computed with as float32
+    update_moments<float>(rule, scalars, before, after, moment_type == SPILLWAY_INT8 ? maps : nullptr, gradient,
+                          gradient_type, out, out_type, n);
   }
 }
 

@@ -28,10 +28,10 @@ struct SquareBatch {
 
 // One instruction set's functions over one range on one thread. Types are checked by the caller.
 struct Elementwise {
-  // `moment2` is null where the rule has one moment.
+  // `moment2` is null where the rule has one moment, `maps` where moments are not INT8.
   void (*update)(int32_t rule, const spillway_update_scalars& scalars, const spillway_states& before,
-                 const spillway_states& after, int32_t moment_type, const void* gradient, int32_t gradient_type,
-                 void* out, int32_t out_type, int64_t n);
+                 const spillway_states& after, int32_t moment_type, const spillway_map* maps, const void* gradient,
+                 int32_t gradient_type, void* out, int32_t out_type, int64_t n);
   void (*accumulate)(float* accumulator, const void* gradient, int32_t gradient_type, bool first, int64_t n);
   // False where some magnitude is too far from the largest for two float64 sums to be exact, or not finite. `type` is
   // FLOAT32 or BFLOAT16.

@@ -83,8 +83,13 @@ Pointer* advance(Pointer* array, int64_t bytes) {
   return array == nullptr ? nullptr : reinterpret_cast<Pointer*>(reinterpret_cast<Byte*>(array) + bytes);
 }
 
+constexpr int64_t kBlockBytes = SPILLWAY_BLOCK_VALUES + sizeof(float);
+static_assert(kElementwiseRange % SPILLWAY_BLOCK_VALUES == 0, "ranges begin at blocks");
+
+// `begin`: a multiple of kElementwiseRange.
 spillway_states from(const spillway_states& states, int64_t begin, int32_t moment_type, bool has_moment2) {
-  const int64_t bytes = begin * element_bytes(moment_type);
+  const int64_t bytes = moment_type == SPILLWAY_INT8 ? begin / SPILLWAY_BLOCK_VALUES * kBlockBytes
+                                                     : begin * element_bytes(moment_type);
   return {states.master + begin, advance(states.moment1, bytes), has_moment2 ? advance(states.moment2, bytes) : nullptr};
 }
 
@@ -139,12 +144,17 @@ const char* spillway_strerror(int32_t error) {
 int32_t spillway_isa_available(int32_t isa) { return elementwise_of(isa) != nullptr; }
 
 int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, const spillway_states* before,
-                        const spillway_states* after, int32_t moment_type, const void* gradient, int32_t gradient_type,
-                        void* out, int32_t out_type, int64_t n, int32_t isa, int32_t num_threads) {
+                        const spillway_states* after, int32_t moment_type, const spillway_map* maps,
+                        const void* gradient, int32_t gradient_type, void* out, int32_t out_type, int64_t n, int32_t isa,
+                        int32_t num_threads) {
   const bool has_out = is_gradient_type(out_type), has_moment2 = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
   if (rule < SPILLWAY_ADAMW || rule > SPILLWAY_LION || scalars == nullptr || n < 0) return SPILLWAY_BAD_ARGUMENT;
   if (!is_gradient_type(gradient_type) || (!has_out && out_type != SPILLWAY_NONE)) return SPILLWAY_BAD_ARGUMENT;
-  if (moment_type != SPILLWAY_FLOAT32 && moment_type != SPILLWAY_BFLOAT16) return SPILLWAY_BAD_ARGUMENT;
+  const bool quantized = moment_type == SPILLWAY_INT8;
+  if (moment_type != SPILLWAY_FLOAT32 && moment_type != SPILLWAY_BFLOAT16 && !quantized) return SPILLWAY_BAD_ARGUMENT;
+  for (int32_t i = 0; quantized && i < (has_moment2 ? 2 : 1); ++i) {
+    if (maps == nullptr || !maps[i].values || !maps[i].nearest) return SPILLWAY_BAD_ARGUMENT;
+  }
   if (before == nullptr || after == nullptr || (n > 0 && (!gradient || (has_out && !out)))) return SPILLWAY_BAD_ARGUMENT;
   for (const spillway_states* states : {before, after}) {
     const bool all_there = states->master && states->moment1 && (states->moment2 || !has_moment2);
@@ -154,7 +164,7 @@ int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, co
   if (functions == nullptr) return SPILLWAY_ISA_UNAVAILABLE;
   return for_ranges(n, kElementwiseRange, num_threads, [=](int64_t begin, int64_t count) {
     functions->update(rule, *scalars, from(*before, begin, moment_type, has_moment2),
-                      from(*after, begin, moment_type, has_moment2), moment_type,
+                      from(*after, begin, moment_type, has_moment2), moment_type, maps,
                       advance(gradient, begin * element_bytes(gradient_type)), gradient_type,
                       has_out ? advance(out, begin * element_bytes(out_type)) : nullptr, out_type, count);
   });

@@ -45,6 +45,8 @@ class _Maker:
         self.devices = min(self._one_of(1, 1, 2, 4, 8, 64), MAX_RANKS // self.nodes)
         self.architecture = self._one_of("llama", "llama", "gpt2", "bert", "t5")
         self.is_float16 = self._often(0.1)
+        self.has_blocks = False
+        """of values that share a scale: set with the optimizer"""
         self.sequence = self._one_of(2, 64, 128, 2048, 4096, 8192, 131072, 1 << 24)
 
     def job(self, name: str) -> Document:
@@ -180,6 +182,7 @@ class _Maker:
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
             if "0.9999999" not in optimizer.get("betas", []):  # narrow moments would not shrink
                 self._maybe(optimizer, "moments", SOMETIMES, *(kind.value for kind in MomentType))
+            self.has_blocks = optimizer.get("moments") == MomentType.INT8
             self._maybe(
                 optimizer, "groups", SOMETIMES, [], [{"match": "*", "learningRateFactor": "0.1", "weightDecay": "0"}]
             )
@@ -194,7 +197,7 @@ class _Maker:
     def _parallelism(self) -> Document:
         made: Document = {"nodes": self.nodes, "devicesPerNode": self.devices}
         self._maybe(made, "device", OFTEN, "Auto", "Cuda", "Cpu")
-        divides = self._often(0.1) and not self.is_float16
+        divides = self._often(0.1) and not (self.is_float16 or self.has_blocks)
         strategies = ("Fsdp", "Zero1", "Zero2", "Zero3") if divides else ("Auto", "Ddp")
         self._maybe(made, "strategy", OFTEN, *strategies)
         return made

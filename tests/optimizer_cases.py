@@ -47,6 +47,11 @@ GROUPS = (Group("*norm", weight_decay=0.3), Group("[nu]p*", 3.0, 0.0), Group("e*
 Named = list[tuple[str, Parameter]]
 
 
+def odd_chunk(moments: MomentType) -> int:
+    """A prime number of parameters; where values share scales, the nearest number of whole blocks."""
+    return 1024 if moments is MomentType.INT8 else 1009
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     dtype: torch.dtype

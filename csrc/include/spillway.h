@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 6
+#define SPILLWAY_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -52,7 +52,8 @@ typedef enum spillway_type {
   SPILLWAY_NONE = 0, /* no array: the pointer is ignored */
   SPILLWAY_FLOAT32 = 1,
   SPILLWAY_BFLOAT16 = 2,
-  SPILLWAY_FLOAT16 = 3
+  SPILLWAY_FLOAT16 = 3,
+  SPILLWAY_INT8 = 4 /* moments alone: blocks of codes, spillway_map */
 } spillway_type;
 
 SPILLWAY_API int32_t spillway_abi_version(void);
@@ -73,8 +74,8 @@ SPILLWAY_API int32_t spillway_isa_available(int32_t isa);
  *   LION          p = decay * p;  p = p - step_size * sign(beta1 * m + one_minus_beta1 * g)
  *                 m = beta2 * m + one_minus_beta2 * g
  * sign(x) is 1 above 0 and -1 below; a zero or a NaN is its own sign. SGD_MOMENTUM and LION have no `v`.
- * Moments of another type than float32 are widened when they are read and rounded once more, to nearest even, when they
- * are stored; p is computed from what they are before that rounding. */
+ * Moments of another type than float32 are widened when they are read and rounded once more (BFLOAT16 to nearest even, INT8
+ * by spillway_map) when they are stored; p is computed from what they are before that rounding. */
 typedef enum spillway_rule {
   SPILLWAY_ADAMW = 1,
   SPILLWAY_ADAM = 2,
@@ -98,6 +99,21 @@ typedef struct spillway_update_scalars {
   float step_size; /* ADAMW, ADAM: learning_rate / bias_correction1; else the learning rate */
 } spillway_update_scalars;
 
+#define SPILLWAY_BLOCK_VALUES 256
+#define SPILLWAY_NUM_BUCKETS 3074
+
+/* How a moment of type INT8 is kept: blocks of BLOCK_VALUES values, the last one of what is left. A block is its scale (the
+ * largest magnitude in it, 4 bytes, float32, at any address) and a byte a value, the code of value / scale: so n values are
+ * n + 4 * ceil(n / BLOCK_VALUES) bytes. A code stands for values[code] * scale, each operation rounded once.
+ *   The code of x: t = the bits of |x| less those of 2^-24, plus 2^16, where that is not below 2^16; else 0 for 0, else 1.
+ *   bucket = t >> 16 and low = t & 0xFFFF; where x has a minus, bucket + NUM_BUCKETS and 0xFFFF - low.
+ *   code = ((nearest[bucket] + low) >> 16) & 0xFF. So a bucket has one code and one limit, from which on it is the next one.
+ * A block of zeros has scale 0 and the codes of 0; one with an infinity or NaN has scale 0x7FC00000 and codes of 0 bits. */
+typedef struct spillway_map {
+  const float* values;     /* 256 */
+  const uint32_t* nearest; /* 2 * NUM_BUCKETS */
+} spillway_map;
+
 /* The states of one update: n values each, `p`, `m` and `v` of spillway_rule. */
 typedef struct spillway_states {
   float* master;
@@ -107,13 +123,14 @@ typedef struct spillway_states {
 
 /* One update. The states are read from `before` and written to `after`: the same arrays (in place), or arrays that overlap
  * none of `before`, which then stay as they are; those that begin at a cache line are written past the cache.
- * `moment_type` is FLOAT32 or BFLOAT16; `gradient_type` is FLOAT32, BFLOAT16 or FLOAT16; `out_type` is BFLOAT16 or FLOAT16 (round to nearest even; beyond
+ * `moment_type` is FLOAT32, BFLOAT16 or INT8: then `maps` has two, for `m` and for `v`, and else it is ignored;
+ * `gradient_type` is FLOAT32, BFLOAT16 or FLOAT16; `out_type` is BFLOAT16 or FLOAT16 (round to nearest even; beyond
  * FLOAT16's range an infinity), FLOAT32 (a copy of p) or NONE.
  * Every NaN that is stored is the quiet NaN 0x7FC00000 (0x7FC0, 0x7E00): payloads are what IEEE 754 leaves open. */
 SPILLWAY_API int32_t spillway_update(int32_t rule, const spillway_update_scalars* scalars, const spillway_states* before,
-                                     const spillway_states* after, int32_t moment_type, const void* gradient,
-                                     int32_t gradient_type, void* out, int32_t out_type, int64_t n, int32_t isa,
-                                     int32_t num_threads);
+                                     const spillway_states* after, int32_t moment_type, const spillway_map* maps,
+                                     const void* gradient, int32_t gradient_type, void* out, int32_t out_type,
+                                     int64_t n, int32_t isa, int32_t num_threads);
 
 /* accumulator = float(gradient) when `first` is not 0, else accumulator + float(gradient), rounded once. A FLOAT16 NaN
  * becomes the quiet one. */

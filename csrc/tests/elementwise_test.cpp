@@ -40,11 +40,27 @@ struct Guarded {
   int64_t begin, n;
 };
 
+// Any bits: the instruction sets must agree on those, too.
+struct AnyMap {
+  explicit AnyMap(uint32_t seed) : values(256), nearest(2 * SPILLWAY_NUM_BUCKETS) {
+    std::mt19937 random(seed);
+    for (float& value : values) value = static_cast<float>(static_cast<int32_t>(random())) / 2147483648.0f;
+    for (uint32_t& entry : nearest) entry = (random() % 256) << 16 | random() % 0x10000;
+  }
+  std::vector<float> values;
+  std::vector<uint32_t> nearest;
+};
+const AnyMap kFirst(3), kSecond(4);
+const spillway_map kMaps[2] = {{kFirst.values.data(), kFirst.nearest.data()}, {kSecond.values.data(), kSecond.nearest.data()}};
+
+int64_t kept_bytes(int64_t n) { return n + 4 * ((n + SPILLWAY_BLOCK_VALUES - 1) / SPILLWAY_BLOCK_VALUES); }
+
 struct Arrays {
   Arrays(int64_t n, int64_t offset, uint32_t seed)
       : p(n, offset), m(n, (offset + 1) % 32), v(n, (offset + 2) % 32), g(n, (offset + 3) % 32),
         m16(n, (offset + 1) % 32), v16(n, (offset + 2) % 32), out16(n, offset), out32(n, offset), new_p(n, offset),
-        new_m(n, offset), new_v(n, offset), new_m16(n, offset), new_v16(n, offset) {
+        new_m(n, offset), new_v(n, offset), new_m16(n, offset), new_v16(n, offset), m8(kept_bytes(n), (offset + 1) % 32),
+        v8(kept_bytes(n), (offset + 2) % 32), new_m8(kept_bytes(n), offset), new_v8(kept_bytes(n), offset) {
     std::mt19937 random(seed);
     for (float* array : {p.data(), m.data(), v.data(), g.data()}) {
       for (int64_t i = 0; i < n; ++i) {
@@ -55,12 +71,16 @@ struct Arrays {
     for (uint16_t* array : {m16.data(), v16.data()}) {
       for (int64_t i = 0; i < n; ++i) array[i] = static_cast<uint16_t>(random());
     }
+    for (uint8_t* array : {m8.data(), v8.data()}) {  // scales of every kind, too
+      for (int64_t i = 0; i < kept_bytes(n); ++i) array[i] = static_cast<uint8_t>(random());
+    }
   }
   Guarded<float> p, m, v, g;
   Guarded<uint16_t> m16, v16, out16;
   Guarded<float> out32;
   Guarded<float> new_p, new_m, new_v;
   Guarded<uint16_t> new_m16, new_v16;
+  Guarded<uint8_t> m8, v8, new_m8, new_v8;
 
   void step(int32_t rule, int32_t moment_type, int32_t gradient_type, int32_t out_type, int32_t isa, int32_t num_threads,
             bool in_place) {
@@ -70,21 +90,28 @@ struct Arrays {
     if (moment_type == SPILLWAY_BFLOAT16) {
       before = {p.data(), m16.data(), v16.data()}, elsewhere = {new_p.data(), new_m16.data(), new_v16.data()};
     }
-    CHECK(spillway_update(rule, &scalars, &before, in_place ? &before : &elsewhere, moment_type, g.data(), gradient_type,
-                          out, out_type, p.n, isa, num_threads) == SPILLWAY_OK);
+    if (moment_type == SPILLWAY_INT8) {
+      before = {p.data(), m8.data(), v8.data()}, elsewhere = {new_p.data(), new_m8.data(), new_v8.data()};
+    }
+    CHECK(spillway_update(rule, &scalars, &before, in_place ? &before : &elsewhere, moment_type, kMaps, g.data(),
+                          gradient_type, out, out_type, p.n, isa, num_threads) == SPILLWAY_OK);
   }
-  bool states_are(const Arrays& o) const { return p == o.p && m == o.m && v == o.v && m16 == o.m16 && v16 == o.v16; }
+  bool states_are(const Arrays& o) const {
+    return p == o.p && m == o.m && v == o.v && m16 == o.m16 && v16 == o.v16 && m8 == o.m8 && v8 == o.v8;
+  }
   bool operator==(const Arrays& o) const { return states_are(o) && out16 == o.out16 && out32 == o.out32; }
   // What an update elsewhere wrote is what `o` has after one in place; its own states are those of before.
   bool made_elsewhere(const Arrays& o, const Arrays& untouched, int32_t moment_type, bool has_second) const {
-    const bool half = moment_type == SPILLWAY_BFLOAT16;
-    const bool made_m = half ? same(new_m16, o.m16) : same(new_m, o.m);
-    const bool made_v = !has_second || (half ? same(new_v16, o.v16) : same(new_v, o.v));
+    const bool half = moment_type == SPILLWAY_BFLOAT16, bytes = moment_type == SPILLWAY_INT8;
+    const bool made_m = bytes ? same(new_m8, o.m8) : half ? same(new_m16, o.m16) : same(new_m, o.m);
+    const bool same_v = bytes ? same(new_v8, o.v8) : half ? same(new_v16, o.v16) : same(new_v, o.v);
+    const bool made_v = !has_second || same_v;
     return states_are(untouched) && same(new_p, o.p) && made_m && made_v && out16 == o.out16 && out32 == o.out32;
   }
   bool intact() const {
     return p.intact() && m.intact() && v.intact() && m16.intact() && v16.intact() && out16.intact() && out32.intact() &&
-           new_p.intact() && new_m.intact() && new_v.intact() && new_m16.intact() && new_v16.intact();
+           new_p.intact() && new_m.intact() && new_v.intact() && new_m16.intact() && new_v16.intact() && m8.intact() &&
+           v8.intact() && new_m8.intact() && new_v8.intact();
   }
   // The arrays themselves, wherever they begin.
   template <class T>
@@ -100,7 +127,7 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
     for (int32_t rule : {SPILLWAY_ADAMW, SPILLWAY_ADAM, SPILLWAY_SGD_MOMENTUM, SPILLWAY_LION}) {
       for (int32_t out_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16, SPILLWAY_NONE}) {
         const bool has_second = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
-        for (int32_t moment_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16}) {
+        for (int32_t moment_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_INT8}) {
           // Threads share out pieces, whatever is in them: a quarter of what one thread does, every pair of values in it.
           if (num_threads > 1 && (gradient_type + rule + out_type + moment_type) % 4 != 0) continue;
           Arrays plain = before, vectors = before, elsewhere = before;
@@ -125,11 +152,12 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
 }
 
 int32_t update(int32_t rule, float* moment2, int32_t gradient_type, int32_t out_type, int64_t n, int32_t isa,
-               int32_t moment_type = SPILLWAY_FLOAT32) {
+               int32_t moment_type = SPILLWAY_FLOAT32, const spillway_map* maps = nullptr) {
   const spillway_update_scalars scalars = {};
   float p[1] = {}, m[1] = {}, g[1] = {};
   const spillway_states states = {p, m, moment2};
-  return spillway_update(rule, &scalars, &states, &states, moment_type, g, gradient_type, nullptr, out_type, n, isa, 1);
+  return spillway_update(rule, &scalars, &states, &states, moment_type, maps, g, gradient_type, nullptr, out_type, n, isa,
+                         1);
 }
 
 void test_arguments_are_checked() {
@@ -152,9 +180,18 @@ void test_arguments_are_checked() {
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, -1, 0) == SPILLWAY_BAD_ARGUMENT);
   CHECK(update(SPILLWAY_ADAMW, v, 1, 0, 1, 99) == SPILLWAY_ISA_UNAVAILABLE);
   const spillway_states none = {};
-  CHECK(spillway_update(1, &scalars, &none, &none, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_OK);
-  CHECK(spillway_update(1, &scalars, &none, nullptr, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
-  CHECK(spillway_update(1, &scalars, nullptr, &none, 1, nullptr, 1, nullptr, 0, 0, 0, 1) == SPILLWAY_BAD_ARGUMENT);
+  const auto of_none = [&](const spillway_states* before, const spillway_states* after) {
+    return spillway_update(1, &scalars, before, after, 1, nullptr, nullptr, 1, nullptr, 0, 0, 0, 1);
+  };
+  CHECK(of_none(&none, &none) == SPILLWAY_OK);
+  CHECK(of_none(&none, nullptr) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(of_none(nullptr, &none) == SPILLWAY_BAD_ARGUMENT);
+  const spillway_map half[2] = {kMaps[0], {kMaps[1].values, nullptr}};
+  float blocks[2] = {};
+  CHECK(update(SPILLWAY_ADAMW, blocks, 1, 0, 0, 0, SPILLWAY_INT8, kMaps) == SPILLWAY_OK);
+  CHECK(update(SPILLWAY_ADAMW, blocks, 1, 0, 0, 0, SPILLWAY_INT8, half) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(update(SPILLWAY_ADAMW, blocks, 1, 0, 0, 0, SPILLWAY_INT8) == SPILLWAY_BAD_ARGUMENT);
+  CHECK(update(SPILLWAY_LION, nullptr, 1, 0, 0, 0, SPILLWAY_INT8, half) == SPILLWAY_OK);
 }
 
 }  // namespace
@@ -174,6 +211,7 @@ int main() {
     for (int64_t n = 0; n < 50; ++n) {
       for (int64_t offset : {0, 1, 31}) compare(n, offset, isa, 1);
     }
+    for (int64_t n : {255, 256, 257, 513}) compare(n, 1, isa, 1);
 #endif
     compare(2 * 65536 + 17, 1, isa, 3);
     std::printf("instruction set %d: the scalar bits\n", isa);

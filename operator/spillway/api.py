@@ -291,10 +291,11 @@ class Optimizer(Fields):
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
     )
-    moments: Literal["float32", "bfloat16"] = Field(
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
         description="What a run keeps the moments in (AdamW, Adam: two; SgdMomentum, Lion: one) between updates, which "
-        "compute in float32; masters are float32 always. bfloat16 takes half of the bytes and is another result.",
+        "compute in float32; masters are float32 always. bfloat16 takes half of the bytes, int8 a quarter (codes, and "
+        "a float32 scale for every 256 values); each is another result. int8 needs CPUs and strategy Ddp.",
     )
     groups: tuple[ParameterGroup, ...] = Field(
         default=(), max_length=64, description="Parameters that are treated otherwise. Each group must have some."
@@ -764,6 +765,9 @@ class TrainingJobSpec(Fields):
         if is_float16 and strategy not in ("Auto", "Ddp"):
             needed = f"needs loss scaling, which {strategy} does not have; use Ddp, or bfloat16"
             problems.append(("parallelism.strategy", f"model.precision.compute: float16 {needed}"))
+        if training.optimizer.moments == "int8" and strategy not in ("Auto", "Ddp"):
+            blocks = f"int8 has a scale for every 256 values of a parameter, which {strategy} divides elsewhere"
+            problems.append(("parallelism.strategy", f"training.optimizer.moments: {blocks}; use Ddp, or bfloat16"))
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))

@@ -528,8 +528,10 @@ def _levels(question: Question, work: Workload) -> list[int]:
 
 
 def _strategies(question: Question) -> tuple[Strategy, ...]:
-    if question.world_size == 1 or question.job.spec.model.precision.compute == "float16":
-        return ("Ddp",)  # what divides a model scales no loss
+    spec = question.job.spec
+    divides = spec.model.precision.compute != "float16" and spec.training.optimizer.moments != "int8"
+    if question.world_size == 1 or not divides:
+        return ("Ddp",)  # what divides a model scales no loss, and cuts blocks
     if question.strategy == "Auto":
         return AUTO_STRATEGIES
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)

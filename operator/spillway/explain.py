@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
 from spillway.footprint import (
@@ -173,7 +174,7 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
     )
     states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
     balance = "; CPU and device end their parts together" if plan.streamed_share else ""
-    return f"optimizer: {parts}{asked}{balance}; all states on the device would take {format_bytes(states)}"
+    return f"optimizer: {parts}{asked}{balance}; all states on the device would take {format_bytes(ceil(states))}"
 
 
 def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:

@@ -551,8 +551,9 @@ def accumulator_bytes(work: Workload, values: float) -> int:
     return ceil(FLOAT32_BYTES * values / work.shards("gradients"))
 
 
-def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> int:
-    """Moments and the float32 master; with float32 parameters the device's parameter is the master."""
+def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> float:
+    """Moments and the float32 master; with float32 parameters the device's parameter is the master. Of many: a short
+    block is counted by `_short_blocks_bytes`."""
     return work.rule.states_bytes(has_master(work, on_cpu), work.moments)
 
 
@@ -562,7 +563,7 @@ def has_master(work: Workload, on_cpu: bool) -> bool:
 
 def state_row_bytes(work: Workload, size: int, on_cpu: bool) -> list[int]:
     """Of each state of a chunk of `size` parameters: the trainer keeps each in a row of its own."""
-    moments = [work.moments.bytes_per_value * size for _ in work.rule.moments]
+    moments = [work.moments.bytes_of(size) for _ in work.rule.moments]
     return [STATE_BYTES * size, *moments] if has_master(work, on_cpu) else moments
 
 
@@ -586,12 +587,21 @@ def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
     return min(optimizer.chunk_parameters, work.rank_parameters) if share < 1.0 else 0
 
 
+def _short_blocks_bytes(work: Workload, num_chunks: int) -> int:
+    """Scales of blocks that are not full: of each moment one a chunk, or a parameter that is not cut."""
+    return work.moments.scale_bytes * len(work.rule.moments) * num_chunks
+
+
 def states_bytes(work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool) -> int:
     """Optimizer states of one path: whole chunks, each state of which begins on a cache line."""
     each = states_bytes_per_parameter(work, on_cpu)
-    if share == 0.0 or not optimizer.offloads:
-        return ceil(each * share * work.rank_parameters)
-    lines = CACHE_LINE_BYTES * len(state_row_bytes(work, 1, on_cpu)) * _num_chunks(work, optimizer)
+    if share == 0.0:
+        return 0
+    if not optimizer.offloads:
+        return ceil(each * share * work.rank_parameters) + _short_blocks_bytes(work, work.shape.num_tensors)
+    num_chunks = _num_chunks(work, optimizer)
+    lines = CACHE_LINE_BYTES * len(state_row_bytes(work, 1, on_cpu)) * num_chunks
+    lines += _short_blocks_bytes(work, num_chunks)
     return ceil(each * (share * work.rank_parameters + _whole_chunk(work, optimizer, share))) + lines
 
 
@@ -626,7 +636,8 @@ def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
         return 0
     num_chunks = work.shape.num_tensors + window // optimizer.chunk_parameters + 1
     states = states_bytes_per_parameter(work, on_cpu=True) * window + 3 * CACHE_LINE_BYTES * num_chunks
-    return padded(states) + padded(work.shape.trained_bytes * window + CACHE_LINE_BYTES * num_chunks)
+    states += _short_blocks_bytes(work, num_chunks)
+    return padded(ceil(states)) + padded(work.shape.trained_bytes * window + CACHE_LINE_BYTES * num_chunks)
 
 
 def state_window_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
@@ -642,7 +653,8 @@ def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Strea
     share = optimizer.nvme_share
     if share == 0.0:
         return 0
-    pages = len(work.rule.state_kinds) * PAGE_BYTES * _num_chunks(work, optimizer)
+    num_chunks = _num_chunks(work, optimizer)
+    pages = len(work.rule.state_kinds) * PAGE_BYTES * num_chunks + padded(_short_blocks_bytes(work, num_chunks))
     groups = 2 if 0.0 < forced_share(work, streaming) < 1.0 else 1
     parameters = min(work.rank_parameters, share * work.rank_parameters + groups * _whole_chunk(work, optimizer, share))
     return padded(ceil(states_bytes_per_parameter(work, on_cpu=True) * parameters)) + pages

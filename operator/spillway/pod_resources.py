@@ -199,7 +199,8 @@ def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
     """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
     shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
     optimizer = spec.training.optimizer
-    return optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained
+    short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
+    return ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained) + short_blocks
 
 
 def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:

@@ -18,6 +18,10 @@ STATE_BYTES = 4
 """of a parameter's master or gradient: both are float32"""
 MASTER = "master"
 """the float32 values of a parameter"""
+BLOCK_VALUES = 256
+"""that share a scale in int8 moments; blocks begin at a parameter's first value, its last one may be shorter"""
+SCALE_BYTES = 4
+"""of a block"""
 RULE_FIELDS = ("betas", "eps", "momentum")
 """of spec.training.optimizer, that not every rule has"""
 
@@ -28,16 +32,34 @@ class MomentType(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    """a byte a value, and a scale a block: quantized by a fixed map of 256 numbers"""
 
     @property
-    def bytes_per_value(self) -> int:
-        return {MomentType.FLOAT32: 4, MomentType.BFLOAT16: 2}[self]
+    def bytes_per_value(self) -> float:
+        """Of many values. A short block, of which a parameter may have one, has a whole scale too: `bytes_of`."""
+        return {
+            MomentType.FLOAT32: 4.0,
+            MomentType.BFLOAT16: 2.0,
+            MomentType.INT8: 1.0 + SCALE_BYTES / BLOCK_VALUES,
+        }[self]
+
+    @property
+    def scale_bytes(self) -> int:
+        """By which a parameter's moment may be larger than bytes_per_value says."""
+        return SCALE_BYTES if self is MomentType.INT8 else 0
 
     @property
     def most_kept(self) -> float:
         """The largest factor by which a mean can shrink from step to step and still does: a smaller step is less than
-        half a unit of the type, and rounding takes it back."""
-        return {MomentType.FLOAT32: 1.0, MomentType.BFLOAT16: 1.0 - 2**-8}[self]
+        half a unit of the type (int8: of the finest step of a first moment), and rounding takes it back."""
+        return {MomentType.FLOAT32: 1.0, MomentType.BFLOAT16: 1.0 - 2**-8, MomentType.INT8: 1.0 - 2**-7}[self]
+
+    def bytes_of(self, num_values: int) -> int:
+        """Of one moment of a parameter, or of a part of it that begins at a block."""
+        if self is MomentType.INT8:
+            return num_values + SCALE_BYTES * -(-num_values // BLOCK_VALUES)
+        return int(self.bytes_per_value) * num_values
 
 
 class UpdateRule(StrEnum):
@@ -73,11 +95,11 @@ class UpdateRule(StrEnum):
         """Weight decay multiplies the parameter; else it is added to the gradient."""
         return self in (UpdateRule.ADAMW, UpdateRule.LION)
 
-    def update_bytes(self, moments: MomentType) -> int:
+    def update_bytes(self, moments: MomentType) -> float:
         """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
         return STATE_BYTES + 2 * self.states_bytes(True, moments)
 
-    def states_bytes(self, has_master: bool, moments: MomentType) -> int:
+    def states_bytes(self, has_master: bool, moments: MomentType) -> float:
         """Of one parameter; without a master of its own the float32 parameter is it."""
         return STATE_BYTES * has_master + moments.bytes_per_value * len(self.moments)
 
@@ -89,6 +111,8 @@ class _Facts:
 
 
 _TWO_MOMENTS = ("exp_avg", "exp_avg_sq")
+UNSIGNED_MOMENTS = ("exp_avg_sq",)
+"""never below 0"""
 _FACTS = {
     UpdateRule.ADAMW: _Facts(_TWO_MOMENTS, {"weightDecay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}),
     UpdateRule.ADAM: _Facts(_TWO_MOMENTS, {"weightDecay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}),

@@ -11,7 +11,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 
+from spillway.update_rules import BLOCK_VALUES
 from spillway_trainer import io_engine, native
 
 HEADER_PATH = Path(__file__).parents[2] / "csrc" / "include" / "spillway.h"
@@ -29,6 +31,7 @@ SCALARS = {
 STRUCTS = {
     "spillway_update_scalars": native.UpdateScalarsStruct,
     "spillway_states": native.StatesStruct,
+    "spillway_map": native.MapStruct,
     "spillway_square_sum": native.SquareSumStruct,
     "spillway_copy": native.CopyStruct,
     "spillway_io_request": native.IoRequestStruct,
@@ -98,7 +101,11 @@ def test_every_number_is_the_same() -> None:
     rules = {f"SPILLWAY_{rule.name}": code for rule, code in native.RULE_CODES.items()}
     assert enum_of_header("spillway_rule") == rules
     types = {f"SPILLWAY_{str(dtype).removeprefix('torch.').upper()}": code for dtype, code in native.TYPE_CODES.items()}
-    assert enum_of_header("spillway_type") == {"SPILLWAY_NONE": 0, **types}
+    blocks = {"SPILLWAY_INT8": native.MOMENT_TYPES[torch.uint8]}
+    assert enum_of_header("spillway_type") == {"SPILLWAY_NONE": 0, **types, **blocks}
+    assert {native.MOMENT_TYPES[dtype] for dtype in native.TYPE_CODES if dtype in native.MOMENT_TYPES} == {1, 2}
+    assert f"#define SPILLWAY_BLOCK_VALUES {BLOCK_VALUES}\n" in HEADER
+    assert f"#define SPILLWAY_NUM_BUCKETS {native.NUM_BUCKETS}\n" in HEADER
     engines = {
         f"SPILLWAY_ENGINE_{name.removeprefix('io_').upper()}": code for name, code in native.ENGINE_CODES.items()
     }

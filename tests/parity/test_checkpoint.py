@@ -30,7 +30,7 @@ from spillway_trainer.data import TokenBatches
 from spillway_trainer.durable_files import describe_file
 from spillway_trainer.export import WeightFile, export
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
-from spillway_trainer.optimizer import Hyperparameters
+from spillway_trainer.optimizer import Hyperparameters, in_dtype
 from spillway_trainer.text_source import text_source
 from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
 
@@ -54,7 +54,7 @@ def canonical(
     settings = Hyperparameters(rule=rule, moments=moments)
     names = [(kind, name) for name in shapes for kind in rule.state_kinds]
     return {
-        f"{kind}.{name}": awkward(shapes[name], seed).to(settings.state_dtype(kind))
+        f"{kind}.{name}": in_dtype(awkward(shapes[name], seed), settings.state_dtype(kind), kind)
         for seed, (kind, name) in enumerate(names)
     }
 

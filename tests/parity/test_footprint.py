@@ -46,6 +46,7 @@ def family(architecture: str) -> dict[str, Any]:
 
 STREAM = {"spec.memory.parameters.placement": "Stream"}
 BFLOAT16_MOMENTS = {"spec.training.optimizer.moments": "bfloat16"}
+INT8_MOMENTS = {"spec.training.optimizer.moments": "int8"}
 MANY_BATCHES = {"spec.training.microBatchSize": 2, "spec.training.globalBatchSize": 8}
 SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
 """loads of parameters are what costs: micro-batches share each"""
@@ -103,6 +104,19 @@ CASES = {
         NODE,
     ),
     "bfloat16 moments on NVMe": (BFLOAT16_MOMENTS | forced("Recompute", "Nvme"), NODE),
+    "int8 moments": (budget("46Mi") | INT8_MOMENTS, SLOW),
+    "int8 moments, float32": (
+        INT8_MOMENTS | forced("Keep", "Device") | {"spec.model.precision.compute": "float32"},
+        NODE,
+    ),
+    "int8 moments, odd sizes, updated in backward": (
+        INT8_MOMENTS
+        | {"spec.model.config.hiddenSize": 264, "spec.model.config.intermediateSize": 701}
+        | forced("Keep", "Host")
+        | {"spec.memory.optimizer.overlap": "Backward"},
+        NODE,
+    ),
+    "int8 moments on NVMe": (INT8_MOMENTS | forced("Recompute", "Nvme"), NODE),
     "streamed, states on NVMe": (STREAM | forced("Recompute", "Nvme"), NODE),
     "streamed, states partly on NVMe": (STREAM | forced("Recompute", "Auto") | budget("40Mi", host="70Mi"), SLOW),
     "dropout": (budget("60Mi") | {"spec.model.config.dropout": "0.1"}, SLOW),

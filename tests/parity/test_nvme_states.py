@@ -21,6 +21,7 @@ from optimizer_cases import (
     Case,
     drive,
     nvme_slab,
+    odd_chunk,
     offload,
     oracle,
     outcome,
@@ -85,10 +86,11 @@ def test_every_rule_of_update_leaves_the_bits_of_the_plain_optimizer(rule: Updat
     case = Case(torch.bfloat16, num_micro_batches=2, clipping=1.0, tied=True, rule=rule, moments=moments)
     host, ledger = memory()
     parameters, lanes, nvme = case.parameters(), LazyLanes(host, ledger), nvme_slab()
-    optimizer = offload(parameters, case, plan((0.2, 0.2, 0, 0.6), 1009), lanes, ledger, nvme)
-    pages = [-(-nbytes * 1009 // 4096) for nbytes in (4, *(moments.bytes_per_value for _ in rule.moments))]
+    chunk = odd_chunk(moments)
+    optimizer = offload(parameters, case, plan((0.2, 0.2, 0, 0.6), chunk), lanes, ledger, nvme)
+    pages = [-(-nbytes // 4096) for nbytes in (4 * chunk, *(moments.bytes_of(chunk) for _ in rule.moments))]
     chunks = [placed for placed in optimizer._placed if placed.chunk.path is Path_.NVME]
-    whole = [placed for placed in chunks if placed.chunk.size == 1009]
+    whole = [placed for placed in chunks if placed.chunk.size == chunk]
     assert {placed.block.nbytes for placed in whole} == {4096 * sum(pages)}
     assert nvme.held_bytes == sum(placed.block.nbytes for placed in chunks)
     assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []

@@ -19,6 +19,7 @@ from optimizer_cases import (
     Case,
     Outcome,
     drive,
+    odd_chunk,
     offload,
     oracle,
     outcome,
@@ -110,9 +111,9 @@ def test_every_rule_leaves_the_bits_of_the_plain_optimizer(
         case = Case(dtype, 2, clipping, tied=True, rule=rule, groups=groups, moments=moments)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
-        plan = split(*shares, 1009, num_threads=2)
+        plan = split(*shares, odd_chunk(moments), num_threads=2)
         if speculates:
-            plan = split(*shares, 1009, overlap="Backward", speculative_parameters=20_000)
+            plan = split(*shares, odd_chunk(moments), overlap="Backward", speculative_parameters=20_000)
         result = run(case, plan, lanes, ledger)
         lanes.close()
         assert result.difference(oracle(case)) == [], (shares, lanes_name)
@@ -138,7 +139,9 @@ def test_what_one_plan_saved_another_continues_bitwise(
 def continues(case: Case, before: tuple[float, float, float], after: tuple[float, float, float]) -> None:
     host, ledger = memory()
     first_parameters = case.parameters()
-    plan = split(*before, 1009, overlap="Forward")  # the last update is in flight when its states are asked for
+    plan = split(
+        *before, odd_chunk(case.moments), overlap="Forward"
+    )  # the last update is in flight when its states are asked for
     first = offload(first_parameters, case, plan, LazyLanes(host, ledger), ledger)
     norms = drive(first, case, 0, UNTIL_MIDDLE)
     saved, scalars = dict(first.state()), first.scalars()

@@ -9,6 +9,7 @@ from pathlib import Path
 import local_runs
 import pytest
 import torch
+from optimizer_cases import odd_chunk
 
 from spillway.api import parse_job
 from spillway.job import JobFile
@@ -119,6 +120,7 @@ MODELS = {
         "microBatchSize: 4": "microBatchSize: 2",
     },
     "bfloat16 moments": {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: bfloat16'},
+    "int8 moments": {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: int8'},
 }
 PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {
     "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),
@@ -145,7 +147,7 @@ def plan_of(job: JobFile, shares: tuple[float, ...], overlap: Overlap, answers: 
                 streamed_share=streamed,
                 resident_share=resident,
                 nvme_share=sum(nvme),
-                chunk_parameters=1009,
+                chunk_parameters=odd_chunk(job.spec.training.optimizer.moment_type),
                 overlap=overlap,
                 speculative_parameters=SPECULATIVE if overlap == "Backward" else 0,
             ),

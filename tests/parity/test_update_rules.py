@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from triton_cases import OUT_TYPES, around_ties
 
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import MASTER, UpdateRule
 from spillway_trainer import native, reference
 from spillway_trainer.reference import UpdateScalars
 
 NUM_VALUES = dict.fromkeys(UpdateRule, 100_003) | {UpdateRule.ADAMW: 1_000_003}
 NUM_STEPS = 10
 OFFSETS = {"master": 1, "gradient": 7, "out": 1}
-MOMENT_TYPES = (torch.float32, torch.bfloat16)
+MOMENT_TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 MOMENT_OFFSETS = (3, 5)
 """Elements before each array in its buffer: nothing is aligned as the instruction sets would like."""
 
@@ -85,7 +85,13 @@ def at_offset(tensor: Tensor, offset: int) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    kinds = {torch.float32: torch.int32, torch.uint8: torch.uint8}
+    return tensor.view(kinds.get(tensor.dtype, torch.int16))
+
+
+def as_state(values: Tensor, kind: str, moment_type: torch.dtype) -> Tensor:
+    """A state as it is kept, of float32 values."""
+    return values if kind == MASTER else reference.narrowed(values, moment_type, kind)
 
 
 def run(
@@ -98,7 +104,7 @@ def run(
     """NUM_STEPS steps; the final states and the last step's out."""
     generator, n = torch.Generator().manual_seed(7), NUM_VALUES[rule] if moment_type == torch.float32 else 100_003
     master = at_offset(extreme_values(n, generator), OFFSETS["master"])
-    zeros = torch.zeros(n, dtype=moment_type)
+    zeros = torch.zeros(reference.kept_elements(n, moment_type), dtype=moment_type)
     moments = [at_offset(zeros, offset) for _, offset in zip(rule.moments, MOMENT_OFFSETS, strict=False)]
     out = at_offset(torch.zeros(n, dtype=out_type), OFFSETS["out"])
     for step in range(1, NUM_STEPS + 1):
@@ -135,14 +141,15 @@ def test_ten_steps_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32], ids=["grad_bf16", "grad_fp32"])
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES[1:], ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_ten_steps_with_bfloat16_moments_have_the_bits_of_the_reference(
-    isa: str, rule: UpdateRule, gradient_type: torch.dtype
+def test_ten_steps_with_narrow_moments_have_the_bits_of_the_reference(
+    isa: str, rule: UpdateRule, moment_type: torch.dtype, gradient_type: torch.dtype
 ) -> None:
     step = functools.partial(native.update, instruction_set=isa, num_threads=2)
     for out_type in (torch.bfloat16, torch.float32):
-        found = run(step, rule, gradient_type, out_type, torch.bfloat16)
-        for name, tensor in expected(rule, gradient_type, out_type, torch.bfloat16).items():
+        found = run(step, rule, gradient_type, out_type, moment_type)
+        for name, tensor in expected(rule, gradient_type, out_type, moment_type).items():
             wrong = int((bits(found[name]) != bits(tensor)).sum())
             assert wrong == 0, f"{name}: {wrong} of {len(tensor)} values differ from the reference on {isa}"
 
@@ -177,10 +184,10 @@ def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_leaves_what_it_
     """Aligned to lines (written past the cache), and not."""
     generator, offsets = torch.Generator().manual_seed(9), [(0, 0), (1, 0), (0, 3)]
     for n, (before_at, after_at), out_type in itertools.product((31, 65536 + 77), offsets, OUT_TYPES):
-        types = [torch.float32, *(moment_type for _ in rule.moments)]
-        before = [at_offset(extreme_values(n, generator).to(dtype), before_at) for dtype in types]
+        values = ((kind, extreme_values(n, generator)) for kind in rule.state_kinds)
+        before = [at_offset(as_state(value, kind, moment_type), before_at) for kind, value in values]
         kept, wanted = [state.clone() for state in before], [state.clone() for state in before]
-        after = [at_offset(torch.full((n,), 7.0, dtype=dtype), after_at) for dtype in types]
+        after = [at_offset(torch.full_like(state, 7), after_at) for state in before]
         gradient = gradients(n, generator)
         outs = [None if out_type is None else torch.zeros(n, dtype=out_type) for _ in range(2)]
         step = functools.partial(native.update, scalars(1, rule=rule), instruction_set=isa, num_threads=2)
@@ -206,7 +213,8 @@ def small_states(
 ) -> tuple[list[Tensor], Tensor]:
     """Master and moments, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    states = [torch.randn(n, generator=generator), *(torch.zeros(n, dtype=moment_type) for _ in rule.moments)]
+    elements = reference.kept_elements(n, moment_type)
+    states = [torch.randn(n, generator=generator), *(torch.zeros(elements, dtype=moment_type) for _ in rule.moments)]
     return states, torch.randn(n, generator=generator)
 
 
@@ -231,12 +239,13 @@ def test_every_length_and_alignment_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_nothing_is_written_outside_the_arrays(isa: str, rule: UpdateRule, moment_type: torch.dtype) -> None:
-    n = 1000
-    guarded = [torch.full((n + 64,), 7.0), *(torch.full((n + 64,), 7.0, dtype=moment_type) for _ in rule.moments)]
+    n, elements = 1000, reference.kept_elements(1000, moment_type)
+    guarded = [torch.full((n + 64,), 7.0)]
+    guarded += [torch.full((elements + 64,), 7, dtype=moment_type) for _ in rule.moments]
     guarded.append(torch.full((n + 64,), 7.0, dtype=torch.bfloat16))
-    p, *moments, out = (tensor[31 : 31 + n] for tensor in guarded)
+    p, *moments, out = (tensor[31:-33] for tensor in guarded)
     native.update(scalars(1, rule=rule), p, moments, torch.randn(n), out, instruction_set=isa)
-    assert all(bool((tensor[:31] == 7).all() and (tensor[31 + n :] == 7).all()) for tensor in guarded)
+    assert all(bool((tensor[:31] == 7).all() and (tensor[-33:] == 7).all()) for tensor in guarded)
 
 
 def test_a_zero_or_nan_is_its_own_sign(isa: str) -> None:

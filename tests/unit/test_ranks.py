@@ -108,7 +108,7 @@ def test_what_rank_0_says_may_be_any_text() -> None:
 
 
 def test_a_tensor_is_announced_by_name_and_shape() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         header = header_of("exp_avg.läyers.0", (3, 0, 7), dtype)
         assert read_header(header) == ("exp_avg.läyers.0", [3, 0, 7], dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, get_args
 
 import pytest
@@ -11,13 +12,13 @@ from job_documents import job
 from spillway.api import Optimizer
 from spillway.errors import UserError
 from spillway.footprint import Workload, states_bytes_per_parameter
-from spillway.hardware import resolve_node
+from spillway.hardware import NodeSpec, resolve_node
 from spillway.model_shape import model_shape
 from spillway.parameter_groups import Group
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
 from spillway.planner import make_plan
 from spillway.profiles import memory_fingerprint
-from spillway.step_time import Resource, rank_rates, update_loads
+from spillway.step_time import QUANTIZING_BYTES, Resource, rank_rates, update_loads
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 from spillway_trainer.config import hyperparameters
 from spillway_trainer.models.build import build_model
@@ -25,7 +26,7 @@ from spillway_trainer.optimizer import Hyperparameters
 from spillway_trainer.reference import rounded
 
 OPTIMIZER = "spec.training.optimizer"
-NODE = resolve_node("8xh100")
+NODE, CPU = resolve_node("8xh100"), resolve_node("cpu")
 WIDE = {UpdateRule.ADAMW, UpdateRule.ADAM}
 """two moments; the others have one"""
 
@@ -91,6 +92,7 @@ def test_a_group_that_no_trained_parameter_of_the_model_belongs_to_is_refused() 
 BYTES = {
     MomentType.FLOAT32: {True: (28, 12, 8), False: (20, 8, 4)},
     MomentType.BFLOAT16: {True: (20, 8, 4), False: (16, 6, 2)},
+    MomentType.INT8: {True: (16.0625, 6.03125, 2.03125), False: (14.03125, 5.015625, 1.015625)},
 }
 """moved by an update, states with a master and without, of a parameter; whether there are two moments"""
 
@@ -120,11 +122,14 @@ def test_predicted_states_and_seconds_are_the_rules(
     num_parameters, rates = work.shape.num_trained, rank_rates(resolve_node("8xh100"), 1, 1, compute)
     loads = update_loads(work, rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0))
     moved = rule.update_bytes(moments) + (2 if compute == "bfloat16" else 4)
+    if moments is MomentType.INT8:  # is computed with, beside
+        moved += QUANTIZING_BYTES * len(rule.moments)
     assert loads[Resource.CPU] * rates.cpu == pytest.approx(moved * num_parameters)
 
 
-def planned(name: str, moments: str = "float32") -> MemoryPlan:
-    decided = make_plan(job({OPTIMIZER: {"name": name, "moments": moments}}), NODE)
+def planned(name: str, moments: str = "float32", node: NodeSpec = NODE) -> MemoryPlan:
+    on_device = {"spec.memory.optimizer.placement": "Device"}
+    decided = make_plan(job(on_device | {OPTIMIZER: {"name": name, "moments": moments}}), node)
     assert isinstance(decided, MemoryPlan)
     return decided
 
@@ -136,8 +141,20 @@ def test_a_plan_counts_the_states_of_its_rule() -> None:
 
 
 def test_a_plan_counts_the_bytes_of_the_declared_moments() -> None:
-    held = {moments: planned("AdamW", moments.value).bytes[Tier.DEVICE].optimizer_states for moments in MomentType}
+    held = {kind: planned("AdamW", kind.value, CPU).bytes[Tier.DEVICE].optimizer_states for kind in MomentType}
     assert held[MomentType.BFLOAT16] == held[MomentType.FLOAT32] * 8 // 12
+    shape = model_shape(job().spec.model.transformer, "bfloat16")
+    short_blocks = held[MomentType.INT8] - ceil(held[MomentType.FLOAT32] * 6.03125 / 12)
+    assert short_blocks == 2 * 4 * shape.num_tensors
+
+
+def test_int8_moments_are_planned_for_cpus_and_ranks_that_share_whole_parameters() -> None:
+    with pytest.raises(UserError, match=r"moments = int8: node .*h100.* has Cuda devices"):
+        planned("AdamW", "int8")
+    ranks = {"spec.parallelism": {"devicesPerNode": 2}, f"{OPTIMIZER}.moments": "int8"}
+    decided = make_plan(job(ranks), CPU)
+    assert isinstance(decided, MemoryPlan)
+    assert decided.strategy == "Ddp"
 
 
 def test_a_budget_that_is_too_small_for_float32_moments_never_makes_them_smaller_by_itself() -> None:

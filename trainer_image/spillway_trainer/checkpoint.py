@@ -2,7 +2,7 @@
 
 The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
 alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
-moments in the type that the run keeps them in.
+moments in the type that the run keeps them in; quantized ones flat, as the bytes of reference.quantized.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from .checkpoint_directory import Epoch, Pending
 from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
-from .optimizer import MOMENT_DTYPES
+from .optimizer import MOMENT_DTYPES, Hyperparameters
 
 FILE_BYTES = 64 * MIB
 """tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
 
-_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> Checkpoint:
@@ -165,8 +165,13 @@ def restore_random_state(text: str) -> None:
 
 
 def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
-    kinds = UpdateRule(checkpoint.manifest.state.rule).state_kinds
-    wanted = {f"{kind}.{name}": tuple(shape) for kind in kinds for name, shape in shapes.items()}
+    state = checkpoint.manifest.state
+    settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
+    wanted = {
+        f"{kind}.{name}": settings.state_shape(kind, torch.Size(shape))
+        for kind in settings.rule.state_kinds
+        for name, shape in shapes.items()
+    }
     found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
     if wanted == found:
         return

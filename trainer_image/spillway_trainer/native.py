@@ -13,20 +13,20 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import CDLL, POINTER, Array, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from importlib import resources
 
 import torch
 from torch import Tensor
 
 from spillway.errors import UserError
-from spillway.update_rules import MASTER, UpdateRule
+from spillway.update_rules import MASTER, UNSIGNED_MOMENTS, UpdateRule
 
 from .io_engine import Direction, Failure, SystemCall, Transfer
-from .reference import SquareSum, UpdateScalars, float32
+from .reference import MAPS, Map, SquareSum, UpdateScalars, float32, kept_elements
 from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
@@ -34,7 +34,12 @@ RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
 """SPILLWAY_ADAMW and the others, in the header's order"""
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """SPILLWAY_FLOAT32 and the others; 0 is SPILLWAY_NONE"""
-MOMENT_TYPES = (torch.float32, torch.bfloat16)
+MOMENT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
+"""of them, and SPILLWAY_INT8, whose blocks are bytes"""
+NUM_BUCKETS = 3074
+"""SPILLWAY_NUM_BUCKETS"""
+LEAST_BUCKET = 0x33800000
+"""the bits of 2^-24: no map tells what is below from 0, but for whether it is"""
 IO_ENGINE = "SPILLWAY_IO_ENGINE"
 ENGINE_CODES = {"threads": 1, "io_uring": 2}
 """SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
@@ -75,6 +80,12 @@ class StatesStruct(Structure):
     _fields_ = [("master", c_void_p), ("moment1", c_void_p), ("moment2", c_void_p)]
 
 
+class MapStruct(Structure):
+    """spillway_map"""
+
+    _fields_ = [("values", c_void_p), ("nearest", c_void_p)]
+
+
 class SquareSumStruct(Structure):
     """spillway_square_sum"""
 
@@ -113,7 +124,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (
             *(c_int32, POINTER(UpdateScalarsStruct), POINTER(StatesStruct), POINTER(StatesStruct), c_int32),
-            *(c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
+            *(POINTER(MapStruct), c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int32, c_int32),
         ),
     ),
     "spillway_accumulate": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_int64, c_int32, c_int32)),
@@ -200,10 +211,11 @@ def update(
 ) -> None:
     """reference.update, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
     n, before, moment_type = master.numel(), (master, *moments), moments[0].dtype
-    _check(scalars.rule.moments[0], moments[0], n, *MOMENT_TYPES)
+    num_kept = kept_elements(n, moment_type)
+    _check(scalars.rule.moments[0], moments[0], num_kept, *MOMENT_TYPES)
     for states in (before,) if after is None else (before, after):
         for name, tensor in zip(scalars.rule.state_kinds, states, strict=True):
-            _check(name, tensor, n, torch.float32 if name == MASTER else moment_type)
+            _check(name, tensor, *((n, torch.float32) if name == MASTER else (num_kept, moment_type)))
     _check("gradient", gradient, n, *TYPE_CODES)
     if out is not None:
         _check("out", out, n, *TYPE_CODES)
@@ -212,7 +224,8 @@ def update(
         _scalars_struct(scalars),
         _states_struct(before),
         _states_struct(before if after is None else after),
-        TYPE_CODES[moment_type],
+        MOMENT_TYPES[moment_type],
+        _maps_struct(scalars.rule) if moment_type == torch.uint8 else None,
         gradient.data_ptr(),
         TYPE_CODES[gradient.dtype],
         None if out is None else out.data_ptr(),
@@ -420,6 +433,40 @@ def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -
 def _states_struct(states: Sequence[Tensor]) -> StatesStruct:
     master, *moments = (tensor.data_ptr() for tensor in states)
     return StatesStruct(master, moments[0], moments[-1])
+
+
+@functools.cache
+def _maps_struct(rule: UpdateRule) -> Array[MapStruct]:
+    """The maps of a rule's moments."""
+    maps = [MAPS[kind in UNSIGNED_MOMENTS] for kind in rule.moments]
+    return (MapStruct * len(maps))(*(MapStruct(*(table.data_ptr() for table in _tables(one))) for one in maps))
+
+
+@functools.cache
+def _tables(found: Map) -> tuple[Tensor, Tensor]:
+    """What spillway_map points to: numbers by code, and what finds the code of a number."""
+    every = torch.arange(256, dtype=torch.uint8)
+    return found.values[found.positions(every)], nearest_codes(found)
+
+
+def nearest_codes(found: Map) -> Tensor:
+    """`nearest` of spillway_map (int32): the code of each bucket's least number, and what the limit, from which on
+    `low` makes it the next one, lacks of 2^16."""
+    least = LEAST_BUCKET + ((torch.arange(NUM_BUCKETS, dtype=torch.int32) - 1) << 16)
+    least[0] = 0
+    largest = least + 0xFFFF
+    largest[0] = LEAST_BUCKET - 1
+    above, below = least.view(torch.float32), -largest.view(torch.float32)
+    nearest = torch.cat([found.codes(above), found.codes(below)]).int() << 16
+    for border in found.borders.tolist():
+        bits = int(torch.tensor(abs(border)).view(torch.int32))
+        bucket = max(0, (bits - LEAST_BUCKET >> 16) + 1)
+        assert bucket > 0 or border == 0.0, f"{border}: between 0 and the first bucket"
+        low = bits & 0xFFFF
+        at, limit = (bucket, low + 1) if border >= 0.0 else (bucket + NUM_BUCKETS, 0x10000 - low)
+        assert not int(nearest[at]) & 0xFFFF, f"{border}: two borders in a bucket"
+        nearest[at] += 0x10000 - limit
+    return nearest
 
 
 def _scalars_struct(scalars: UpdateScalars) -> UpdateScalarsStruct:

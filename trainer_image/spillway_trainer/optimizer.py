@@ -24,7 +24,7 @@ from spillway.plan import Tier
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from . import kernels
-from .reference import SquareSum, UpdateScalars, rounded
+from .reference import SquareSum, UpdateScalars, kept_elements, narrowed
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
@@ -46,7 +46,12 @@ class Update(Protocol):
 
 
 FLOAT32_BYTES = 4
-MOMENT_DTYPES = {MomentType.FLOAT32: torch.float32, MomentType.BFLOAT16: torch.bfloat16}
+MOMENT_DTYPES = {
+    MomentType.FLOAT32: torch.float32,
+    MomentType.BFLOAT16: torch.bfloat16,
+    MomentType.INT8: torch.uint8,
+}
+"""of the tensors that hold them; uint8: the bytes of reference.quantized, so more elements than values"""
 NO_GROUP = Group("")
 """what a parameter is treated by that is in no group"""
 
@@ -86,11 +91,11 @@ class Optimizer(Protocol):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical state, the same for every plan: "<kind>.<name>" for the kinds of the rule ("master.<name>" first),
-        copies in the parameter's shape: masters float32, moments in the type that they are kept in; aliases are absent.
-        Flushes first."""
+        copies in the parameter's shape (quantized ones flat): masters float32, moments in the type that they are kept
+        in; aliases are absent. Flushes first."""
 
     def load(self, name: str, value: Tensor) -> None:
-        """Set one entry of `state`, or a moment from float32 values, which are rounded to what it is kept in; a master
+        """Set one entry of `state`, or a moment from float32 values, which are narrowed to what it is kept in; a master
         also sets the parameter, rounded to its dtype."""
 
     def scalars(self) -> dict[str, float]: ...
@@ -118,6 +123,15 @@ class Hyperparameters:
 
     def state_dtype(self, kind: str) -> torch.dtype:
         return torch.float32 if kind == MASTER else MOMENT_DTYPES[self.moments]
+
+    def state_elements(self, kind: str, num_values: int) -> int:
+        """Elements of state_dtype that a parameter's state has, or a part of it that begins at a block."""
+        return kept_elements(num_values, self.state_dtype(kind))
+
+    def state_shape(self, kind: str, shape: torch.Size) -> tuple[int, ...]:
+        """Of a parameter's state as `Optimizer.state` gives it."""
+        quantized = self.state_dtype(kind) == torch.uint8
+        return (self.state_elements(kind, shape.numel()),) if quantized else tuple(shape)
 
 
 @dataclass(slots=True)
@@ -265,14 +279,14 @@ class ResidentOptimizer:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trainable.parameters.items():
             for kind in self._rule.state_kinds:
-                state = self._states[name].of(self._rule, kind).reshape(parameter.shape)
+                state = shaped(self._states[name].of(self._rule, kind), parameter.shape)
                 yield f"{kind}.{name}", state.to("cpu", copy=True)
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter_name = name.partition(".")
         states = self._states[parameter_name]
         held = states.of(self._rule, kind)
-        held.copy_(in_dtype(value.reshape(-1), held.dtype))
+        held.copy_(in_dtype(value.reshape(-1), held.dtype, kind))
         parameter = self._trainable.parameters[parameter_name]
         if kind == MASTER and parameter.dtype != torch.float32:
             flat(parameter).copy_(master_values(states.master, parameter.dtype))
@@ -295,18 +309,24 @@ class ResidentOptimizer:
                 self._arrived.remove(alias)
 
 
-def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(value: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
     """A state as `Optimizer.load` takes it, in the type that it is kept in."""
-    return value if value.dtype == dtype else rounded(value.float(), dtype)
+    return value if value.dtype == dtype else narrowed(value.float(), dtype, kind)
+
+
+def shaped(state: Tensor, shape: torch.Size) -> Tensor:
+    """A flat state as `Optimizer.state` gives it; quantized ones have no shape but their bytes."""
+    return state if state.dtype == torch.uint8 else state.view(shape)
 
 
 def _states_bytes(parameter: Parameter, settings: Hyperparameters) -> int:
     """With float32 compute the parameter is its own master."""
-    has_master = parameter.dtype != torch.float32
-    return parameter.numel() * settings.rule.states_bytes(has_master, settings.moments)
+    n, has_master = parameter.numel(), parameter.dtype != torch.float32
+    return FLOAT32_BYTES * n * has_master + settings.moments.bytes_of(n) * len(settings.rule.moments)
 
 
 def _new_states(parameter: Parameter, settings: Hyperparameters) -> States:
     master = flat(parameter) if parameter.dtype == torch.float32 else flat(parameter).float()
-    dtype = MOMENT_DTYPES[settings.moments]
-    return States(master, tuple(torch.zeros_like(master, dtype=dtype) for _ in settings.rule.moments))
+    n, dtypes = master.numel(), {kind: settings.state_dtype(kind) for kind in settings.rule.moments}
+    zeros = (torch.zeros(kept_elements(n, dtype), dtype=dtype, device=master.device) for dtype in dtypes.values())
+    return States(master, tuple(zeros))

@@ -18,7 +18,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from spillway.update_rules import UpdateRule
+from spillway.update_rules import BLOCK_VALUES, UNSIGNED_MOMENTS, MomentType, UpdateRule
 
 _CHUNK_ELEMENTS = 1 << 18
 """Values per pass of `update`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
@@ -87,8 +87,9 @@ def update(
     where the new master and moments go, which overlap none of those given; these then stay as they are.
 
     All tensors are flat and contiguous with n values: master float32; gradient float32, bfloat16 or float16; out
-    bfloat16 or float16 (round to nearest even), float32 (a copy) or None. Moments, all of one type, are float32 or
-    bfloat16: then they are widened first and rounded last, and the master is updated by what they are before that.
+    bfloat16 or float16 (round to nearest even), float32 (a copy) or None. Moments, all of one type, are float32,
+    bfloat16 or uint8 (`quantized`, whole blocks from the first value on): then they are widened first and narrowed
+    last, and the master is updated by what they are before that.
     """
     assert len(moments) == len(scalars.rule.moments), f"{scalars.rule} with {len(moments)} moments"
     part = _PARTS[scalars.rule]
@@ -97,13 +98,16 @@ def update(
             new.copy_(old)
         master, *moments = after
     outs = repeat(None) if out is None else torch.split(out, _CHUNK_ELEMENTS)
-    states = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (gradient, master, *moments))
-    for part_out, given, p, *of_p in zip(outs, *states, strict=False):
-        values = [widened(kept) for kept in of_p]
+    elements = kept_elements(_CHUNK_ELEMENTS, moments[0].dtype)
+    states = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (gradient, master))
+    kept_moments = (torch.split(moment, elements) for moment in moments)
+    for part_out, given, p, *of_p in zip(outs, *states, *kept_moments, strict=False):
+        kinds = scalars.rule.moments
+        values = [widened(kept, kind) for kept, kind in zip(of_p, kinds, strict=True)]
         part(scalars, given.float() * float32(scalars.gradient_scale), p, *values)
-        for kept, new in zip(of_p, values, strict=True):
+        for kept, new, kind in zip(of_p, values, kinds, strict=True):
             if kept is not new:
-                kept.copy_(rounded(new, kept.dtype))
+                kept.copy_(narrowed(new, kept.dtype, kind))
         if part_out is not None:
             part_out.copy_(rounded(p, part_out.dtype))
 
@@ -182,7 +186,7 @@ def float16(values: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values as those of a parameter or moment: float32 (themselves), bfloat16 or float16."""
+    """float32 values as those of a parameter: float32 (themselves), bfloat16 or float16."""
     if dtype == torch.float32:
         return values
     return float16(values) if dtype == torch.float16 else bfloat16(values)
@@ -192,9 +196,104 @@ def _quiet(values: Tensor) -> Tensor:
     return torch.where(torch.isnan(values), math.nan, values)
 
 
-def widened(moment: Tensor) -> Tensor:
-    """The float32 values of a moment: itself, or a copy."""
-    return moment if moment.dtype == torch.float32 else moment.float()
+# --- moments in fewer bytes
+
+
+def widened(kept: Tensor, kind: str) -> Tensor:
+    """The float32 values of the state `kind`: itself, or a copy; of a quantized one flat."""
+    if kept.dtype == torch.uint8:
+        return dequantized(kept, MAPS[kind in UNSIGNED_MOMENTS])
+    return kept if kept.dtype == torch.float32 else kept.float()
+
+
+def narrowed(values: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
+    """float32 values as the state `kind` is kept in `dtype`: float32 (themselves), bfloat16, or quantized and flat."""
+    if dtype == torch.uint8:
+        return quantized(values.reshape(-1), MAPS[kind in UNSIGNED_MOMENTS])
+    return rounded(values, dtype)
+
+
+def kept_elements(num_values: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that keep so many values of a state: in uint8 blocks have a scale each."""
+    return MomentType.INT8.bytes_of(num_values) if dtype == torch.uint8 else num_values
+
+
+@dataclass(frozen=True)
+class Map:
+    """Which number a code of 8 bits stands for, as a fraction of its block's scale, and which code a number gets."""
+
+    values: Tensor
+    """256 float32, ascending"""
+    borders: Tensor
+    """255 float32, ascending: a number beyond the n-th, and not beyond the next, is nearest to values[n + 1]"""
+    zero: int
+    """where 0 is among the values: a code is a position less this one, modulo 256, so that bytes of 0 are zeros"""
+
+    def positions(self, codes: Tensor) -> Tensor:
+        return (codes.long() + self.zero) % 256
+
+    def codes(self, numbers: Tensor) -> Tensor:
+        """Of the nearest values; in the middle of two the lesser one's."""
+        return (torch.bucketize(numbers, self.borders) - self.zero).remainder(256).to(torch.uint8)
+
+
+def dynamic_map(*, signed: bool) -> Map:
+    """Dynamic tree quantization (Dettmers, arXiv 1511.04561), the values that bitsandbytes and torchao use: 0, 1, and
+    in decade i of seven the middles of 2^i equal parts of 0.1 to 1 (twice as many without a sign), times 10^(i - 6).
+
+    Unsigned, no number above 0 becomes 0: it gets the least value instead. The root of a second moment is divided by,
+    and a 0 beside a first moment that is none would make a step of any size (arXiv 2309.01507: the zero-point problem).
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        for part in range(count):
+            value = (0.1 + 0.9 * (part + 0.5) / count) * 10.0 ** (decade - 6)
+            found += [value, -value] if signed else [value]
+    values = torch.tensor(sorted(found), dtype=torch.float32)
+    borders = ((values[:-1].double() + values[1:].double()) / 2).float()
+    if not signed:
+        borders[0] = 0.0
+    return Map(values, borders, int((values == 0).nonzero()))
+
+
+MAPS = (dynamic_map(signed=True), dynamic_map(signed=False))
+"""of first moments, and of those that have no sign"""
+
+
+def quantized(values: Tensor, by: Map) -> Tensor:
+    """n flat float32 values as uint8: blocks of BLOCK_VALUES, the last one of what is left, each its scale (float32,
+    the largest magnitude in it, 4 bytes), then a byte a value: the code of value / scale, rounded once.
+
+    A block of zeros has scale 0. One that holds an infinity or a NaN has the quiet NaN as its scale, and codes 0: all
+    of it reads as NaN.
+    """
+    n = values.numel()
+    if n == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    blocks = torch.zeros(-(-n // BLOCK_VALUES), BLOCK_VALUES)
+    blocks.view(-1)[:n] = values
+    scales = blocks.abs().amax(1, keepdim=True)
+    finite = scales.isfinite()
+    fractions = blocks / torch.where(finite & (scales > 0), scales, 1.0)
+    codes = torch.where(finite, by.codes(fractions), torch.zeros((), dtype=torch.uint8))
+    scales = torch.where(finite, scales, math.nan)
+    return torch.cat([scales.view(torch.uint8), codes], dim=1).view(-1)[: MomentType.INT8.bytes_of(n)]
+
+
+def dequantized(kept: Tensor, by: Map) -> Tensor:
+    """The float32 values that `quantized` bytes stand for: a code's number times its block's scale, rounded once."""
+    if kept.numel() == 0:
+        return torch.empty(0)
+    whole = MomentType.INT8.bytes_of(BLOCK_VALUES)
+    num_blocks = -(-kept.numel() // whole)
+    blocks = torch.zeros(num_blocks * whole, dtype=torch.uint8)
+    blocks[: kept.numel()] = kept
+    blocks = blocks.view(num_blocks, whole)
+    scales = blocks[:, :-BLOCK_VALUES].contiguous().view(torch.float32)
+    values = _quiet(by.values[by.positions(blocks[:, -BLOCK_VALUES:])] * scales)
+    num_scale_bytes = num_blocks * (whole - BLOCK_VALUES)
+    return values.view(-1)[: kept.numel() - num_scale_bytes]
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:

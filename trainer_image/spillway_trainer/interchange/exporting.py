@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spillway.errors import UserError
+from spillway.update_rules import MASTER
 
 from ..checkpoint_manifest import Checkpoint
 from ..durable_files import DurableFiles
@@ -120,13 +121,14 @@ def _check_powers(checkpoint: Checkpoint, num_updates: int, betas: tuple[float, 
 
 
 def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, value), file by file; moments widened to float32, which changes none."""
+    """(kind, name, value), file by file; moments widened to float32, which changes none, in their parameter's shape."""
     tensors = checkpoint.manifest.tensors
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as opened:
             for full_name in names:
                 kind, _, name = full_name.partition(".")
-                yield kind, name, widened(opened.get_tensor(full_name))
+                value = widened(opened.get_tensor(full_name), kind)
+                yield kind, name, value.view(tensors[f"{MASTER}.{name}"].shape)
 
 
 def _aliases(checkpoint: Checkpoint, names: Sequence[str]) -> Mapping[str, str]:

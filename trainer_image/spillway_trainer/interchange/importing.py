@@ -92,8 +92,13 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
     say(f"copying the states of {len(shapes)} parameters from {foreign.format}")
     epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
     values = _values(foreign, names, shapes)
-    tensors = ((name, in_dtype(value, settings.state_dtype(name.partition(".")[0]))) for name, value in values)
+    tensors = ((name, _kept(value, name.partition(".")[0], settings)) for name, value in values)
     return Imported(checkpoint.save(epoch, state, tensors), foreign, len(shapes))
+
+
+def _kept(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
+    """As the run keeps it: rounded or quantized where moments have fewer bytes."""
+    return in_dtype(value, settings.state_dtype(kind), kind)
 
 
 def _check_rule(job: JobFile) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..optimizer import MOMENT_DTYPES, Hyperparameters
+from ..reference import kept_elements
 from ..tiers.arena import ALIGNMENT_BYTES, padded
 
 FLOAT32_BYTES = 4
@@ -35,12 +36,15 @@ class Rows:
     @property
     def update_bytes(self) -> int:
         """What an update reads and writes of them, padding apart."""
-        return 2 * self.size * sum(dtype.itemsize for dtype in self.dtypes)
+        return 2 * sum(map(self._row_bytes, self.dtypes))
 
     def begin(self, index: int) -> int:
         """Bytes before that row."""
-        rows = (self.size * dtype.itemsize for dtype in self.dtypes[:index])
+        rows = map(self._row_bytes, self.dtypes[:index])
         return sum(-(-row // self.unit_bytes) * self.unit_bytes for row in rows)
+
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        return kept_elements(self.size, dtype) * dtype.itemsize
 
     def row(self, block: Tensor, index: int) -> Tensor:
         """All bytes of that row."""
@@ -49,7 +53,7 @@ class Rows:
     def views(self, block: Tensor) -> tuple[Tensor, ...]:
         """The values of every row."""
         return tuple(
-            self.row(block, index)[: self.size * dtype.itemsize].view(dtype) for index, dtype in enumerate(self.dtypes)
+            self.row(block, index)[: self._row_bytes(dtype)].view(dtype) for index, dtype in enumerate(self.dtypes)
         )
 
 

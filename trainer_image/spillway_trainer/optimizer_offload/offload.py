@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from spillway.errors import UserError
 from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.plan import OptimizerPlan, Tier
-from spillway.update_rules import MASTER
+from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
 from .. import kernels
-from ..optimizer import Hyperparameters, Update, UpdateCount, in_dtype
+from ..optimizer import Hyperparameters, Update, UpdateCount, in_dtype, shaped
 from ..reference import SquareSum
 from ..tiers.arena import Arena, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
@@ -29,7 +30,7 @@ from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import Trainable, check_gradient, master_values
-from .assign import Assignment, Path, Shares, assign_by_size, assign_chunks
+from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chunks
 from .gradients import Gradients, GradientWindow
 from .memory import FLOAT32_BYTES
 from .nvme_states import StateWindow
@@ -76,6 +77,7 @@ class OptimizerOffload:
         shares = Shares(plan.cpu_share, plan.streamed_share, plan.resident_share, plan.nvme_share)
         sizes = {name: p.numel() for name, p in owners.items()}
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
+        _check_blocks(chunks, plan, settings)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
         self._placed = place_chunks(chunks, owners, self._homes, self._arena, nvme, settings)
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
@@ -173,14 +175,15 @@ class OptimizerOffload:
         self.flush()
         for name, parameter in self._trainable.parameters.items():
             for kind in self._rule.state_kinds:
-                yield f"{kind}.{name}", self._gathered(name, kind).view(parameter.shape)
+                yield f"{kind}.{name}", shaped(self._gathered(name, kind), parameter.shape)
 
     def load(self, name: str, value: Tensor) -> None:
         self.flush()
         kind, _, parameter_name = name.partition(".")
-        values, ends = in_dtype(value.reshape(-1), self._settings.state_dtype(kind)).contiguous(), list[Event]()
+        dtype, ends = self._settings.state_dtype(kind), list[Event]()
+        values = in_dtype(value.reshape(-1), dtype, kind).contiguous()
         for placed in self._of[parameter_name]:
-            part = values[placed.chunk.offset : placed.chunk.end]
+            part = values[self._kept(kind, placed.chunk)]
             if placed.chunk.path is Path.NVME:
                 fill, index = partial(_fill, as_bytes(part)), self._rule.state_kinds.index(kind)
                 ends.append(self._window.store_row(placed.on_nvme, index, Lane.CPU, fill))
@@ -191,8 +194,8 @@ class OptimizerOffload:
         for event in ends:
             event.wait()
         if kind == MASTER and self._homes.of(parameter_name):
-            dtype = self._trainable.parameters[parameter_name].dtype
-            self._homes.set(parameter_name, master_values(values, dtype))
+            of_parameter = self._trainable.parameters[parameter_name].dtype
+            self._homes.set(parameter_name, master_values(values, of_parameter))
 
     def scalars(self) -> dict[str, float]:
         return self._count.as_dict()
@@ -215,10 +218,11 @@ class OptimizerOffload:
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""
-        found = torch.empty(self._trainable.parameters[name].numel(), dtype=self._settings.state_dtype(kind))
+        size = self._settings.state_elements(kind, self._trainable.parameters[name].numel())
+        found = torch.empty(size, dtype=self._settings.state_dtype(kind))
         ends = []
         for placed in self._of[name]:
-            target = found[placed.chunk.offset : placed.chunk.end]
+            target = found[self._kept(kind, placed.chunk)]
             if placed.chunk.path is Path.NVME:
                 index = self._rule.state_kinds.index(kind)
                 ends.append(self._window.fetch_row(placed.on_nvme, index, as_bytes(target)))
@@ -227,6 +231,11 @@ class OptimizerOffload:
         for event in ends:
             event.wait()
         return found
+
+    def _kept(self, kind: str, chunk: Chunk) -> slice:
+        """Where a chunk's part of a parameter's flat state lies: chunks begin at blocks."""
+        elements = partial(self._settings.state_elements, kind)
+        return slice(elements(chunk.offset), elements(chunk.end))
 
     def _new_gradients(self, ledger: DeviceLedger, num_threads: int) -> Gradients:
         accumulators = {name: [placed.accumulator for placed in parts] for name, parts in self._of.items()}
@@ -291,6 +300,15 @@ class OptimizerOffload:
             reads=[] if placed.parameter is None else [placed.weights],
             writes=[placed.held],
             label=f"initialise {placed.chunk.label}",
+        )
+
+
+def _check_blocks(chunks: Sequence[Chunk], plan: OptimizerPlan, settings: Hyperparameters) -> None:
+    """Raises UserError where a chunk would begin inside of a block, whose scale two updates would then share."""
+    if settings.moments is MomentType.INT8 and any(chunk.offset % BLOCK_VALUES for chunk in chunks):
+        raise UserError(
+            f"the plan's chunks have {plan.chunk_parameters} parameters: with training.optimizer.moments: int8 every "
+            f"{BLOCK_VALUES} values of a parameter share a scale, so a chunk has a multiple of {BLOCK_VALUES}"
         )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from spillway.update_rules import MASTER
+from spillway.errors import UserError
+from spillway.update_rules import MASTER, MomentType
 
 from ..distributed import Peers
 from ..models.chain import whole_shape
@@ -63,7 +64,13 @@ class ShardedOptimizer:
         *,
         flushes: bool = True,
     ) -> None:
-        """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it."""
+        """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it. Raises
+        UserError for moments whose blocks the pieces would cut."""
+        if settings.moments is MomentType.INT8:
+            raise UserError(
+                "training.optimizer.moments: int8: values that share a scale follow one another in a parameter, which "
+                "Zero1, Zero2, Zero3, Fsdp and adopted engines divide elsewhere; use Ddp, or moments: bfloat16"
+            )
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes
         self._parameters = parameters
@@ -144,7 +151,7 @@ class ShardedOptimizer:
         for state, value in self._own.state():
             kind, _, name = state.partition(".")
             if name in wanted:
-                found.setdefault(name, {})[kind] = widened(value.reshape(-1))
+                found.setdefault(name, {})[kind] = widened(value.reshape(-1), kind)
         return found
 
     def load_own(self, kind: str, name: str, values: Tensor) -> None:
