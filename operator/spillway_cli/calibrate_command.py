@@ -47,6 +47,7 @@ from spillway.units import format_bytes, format_count, format_seconds
 from spillway_trainer.cgroup import read_text, usable_cores
 
 from .console import Format, message_console, print_json, result_console, table
+from .local_node import IN_MEMORY, file_system
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import read_plan
@@ -56,8 +57,6 @@ from .run_log import read_run_log, step_metrics
 NOISY_SPREAD = 0.15
 """of the samples' middle half around their median: above it the machine was busy"""
 MATRIX = "matrix product "
-IN_MEMORY = ("tmpfs", "ramfs")
-"""newer kernels have O_DIRECT on them, too"""
 ERRORS = {kind.exit_code: kind for kind in (UserError, SpillVolumeFull, SpillIOError)}
 
 
@@ -273,15 +272,6 @@ def probe_notes(result: Mapping[str, Any], prices: Prices, worst_spread: float, 
     elif "O_DIRECT" not in result["backend"]:
         notes.append(f"{directory} knows no O_DIRECT: its rates are those of the page cache, not of a disk")
     return notes
-
-
-def file_system(directory: Path, mounts: str) -> str:
-    """The kind that /proc/mounts names for the nearest mount above `directory`, an absolute path."""
-    kinds = {}
-    for line in mounts.splitlines():
-        _, point, kind, *_ = line.split()
-        kinds[Path(point.encode().decode("unicode_escape"))] = kind
-    return next((kinds[path] for path in (directory, *directory.parents) if path in kinds), "")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

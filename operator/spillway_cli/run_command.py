@@ -14,12 +14,12 @@ from spillway.errors import ExitCode, SpillwayError, UserError
 from spillway.model_shape import ModelShape
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
-from spillway_trainer.cgroup import usable_cores
+from spillway_trainer.cgroup import read_text, usable_cores
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
 from .local_attempts import Attempt
-from .local_node import probe
+from .local_node import IN_MEMORY, file_system, probe
 from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from .local_run import LocalJob
 from .model_inspection import inspected_shape
@@ -104,12 +104,32 @@ def run_in(
 
 
 def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
-    """Made where they are missing. Raises UserError for one that is given twice or cannot be had."""
+    """Raises UserError for one that is missing, lies in memory, is given twice or cannot be written to."""
+    for directory in given:
+        refuse_missing(directory)
     found = tuple(create_run_directory(each, "--spill").path for each in given)
     for directory in found:
         if found.count(directory) > 1:
             raise UserError(f"--spill {directory}: is given twice; name each volume's directory once")
+        kind = file_system(directory, read_text(Path("/proc/self/mounts")))
+        if kind in IN_MEMORY:
+            raise UserError(
+                f"--spill {directory}: lies in memory ({kind}), where what is spilled would take memory that no budget "
+                "counts; name a directory on a disk"
+            )
     return found
+
+
+def refuse_missing(directory: Path) -> None:
+    """Never made: a slip would spill to another disk than the one meant."""
+    try:
+        directory.stat()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"--spill {directory}: there is no such directory; correct it, or make it on the disk to be used (mkdir -p)"
+        ) from error
+    except OSError:
+        return  # whoever writes to it first says so
 
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:

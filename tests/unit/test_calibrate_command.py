@@ -19,7 +19,8 @@ from spillway.planner import make_plan
 from spillway.units import GIB
 from spillway_cli import calibrate_command
 from spillway_cli.__main__ import run_app
-from spillway_cli.calibrate_command import file_system, outcome, probed_node, read_evidence, samples_of
+from spillway_cli.calibrate_command import outcome, probed_node, read_evidence, samples_of
+from spillway_cli.local_node import file_system
 from spillway_cli.node_profile import read_profile
 
 CORES = 2

@@ -334,8 +334,32 @@ def test_spill_directory_that_cannot_be_written_is_named(job_file: Path, capsys:
     assert f"--spill {job_file / 'spill'}: cannot write there" in capsys.readouterr().err
 
 
+def test_spill_directory_that_is_missing_is_refused_and_not_made(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slip = job_file.parent / "nvmee" / "spill"
+    assert run(job_file, "--spill", str(slip)) == ExitCode.USER_ERROR
+    assert f"--spill {slip}: there is no such directory; correct it, or make it on" in capsys.readouterr().err
+    assert not slip.parent.exists()
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
+def test_spill_directory_in_memory_is_refused(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_refused: bool
+) -> None:
+    mounts = f"/dev/a / ext4 rw 0 0\nx {job_file.parent} {kind} rw 0 0\n"
+    monkeypatch.setattr(run_command, "read_text", lambda path: mounts)
+    (job_file.parent / "spill").mkdir()
+    if not is_refused:
+        assert run_command.spill_directories([job_file.parent / "spill"])
+        return
+    with pytest.raises(UserError, match=rf"--spill .*spill: lies in memory \({kind}\), where what is spilled"):
+        run_command.spill_directories([job_file.parent / "spill"])
+
+
 def test_spill_directory_that_is_given_twice_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = job_file.parent / "fast"
+    fast.mkdir()
     assert run(job_file, "--spill", str(fast), "--spill", f"{fast}/../fast") == ExitCode.USER_ERROR
     assert f"--spill {fast}: is given twice; name each volume's directory once" in capsys.readouterr().err
 
