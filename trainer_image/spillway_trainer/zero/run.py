@@ -161,6 +161,7 @@ def engine_config(stage: int, plan: MemoryPlan, dtype: torch.dtype) -> dict[str,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
+            "memory_efficient_linear": False,  # DeepSpeed's own product rounds before it adds the bias
         }
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
