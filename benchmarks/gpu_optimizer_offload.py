@@ -493,7 +493,7 @@ def bound_seconds(num_parameters: int, plan: OptimizerPlan, rates: Mapping[str, 
     each_way = rates["both_ways"] / 2 if streamed else min(rates["h2d"], rates["d2h"])
     parts = (
         30 * by_cpu / rates["cpu_update"],
-        (2 * by_cpu + 12 * streamed) / each_way,
+        (2 * by_cpu + (12 - 4 + 17 / 8) * streamed) / each_way,  # of a streamed master 17 bits: master_halves.py
         28 * (streamed + resident) / rates["on_device"],
     )
     return num_parameters * max(parts)

@@ -10,7 +10,9 @@ Then, on the same two nodes and for models of 7 B to 20 B, sequence 2048, micro-
   ours       the planner's own plan (placement Interleaved: nothing resident), executed in virtual time by the pipeline
              that trains, on tracing lanes; backward is there as the time that it takes, gradients come out of it layer
              by layer, and the norm comes before the update, as it does with clipping
-  bound      the least of max(CPU, H2D, D2H, host memory) over all shares (step_time.least_update_seconds)
+  bound      the least of max(CPU, H2D, D2H, host memory) over all shares (step_time.least_update_seconds), of the bytes
+             that ours moves: it, too, leaves the upper halves of streamed masters on the device
+  whole      ours, with masters streamed whole and the share that is then the best: what splitting them is worth
   stride     the paper's assignment, every k-th chunk to the GPU, the best of k = 2..10, through the same pipeline with
              the same chunks, and with the CPU path of the published code: 50 bytes of host memory a parameter, not 32
   DeepSpeed  0.19.8: gradient copies that do not block, then 50 bytes a parameter by the CPU, nothing beside it
@@ -19,9 +21,9 @@ All in exposed update seconds: what the iteration takes beyond forward and backw
 where ours can be (memory.optimizer.overlap). What DeepSpeed's gradient copies
 leave exposed in backward is not counted against it, and what ours leave is counted against ours. The CPU lane runs at
 what host memory leaves it beside the copies (step_time.beside_copies). The column "our path, by stride" has the stride
-with our CPU path: how far ours is ahead of it is what the real-valued share alone is worth. The last three columns are
-ratios of whole iterations, forward and backward as modelled: what the copies that do not block gained, what the stride
-gains beside them, what ours gains.
+with our CPU path and split masters: how far ours is ahead of it is what the real-valued share alone is worth. The last
+three columns are ratios of whole iterations, forward and backward as modelled: what the copies that do not block
+gained, what the stride gains beside them, what ours gains.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from spillway.footprint import Workload
 from spillway.hardware import NodeSpec, resolve_node
 from spillway.plan import MemoryPlan, OptimizerPlan
 from spillway.planner import ask, make_plan
-from spillway.step_time import Rates, beside_copies, least_update_seconds
+from spillway.step_time import Rates, balanced_streamed_share, beside_copies, least_update_seconds
 from spillway_trainer.optimizer import Hyperparameters
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import STRIDES, Assignment, assign_by_size, stride
@@ -62,7 +64,9 @@ from spillway_trainer.tiers.tracing import TracedEvent, TracingLanes
 
 DEEPSPEED_BYTES, OUR_BYTES, STATE_BYTES, UPLOAD_BYTES = 50, 30, 12, 2
 """a parameter: host memory by DeepSpeed's CPU step (scale pass, update, cast, pageable upload), by ours; over the link
-one way when streamed; up when updated by the CPU"""
+one way when streamed whole; up when updated by the CPU"""
+SPLIT_BYTES = STATE_BYTES - 4 + 17 / 8
+"""over the link one way when streamed with the master split"""
 LIVE_PARAMETERS = 1e9
 """stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: so many are not gathered again. That
 all of forward shrinks with them is assumed; the A100's runs need something like it, 7B being a third faster a parameter
@@ -226,10 +230,18 @@ class CpuPath:
     """its upload included"""
     norm: bool
     """the CPU also reads the gradients for their norm, between backward and update"""
+    splits: bool
+    """what is streamed beside it leaves the upper halves of its masters on the device"""
+
+    @property
+    def streamed(self) -> float:
+        """Bytes of such a parameter, one way."""
+        return SPLIT_BYTES if self.splits else STATE_BYTES
 
 
-OURS = CpuPath(OUR_BYTES, OUR_BYTES + UPLOAD_BYTES, norm=True)
-PUBLISHED = CpuPath(DEEPSPEED_BYTES, DEEPSPEED_BYTES, norm=False)
+OURS = CpuPath(OUR_BYTES, OUR_BYTES + UPLOAD_BYTES, norm=True, splits=True)
+OURS_WHOLE = replace(OURS, splits=False)
+PUBLISHED = CpuPath(DEEPSPEED_BYTES, DEEPSPEED_BYTES, norm=False, splits=False)
 
 
 def virtual_update(case: Case, optimizer: OptimizerPlan, cpu_rate: float, path: CpuPath, by: Assignment) -> float:
@@ -250,7 +262,7 @@ def virtual_update(case: Case, optimizer: OptimizerPlan, cpu_rate: float, path: 
     weights, ledger = rank_weights(case), DeviceLedger(None)
     lanes = TracingLanes(HostSlab(int(20 * case.rank_parameters / SCALE)), ledger, lane_rates, run=False)
     scaled = optimizer.model_copy(update={"chunk_parameters": max(1, optimizer.chunk_parameters // SCALE)})
-    offload = OptimizerOffload(weights, {}, Hyperparameters(), scaled, lanes, ledger, by=by)
+    offload = OptimizerOffload(weights, {}, Hyperparameters(), scaled, lanes, ledger, by=by, splits=path.splits)
     begin, backward = computed_seconds(lanes), case.backward_seconds(optimizer.cpu_share)
     layer = Region(int(backward / len(weights) * lane_rates[Lane.COMPUTE]), "a layer's backward")
     for name, weight in reversed(weights):
@@ -264,7 +276,7 @@ def virtual_update(case: Case, optimizer: OptimizerPlan, cpu_rate: float, path: 
     offload.flush()
     if races := lanes.schedule().races:
         raise SystemExit(f"{case.gpu} {case.model.name}: a race in the schedule: {races[0]}")
-    in_memory = path.in_memory * optimizer.cpu_share + 2 * STATE_BYTES * optimizer.streamed_share
+    in_memory = path.in_memory * optimizer.cpu_share + 2 * path.streamed * optimizer.streamed_share
     return max(lanes.host_seconds - begin - backward, in_memory * case.rank_parameters / rates.dram)
 
 
@@ -292,15 +304,23 @@ def ours(case: Case) -> float:
     )
 
 
+def with_whole_masters(case: Case) -> float:
+    """Ours, masters streamed whole, as in float16: at the share that is then the best."""
+    work = replace(case.work, is_float16=True)
+    share = balanced_streamed_share(work, case.rates)
+    optimizer = case.optimizer.model_copy(update={"cpu_share": 1.0 - share, "streamed_share": share})
+    return virtual_update(case, optimizer, beside_copies(work, case.rates, optimizer), OURS_WHOLE, assign_by_size)
+
+
 def by_stride(case: Case, every: int, path: CpuPath) -> float:
     """Every k-th chunk streamed, the same pipeline, the same chunks."""
     rates, streamed = case.rates, 1.0 / every
     on_cpu = 1.0 - streamed
-    copied = (path.in_memory - path.by_cores) * on_cpu + 2 * STATE_BYTES * streamed
+    copied = (path.in_memory - path.by_cores) * on_cpu + 2 * path.streamed * streamed
     seconds = max(
         path.by_cores * on_cpu / rates.cpu,
         (path.by_cores * on_cpu + copied) / rates.dram,
-        (UPLOAD_BYTES * on_cpu + STATE_BYTES * streamed) / (rates.duplex * rates.h2d),
+        (UPLOAD_BYTES * on_cpu + path.streamed * streamed) / (rates.duplex * rates.h2d),
     )
     split = case.optimizer.model_copy(update={"cpu_share": on_cpu, "streamed_share": streamed})
     return virtual_update(case, split, min(rates.cpu, rates.dram - copied / seconds), path, stride(every))
@@ -334,6 +354,8 @@ class Compared:
     every: int
     """the best stride"""
     stride_on_our_path: float
+    whole: float
+    """ours, with masters streamed whole"""
     deepspeed: float
 
     def line(self) -> str:
@@ -343,16 +365,17 @@ class Compared:
         mine = iteration(case, self.ours, case.optimizer.cpu_share)
         return (
             f"{case.gpu} {case.model.name:<5} {case.optimizer.streamed_share:6.2f}{self.bound:9.3f}{self.ours:8.3f}"
-            f"{self.stride:8.3f} k={self.every:<2}{self.stride_on_our_path:8.3f}{self.deepspeed:11.3f}   |"
-            f"{self.ours / self.bound:6.3f}{self.stride / self.ours:7.2f}{self.deepspeed / self.ours:6.2f} |"
+            f"{self.stride:8.3f} k={self.every:<2}{self.stride_on_our_path:8.3f}{self.whole:8.3f}{self.deepspeed:9.3f}|"
+            f"{self.ours / self.bound:6.3f}{self.whole / self.ours:7.2f}{self.stride / self.ours:7.2f}"
+            f"{self.deepspeed / self.ours:6.2f} |"
             f"{base / flush:5.2f}{flush / interleaved:7.2f}{flush / mine:7.2f}"
         )
 
 
 HEAD = """
-*modelled*: exposed update seconds of one rank                        |  ratios of them    |  ratios of iterations
-                                               our path,              | ours/ stride/ DS/  | base/  DS/    DS/
-           g share   bound    ours    stride   by stride  DeepSpeed   | bound  ours   ours | DS     stride ours"""
+*modelled*: exposed update seconds of one rank                           | ratios of them          | of iterations
+                                               our path,  ours,   Deep   | ours/whole/stride/DS/   | base/  DS/    DS/
+           g share   bound    ours    stride   by stride  whole   Speed  | bound  ours   ours  ours| DS  stride ours"""
 
 
 def compared(case: Case, strides: Sequence[int]) -> Compared:
@@ -364,6 +387,7 @@ def compared(case: Case, strides: Sequence[int]) -> Compared:
         stride_seconds,
         every,
         best_stride(case, OURS, strides)[0],
+        with_whole_masters(case),
         deepspeed(case),
     )
 
@@ -379,6 +403,7 @@ def figures(cases: Sequence[Case], strides: Sequence[int] = STRIDES) -> dict[str
         "modelled_vs_bound_max": max(each.ours / each.bound for each in found),
         "modelled_vs_stride_min": min(each.stride / each.ours for each in found),
         "modelled_vs_stride_on_our_path_min": min(each.stride_on_our_path / each.ours for each in found),
+        "modelled_vs_whole_masters_min": min(each.whole / each.ours for each in found),
         "modelled_vs_deepspeed_min": min(each.deepspeed / each.ours for each in found),
     }
 

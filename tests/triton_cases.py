@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spillway.update_rules import UpdateRule
-from spillway_trainer import reference, triton_kernels
+from spillway_trainer import master_halves, reference, triton_kernels
 from spillway_trainer.reference import UpdateScalars
 
 SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
@@ -86,6 +86,28 @@ def check_update(
             assert torch.equal(bits(found_out), bits(out)), ("out", *how)
 
 
+def check_update_split(device: str, rule: UpdateRule, n: int, offset: int, moment_type: torch.dtype) -> None:
+    """Two steps of masters in halves against two of whole ones: moments, weights, and the masters joined."""
+    for values in (any_values, trained_values):
+        wanted = [
+            reference.quiet(values(n, 1)),
+            *(values(n, seed).to(moment_type) for seed, _ in enumerate(rule.moments)),
+        ]
+        weights = reference.bfloat16(wanted[0])
+        rest = torch.empty(master_halves.rest_bytes(n), dtype=torch.uint8)
+        master_halves.split(wanted[0], weights, rest)
+        moments = [at_offset(state, offset, device) for state in wanted[1:]]
+        found_weights, found_rest = at_offset(weights, offset, device), rest.to(device)
+        for step in range(1, 3):
+            gradient, step_scalars = values(n, 10 + step), scalars(step, rule=rule)
+            on_device = at_offset(gradient, offset, device)
+            triton_kernels.update_split(step_scalars, found_rest, moments, on_device, found_weights)
+            reference.update(step_scalars, wanted[0], wanted[1:], gradient, weights)
+        joined = master_halves.join(found_weights.cpu(), found_rest.cpu())
+        pairs = zip([joined, *moments, found_weights], [*wanted, weights], strict=True)
+        assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in pairs), (rule, n, moment_type)
+
+
 def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: int) -> None:
     """A first and two more gradients."""
     for values in (any_values, trained_values):
@@ -138,6 +160,8 @@ def check_everything(device: str) -> None:
                 continue  # types are loaded and stored by the same code for every rule
             for moment_type in MOMENT_TYPES if n in FEW_SIZES else MOMENT_TYPES[:1]:
                 check_update(device, rule, n, gradient_type, out_type, n % 2, 2, moment_type)
+        for rule, moment_type in itertools.product(rules, MOMENT_TYPES) if gradient_type == torch.float32 else ():
+            check_update_split(device, rule, n, n % 2, moment_type)
         check_accumulate(device, n, gradient_type, offset=n % 2)
         check_square_sum(device, n, gradient_type, offset=n % 2)
     assert not triton_kernels.square_sum(torch.empty(0, device=device)).any()

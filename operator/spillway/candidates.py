@@ -226,6 +226,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         rule=spec.training.optimizer.rule,
         moments=spec.training.optimizer.moment_type,
         in_place=question.node.copies_use_cores,
+        is_float16=spec.model.precision.compute == "float16",
     )
     return _shared(made)
 

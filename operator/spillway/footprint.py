@@ -17,7 +17,7 @@ from typing import Literal
 
 from spillway.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
-from spillway.update_rules import STATE_BYTES, MomentType, UpdateRule
+from spillway.update_rules import REST_BITS, STATE_BYTES, MomentType, UpdateRule
 
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
@@ -147,6 +147,13 @@ class Workload:
     moments: MomentType = MomentType.FLOAT32
     in_place: bool = False
     """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
+    is_float16: bool = False
+    """weights are in it: no half of their masters"""
+
+    @property
+    def splits_masters(self) -> bool:
+        """Of a streamed parameter's master only what its bfloat16 weight does not say crosses the link."""
+        return self.shape.trained_bytes == 2 and not self.is_float16 and not self.in_place
 
     @cached_property
     def tokens(self) -> int:
@@ -557,6 +564,12 @@ def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> float:
     return work.rule.states_bytes(has_master(work, on_cpu), work.moments)
 
 
+def streamed_bytes_per_parameter(work: Workload) -> float:
+    """States that pass through the device: of a master that is split, its lower half and a bit."""
+    whole = states_bytes_per_parameter(work, on_cpu=False)
+    return whole - STATE_BYTES + REST_BITS / 8 if work.splits_masters else whole
+
+
 def has_master(work: Workload, on_cpu: bool) -> bool:
     return on_cpu or work.shape.trained_bytes == 2
 
@@ -565,6 +578,12 @@ def state_row_bytes(work: Workload, size: int, on_cpu: bool) -> list[int]:
     """Of each state of a chunk of `size` parameters: the trainer keeps each in a row of its own."""
     moments = [work.moments.bytes_of(size) for _ in work.rule.moments]
     return [STATE_BYTES * size, *moments] if has_master(work, on_cpu) else moments
+
+
+def streamed_row_bytes(work: Workload, size: int) -> list[int]:
+    """The same of a chunk that is streamed."""
+    rows = state_row_bytes(work, size, on_cpu=False)
+    return [ceil(REST_BITS * size / 8), *rows[1:]] if work.splits_masters else rows
 
 
 def chunk_parameters(work: Workload) -> int:
@@ -592,9 +611,11 @@ def _short_blocks_bytes(work: Workload, num_chunks: int) -> int:
     return work.moments.scale_bytes * len(work.rule.moments) * num_chunks
 
 
-def states_bytes(work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool) -> int:
+def states_bytes(
+    work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool, *, streamed: bool = False
+) -> int:
     """Optimizer states of one path: whole chunks, each state of which begins on a cache line."""
-    each = states_bytes_per_parameter(work, on_cpu)
+    each = streamed_bytes_per_parameter(work) if streamed else states_bytes_per_parameter(work, on_cpu)
     if share == 0.0:
         return 0
     if not optimizer.offloads:
@@ -609,7 +630,7 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
     """Device slots that streamed states pass through."""
     if optimizer.streamed_share == 0.0:
         return 0
-    rows = state_row_bytes(work, _chunk(work, optimizer), on_cpu=False)
+    rows = streamed_row_bytes(work, _chunk(work, optimizer))
     return NUM_SLOTS * sum(padded(row, CACHE_LINE_BYTES) for row in rows)
 
 
@@ -821,7 +842,7 @@ def host_bytes(
     accumulators = accumulator_bytes(work, cpu_accumulated(work, optimizer, streaming)) + slack
     has_aliases = work.shape.num_accumulated > work.shape.num_trained
     on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
-    streamed = states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False)
+    streamed = states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False, streamed=True)
     in_host = streaming.boundaries is Answer.HOST
     return TierBytes(
         parameters=host_home_bytes(work, streaming),

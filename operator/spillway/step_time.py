@@ -14,8 +14,9 @@ the two, each of its segments its own part of the update. Loads of all technique
 summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
 
 Bounds of the update per parameter (c, g, s, n = CPU, streamed, resident, NVMe share; x = share whose parameters are
-streamed; w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW):
-    CPU (u + w)(c + n)    h2d w(c + n - x) + zg    d2h zg    host memory (u + w)(c + n) + w(c + n - x) + 2z(g + n)
+streamed; w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW; y =
+those of a streamed one, z or, with bfloat16 weights on a device apart, 1.875 less):
+    CPU (u + w)(c + n)    h2d w(c + n - x) + yg    d2h yg    host memory (u + w)(c + n) + w(c + n - x) + 2yg + 2zn
     device (u + w)(s + g)    disk zn read and zn written, one after the other: the same drives do both
     (int8 moments: CPU and device as if u were 40 bytes more for each)
 """
@@ -37,6 +38,7 @@ from spillway.footprint import (
     cpu_accumulated,
     recomputed_input_bytes,
     states_bytes_per_parameter,
+    streamed_bytes_per_parameter,
 )
 from spillway.hardware import NodeSpec
 from spillway.metrics import Phase
@@ -177,7 +179,7 @@ def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streami
     )
     up = 0.0 if work.in_place else w * max(0.0, u - work.units.trained[streaming.units])
     copied = 2 * w * optimizer.speculative_parameters if work.in_place else 0
-    streamed = g * states_bytes_per_parameter(work, on_cpu=False)
+    streamed = g * streamed_bytes_per_parameter(work)
     read = stored_states_bytes(work, optimizer)
     written = read + stored_bytes(work, streaming)
     updated = work.rule.update_bytes(work.moments) + w
@@ -394,7 +396,7 @@ def balanced_streamed_share(work: Workload, rates: Rates) -> float:
     """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
 
     Every load is a line in g: the CPU's falls, the links' rise, host memory falls on a GPU node (a streamed parameter
-    moves 24 bytes there, one updated by the CPU 32). The least maximum of lines lies where two of them cross.
+    moves 20.25 bytes there, one updated by the CPU 32). The least maximum of lines lies where two of them cross.
     (Deep Optimizer States, arXiv 2410.21316, section 4, real-valued instead of every k-th subgroup.)
     """
     share, seconds = _balanced(work, rates)

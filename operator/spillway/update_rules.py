@@ -16,6 +16,8 @@ from enum import StrEnum
 
 STATE_BYTES = 4
 """of a parameter's master or gradient: both are float32"""
+REST_BITS = 17
+"""of a float32 master, what the bfloat16 that it rounds to does not say: its lower half, and whether that carried"""
 MASTER = "master"
 """the float32 values of a parameter"""
 BLOCK_VALUES = 256

@@ -77,8 +77,9 @@ def test_an_update_rounds_every_operation_once(
 ) -> None:
     arrays = {"master": "*fp32", "moment1": TYPES[moments], "moment2": TYPES[moments]}
     arrays |= {"gradient": TYPES[gradient], "out": TYPES.get(out, "*fp32")}
+    arrays |= {"carries": "*fp32"}
     signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
-    constants = {"RULE": rule.value, "HAS_OUT": out != "none", "BLOCK": triton_kernels.BLOCK}
+    constants = {"RULE": rule.value, "HAS_OUT": out != "none", "IS_SPLIT": False, "BLOCK": triton_kernels.BLOCK}
     made = compiled(triton_kernels.update_kernel, signature, constants, architecture=architecture, aligned=aligned)
     assert forbidden_in(made["ptx"]) == []
     found = operations(made["ptx"])
@@ -88,6 +89,26 @@ def test_an_update_rounds_every_operation_once(
     assert len(made["cubin"]) > 0, "the assembler took it"
     if aligned:
         assert found["ld.global.v4.b32"] > 0, "sixteen bytes an access"
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_an_update_of_a_master_in_halves_rounds_every_operation_once(
+    rule: UpdateRule, architecture: int, moments: str, aligned: bool
+) -> None:
+    """And joins and splits it without arithmetic of its own; a rest begins on a line, its carries wherever."""
+    arrays = {"master": "*u16", "moment1": TYPES[moments], "moment2": TYPES[moments]}
+    arrays |= {"gradient": "*fp32", "out": "*u16", "carries": "*u8"}
+    signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
+    constants = {"RULE": rule.value, "HAS_OUT": True, "IS_SPLIT": True, "BLOCK": triton_kernels.BLOCK}
+    made = compiled(triton_kernels.update_kernel, signature, constants, architecture=architecture, aligned=aligned)
+    assert forbidden_in(made["ptx"]) == []
+    found = operations(made["ptx"])
+    per_thread = triton_kernels.BLOCK // (32 * triton_kernels.OPTIONS["num_warps"])
+    arithmetic = {name: found[f"{name}.rn.f32"] for name in ("mul", "add", "sub", "sqrt", "div")}
+    assert arithmetic == {name: n * per_thread for name, n in OPERATIONS[rule].items()}
 
 
 @pytest.mark.parametrize("first", [True, False])

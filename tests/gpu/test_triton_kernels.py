@@ -31,6 +31,16 @@ def test_ten_steps_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("moment_type", MOMENT_TYPES)
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_masters_in_halves_have_the_bits_of_whole_ones(
+    device: str, rule: UpdateRule, moment_type: torch.dtype, offset: int
+) -> None:
+    for n in (*SIZES, 1_000_003):
+        triton_cases.check_update_split(device, rule, n, offset, moment_type)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("gradient_type", GRADIENT_TYPES)
 def test_accumulated_gradients_have_the_bits_of_the_reference(
     device: str, gradient_type: torch.dtype, offset: int

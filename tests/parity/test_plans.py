@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import local_runs
 import pytest
@@ -18,6 +19,7 @@ from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job
 from spillway_trainer.activation_spill import Chooser, Chosen
 from spillway_trainer.assemble import assemble, fill
+from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.recorder import Recorder
 from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
 from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
@@ -185,6 +187,32 @@ def test_the_plan_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assembly_module, "CpuLanes", LANES[lanes])
+    job = job_of(text, tmp_path, MODELS[model])
+    assert outcome(job, plan_of(job, *PLANS[plan]), corpus).differences(plain[model]) == []
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("plan", ["host, all streamed", "recomputed, a third each", "mixed"])
+@pytest.mark.parametrize("model", ["tied, dropout, bfloat16", "Lion, groups", "bfloat16 moments"])
+def test_on_a_device_apart_too(
+    model: str,
+    plan: str,
+    lanes: str,
+    plain: dict[str, Outcome],
+    text: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose memory is not the host's: values go up, and streamed masters leave a half of them there."""
+
+    def apart(*arguments: Any, **how: Any) -> OptimizerOffload:
+        made = OptimizerOffload(*arguments, **(how | {"in_place": False}))
+        assert any(placed.is_split for placed in made._placed)
+        return made
+
+    monkeypatch.setattr(assembly_module, "CpuLanes", LANES[lanes])
+    monkeypatch.setattr(assembly_module, "OptimizerOffload", apart)
     job = job_of(text, tmp_path, MODELS[model])
     assert outcome(job, plan_of(job, *PLANS[plan]), corpus).differences(plain[model]) == []
 

@@ -65,6 +65,17 @@ def test_an_update_with_one_other_bit_is_found(which: int, monkeypatch: pytest.M
         check()
 
 
+def test_a_wrong_half_of_a_master_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_split(*arguments: Any) -> None:
+        right(*arguments)
+        arguments[2][0] ^= 1
+
+    right = kernels.update_split
+    monkeypatch.setattr(kernels, "update_split", update_split)
+    with pytest.raises(DeviceFault, match="of masters in halves: 1 of 20003 values of master"):
+        check()
+
+
 def test_a_wrong_sum_of_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def accumulate(accumulator: torch.Tensor, gradient: torch.Tensor, first: bool) -> None:
         reference.accumulate(accumulator, gradient, first)

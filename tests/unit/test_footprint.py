@@ -84,12 +84,15 @@ def test_a_path_may_hold_one_chunk_beyond_its_share() -> None:
 
 
 def test_streamed_states_pass_through_two_slots_of_the_device() -> None:
-    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1000})) == 2 * 3 * 4032
+    chunk = STREAMED.model_copy(update={"chunk_parameters": 1000})
+    assert slot_bytes(work(), chunk) == 2 * (2176 + 2 * 4032)  # 2125 bytes of the master
+    assert slot_bytes(work(is_float16=True), chunk) == slot_bytes(work(in_place=True), chunk) == 2 * 3 * 4032
+    assert slot_bytes(work("float32"), chunk) == 2 * 2 * 4032
     assert slot_bytes(work(), ON_CPU) == 0
 
 
 def test_chunks_are_never_larger_than_the_largest_parameter() -> None:
-    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1 << 30})) == 2 * 12 * 4096 * 256
+    assert slot_bytes(work(), STREAMED.model_copy(update={"chunk_parameters": 1 << 30})) == 2 * 10.125 * 4096 * 256
 
 
 def test_gradients_and_parameters_pass_through_four_staging_buffers_each() -> None:

@@ -30,17 +30,18 @@ RANK_PARAMETERS = 5 * 10**9
 """one of four ranks of a 20 B model"""
 LINK, CPU_DRAM, HBM, DISK = 50 * GB, 120 * GB, 2500 * GB, 12 * GB
 """bytes per second: a PCIe 5 link per direction, what the cores of a rank stream, device memory, drives each way"""
-CPU_BYTES, UPLOAD_BYTES, STATE_BYTES = 30, 2, 12
-"""per parameter: float32 gradient, states in and out, bf16 out; bf16 up; master and moments one way"""
+CPU_BYTES, UPLOAD_BYTES, STATE_BYTES, STREAMED_BYTES = 30, 2, 12, 10.125
+"""per parameter: float32 gradient, states in and out, bf16 out; bf16 up; master and moments one way, and of
+what is streamed 17 bits of the master"""
 
-BEST = (CPU_BYTES / CPU_DRAM - UPLOAD_BYTES / LINK) / (CPU_BYTES / CPU_DRAM + (STATE_BYTES - UPLOAD_BYTES) / LINK)
+BEST = (CPU_BYTES / CPU_DRAM - UPLOAD_BYTES / LINK) / (CPU_BYTES / CPU_DRAM + (STREAMED_BYTES - UPLOAD_BYTES) / LINK)
 """the streamed share g* at which the CPU and H2D finish together, without residency"""
 
 
 def bound_seconds(cpu: float, streamed: float, resident: float, nvme: float = 0.0) -> float:
     """docs/optimizer-offload.md, Time: the busiest of the cores, H2D, the device's own memory, and the drives."""
     cores = (cpu + nvme) * CPU_BYTES / CPU_DRAM
-    h2d = (UPLOAD_BYTES * (cpu + nvme) + STATE_BYTES * streamed) / LINK
+    h2d = (UPLOAD_BYTES * (cpu + nvme) + STREAMED_BYTES * streamed) / LINK
     device = 28 * (streamed + resident) / HBM
     return RANK_PARAMETERS * max(cores, h2d, device, STATE_BYTES * nvme / DISK)
 
@@ -53,7 +54,7 @@ def bound_seconds(cpu: float, streamed: float, resident: float, nvme: float = 0.
         (0, 0, 1),
         (0.5, 0.5, 0),
         (1 - BEST, BEST, 0),
-        (0.41, 0.34, 0.25),
+        (0.38, 0.37, 0.25),
         (0, 0, 0, 1),
         (0.7, 0, 0, 0.3),
         (0.8, 0, 0, 0.2),

@@ -67,9 +67,12 @@ def test_the_cpu_update_is_bound_by_its_bytes() -> None:
     assert update_seconds(WORK, RATES, ON_CPU) == pytest.approx(30 * P / 120e9)
 
 
-def test_a_streamed_update_is_bound_by_twelve_bytes_each_way() -> None:
+def test_a_streamed_update_is_bound_by_ten_bytes_and_a_bit_each_way() -> None:
+    """Two moments and 17 bits of the master; all of it where the weight is no half of it."""
     streamed = OptimizerPlan(streamed_share=1.0, resident_share=0.0)
-    assert update_seconds(WORK, RATES, streamed) == pytest.approx(12 * P / 50e9)
+    assert update_seconds(WORK, RATES, streamed) == pytest.approx(10.125 * P / 50e9)
+    for whole in (replace(WORK, is_float16=True), replace(WORK, in_place=True)):
+        assert update_seconds(whole, RATES, streamed) == pytest.approx(12 * P / 50e9)
 
 
 OVERLAPPED = ON_CPU.model_copy(update={"overlap": "Forward"})
@@ -159,7 +162,7 @@ def test_nothing_goes_up_where_the_update_writes_the_parameter_itself_but_a_copy
 
 
 def test_more_is_streamed_where_host_memory_is_the_bound() -> None:
-    """A streamed parameter moves 24 bytes of host memory, one updated by the CPU 32."""
+    """A streamed parameter moves 20 bytes of host memory, one updated by the CPU 32."""
     bound = replace(RATES, dram=120e9)
     share = balanced_streamed_share(WORK, bound)
     loads = update_loads(WORK, bound, OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0))
@@ -181,11 +184,11 @@ def test_the_balanced_split_beats_both_ends() -> None:
 
 
 def test_the_cpu_gets_what_copies_leave_of_host_memory() -> None:
-    """Where host memory is the bound, what it moves in the update's time less the copies' 24 and 2 bytes."""
+    """Where host memory is the bound, what it moves in the update's time less the copies' 20.25 and 2 bytes."""
     bound = replace(RATES, dram=120e9)
     share = balanced_streamed_share(WORK, bound)
     split = OptimizerPlan(cpu_share=1 - share, streamed_share=share, resident_share=0.0)
-    copied = (24 * share + 2 * (1 - share)) * P / update_seconds(WORK, bound, split)
+    copied = (20.25 * share + 2 * (1 - share)) * P / update_seconds(WORK, bound, split)
     assert beside_copies(WORK, bound, split) == pytest.approx(120e9 - copied)
     assert beside_copies(WORK, bound, split) < 40e9
 

@@ -18,6 +18,7 @@ from spillway.plan import Tier
 from spillway.update_rules import UpdateRule
 
 from . import kernels, reference
+from .master_halves import join, rest_bytes, split
 from .reference import UpdateScalars
 from .tiers.extents import round_up
 from .tiers.lanes import Event, Lane, Lanes
@@ -34,6 +35,8 @@ def check(lanes: Lanes, device: torch.device) -> None:
     check_lanes(lanes)
     for rule, dtype in itertools.product(UpdateRule, (torch.float32, torch.bfloat16, torch.float16)):
         check_update(device, rule, dtype)
+    for rule in UpdateRule:
+        check_update_split(device, rule)
     check_accumulate(device)
     check_square_sum(device)
 
@@ -84,18 +87,37 @@ def _compare(wrong: list[int], number: int, found: Tensor, wanted: Tensor) -> No
         wrong.append(number)
 
 
+def step_scalars(rule: UpdateRule, step: int) -> UpdateScalars:
+    powers = {"beta1_power": 0.9**step, "beta2_power": 0.95**step} if rule.corrects_bias else {}
+    return UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, gradient_scale=0.37, momentum=0.8, rule=rule, **powers)
+
+
 def check_update(device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> None:
     """Two steps of one rule; gradient and parameter in `dtype`."""
     wanted = [values(seed) for seed, _ in enumerate(rule.state_kinds)]
     found, out = [state.to(device, copy=True) for state in wanted], torch.zeros(NUM_VALUES, dtype=dtype)
     found_out = out.to(device, copy=True)
     for step in (1, 2):
-        powers = {"beta1_power": 0.9**step, "beta2_power": 0.95**step} if rule.corrects_bias else {}
-        scalars = UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, gradient_scale=0.37, momentum=0.8, rule=rule, **powers)
-        gradient = values(10 + step).to(dtype)
+        scalars, gradient = step_scalars(rule, step), values(10 + step).to(dtype)
         kernels.update(scalars, found[0], found[1:], gradient.to(device), found_out)
         reference.update(scalars, wanted[0], wanted[1:], gradient, out)
     same([*found, found_out], [*wanted, out], [*rule.state_kinds, "parameter"], f"an update by {rule} in {dtype}")
+
+
+def check_update_split(device: torch.device, rule: UpdateRule) -> None:
+    """Two steps of one rule by masters in halves."""
+    wanted = [values(seed) for seed, _ in enumerate(rule.state_kinds)]
+    weights, rest = reference.bfloat16(wanted[0]), torch.empty(rest_bytes(NUM_VALUES), dtype=torch.uint8)
+    split(wanted[0], weights, rest)
+    found = [tensor.to(device, copy=True) for tensor in (weights, rest, *wanted[1:])]
+    for step in (1, 2):
+        gradient = values(10 + step)
+        kernels.update_split(
+            kernels.update, step_scalars(rule, step), found[1], found[2:], gradient.to(device), found[0]
+        )
+        reference.update(step_scalars(rule, step), wanted[0], wanted[1:], gradient, weights)
+    joined = join(found[0].cpu(), found[1].cpu())
+    same([joined, *found[2:]], wanted, rule.state_kinds, f"an update by {rule} of masters in halves")
 
 
 def check_accumulate(device: torch.device) -> None:

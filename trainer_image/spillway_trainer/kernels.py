@@ -3,13 +3,13 @@ reference; on a CUDA device Triton's, on the current stream, which return before
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native, reference, reference_cipher
+from . import master_halves, native, reference, reference_cipher
 from .reference import SquareSum, UpdateScalars
 from .spill_file import SpillFile
 from .tiers import cuda
@@ -27,6 +27,7 @@ __all__ = [
     "new_cipher",
     "square_sum",
     "update",
+    "update_split",
 ]
 
 BegunSum = SquareSum | Tensor
@@ -58,6 +59,22 @@ def update(
         native.update(scalars, master, moments, gradient, out, after=after, num_threads=num_threads)
     else:
         reference.update(scalars, master, moments, gradient, out, after=after)
+
+
+def update_split(
+    arithmetic: Callable[..., None],
+    scalars: UpdateScalars,
+    rest: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    weights: Tensor,
+) -> None:
+    """One update of masters that are split into bfloat16 `weights` and their `rest` (master_halves.py), which become
+    those of the new ones: on a CPU by `arithmetic`, an `update`; on a device in one pass."""
+    if cuda.is_cuda(rest):
+        triton_kernels().update_split(scalars, rest, moments, gradient, weights)
+    else:
+        master_halves.update(arithmetic, scalars, rest, moments, gradient, weights)
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_threads: int = 1) -> None:

@@ -24,7 +24,7 @@ from spillway.plan import Tier
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from . import kernels
-from .reference import SquareSum, UpdateScalars, kept_elements, narrowed
+from .reference import SquareSum, UpdateScalars, kept_elements, narrowed, quiet
 from .tiers.device_ledger import DeviceLedger
 from .trainable import Trainable, check_gradient, flat, master_values
 
@@ -96,7 +96,7 @@ class Optimizer(Protocol):
 
     def load(self, name: str, value: Tensor) -> None:
         """Set one entry of `state`, or a moment from float32 values, which are narrowed to what it is kept in; a master
-        also sets the parameter, rounded to its dtype."""
+        also sets the parameter, rounded to its dtype, and its NaNs are the declared one."""
 
     def scalars(self) -> dict[str, float]: ...
 
@@ -191,6 +191,7 @@ class States:
     """One parameter's or chunk's states, flat; `master` is float32, or the memory of a parameter that is its own."""
 
     master: Tensor
+    """where its parameter has the upper half: the rest of it, uint8 (master_halves.py)"""
     moments: tuple[Tensor, ...]
     """in the order of the rule, in the type that they are kept in"""
 
@@ -214,7 +215,7 @@ class ResidentOptimizer:
         """`gradient_dtype`: that in which gradients come; none = that of their parameter."""
         self._trainable = Trainable.of(parameters, tied)
         self._gradient_dtype = gradient_dtype
-        self._count, self._rule = UpdateCount(settings), settings.rule
+        self._count, self._rule, self._settings = UpdateCount(settings), settings.rule, settings
         self._update = update
         self._states_bytes = sum(_states_bytes(p, settings) for p in self._trainable.parameters.values())
         ledger.charge("optimizer_states", self._states_bytes)
@@ -286,7 +287,7 @@ class ResidentOptimizer:
         kind, _, parameter_name = name.partition(".")
         states = self._states[parameter_name]
         held = states.of(self._rule, kind)
-        held.copy_(in_dtype(value.reshape(-1), held.dtype, kind))
+        held.copy_(as_loaded(value, kind, self._settings))
         parameter = self._trainable.parameters[parameter_name]
         if kind == MASTER and parameter.dtype != torch.float32:
             flat(parameter).copy_(master_values(states.master, parameter.dtype))
@@ -307,6 +308,12 @@ class ResidentOptimizer:
                 kernels.accumulate(self._accumulators[owner], self._accumulators[alias], owner not in self._arrived)
                 self._arrived.add(owner)
                 self._arrived.remove(alias)
+
+
+def as_loaded(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
+    """A state that `Optimizer.load` is given, flat, as it is kept: a master's NaNs are the declared one."""
+    values = in_dtype(value.reshape(-1), settings.state_dtype(kind), kind)
+    return quiet(values) if kind == MASTER and bool(values.isnan().any()) else values
 
 
 def in_dtype(value: Tensor, dtype: torch.dtype, kind: str) -> Tensor:

@@ -127,14 +127,14 @@ def _adam(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
 def _adam_step(s: UpdateScalars, g: Tensor, before: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
     m_kept = m * float32(s.beta1)
     m_new = g * s.one_minus_beta1
-    m.copy_(_quiet(m_kept + m_new))
+    m.copy_(quiet(m_kept + m_new))
     v_kept = v * float32(s.beta2)
     v_new = (g * g) * s.one_minus_beta2
-    v.copy_(_quiet(v_kept + v_new))
+    v.copy_(quiet(v_kept + v_new))
     root = torch.sqrt(v.double()).float() / s.sqrt_bias_correction2
     denominator = root + float32(s.eps)
     step = (m / denominator) * s.step_size
-    p.copy_(_quiet(before - step))
+    p.copy_(quiet(before - step))
 
 
 def _sgd_momentum(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
@@ -142,9 +142,9 @@ def _sgd_momentum(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
     decay = p * float32(s.weight_decay)
     new = g + decay
     m_kept = m * float32(s.momentum)
-    m.copy_(_quiet(m_kept + new))
+    m.copy_(quiet(m_kept + new))
     step = m * s.step_size
-    p.copy_(_quiet(p - step))
+    p.copy_(quiet(p - step))
 
 
 def _lion(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
@@ -155,8 +155,8 @@ def _lion(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
     step = _sign(m_kept + m_new) * s.step_size
     m_kept = m * float32(s.beta2)
     m_new = g * s.one_minus_beta2
-    m.copy_(_quiet(m_kept + m_new))
-    p.copy_(_quiet(decayed - step))
+    m.copy_(quiet(m_kept + m_new))
+    p.copy_(quiet(decayed - step))
 
 
 _PARTS: dict[UpdateRule, Callable[..., None]] = {
@@ -174,7 +174,7 @@ def _sign(values: Tensor) -> Tensor:
 
 def bfloat16(values: Tensor) -> Tensor:
     """float32 -> bfloat16 by integer round-to-nearest-even: keeps denormals, makes every NaN the quiet NaN 0x7FC0."""
-    bits = _quiet(values).view(torch.int32)
+    bits = quiet(values).view(torch.int32)
     rounded = bits + (((bits >> 16) & 1) + 0x7FFF)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -182,7 +182,7 @@ def bfloat16(values: Tensor) -> Tensor:
 def float16(values: Tensor) -> Tensor:
     """float32 -> float16, to nearest even: keeps denormals, makes every NaN the quiet NaN 0x7E00, and an infinity of
     what rounds beyond 65504."""
-    return _quiet(values).to(torch.float16)
+    return quiet(values).to(torch.float16)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,7 +192,8 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return float16(values) if dtype == torch.float16 else bfloat16(values)
 
 
-def _quiet(values: Tensor) -> Tensor:
+def quiet(values: Tensor) -> Tensor:
+    """The same with every NaN the declared one."""
     return torch.where(torch.isnan(values), math.nan, values)
 
 
@@ -291,7 +292,7 @@ def dequantized(kept: Tensor, by: Map) -> Tensor:
     blocks[: kept.numel()] = kept
     blocks = blocks.view(num_blocks, whole)
     scales = blocks[:, :-BLOCK_VALUES].contiguous().view(torch.float32)
-    values = _quiet(by.values[by.positions(blocks[:, -BLOCK_VALUES:])] * scales)
+    values = quiet(by.values[by.positions(blocks[:, -BLOCK_VALUES:])] * scales)
     num_scale_bytes = num_blocks * (whole - BLOCK_VALUES)
     return values.view(-1)[: kept.numel() - num_scale_bytes]
 
@@ -300,9 +301,9 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
     """accumulator (float32) = float(gradient) if `first`, else accumulator + float(gradient), rounded once. A NaN of
     float16 becomes the quiet one: its conversion leaves payloads open."""
     if first:
-        accumulator.copy_(_quiet(gradient.float()) if gradient.dtype == torch.float16 else gradient)
+        accumulator.copy_(quiet(gradient.float()) if gradient.dtype == torch.float16 else gradient)
     else:
-        accumulator.copy_(_quiet(accumulator + gradient.float()))
+        accumulator.copy_(quiet(accumulator + gradient.float()))
 
 
 def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spillway.update_rules import MASTER
 
+from .master_halves import halves, rest_bytes
 from .reference import NUM_WORDS, UpdateScalars, float32
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -61,6 +62,28 @@ def _store(pointer, at, value, mask):
 
 
 @triton.jit
+def _join(weights, lower, carries, at, mask):
+    """Masters of their bfloat16 weights and what these do not say: master_halves.join."""
+    weight = tl.load(weights + at, mask=mask, other=0).to(tl.uint32)
+    octet = tl.load(carries + (at >> 3), mask=mask, other=0).to(tl.uint32)
+    carry = (octet >> (at & 7).to(tl.uint32)) & 1
+    low = tl.load(lower + at, mask=mask, other=0).to(tl.uint32)
+    return (((weight - carry) << 16) | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(lower, carries, at, value, mask, n, BLOCK: tl.constexpr):
+    """What the bfloat16 weight of a quiet value does not say, eight carries a byte: master_halves.split."""
+    bits = value.to(tl.uint32, bitcast=True)
+    tl.store(lower + at, (bits & 0xFFFF).to(tl.uint16), mask=mask)
+    carry = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) - (bits >> 16)
+    carry = tl.where(mask, carry, 0) << (at & 7).to(tl.uint32)
+    octets = tl.sum(tl.reshape(carry, (BLOCK // 8, 8)), axis=1).to(tl.uint8)
+    at_octet = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    tl.store(carries + at_octet, octets, mask=at_octet * 8 < n)
+
+
+@triton.jit
 def _sign(value):
     """1 above 0, -1 below; a zero or a NaN is its own sign."""
     return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value))
@@ -73,6 +96,7 @@ def update_kernel(  # noqa: PLR0913, PLR0917
     moment2,
     gradient,
     out,
+    carries,
     n,
     gradient_scale,
     decay,
@@ -87,13 +111,15 @@ def update_kernel(  # noqa: PLR0913, PLR0917
     step_size,
     RULE: tl.constexpr,
     HAS_OUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One update in place: csrc/include/spillway.h, spillway_rule, line by line."""
+    """One update in place: csrc/include/spillway.h, spillway_rule, line by line. If IS_SPLIT, `master` is the lower
+    halves of masters whose weights are in `out`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     g = gradient_scale * _load(gradient, at, mask)
-    p = _load(master, at, mask)
+    p = _join(out, master, carries, at, mask) if IS_SPLIT else _load(master, at, mask)
     m = _load(moment1, at, mask)
     if RULE == "SgdMomentum":
         g = g + weight_decay * p
@@ -114,7 +140,10 @@ def update_kernel(  # noqa: PLR0913, PLR0917
         p = _quiet(p - step_size * tl.div_rn(m, denominator))
         _store(moment2, at, v, mask)
     _store(moment1, at, m, mask)
-    _store(master, at, p, mask)
+    if IS_SPLIT:
+        _split(master, carries, at, p, mask, n, BLOCK)
+    else:
+        _store(master, at, p, mask)
     if HAS_OUT:
         _store(out, at, p, mask)
 
@@ -178,13 +207,38 @@ def update(
     scalars: UpdateScalars, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, out: Tensor | None
 ) -> None:
     """reference.update on the device of `master`, on its current stream; returns before it is done."""
-    n, moment_type = master.numel(), moments[0].dtype
-    _check(scalars.rule.moments[0], moments[0], n, master.device, torch.float32, torch.bfloat16)
-    for name, tensor in zip(scalars.rule.state_kinds, (master, *moments), strict=True):
-        _check(name, tensor, n, master.device, torch.float32 if name == MASTER else moment_type)
-    _check("gradient", gradient, n, master.device, *TYPES)
+    n = master.numel()
+    _check(MASTER, master, n, master.device, torch.float32)
     if out is not None:
         _check("out", out, n, master.device, *TYPES)
+    _launch(scalars, master, moments, gradient, out, None)
+
+
+def update_split(
+    scalars: UpdateScalars, rest: Tensor, moments: Sequence[Tensor], gradient: Tensor, weights: Tensor
+) -> None:
+    """master_halves.update on the device of `weights`, on its current stream; returns before it is done."""
+    n = weights.numel()
+    _check("weights", weights, n, weights.device, torch.bfloat16)
+    _check("rest", rest, rest_bytes(n), weights.device, torch.uint8)
+    lower, carries = halves(rest, n)
+    _launch(scalars, lower.view(torch.uint16), moments, gradient, weights, carries)
+
+
+def _launch(
+    scalars: UpdateScalars,
+    master: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    out: Tensor | None,
+    carries: Tensor | None,
+) -> None:
+    """`carries`: of masters whose lower halves `master` is; none = they are whole."""
+    n, moment_type = master.numel(), moments[0].dtype
+    _check(scalars.rule.moments[0], moments[0], n, master.device, torch.float32, torch.bfloat16)
+    for name, tensor in zip(scalars.rule.moments, moments, strict=True):
+        _check(name, tensor, n, master.device, moment_type)
+    _check("gradient", gradient, n, master.device, *TYPES)
     if n == 0:
         return
     update_kernel[(triton.cdiv(n, BLOCK),)](
@@ -193,6 +247,7 @@ def update(
         _words(moments[-1]),
         _words(gradient),
         master if out is None else _words(out),
+        master if carries is None else carries,
         n,
         float32(scalars.gradient_scale),
         scalars.decay,
@@ -207,6 +262,7 @@ def update(
         scalars.step_size,
         RULE=scalars.rule.value,
         HAS_OUT=out is not None,
+        IS_SPLIT=carries is not None,
         BLOCK=BLOCK,
         **OPTIONS,
     )

@@ -1,7 +1,8 @@
 """State blocks: one chunk's states back to back, [master |] moments, each in a row of whole cache lines (NVMe: pages).
 
 So one copy moves them all. With float32 compute a chunk that the device updates has no master in its block: the
-parameter itself is the master and never leaves the device.
+parameter itself is the master and never leaves the device. With bfloat16 compute a streamed chunk has of its master
+what the weight on the device does not say (master_halves.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..master_halves import rest_bytes
 from ..optimizer import MOMENT_DTYPES, Hyperparameters
 from ..reference import kept_elements
 from ..tiers.arena import ALIGNMENT_BYTES, padded
@@ -22,12 +24,14 @@ FLOAT32_BYTES = 4
 class Rows:
     """Where the states of one chunk lie in their block (uint8)."""
 
-    size: int
-    """values of each state"""
+    row_bytes: tuple[int, ...]
+    """of each state, padding apart"""
     dtypes: tuple[torch.dtype, ...]
-    """one a row: the master's, where the block has one, then those of the moments"""
+    """one a row: the master's, where the block has one (uint8: the rest of it), then those of the moments"""
     unit_bytes: int = ALIGNMENT_BYTES
     """every row is a multiple of it"""
+    is_split: bool = False
+    """the first row is the rest of a master, not a whole one"""
 
     @property
     def nbytes(self) -> int:
@@ -36,15 +40,11 @@ class Rows:
     @property
     def update_bytes(self) -> int:
         """What an update reads and writes of them, padding apart."""
-        return 2 * sum(map(self._row_bytes, self.dtypes))
+        return 2 * sum(self.row_bytes)
 
     def begin(self, index: int) -> int:
         """Bytes before that row."""
-        rows = map(self._row_bytes, self.dtypes[:index])
-        return sum(-(-row // self.unit_bytes) * self.unit_bytes for row in rows)
-
-    def _row_bytes(self, dtype: torch.dtype) -> int:
-        return kept_elements(self.size, dtype) * dtype.itemsize
+        return sum(-(-row // self.unit_bytes) * self.unit_bytes for row in self.row_bytes[:index])
 
     def row(self, block: Tensor, index: int) -> Tensor:
         """All bytes of that row."""
@@ -53,14 +53,25 @@ class Rows:
     def views(self, block: Tensor) -> tuple[Tensor, ...]:
         """The values of every row."""
         return tuple(
-            self.row(block, index)[: self._row_bytes(dtype)].view(dtype) for index, dtype in enumerate(self.dtypes)
+            self.row(block, index)[:nbytes].view(dtype)
+            for index, (nbytes, dtype) in enumerate(zip(self.row_bytes, self.dtypes, strict=True))
         )
 
 
-def rows_of(size: int, settings: Hyperparameters, *, has_master: bool, unit_bytes: int = ALIGNMENT_BYTES) -> Rows:
+def rows_of(
+    size: int,
+    settings: Hyperparameters,
+    *,
+    has_master: bool,
+    is_split: bool = False,
+    unit_bytes: int = ALIGNMENT_BYTES,
+) -> Rows:
     """Of a chunk of `size` parameters."""
-    moments = [MOMENT_DTYPES[settings.moments] for _ in settings.rule.moments]
-    return Rows(size, (*([torch.float32] if has_master else []), *moments), unit_bytes)
+    moment = MOMENT_DTYPES[settings.moments]
+    rows = [(kept_elements(size, moment) * moment.itemsize, moment) for _ in settings.rule.moments]
+    if has_master:
+        rows.insert(0, (rest_bytes(size), torch.uint8) if is_split else (FLOAT32_BYTES * size, torch.float32))
+    return Rows(tuple(nbytes for nbytes, _ in rows), tuple(dtype for _, dtype in rows), unit_bytes, is_split)
 
 
 def accumulator_bytes(size: int) -> int:

@@ -22,7 +22,7 @@ from spillway.plan import OptimizerPlan, Tier
 from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
 from .. import kernels
-from ..optimizer import Hyperparameters, Update, UpdateCount, in_dtype, shaped
+from ..optimizer import Hyperparameters, Update, UpdateCount, as_loaded, shaped
 from ..reference import SquareSum
 from ..tiers.arena import Arena, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
@@ -62,11 +62,14 @@ class OptimizerOffload:
         by: Assignment = assign_by_size,
         gradient_dtype: torch.dtype | None = None,
         in_place: bool = False,
+        splits: bool = True,
         loads_masters: bool = False,
     ) -> None:
         """`gradient_dtype`: that in which gradients come; none = that of their parameter. `in_place`: the device's
-        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up. `loads_masters`: all
-        masters are loaded before the first step, so that none is written to NVMe from a parameter first."""
+        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up. `splits`: of a
+        streamed bfloat16 chunk's master only what the weight does not say crosses the link; where there is no link, it
+        stays whole. `loads_masters`: all masters are loaded before the first step, so that none is written to NVMe from
+        a parameter first."""
         self._gradient_dtype, self._in_place = gradient_dtype, in_place
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
@@ -79,7 +82,9 @@ class OptimizerOffload:
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         _check_blocks(chunks, plan, settings)
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
-        self._placed = place_chunks(chunks, owners, self._homes, self._arena, nvme, settings)
+        self._placed = place_chunks(
+            chunks, owners, self._homes, self._arena, nvme, settings, splits=splits and not in_place
+        )
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
@@ -180,15 +185,14 @@ class OptimizerOffload:
     def load(self, name: str, value: Tensor) -> None:
         self.flush()
         kind, _, parameter_name = name.partition(".")
-        dtype, ends = self._settings.state_dtype(kind), list[Event]()
-        values = in_dtype(value.reshape(-1), dtype, kind).contiguous()
+        values, ends = as_loaded(value, kind, self._settings).contiguous(), list[Event]()
         for placed in self._of[parameter_name]:
             part = values[self._kept(kind, placed.chunk)]
             if placed.chunk.path is Path.NVME:
                 fill, index = partial(_fill, as_bytes(part)), self._rule.state_kinds.index(kind)
                 ends.append(self._window.store_row(placed.on_nvme, index, Lane.CPU, fill))
             else:
-                placed.states(placed.held.tensor).of(self._rule, kind).copy_(part)
+                placed.set_state(self._rule, kind, part)
             if kind == MASTER and placed.parameter is not None and not placed.parameter_is_master:
                 placed.parameter.copy_(master_values(part, placed.dtype))
         for event in ends:
@@ -227,7 +231,7 @@ class OptimizerOffload:
                 index = self._rule.state_kinds.index(kind)
                 ends.append(self._window.fetch_row(placed.on_nvme, index, as_bytes(target)))
             else:
-                target.copy_(placed.states(placed.held.tensor).of(self._rule, kind))
+                target.copy_(placed.state(self._rule, kind))
         for event in ends:
             event.wait()
         return found
@@ -322,7 +326,7 @@ def _widen(parameter: Tensor, row: Tensor) -> None:
 
 def _initialise(placed: Placed) -> None:
     states = placed.states(placed.held.tensor)
-    if placed.parameter is None:
+    if placed.parameter is None or placed.is_split:  # a weight, widened, is all of its master
         states.master.zero_()
     elif not placed.parameter_is_master:
         states.master.copy_(placed.parameter)

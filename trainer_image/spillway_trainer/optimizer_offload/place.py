@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spillway.plan import Tier
+from spillway.update_rules import MASTER, UpdateRule
 
+from ..master_halves import join, split
 from ..optimizer import Hyperparameters, States
 from ..tiers.arena import ALIGNMENT_BYTES, Arena, Part, as_bytes
 from ..tiers.extents import ALIGNMENT_BYTES as PAGE_BYTES
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
-from ..trainable import flat
+from ..trainable import flat, master_values
 from .assign import Chunk, Path
 from .gradients import Accumulator
 from .memory import FLOAT32_BYTES, Rows, accumulator_bytes, rows_of
@@ -122,6 +124,28 @@ class Placed:
         """With float32 compute the master of a chunk that the device updates never exists twice."""
         return self.dtype == torch.float32 and not self.chunk.path.updates_on_cpu
 
+    @property
+    def is_split(self) -> bool:
+        """The master is nowhere whole: `block` holds what the weight, the parameter on the device, does not say."""
+        return self.rows.is_split
+
+    def state(self, rule: UpdateRule, kind: str) -> Tensor:
+        """The values of one state of a chunk whose states are in memory; of a split master a copy, in host memory."""
+        held = self.held_states.of(rule, kind)
+        if kind != MASTER or not self.is_split:
+            return held
+        assert self.parameter is not None
+        return join(self.parameter.to(held.device), held)
+
+    def set_state(self, rule: UpdateRule, kind: str, values: Tensor) -> None:
+        """Take over one state of such a chunk. The rest of a master fits the weight that the master rounds to, which
+        the caller sets."""
+        held = self.held_states.of(rule, kind)
+        if kind == MASTER and self.is_split:
+            split(values, master_values(values, self.dtype), held)
+        else:
+            held.copy_(values)
+
     def states(self, block: Tensor) -> States:
         """`block` (uint8: this chunk's, or a buffer of a ring that holds its states) as states."""
         views = self.rows.views(block)
@@ -133,8 +157,8 @@ class Placed:
     @property
     def update_bytes(self) -> int:
         """What an update reads and writes: gradient, master and moments."""
-        master = 2 * self.nbytes if self.parameter_is_master else 0
-        return FLOAT32_BYTES * self.chunk.size + master + self.rows.update_bytes
+        in_parameter = 2 * self.nbytes if self.parameter_is_master else self.nbytes if self.is_split else 0
+        return FLOAT32_BYTES * self.chunk.size + in_parameter + self.rows.update_bytes
 
     @property
     def device_out(self) -> Tensor | None:
@@ -149,11 +173,14 @@ def place_chunks(
     arena: Arena,
     nvme: NvmeSlab | None,
     settings: Hyperparameters,
+    *,
+    splits: bool,
 ) -> list[Placed]:
-    """State blocks and accumulators of `chunks`, in their order."""
+    """State blocks and accumulators of `chunks`, in their order. `splits`: of the master of a streamed chunk only what
+    its weight does not say leaves the device."""
     to_come = {name: iter(homes.of(name)) for name in parameters}
     dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
-    rows = [_rows(chunk, dtype, settings) for chunk, dtype in zip(chunks, dtypes, strict=True)]
+    rows = [_rows(chunk, dtype, settings, splits) for chunk, dtype in zip(chunks, dtypes, strict=True)]
     blocks = _place_states(chunks, rows, arena, nvme)
     accumulators = place_accumulators(chunks, arena)
     placed = []
@@ -165,10 +192,14 @@ def place_chunks(
     return placed
 
 
-def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters) -> Rows:
-    has_master = chunk.path.updates_on_cpu or dtype != torch.float32
-    unit_bytes = PAGE_BYTES if chunk.path is Path.NVME else ALIGNMENT_BYTES
-    return rows_of(chunk.size, settings, has_master=has_master, unit_bytes=unit_bytes)
+def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters, splits: bool) -> Rows:
+    return rows_of(
+        chunk.size,
+        settings,
+        has_master=chunk.path.updates_on_cpu or dtype != torch.float32,
+        is_split=splits and chunk.path is Path.STREAMED and dtype == torch.bfloat16,
+        unit_bytes=PAGE_BYTES if chunk.path is Path.NVME else ALIGNMENT_BYTES,
+    )
 
 
 def _place_states(

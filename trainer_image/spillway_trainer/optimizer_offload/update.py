@@ -6,6 +6,7 @@
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
 Where the device's memory is the host's (`in_place`), the CPU's update writes the parameter and nothing is uploaded.
+The states of a streamed chunk come and go without the half of their master that the device has (master_halves.py).
 Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
 for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
 which reads and writes (docs/optimizer-offload.md, Time).
@@ -248,4 +249,7 @@ class UpdatePipeline:
         self, update: Update, scalars: UpdateScalars, states: States, placed: Placed, out: Tensor | None
     ) -> Callable[[], None]:
         gradient = placed.accumulator.values
+        if placed.is_split:
+            assert out is not None, placed.chunk.label
+            return partial(kernels.update_split, update, scalars, states.master, states.moments, gradient, out)
         return partial(update, scalars, states.master, states.moments, gradient, out)
