@@ -24,7 +24,11 @@ from spillway_cli.local_node import file_system
 from spillway_cli.node_profile import read_profile
 
 CORES = 2
-SPEC = {"spec.memory.optimizer.placement": "Host", "spec.memory.parameters.placement": "Resident"}
+SPEC = {
+    "spec.memory.optimizer.placement": "Host",
+    "spec.memory.parameters.placement": "Resident",
+    "spec.training.sequenceLength": 128,  # an update that is 3 % of a step: less is not calibrated
+}
 
 
 @pytest.fixture(autouse=True)
