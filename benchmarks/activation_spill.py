@@ -121,7 +121,7 @@ class Worker:
     def __init__(self, context: Any, shape: Shape, mode: Mode) -> None:
         self._connection, theirs = context.Pipe()
         arguments = (shape, mode, str(DIRECTORY), theirs)
-        self._process = context.Process(target=activation_modes.serve, args=arguments)
+        self._process = context.Process(target=activation_modes.serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self.built: Built = self._connection.recv()

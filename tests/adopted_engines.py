@@ -149,6 +149,10 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
     parameter = next(iter(engine.module.parameters()))
     value = torch.arange(24.0 * 37).view(37, 24)
     safe_set_full_fp32_param(parameter, value)
+
+    again.load_checkpoint(str(directory), tag="plain", load_optimizer_states=False)
+    rounded = {name: master.bfloat16().float() for name, master in in_plain.items() if name.startswith("master.")}
+    from_weights = {name: states_of(again)[name] for name in rounded}
     return {
         "losses": losses,
         "digest": {name: repr(tensor.tolist()) for name, tensor in ours.items()},
@@ -156,6 +160,7 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
         "plain engine reads it": same(in_plain, ours),
         "adopted engine reads a plain one": same(in_again, ours),
         "goes on alike": next_losses[0] == next_losses[1],
+        "loads weights alone": same(from_weights, rounded),
         "set": torch.equal(states_of(engine)["master.0.weight"], value),
     }
 
@@ -181,6 +186,10 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
             engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)
         ),
         "optimizer": problem(engine_of(2, partial(torch.optim.Adam, lr=1e-3))),
+        "settings": problem(engine_of(2, partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999)))),
+        "features": problem(
+            engine_of(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})
+        ),
         "optimizer's parameter groups": problem(engine_of(2, two_decays)),
         "zero_optimization": problem(
             engine_of(2, zero_optimization=offload, zero_force_ds_cpu_optimizer=False),

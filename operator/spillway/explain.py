@@ -57,7 +57,8 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
         yield "Auto: nothing fits these budgets"
     elif question.mode == "Advise" and advised is not None:
         yield f"Auto would take {format_seconds(advised.seconds)} a step:"
-        yield from reasons(search, advised)
+        said = {*_not_as_asked(question, chosen.candidate)}
+        yield from (reason for reason in reasons(search, advised) if reason not in said)
 
 
 def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -98,6 +99,8 @@ def _strategy_reason(search: Search, chosen: Timed) -> str:
     question, strategy = search.question, chosen.candidate.work.strategy
     if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
         return f"strategy {strategy}: the only one that scales the loss of float16"
+    if question.strategy == "Auto" and question.job.spec.training.optimizer.moments == "int8":
+        return f"strategy {strategy}: the only one that does not cut blocks of int8 moments"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"

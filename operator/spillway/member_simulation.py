@@ -151,6 +151,10 @@ class _Member:
     next_visit: int = 0
     finished_seconds: float = 0.0
 
+    def is_elsewhere(self, device: _Device) -> bool:
+        """Parts have each device's copy: nothing has to move."""
+        return self.work.num_parts == 1 and self.device not in (None, device.index)
+
     @property
     def chain_seconds(self) -> float:
         steps = self.work.num_steps - self.step
@@ -238,8 +242,8 @@ class _Simulation:
                 member.waits_seconds,
                 self._is_free(member, device),
                 member.readiness(),
-                member.device not in (None, device.index),
-                self._switch_seconds(member) if member.device not in (None, device.index) else 0.0,
+                member.is_elsewhere(device),
+                self._switch_seconds(member) if member.is_elsewhere(device) else 0.0,
             )
             for member in self._members
             if member.step < member.work.num_steps
@@ -272,9 +276,9 @@ class _Simulation:
         return member.last
 
     def _moves(self, member: _Member, device: _Device) -> int | None:
-        """The device that `member` leaves for this one. Parts have each device's copy: nothing moves."""
-        left, member.device = member.device, device.index
-        if left in (None, device.index) or not member.work.resident_bytes or member.work.num_parts > 1:
+        """The device that `member` leaves for this one."""
+        moves, left, member.device = member.is_elsewhere(device), member.device, device.index
+        if not moves or not member.work.resident_bytes:
             return None
         self._num_switches += 1
         return left

@@ -18,6 +18,7 @@ FACTS = (
     "plain engine reads it",
     "adopted engine reads a plain one",
     "goes on alike",
+    "loads weights alone",
     "set",
 )
 
@@ -49,6 +50,7 @@ REFUSED = (
     "zero_optimization.stage",
     "loss scale",
     "gradients",
+    "features",
 )
 
 
@@ -56,3 +58,11 @@ REFUSED = (
 def test_an_engine_outside_of_the_support_matrix_is_refused_by_field(found: Found, field: str) -> None:
     for of_rank in found["refused"]:
         assert f"\n  {field}: " in of_rank[field]
+
+
+def test_an_engine_whose_adamw_has_other_settings_is_refused_with_both(found: Found) -> None:
+    for of_rank in found["refused"]:
+        assert (
+            "betas and eps (0.9, 0.999, 1e-08) and weight_decay [0.1]; adopt was given (0.9, 0.95, 1e-08) and 0.1"
+            in (of_rank["settings"])
+        )

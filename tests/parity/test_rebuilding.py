@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,36 @@ def test_a_function_that_is_rebuilt_has_autograds_bits(
     for _ in range(2):
         assert same(gradients(loss, spilling), gradients(loss, None))
     assert runs
+
+
+COMPLEX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "conjugated parameter": lambda z, w: z * w.conj(),
+    "conjugated result": lambda z, w: (z * z).conj() * w,
+    "conjugated operand, made whole": lambda z, w: (z * w) * z.conj().resolve_conj(),
+    "negated imaginary part": lambda z, w: torch.complex((z * z).conj().imag * w.real, z.real * w.imag),
+}
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_a_lazily_conjugated_or_negated_tensor_comes_back_as_it_was(
+    name: str, lean: bool, make: Callable[..., Spilling]
+) -> None:
+    """Its storage and its strides do not tell: the bit is of the tensor alone."""
+    module = nn.Module()
+    module.w = nn.Parameter(torch.complex(start(3).detach(), start(4).detach()))
+    spilling = make(module, lean=lean, minimum_bytes=1)
+
+    def found(around: AbstractContextManager[object]) -> list[Tensor]:
+        z = torch.complex(start().detach().cos(), start().detach().sin()).requires_grad_()
+        module.w.grad = None
+        with around:
+            loss = torch.view_as_real(COMPLEX[name](z, module.w)).square().sum()
+        loss.backward()
+        return [loss.detach(), *(torch.view_as_real(grad(x).resolve_conj()) for x in (z, module.w))]
+
+    for _ in range(2):
+        assert all(torch.equal(ours, plain) for ours, plain in zip(found(spilling), found(nullcontext()), strict=True))
 
 
 def test_what_is_rebuilt_is_nowhere_between_forward_and_backward_and_counted_while_it_is_there(

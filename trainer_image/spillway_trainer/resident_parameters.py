@@ -38,12 +38,13 @@ class ResidentParameters:
         self.addresses: Collection[int] | None = self._sharing.keys()
 
     def find(self, tensor: Tensor) -> ParameterRef | None:
-        """The parameter that `tensor` views; None for any other tensor and for a view in another dtype."""
+        """The parameter that `tensor` views; None for any other tensor, for a view in another dtype, and
+        for one that is lazily conjugated or negated: a reference has no place for that bit."""
         sharing = self._sharing.get(tensor.untyped_storage().data_ptr())
         if sharing is None:
             return None
         name, value = sharing[0]
-        if value.dtype != tensor.dtype:
+        if value.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         return ParameterRef(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), _version(sharing))
 

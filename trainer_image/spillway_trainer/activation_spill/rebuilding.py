@@ -32,6 +32,16 @@ SMALL_BYTES = 64 << 10
 ALIGNED_BYTES = 64
 """what torch gives to every storage: one that has less could take another path in a kernel when it is rebuilt"""
 NOTHING = torch.empty(0)
+NEVER = -1
+"""a version that no tensor has"""
+MAX_PROVEN = 4096
+"""operators, layouts and numbers that are remembered: a number that changes in every step would fill memory"""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether storage and Layout say all of it: one that is lazily conjugated or negated has a bit more."""
+    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return strided and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
 
 
 class NotHeld(Exception):
@@ -321,7 +331,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> Packed:
         guard = torch._C._DisableTorchDispatch()  # this mode need not see what a pack does
         try:
-            if not (type(tensor) in PLAIN and tensor.layout is torch.strided) or tensor.is_inference():
+            if not is_plain(tensor):
                 return self._packer.pack(tensor)
             key: int = tensor.untyped_storage()._cdata
             witness = tensor.detach()
@@ -359,7 +369,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if type(tensor) in PLAIN and tensor.layout is torch.strided:
                 key = tensor.untyped_storage()._cdata
                 self._results.pop(key, None)
-                self._held.pop(key, None)
+                if (held := self._held.pop(key, None)) is not None:
+                    held.version = NEVER  # what was to be rebuilt from it is held, if it is not packed yet
 
     def _note(
         self, operator: Operator, which: int | None, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
@@ -367,7 +378,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         self._results.pop(key, None)
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or tensor.is_inference():
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or not is_plain(tensor):
             return
         seen = Seen(self)
         try:
@@ -395,12 +406,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         if known is None:
             again = chosen(operator(*args, **kwargs), which)
+            if len(self._proven) >= MAX_PROVEN:
+                self._proven.clear()
             known = self._proven[facts] = Layout.of(again) == Layout.of(tensor) and same_bytes(again, tensor)
         return known
 
     def operand(self, tensor: Tensor) -> tuple[Operand, list[Cost]]:
         """How backward will have `tensor`, and what that costs. Raises NotHeld."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_inference():
+        if not is_plain(tensor):
             raise NotHeld
         if tensor.nbytes <= SMALL_BYTES and tensor.is_contiguous():
             return Copied(tensor.detach().clone()), []

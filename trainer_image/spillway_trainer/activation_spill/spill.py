@@ -83,6 +83,7 @@ def build(
             raise ValueError("the plan spills activations to NVMe and there is no spill file")
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)
+    store.plans_host = Answer.HOST in plan.uses
     answers = dict(zip(segments, plan.answers or [Answer.KEEP] * len(segments), strict=True))
     moving = [name for name in segments if answers[name] in (Answer.HOST, Answer.NVME)]
     chooser = choosing(moving) if choosing is not None and plan.uses >= BOTH else None

@@ -69,6 +69,8 @@ class SpillStore:
         self.minimum_bytes = minimum_bytes
         self.transfer_bytes = transfer_bytes
         self.ahead_bytes = ahead_bytes
+        self.plans_host = False
+        """segments of their own go to host memory: what a slow device would send there would take their room"""
         self.records: dict[int, weakref.ref[Record]] = {}
         """records by the address of a storage object: their source's, or their reload's"""
         self._nvme = nvme
@@ -97,10 +99,20 @@ class SpillStore:
             assert self._nvme is not None, "build() refuses such a plan"
             transfer = self._spill(self._nvme, segment, records)
         else:
-            transfer = self._offload(segment, records)
+            transfer = self._offload_or_keep(segment, records)
         if transfer is not None:
             self._transfers.add(transfer)
         return transfer
+
+    def _offload_or_keep(self, segment: str, records: list[Record]) -> Transfer | None:
+        """To host memory; where what a failed device no longer takes has filled that, they stay."""
+        try:
+            return self._offload(segment, records)
+        except HostOutOfMemory:
+            if self._nvme is None or self._nvme.first_failure is None:
+                raise  # nothing went wrong: the plan gave too little
+            self._nvme.redirect(f"activations of {segment}", "the device")
+            return None
 
     def _offload(self, segment: str, records: list[Record]) -> Transfer:
         offloaded = copy_to_host(self.lanes, self.ledger, segment, records)
@@ -111,7 +123,7 @@ class SpillStore:
         """To NVMe; once a device has failed or is slow, to where there is room above it."""
         nbytes = sum(record.nbytes for record in records)
         # Staging of what is on NVMe already needs host memory, too: a slow disk must not cost the run its room.
-        if nvme.is_slow and nvme.takes_spills and nvme.host_has_room(3 * nbytes):
+        if nvme.is_slow and nvme.takes_spills and not self.plans_host and nvme.host_has_room(3 * nbytes):
             nvme.redirect(f"activations of {segment}", "host memory")
             return self._offload(segment, records)
         try:

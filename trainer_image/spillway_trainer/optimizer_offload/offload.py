@@ -81,9 +81,11 @@ class OptimizerOffload:
         sizes = {name: p.numel() for name, p in owners.items()}
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         _check_blocks(chunks, plan, settings)
+        # Parts of a divided model have weights that DeepSpeed, too, may write: their masters stay whole.
+        divided = gradient_dtype is not None
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
         self._placed = place_chunks(
-            chunks, owners, self._homes, self._arena, nvme, settings, splits=splits and not in_place
+            chunks, owners, self._homes, self._arena, nvme, settings, splits=splits and not in_place and not divided
         )
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
         for placed in self._placed:

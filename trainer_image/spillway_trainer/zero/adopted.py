@@ -38,7 +38,7 @@ from ..trainer import clip_factor_of
 from .layout import Layout, Piece, cut_evenly, cut_group
 from .reduced_gradients import ReducedGradients
 from .shards import MakeOptimizer, ShardedOptimizer, as_piece
-from .support import check_engine
+from .support import check_engine, check_settings
 
 Engine = Any
 """deepspeed.DeepSpeedEngine, which has no types"""
@@ -64,19 +64,21 @@ def adopt(
     settings: Hyperparameters | None = None,
 ) -> ShardedOptimizer:
     """From now on `engine` updates with the optimizer that `make` builds of this rank's pieces, and so does
-    `engine.step()`. Every rank calls it, before the first forward. `settings`: those of `make`'s optimizer; none: AdamW
-    with float32 moments.
+    `engine.step()`. Every rank calls it, before the first forward. `settings`: those of `make`'s optimizer; none: the
+    defaults, AdamW with float32 moments.
 
-    Raises UserError for an engine outside of the support matrix.
+    Raises UserError for an engine outside of the support matrix, and for one whose AdamW has other settings.
     """
     check_engine(engine)
+    settings = settings or Hyperparameters()
+    check_settings(engine, settings)
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     weights = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     found = _of_stage_3(optimizer, names, world) if weights else _of_stages_1_and_2(optimizer, names, world)
     peers = Peers(world)
     own = make([(name, as_piece(*piece)) for name, piece in found.pieces.items()])
-    sharded = ShardedOptimizer(own, found, peers, found.parameters, settings or Hyperparameters())
+    sharded = ShardedOptimizer(own, found, peers, found.parameters, settings)
 
     def take(name: str, values: Tensor) -> None:
         sharded.take(name, values.view(-1))
@@ -332,9 +334,13 @@ class Adopted:
             super().load_state_dict(*arguments, **options)  # type: ignore[misc]  # DeepSpeed's
             self.take_back()
 
-    def refresh_fp32_params(self) -> None:
+    def _restore_from_bit16_weights(self) -> None:
+        """What refresh_fp32_params does, and loading a checkpoint without its states."""
+        if any(tensor.numel() for tensor in self.own_flats()):  # inside `published` already
+            super()._restore_from_bit16_weights()  # type: ignore[misc]
+            return
         with self.published():
-            super().refresh_fp32_params()  # type: ignore[misc]
+            super()._restore_from_bit16_weights()  # type: ignore[misc]
             self.take_back()
 
     def offload_states(self, *arguments: Any, **options: Any) -> None:

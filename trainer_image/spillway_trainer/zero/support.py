@@ -13,6 +13,8 @@ import torch
 
 from spillway.errors import UserError
 
+from ..optimizer import Hyperparameters
+
 FIRST_VERSION, TOO_NEW_VERSION = (0, 19, 8), (0, 20)
 """earlier ones lack names that adopted.py stands on; no later one has been seen"""
 
@@ -50,6 +52,19 @@ def check_engine(engine: Engine) -> None:
     wrong = [f"  {rule.field}: {said}; {rule.instead}" for rule in SUPPORT if (said := rule.found(engine))]
     if wrong:
         raise UserError("this DeepSpeed engine cannot be adopted:\n" + "\n".join(wrong))
+
+
+def check_settings(engine: Engine, settings: Hyperparameters) -> None:
+    """Raises UserError where the engine's AdamW, which is read from and written to checkpoints, has other numbers."""
+    groups = engine.basic_optimizer.param_groups
+    theirs = (*groups[0]["betas"], groups[0]["eps"])
+    decays = sorted({group["weight_decay"] for group in groups} - {0.0})
+    ours = (settings.beta1, settings.beta2, settings.eps)
+    if theirs != ours or decays not in ([], [settings.weight_decay]):
+        raise UserError(
+            f"this DeepSpeed engine's AdamW has betas and eps {theirs} and weight_decay {decays}; adopt was given "
+            f"{ours} and {settings.weight_decay}: give both the same"
+        )
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
@@ -123,6 +138,7 @@ def _special(engine: Engine) -> str:
         "elastic_checkpoint": engine.zero_elastic_checkpoint(),
         "mixture of experts": engine.has_moe_layers,
         "torch_autocast": engine.torch_autocast_enabled(),
+        "bf16_master_weights_and_grads": engine._config.bfloat16_config.bf16_master_weights_and_grads,
         "compile": engine.is_compiled or engine.is_deepcompile_enabled(),
     }
     return ", ".join(name for name, used in stage3.items() if used)
@@ -134,7 +150,7 @@ SUPPORT = (
     Rule("model", _without_values, "give its parameters values before deepspeed.initialize"),
     Rule("loss scale", _loss_scale, "leave it out: an adopted engine scales no loss; use bf16"),
     Rule("gradients", _gradients, "leave it out: Spillway adds gradients up, in float32 or in adopt's wire type"),
-    Rule("optimizer", _optimizer, "give deepspeed.initialize a torch.optim.AdamW, whose settings are taken over"),
+    Rule("optimizer", _optimizer, "give deepspeed.initialize a torch.optim.AdamW with adopt's settings"),
     Rule("optimizer's parameter groups", _groups, "groups may differ in weight_decay alone: one value, or none"),
     Rule("zero_optimization", _offload, "leave it out: Spillway's plan says where states are"),
     Rule("parallelism", _parallel, "use data parallel ranks alone"),
