@@ -363,7 +363,7 @@ def test_an_update_beside_the_next_forward_is_for_fsdp_and_not_for_deepspeed() -
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("spec.training.optimizer", {"moments": "float16"}, "one of float32, bfloat16"),
+        ("spec.training.optimizer", {"moments": "float16"}, "one of float32, bfloat16, int8"),
         ("spec.parallelism", {"strategy": "Zero4"}, "one of Auto, Ddp, Fsdp, Zero1, Zero2, Zero3"),
         ("spec.training", {"steps": 10**41}, "an integer of at most 40 digits is needed"),
     ],
@@ -544,6 +544,7 @@ def test_enums_are_camel_case_but_for_names_of_others() -> None:
         "bfloat16",
         "float16",
         "float32",
+        "int8",
         "spillway.dev/v1alpha1",
         "TrainingJob",
     }
