@@ -7,6 +7,7 @@ overlap and resume change none of them is the matrix of each, which runs with ev
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, r
 from torch import Tensor
 
 from spillway.errors import UserError
-from spillway.update_rules import BLOCK_VALUES, MomentType, UpdateRule
+from spillway.update_rules import BLOCK_VALUES, UNSIGNED_MOMENTS, MomentType, UpdateRule
 from spillway_trainer import kernels, native
 from spillway_trainer.distributed import Peers
 from spillway_trainer.ranks import World
@@ -83,6 +84,21 @@ def test_what_the_library_looks_up_is_the_code_of_the_reference(kind: str) -> No
     entries = native.nearest_codes(found)[(t >> 16) + minus * native.NUM_BUCKETS].long()
     codes = (entries + ((t & 0xFFFF) ^ (minus * 0xFFFF)) >> 16) & 0xFF
     assert torch.equal(codes, found.codes(numbers).long())
+
+
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_what_an_update_is_given_keeps_the_tables_that_it_points_to(rule: UpdateRule) -> None:
+    """Of two lanes that make their first update at once, one has tables that the cache forgets."""
+    native._tables.cache_clear()
+    native._maps_struct.cache_clear()
+    given = native._maps_struct(rule)
+    maps = [MAPS[kind in UNSIGNED_MOMENTS] for kind in rule.moments]
+    tables = [weakref.ref(table) for one in maps for table in native._tables(one)]
+    native._tables.cache_clear()
+    native._maps_struct.cache_clear()
+    assert all(table() is not None for table in tables)
+    del given
+    assert all(table() is None for table in tables)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -437,9 +437,12 @@ def _states_struct(states: Sequence[Tensor]) -> StatesStruct:
 
 @functools.cache
 def _maps_struct(rule: UpdateRule) -> Array[MapStruct]:
-    """The maps of a rule's moments."""
-    maps = [MAPS[kind in UNSIGNED_MOMENTS] for kind in rule.moments]
-    return (MapStruct * len(maps))(*(MapStruct(*(table.data_ptr() for table in _tables(one))) for one in maps))
+    """The maps of a rule's moments. Two lanes may make their first update at once, and each its own of these, of which
+    the cache keeps one: so each holds the tables that it points to."""
+    tables = [_tables(MAPS[kind in UNSIGNED_MOMENTS]) for kind in rule.moments]
+    found = (MapStruct * len(tables))(*(MapStruct(*(table.data_ptr() for table in pair)) for pair in tables))
+    found.tables = tables  # type: ignore[attr-defined]
+    return found
 
 
 @functools.cache
