@@ -20,6 +20,7 @@
 #include "spill_cipher.h"
 #include "square_sum.h"
 #include "thread_pool.h"
+#include "torch_memory.h"
 
 using namespace spillway;
 
@@ -289,3 +290,24 @@ int32_t spillway_cipher_apply(const spillway_cipher* cipher, int32_t direction, 
 }
 
 void spillway_cipher_close(spillway_cipher* cipher) { delete cipher; }
+
+int32_t spillway_pool_attach(const char* library, uint64_t capacity_bytes, uint64_t least_bytes, uint64_t slack_bytes) try {
+  if (library == nullptr || capacity_bytes == 0 || least_bytes == 0) return SPILLWAY_BAD_ARGUMENT;
+  return attach_tensor_pool(library, capacity_bytes, least_bytes, slack_bytes) ? SPILLWAY_OK : SPILLWAY_NO_MEMORY;
+} catch (const std::bad_alloc&) {
+  return SPILLWAY_NO_MEMORY;
+}
+
+void spillway_pool_mark(void) {
+  if (TensorPool* pool = tensor_pool()) pool->mark();
+}
+
+uint64_t spillway_pool_held_bytes(void) {
+  TensorPool* pool = tensor_pool();
+  return pool == nullptr ? 0 : pool->held_bytes();
+}
+
+uint64_t spillway_pool_resident_bytes(void) {
+  TensorPool* pool = tensor_pool();
+  return pool == nullptr ? 0 : pool->resident_bytes();
+}

@@ -1,7 +1,8 @@
 /* Spillway's native functions: a plain C ABI, mirrored by spillway_trainer/native.py (a contract test compares the two).
  *
  * Rules of this header
- *   - No state but opaque handles and one pool of worker threads, started on first use and again after a fork.
+ *   - No state but opaque handles, one pool of worker threads, started on first use and again after a fork, and the memory
+ *     pool of large tensors, once it is attached.
  *   - Every function that can fail returns a spillway_error; spillway_strerror has one plain sentence for each.
  *   - Arrays may have any length and any alignment that their element type allows; lengths count elements.
  *   - Results do not depend on num_threads, on the instruction set, or on how a caller cuts an array.
@@ -18,7 +19,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 7
+#define SPILLWAY_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -237,6 +238,24 @@ SPILLWAY_API int32_t spillway_cipher_apply(const spillway_cipher* cipher, int32_
 
 /* Wipes the key. No call may be under way; NULL is allowed. */
 SPILLWAY_API void spillway_cipher_close(spillway_cipher* cipher);
+
+/* ---- the memory pool of large tensors ---- */
+
+/* From now on and until the process ends, the loaded library whose file name begins with `library` (torch's allocator is
+ * in libc10.so) gets its blocks of `least_bytes` or more by posix_memalign from one pool: page-aligned, in huge pages where
+ * the kernel has them, freed ones used again. At most `slack_bytes` are resident beyond what was held at the fullest
+ * moment between the last two calls of spillway_pool_mark. `capacity_bytes` of addresses are reserved; what does not fit
+ * comes from the C library as before. Again: SPILLWAY_OK, without effect. SPILLWAY_NO_MEMORY: there are no such addresses,
+ * or no such import; nothing has changed. A child process may go on. */
+SPILLWAY_API int32_t spillway_pool_attach(const char* library, uint64_t capacity_bytes, uint64_t least_bytes,
+                                          uint64_t slack_bytes);
+
+/* A step begins: what is resident beyond the fullest moment since the last call, and the slack, goes back to the system. */
+SPILLWAY_API void spillway_pool_mark(void);
+
+/* Of blocks in use, and of memory that the system has given for them; 0 where no pool is attached. */
+SPILLWAY_API uint64_t spillway_pool_held_bytes(void);
+SPILLWAY_API uint64_t spillway_pool_resident_bytes(void);
 
 #ifdef __cplusplus
 }
