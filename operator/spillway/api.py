@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.field_types import (
+    MAX_MEMBERS,
     ClaimName,
     Count,
     ExtendedResource,
@@ -23,6 +24,7 @@ from spillway.field_types import (
     Flag,
     Fraction,
     LabelMap,
+    MemberName,
     Name,
     Number,
     Positive,
@@ -36,6 +38,7 @@ from spillway.field_types import (
     refuse,
 )
 from spillway.manifest import dotted, parse, read_text, shown
+from spillway.members import problems_of
 from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 
@@ -555,9 +558,7 @@ class Spill(Fields):
 class Member(Fields):
     """One model of a sweep: the job's spec with some fields changed."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")] = Field(
-        description="Name, unique in the job."
-    )
+    name: MemberName = Field(description="Name, unique in the job.")
     overrides: StringMap = Field(
         default={}, description='Fields below spec and their values, for example training.seed: "1".'
     )
@@ -569,7 +570,9 @@ class Objective(Fields):
     metric: Literal["EvaluationLoss", "Loss"] = Field(default="EvaluationLoss", description="Figure compared.")
     direction: Literal["Minimize", "Maximize"] = Field(default="Minimize", description="Which end is better.")
     halving: Count = Field(
-        default=0, description="Steps between rounds, each of which stops the worse half of the members; 0 = never."
+        default=0,
+        description="Steps before the first round; the next ones come at twice that, four times, ... Each round stops "
+        "the worse half of the members. 0 = never.",
     )
 
 
@@ -714,7 +717,8 @@ class TrainingJobSpec(Fields):
     memory: Memory = Field(default=Memory(), description="Where bytes may live.")
     spill: Spill = Field(default=Spill(), description="The volume for NVMe spill.")
     members: tuple[Member, ...] = Field(
-        default=(), max_length=64, description="Several models in one job, sharing its devices. Default: one model.",
+        default=(), max_length=MAX_MEMBERS,
+        description="Several models in one job, sharing its devices. Default: one model.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )  # fmt: skip
     objective: Objective | None = Field(default=None, description="What makes one member better than another.")
@@ -746,6 +750,13 @@ class TrainingJobSpec(Fields):
         default=MANAGER, description="Controller that runs the job; others leave it alone."
     )
     suspend: Flag = Field(default=False, description="End the running attempt at a checkpoint, start none.")
+
+    @property
+    def compared_by(self) -> Objective:
+        """The objective; without one evaluation loss where there is any, else the loss."""
+        if self.objective is not None:
+            return self.objective
+        return Objective(metric="Loss" if self.data.evaluation is None else "EvaluationLoss")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -907,6 +918,44 @@ class ObservedBytes(Written):
     planned: Quantity = Field(description="Peak that the plan predicted, bytes.")
     max: Quantity = Field(description="Largest peak of all attempts, bytes.")
     last: Quantity = Field(description="Peak of the last attempt, bytes.")
+    recent: tuple[Quantity, ...] = Field(
+        default=(), max_length=16, description="Peaks of the last attempts, newest last; at most 16."
+    )
+    p50: Quantity | None = Field(default=None, description="Median of `recent`; an attempt counts half four later.")
+    p95: Quantity | None = Field(default=None, description="The same, 95 % of the weight: what plans are corrected by.")
+
+
+class LowerBound(Written):
+    """Memory that ran out: there was at least so much."""
+
+    planned: Quantity = Field(description="What was predicted without corrections, bytes.")
+    held: Quantity = Field(description="The limit that was reached, bytes.")
+
+
+class LowerBounds(Written):
+    """The largest in proportion of each kind; of attempts under this plan."""
+
+    device: LowerBound | None = Field(default=None, description="DeviceOutOfMemory: the device budget of a rank.")
+    host: LowerBound | None = Field(default=None, description="HostOutOfMemory: the host slab of a rank.")
+    nvme: LowerBound | None = Field(default=None, description="SpillVolumeFull: the spill file of a rank.")
+    pod: LowerBound | None = Field(default=None, description="OOMKilled: the memory limit of a pod.")
+
+
+class ObservedPod(Written):
+    """What pods under this plan took at most, by their cgroups; of runs that did all that a run does."""
+
+    workload: Annotated[str, Field(max_length=16, pattern=r"^([0-9a-f]{16})?$")] = Field(
+        default="", description="Hash of what a pod's memory depends on beside model and plan: data, image, overrides."
+    )
+    counted: Quantity = Field(description="What arithmetic gives such a pod, bytes.")
+    attempts: tuple[Annotated[str, Field(max_length=63)], ...] = Field(
+        default=(), max_length=16, description="Attempts of `recent`, as <job>-<attempt>."
+    )
+    recent: tuple[Quantity, ...] = Field(
+        default=(), max_length=16, description="Peaks of the last attempts, newest last; at most 16."
+    )
+    p95: Quantity = Field(description="95 % of the weight of `recent`; an attempt counts half four later.")
+    count: Count = Field(default=0, description="Runs that were seen.")
 
 
 class ObservedTiers(Written):
@@ -924,9 +973,14 @@ class MemoryProfileSpec(Written):
         description="Hash of model, sequence, plan and number of ranks: what the bytes depend on."
     )
     model: Annotated[Text, Field(max_length=256)] = Field(default="", description="The model, for people.")
+    model_fingerprint: Annotated[str, Field(max_length=16, pattern=r"^([0-9a-f]{16})?$")] = Field(
+        default="", description="The same hash without the plan: profiles of one model correct each other's plans."
+    )
     plan: Annotated[Text, Field(max_length=512)] = Field(default="", description="The plan, for people.")
     world_size: Annotated[Positive, Field(le=1 << 18)] = Field(default=1, description="Ranks.")
     peaks: ObservedTiers = Field(default=ObservedTiers(), description="Bytes of a rank, per tier.")
+    lower_bounds: LowerBounds = Field(default=LowerBounds(), description="What was not enough.")
+    pod: ObservedPod | None = Field(default=None, description="What pods took: what their requests are lowered by.")
     count: Count = Field(default=0, description="Attempts that were observed.")
     attempt: Annotated[str, Field(max_length=63)] = Field(
         default="", description="The last of them, as <job>-<attempt>."
@@ -985,11 +1039,9 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
     found = [
         (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
          "llama with lora is that of transformers, which has none; leave it out"),
-        (spec.members, "spec.members", "does not work yet; write one TrainingJob per model"),
-        (spec.objective, "spec.objective", "belongs to members, which do not work yet; leave it out"),
         (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
     ]  # fmt: skip
-    return _refused(found, job)
+    return [*_refused(found, job), *problems_of(job)]
 
 
 def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:

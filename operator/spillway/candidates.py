@@ -593,6 +593,13 @@ class Search:
             [group for group in self._space if group.streaming.units and group.streaming.order != order],
         )
 
+    def visited_once(self) -> Search:
+        """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
+        return Search(
+            self.question,
+            [group for group in self._space if not group.streaming.units or group.streaming.order != "InOrder"],
+        )
+
     @property
     def is_empty(self) -> bool:
         """What the question forces excludes itself."""

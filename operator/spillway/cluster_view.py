@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spillway.corrections import NO_CORRECTIONS, Corrections
 from spillway.hardware import NodeSpec
 from spillway.plan import Tier
+from spillway.pod_evidence import PodEvidence
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """Free bytes of a node now, from metrics; None = no series."""
+    """Free bytes of a node now, and how its memory fares, from metrics; None = no series."""
 
     device: int | None = None
     """of its tightest device"""
@@ -19,6 +21,8 @@ class LiveBytes:
     nvme: int | None = None
     sources: tuple[str, ...] = ()
     """the metrics that said so"""
+    memory_stalled: float | None = None
+    """share of the time in which every task that could run waited for memory (PSI "full")"""
 
     def of(self, tier: Tier) -> int | None:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
@@ -76,4 +80,12 @@ class ClusterView:
     """Prometheus, Scrape, or empty when nothing is configured"""
     reservations: tuple[Reservation, ...] = ()
     observed_peaks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """model fingerprint -> tier -> bytes (MemoryProfile); for the sentence in status.plan only, so far"""
+    """fingerprint of model and plan -> tier -> bytes (MemoryProfile); for the sentence in status.plan"""
+    model_corrections: Mapping[str, Corrections] = field(default_factory=dict)
+    """fingerprint of a model -> what its MemoryProfiles say of predictions"""
+    observed_pods: Mapping[str, PodEvidence] = field(default_factory=dict)
+    """fingerprint of model and plan -> what pods took (MemoryProfile)"""
+    trainer_image: str = ""
+    """of jobs that name none"""
+    corrections: Corrections = NO_CORRECTIONS
+    """what the attempts of the job that is placed showed"""

@@ -354,7 +354,19 @@ def unexplained(search: Search) -> Infeasible:
         missing_bytes=search.nearest_miss().missing,
         budget=question.budget,
         nearest="",
+        segment=_too_large(question),
     )
+
+
+def _too_large(question: Question) -> str:
+    """A sentence about the largest segment, where its parameters alone exceed the device's budget: then streaming does
+    not help. Else empty."""
+    largest = max(question.shape.segments, key=lambda one: one.parameter_bytes)
+    budget = question.budget[Tier.DEVICE]
+    if largest.parameter_bytes <= budget:
+        return ""
+    held = format_bytes(largest.parameter_bytes)
+    return f"segment {largest.name} alone has {held} of parameters, and the device budget is {format_bytes(budget)}"
 
 
 def lacking(outcome: Infeasible, where: str) -> str:
@@ -364,7 +376,8 @@ def lacking(outcome: Infeasible, where: str) -> str:
         for tier, amount in outcome.missing_bytes.items()
         if amount > 0
     )
-    return f"{outcome.job} does not fit {where}: {missing}; what would fit: {outcome.nearest}"
+    segment = f"; {outcome.segment}" if outcome.segment else ""
+    return f"{outcome.job} does not fit {where}: {missing}{segment}; what would fit: {outcome.nearest}"
 
 
 _FIELDS = {

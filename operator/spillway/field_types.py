@@ -116,6 +116,9 @@ Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(max_length=1024)]
+MAX_MEMBERS = 64
+MemberName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+"""of a member of a sweep: a directory's name, and a label's value"""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 ClaimName = Annotated[
     str,

@@ -1,8 +1,8 @@
 """Headroom: nodes that could all carry a pod -> which of them have most room for it, and the sentence that says why.
 
 A node's headroom is its free bytes less what is reserved there, in multiples of what the pod will take; the scarcest
-tier decides. Differences within the tolerance are noise. Figures that are old or missing widen margins or do not count,
-and never keep a job from starting.
+tier decides. Differences within the tolerance are noise. A node whose memory stalls is not preferred, however much of
+it is free. Figures that are old or missing widen margins or do not count, and never keep a job from starting.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ STALE_PATIENCE = 2.0
 TOLERANCE_OF_DEMAND = 0.1
 TOLERANCE_OF_FREE = 0.02
 """nodes whose free bytes differ by less than the larger of both are equally good: no preference is made of noise"""
+MOST_STALLED = 0.05
+"""share of the time; where every task waits for memory for longer, free bytes are those that the kernel is about to
+take from somebody"""
 MAX_PREFERENCES = 16
 BEST_WEIGHT = 100
 WEIGHT_OF_OTHERS = 50
 """at most: half of the scale outweighs what kube-scheduler's own scores say of otherwise equal nodes"""
+MOST_NAMED = 3
+"""nodes whose memory stalls, in the sentence"""
 
 _NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
 
@@ -73,6 +78,10 @@ class _Room:
     scarcest: Tier | None
     """None: no series of a tier that matters"""
     multiple: float
+    stalled: float | None
+    """share of the time in which its memory stalled; None: no series"""
+    stalls: bool
+    """for longer than counts as noise"""
     sources: tuple[str, ...]
 
 
@@ -82,7 +91,7 @@ def rank(
     """The nodes, at least one, of the class `node` by headroom for one pod of `plan`."""
     demand = _demand(plan, pod, cluster)
     rooms = [_room(view, node, demand, cluster) for view in views]
-    ranked = sorted(rooms, key=lambda room: (-room.multiple, room.node))
+    ranked = sorted(rooms, key=lambda room: (room.stalls, -room.multiple, room.node))
     best = ranked[0]
     headroom = LiveBytes(
         device=best.free.get(Tier.DEVICE) if Tier.DEVICE in demand.tiers else None,
@@ -90,9 +99,8 @@ def rank(
         nvme=best.free.get(Tier.NVME),
         sources=best.sources,
     )
-    return Ranking(
-        _preferences(ranked, demand), f"{_comparison(ranked, demand)}; {_metrics(cluster, ranked)}", headroom
-    )
+    reason = f"{_comparison(ranked, demand)}{_stalls(ranked)}; {_metrics(cluster, ranked)}"
+    return Ranking(_preferences([room for room in ranked if not room.stalls], demand), reason, headroom)
 
 
 def counts(cluster: ClusterView) -> bool:
@@ -129,8 +137,10 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
     free = {tier: found - reserved[tier] for tier, found in seen.items() if found is not None}
     multiples = {tier: free[tier] / size for tier, size in demand.tiers.items() if tier in free}
     scarcest = min(multiples, key=lambda tier: multiples[tier], default=None)
-    # A node without series counts as one where the pod just fits.
-    return _Room(view.name, free, reserved, scarcest, multiples[scarcest] if scarcest else 1.0, live.sources)
+    # A node without series counts as one where the pod just fits, and whose memory does not stall.
+    stalls = live.memory_stalled is not None and live.memory_stalled > demand.patience * MOST_STALLED
+    multiple = multiples[scarcest] if scarcest else 1.0
+    return _Room(view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls, live.sources)
 
 
 def _at_most(free: int | None, capacity: int) -> int | None:
@@ -142,6 +152,8 @@ def _at_most(free: int | None, capacity: int) -> int | None:
 
 def _preferences(ranked: Sequence[_Room], demand: _Demand) -> tuple[Preference, ...]:
     """Equal weights for equal headroom; none at all when more nodes are equally good than can be named."""
+    if not ranked:
+        return ()
     best = head = ranked[0]
     made = []
     for room in ranked:
@@ -159,7 +171,10 @@ def _weight(room: _Room, best: _Room) -> int:
 
 
 def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
-    """The scarcest tiers are equally scarce within the tolerance; a node without series equals only such nodes."""
+    """The scarcest tiers are equally scarce within the tolerance; a node without series equals only such nodes, and one
+    whose memory stalls only others whose memory does."""
+    if larger.stalls is not smaller.stalls:
+        return False
     if larger.scarcest is None or smaller.scarcest is None:
         return larger.scarcest is smaller.scarcest
     size = demand.tiers[smaller.scarcest]
@@ -175,6 +190,8 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     best = ranked[0]
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
     tier = best.scarcest if other is None else other.scarcest or best.scarcest
+    if tier is None and other is not None:  # a stall is all that is known to tell them apart
+        return f"{best.node} before {other.node}"
     if tier is None:
         only = f"{best.node} is the only node of its class"
         return only if len(ranked) == 1 else f"no preference among {len(ranked)} nodes"
@@ -184,6 +201,13 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     if len(ranked) == 1:
         return f"{best.node}: {_free(best, tier, what)} {planned}"
     return f"no preference among {len(ranked)} nodes with {_range(ranked, tier)} {what} {planned}"
+
+
+def _stalls(ranked: Sequence[_Room]) -> str:
+    """Which nodes are not preferred for it, with the first figures; empty where none stalls."""
+    found = [f"{room.node} ({room.stalled:.0%} of the time)" for room in ranked if room.stalls]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f"; memory stalls on {', '.join(found[:MOST_NAMED])}{more}, not preferred" if found else ""
 
 
 def _free(room: _Room, tier: Tier, what: str = "") -> str:
@@ -203,7 +227,7 @@ def _metrics(cluster: ClusterView, rooms: Sequence[_Room]) -> str:
     why = f" ({cluster.metrics_problem})" if cluster.metrics_problem else ""
     if age is None:
         return f"no metrics{why}" if why or cluster.metrics_source else "no metrics are configured"
-    if counts(cluster) and not any(room.free for room in rooms):
+    if counts(cluster) and not any(room.free or room.stalled is not None for room in rooms):
         return f"no metrics of {'this node' if len(rooms) == 1 else 'these nodes'}{why}"
     shown = f"metrics {format_age(age)} old"
     if not counts(cluster):

@@ -92,6 +92,19 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
         raise InvalidJob(source, [p for detail in found for p in _translate(model, detail, lines, document)]) from None
 
 
+def value_of(text: str) -> object:
+    """What a text that is given as a string stands for in a manifest: 3 is a number, "[a, b]" a list, 1e-4 a text (as
+    floats are). A text that is no YAML stands for itself."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None or any(_inspect(node, (), {})):
+            return text
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
 def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
     """Every field of another of our objects would be wrong. A kind that nobody knows is a wrong field among others."""
     given, field = document.get("kind"), model.model_fields.get("kind")

@@ -112,9 +112,7 @@ class Machine:
 
 def machine_of(node: NodeSpec) -> Machine:
     link = node.link
-    return Machine(
-        node.num_devices, link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.devices_per_root_port
-    )  # fmt: skip
+    return Machine(node.num_devices, link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.devices_per_root_port)
 
 
 class Policy(StrEnum):

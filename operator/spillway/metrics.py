@@ -121,6 +121,34 @@ RANK_UP = Metric(PREFIX + "rank_up", "gauge", "1 when the rank answered its laun
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
+# --- of a sweep's members: exported by a sweep only, so they are not in ALL -------------------------------------------
+
+MEMBER_LABEL = "member"
+MEMBER_PREFIX = PREFIX + "member_"
+MEMBER_STEP = Metric(MEMBER_PREFIX + "step", "gauge", "Optimizer steps that a member completed.", (MEMBER_LABEL,))
+MEMBER_STEPS_PLANNED = Metric(
+    MEMBER_PREFIX + "steps_planned", "gauge", "Steps of a member that no round stops.", (MEMBER_LABEL,)
+)
+MEMBER_LOSS = Metric(
+    MEMBER_PREFIX + "loss", "gauge", "Training loss of a member's last step, mean per token.", (MEMBER_LABEL,)
+)
+MEMBER_OBJECTIVE = Metric(
+    MEMBER_PREFIX + "objective", "gauge", "A member's newest value of spec.objective.metric.", (MEMBER_LABEL,)
+)
+MEMBER_STATE = Metric(
+    MEMBER_PREFIX + "state_info",
+    "gauge",
+    "State of a member: Running, Parked, Stopped, Complete or Failed.",
+    (MEMBER_LABEL, "state"),
+)
+MEMBER_BEST = Metric(
+    MEMBER_PREFIX + "best", "gauge", "1 for the best member so far, 0 for the others.", (MEMBER_LABEL,)
+)
+
+SWEEP: tuple[Metric, ...] = tuple(
+    value for name, value in list(globals().items()) if name.startswith("MEMBER_") and isinstance(value, Metric)
+)
+
 # --- the operator's own, not a trainer's: they are not in ALL ---------------------------------------------------------
 
 OPERATOR_PREFIX = PREFIX + "operator_"

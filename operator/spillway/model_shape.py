@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from spillway.api import Lora, ModelConfig, TrainingJobSpec
 from spillway.errors import UserError
+from spillway.field_types import MAX_MEMBERS
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
@@ -222,7 +223,7 @@ def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
     return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=2 * MAX_MEMBERS)
 def model_shape(
     config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
 ) -> ModelShape:

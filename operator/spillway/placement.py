@@ -17,12 +17,15 @@ from typing import Literal
 from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
 from spillway.candidates import TIE
 from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Reservation, Taint
+from spillway.corrections import NO_CORRECTIONS, Corrections
 from spillway.errors import UserError
 from spillway.explain import lacking
 from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.headroom import Preference, rank
+from spillway.ladder import smaller_micro_batches
 from spillway.plan import Infeasible, MemoryPlan, Tier
-from spillway.planner import Overrides, make_plan, run_strategy, shared_memory
+from spillway.planner import DEVICE_SHARE, Overrides, make_plan, run_strategy, shared_memory
+from spillway.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
 from spillway.pod_resources import (
     PLANNED_MARGIN,
     PodResources,
@@ -32,7 +35,7 @@ from spillway.pod_resources import (
     plannable_spill_bytes,
     pod_resources,
 )
-from spillway.profiles import evidence, measured, memory_fingerprint, profile_name
+from spillway.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
 from spillway.status import ProfileEvidence
 from spillway.units import MIB, format_bytes
 
@@ -110,11 +113,18 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     if not able:
         return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
     now = [view for view in able if view.ready and not view.unschedulable]
-    groups = _classes(job.spec, now or able)
+    corrections = _corrections(job.spec, cluster)
+    groups = _classes(job.spec, now or able, corrections, _pods_seen(job.spec, cluster))
     # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
     alone = len(groups) == 1
     outcomes = [_outcome(job, group, explained=alone) for group in groups]
     fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
+    for smaller in () if fitting else _smaller(job, corrections):
+        found = [_outcome(smaller, group, explained=alone) for group in groups]
+        fitting = [outcome for outcome in found if isinstance(outcome, _Choice)]
+        if fitting:
+            job = smaller
+            break
     if not fitting:
         return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
     best = _best(fitting, job.spec.parallelism.nodes)
@@ -129,7 +139,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
         headroom=ranking.headroom,
         pod=best.pod,
         required_labels=dict(best.group.required_labels),
-        observed=_observed(job.spec, plan, cluster),
+        observed=_observed(job.spec, plan, cluster, best.seen),
     )
 
 
@@ -212,26 +222,57 @@ class _NodeClass:
     shared_bytes: int
     """on a CPU: memory that device and host tier share; 0 on a GPU"""
     required_labels: tuple[tuple[str, str], ...]
+    corrections: Corrections = NO_CORRECTIONS
+    """of what is predicted, on every class alike"""
+    pods: SeenPods = field(default=NO_PODS_SEEN, compare=False)
+    """what pods took, on every class alike"""
     views: tuple[NodeView, ...] = ()
 
 
-def _classes(spec: TrainingJobSpec, views: Sequence[NodeView]) -> list[_NodeClass]:
+def _corrections(spec: TrainingJobSpec, cluster: ClusterView) -> Corrections:
+    """What this job showed, and what jobs of the same model did. Mode Advise counts with it and gets no larger pod;
+    mode Disabled plans nothing."""
+    if spec.memory.mode == "Disabled":
+        return NO_CORRECTIONS
+    known = cluster.model_corrections.get(model_fingerprint(spec, device_kind(spec)), NO_CORRECTIONS)
+    found = cluster.corrections.and_also(known)
+    return found if spec.memory.mode == "Auto" else replace(found, pod=1.0, after_failure=False)
+
+
+def _smaller(job: TrainingJob, corrections: Corrections) -> Iterable[TrainingJob]:
+    """With smaller micro-batches, where that is allowed."""
+    return smaller_micro_batches(job, job.spec.parallelism.world_size) if corrections.after_failure else ()
+
+
+def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
+    """Nothing for a job that ran out of memory itself: it needs what no pod has shown."""
+    if not may_be_seen(spec) or cluster.corrections != NO_CORRECTIONS:
+        return NO_PODS_SEEN
+    return SeenPods(cluster.observed_pods, spec.image or cluster.trainer_image)
+
+
+def _classes(
+    spec: TrainingJobSpec, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
+) -> list[_NodeClass]:
     groups: dict[_NodeClass, list[NodeView]] = {}
     for view in views:
-        groups.setdefault(_class_of(spec, view), []).append(view)
+        own = replace(_class_of(spec, view, corrections.pod), corrections=corrections, pods=pods)
+        groups.setdefault(own, []).append(view)
     found = [
         replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
     ]
     return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
 
 
-def _class_of(spec: TrainingJobSpec, view: NodeView) -> _NodeClass:
-    """The class of a node, still without views: equal for nodes that differ by noise only."""
+def _class_of(spec: TrainingJobSpec, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
+    """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
+    times the memory that is counted for it."""
     device = device_kind(spec)
     node = base_node(view, device, spec.resource_name)
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
+    limit = limit if pod_factor <= 1.0 else int(limit / pod_factor) - MIB
     plannable = plannable_memory_bytes(limit, spec.model, spec.parallelism.devices_per_node, device, run_strategy(spec))
     memory = rounded_down(plannable)
     spill = rounded_down(_spill_capacity(spec, view, device))
@@ -293,6 +334,8 @@ class _Choice:
     group: _NodeClass
     plan: MemoryPlan
     pod: PodResources
+    seen: PodEvidence | None = None
+    """what the pod's request follows from; None = it is what is counted"""
 
     @property
     def seconds(self) -> float:
@@ -323,23 +366,32 @@ def _planned(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
     decided = _decided(job, group, explained=explained)
     if isinstance(decided, Infeasible):
         return Unplaceable("DoesNotFit", f"does not fit node class {group.node.name}", decided)
-    plan = _within_its_pod(decided)
-    pod = pod_resources(job.spec, plan, job.spec.parallelism.devices_per_node)
+    plan, pod, seen = _for_its_pod(job.spec, decided, group)
     if not any(_pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
         return Unplaceable("NoNode", _too_large(job, group, pod))
-    return _Choice(group, plan, pod)
+    return _Choice(group, plan, pod, seen)
 
 
 def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
     """The plan of a class that has one, with what lost."""
     plan = _decided(job, group, explained=True)
     assert isinstance(plan, MemoryPlan)
-    return _within_its_pod(plan)
+    return _for_its_pod(job.spec, plan, group)[0]
 
 
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
-    overrides = _overrides(job, group, job.spec.parallelism.devices_per_node)
-    return make_plan(_on_device(job, group.node), group.node, overrides, explained=explained)
+    """Where device and host share a memory whose parts the job does not name, and none fits of which the device has
+    the larger part, one of which the host has it."""
+    ranks, own = job.spec.parallelism.devices_per_node, _on_device(job, group.node)
+    decided = make_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
+    has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
+    if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
+        return decided
+    hosts = _overrides(job, group, ranks, 1.0 - DEVICE_SHARE)
+    other = make_plan(own, group.node, hosts, explained=False)
+    if isinstance(other, Infeasible):
+        return decided
+    return make_plan(own, group.node, hosts) if explained else other
 
 
 def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:
@@ -348,10 +400,31 @@ def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})
 
 
-def _overrides(job: TrainingJob, group: _NodeClass, ranks: int) -> Overrides:
+def _overrides(job: TrainingJob, group: _NodeClass, ranks: int, device_share: float = DEVICE_SHARE) -> Overrides:
     if group.node.device_kind == "Cpu":
-        return shared_memory(job, group.shared_bytes, ranks)
-    return Overrides(strategy=run_strategy(job.spec))
+        shared = shared_memory(job, group.shared_bytes, ranks, device_share)
+        return replace(shared, corrections=group.corrections)
+    return Overrides(strategy=run_strategy(job.spec), corrections=group.corrections)
+
+
+def _for_its_pod(
+    spec: TrainingJobSpec, plan: MemoryPlan, group: _NodeClass
+) -> tuple[MemoryPlan, PodResources, PodEvidence | None]:
+    """The plan and its pod: as counted, with what pods of the model took beside that; where pods under this very plan
+    were seen, what they took, more or less than is counted."""
+    plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
+    counted = pod_resources(spec, plan, ranks)
+    seen = group.pods.of(memory_fingerprint(spec, plan), spec, plan) if group.pods.known else None
+    if seen is None:
+        more = group.corrections.unplanned_bytes(counted.memory_bytes)
+        plan = plan.model_copy(update={"unplanned_bytes": more})
+        return plan, pod_resources(spec, plan, ranks), None
+    request = seen.request_bytes(counted.memory_bytes)
+    decided = {
+        "unplanned_bytes": max(0, request - counted.memory_bytes),
+        "reasons": (*plan.reasons, seen.sentence(counted.memory_bytes)),
+    }
+    return plan.model_copy(update=decided), replace(counted, memory_bytes=request), seen
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
@@ -414,10 +487,13 @@ def _does_not_fit(decided: MemoryPlan | Infeasible, where: str) -> Unplaceable:
     return Unplaceable("DoesNotFit", lacking(decided, where), decided)
 
 
-def _observed(spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView) -> ProfileEvidence | None:
-    """The MemoryProfile of the plan, for people: so far no byte is planned differently because of it."""
+def _observed(
+    spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView, seen: PodEvidence | None
+) -> ProfileEvidence | None:
+    """The MemoryProfile of exactly this plan, for people; what all profiles of the model say of predictions is in the
+    plan already."""
     peaks = cluster.observed_peaks.get(memory_fingerprint(spec, plan))
-    return evidence(profile_name(spec, plan), plan, peaks) if peaks else None
+    return evidence(profile_name(spec, plan), plan, peaks, seen) if peaks else None
 
 
 # --- without a view of the nodes --------------------------------------------------------------------------------------
@@ -425,20 +501,24 @@ def _observed(spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView) -> 
 
 def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     """The operator may not list nodes: a class of the catalog, as large as the catalog says."""
-    group = _catalog_class(job.spec)
+    pods = _pods_seen(job.spec, cluster)
+    group = replace(_catalog_class(job.spec), corrections=_corrections(job.spec, cluster), pods=pods)
     decided = _decided(job, group, explained=True)
+    for smaller in _smaller(job, group.corrections):
+        if isinstance(decided, Infeasible):
+            job, decided = smaller, _decided(smaller, group, explained=True)
     if isinstance(decided, Infeasible):
         return _does_not_fit(decided, f"node class {group.node.name} of the catalog")
-    plan = _within_its_pod(decided)
+    plan, pod, seen = _for_its_pod(job.spec, decided, group)
     return Placement(
         plan=plan,
         node=group.node,
         preferences=(),
         reason=f"planned for the catalog's {group.node.name}: the operator may not list nodes (NoNodeView)",
         headroom=LiveBytes(),
-        pod=pod_resources(job.spec, plan, job.spec.parallelism.devices_per_node),
+        pod=pod,
         required_labels=dict(group.required_labels),
-        observed=_observed(job.spec, plan, cluster),
+        observed=_observed(job.spec, plan, cluster, seen),
     )
 
 

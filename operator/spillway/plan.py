@@ -57,12 +57,19 @@ class TierBytes(Frozen):
     """staging, reload windows, slots of streamed subgroups"""
     workspace: int = 0
     """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
+    correction: int = 0
+    """what observation adds to the prediction, which the other rows are: the model took more before"""
 
     @property
-    def total(self) -> int:
+    def predicted(self) -> int:
+        """By arithmetic alone; what observed bytes are compared with."""
         return (
             self.parameters + self.gradients + self.optimizer_states + self.activations + self.buffers + self.workspace
         )
+
+    @property
+    def total(self) -> int:
+        return self.predicted + self.correction
 
 
 class OptimizerPlan(Frozen):
@@ -198,9 +205,21 @@ class MemoryPlan(Frozen):
     parameters: ParameterPlan = ParameterPlan()
     bytes: dict[Tier, TierBytes]
     budget: dict[Tier, int]
+    unplanned_bytes: int = Field(default=0, ge=0)
+    """memory of a pod beside all that is counted for it, because a pod of the model ran out of that"""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    members: tuple[MemberPlan, ...] = ()
+    """of a sweep, in the order of spec.members: bytes, budget and prediction above are what all of them need together,
+    the rest is that of the one that needs most of the device. Empty = one model"""
+    turns: Turns | None = None
+    """how members take turns; None = one model"""
+
+    @property
+    def turn_steps(self) -> int:
+        """Steps of a member's turn; 0 = one model."""
+        return 0 if self.turns is None else self.turns.num_steps
 
     @property
     def spills(self) -> bool:
@@ -213,6 +232,43 @@ class MemoryPlan(Frozen):
         return min(int(planned * SLAB_SLACK) + SLAB_EXTRA_BYTES, self.budget[tier]) if planned else 0
 
 
+class Turns(Frozen):
+    """How the members of a sweep share a device."""
+
+    policy: Literal["Sequential", "RoundRobin", "Readiness"]
+    """as in member_schedule"""
+    num_steps: int = Field(ge=1)
+    """of a turn; a member that ends, or waits for a round of halving, ends its turn"""
+    num_attached: int = Field(default=1, ge=1)
+    """members whose memory is there at a time, at most; the others are parked, or have not begun"""
+    seconds: float
+    """predicted, until all have trained all their steps: what parking costs is in it"""
+    bound_seconds: float
+    """that no schedule can beat"""
+
+
+class MemberPlan(Frozen):
+    """One member of a sweep."""
+
+    name: str
+    plan: MemoryPlan
+    """of its solo run under the sweep's budgets, less what the others take while they are parked. On a shared base the
+    bytes are those of all that are attached with it, and the prediction is its part of a round of them"""
+    parked_bytes: int = Field(ge=0)
+    """on NVMe, while another member has its turn: masters and moments"""
+    num_steps: int = Field(ge=1)
+    parking_seconds: float = 0.0
+    """predicted, of a turn: its states out and in again, its model and memory made anew"""
+    base: str = ""
+    """the first of the members whose frozen parameters are the same as its own, and are there once for all that are
+    attached together; empty = it has a model of its own"""
+    num_attached: int = Field(default=1, ge=1)
+    """members on that base that are attached together, at most"""
+
+
+MemoryPlan.model_rebuild()
+
+
 class Infeasible(Frozen):
     """Nothing fits: a value, not an exception."""
 
@@ -223,4 +279,6 @@ class Infeasible(Frozen):
     budget: dict[Tier, int]
     nearest: str
     """the nearest configuration that fits, as a sentence with the YAML fields to change"""
+    segment: str = ""
+    """of a segment that no device of this budget can hold, as a sentence; empty = streaming could help"""
     alternatives: tuple[Alternative, ...] = ()

@@ -5,11 +5,12 @@ job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan |
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spillway.api import TrainingJob, TrainingJobSpec
 from spillway.candidates import Question, Search, Timed, as_specified, best, timed
+from spillway.corrections import NO_CORRECTIONS, Corrections, corrected
 from spillway.errors import UserError
 from spillway.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
 from spillway.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy, parameter_plan
@@ -17,9 +18,11 @@ from spillway.hardware import NodeSpec
 from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
 from spillway.step_time import amounts
+from spillway.sweep_plan import plan_sweep
 
 DEVICE_SHARE = 0.75
-"""of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier"""
+"""of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier. The operator
+turns it round where nothing fits (placement.py)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,21 @@ class Overrides:
     """the one that the caller will run; None = what the spec says"""
     shape: ModelShape | None = None
     """of a model that was inspected; None = by the sizes of spec.model"""
+    corrections: Corrections = NO_CORRECTIONS
+    """of the predicted bytes, where mode Auto chooses by them"""
 
 
 NO_OVERRIDES = Overrides()
 
 
-def shared_memory(job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1) -> Overrides:
+def shared_memory(
+    job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1, device_share: float = DEVICE_SHARE
+) -> Overrides:
     """For a run on a CPU, where device and host are the same memory: what the ranks' devices may take, the host tier of
-    the node cannot. `memory_bytes` is the node's, without the processes themselves."""
+    the node cannot. `memory_bytes` is the node's, without the processes themselves; `device_share` of it is the
+    devices', where the job does not say."""
     budget, share = job.spec.memory.budget, memory_bytes // num_local_ranks
-    wanted = int(share * DEVICE_SHARE) if budget.device is None else budget.device
+    wanted = int(share * device_share) if budget.device is None else budget.device
     device_bytes = min(wanted, share)
     left = memory_bytes - num_local_ranks * device_bytes
     host_bytes = left if budget.host is None else min(budget.host, left)
@@ -56,6 +64,12 @@ def run_strategy(spec: TrainingJobSpec) -> Strategy:
     return RUN_STRATEGY if asked == "Auto" else asked
 
 
+_NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
+    "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate": True}}
+}
+"""fields of a spec that change no plan: members of a sweep that differ in nothing else share one"""
+
+
 def make_plan(
     job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
 ) -> MemoryPlan | Infeasible:
@@ -64,8 +78,43 @@ def make_plan(
 
     Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
     """
-    question = ask(job, node, overrides)
-    search = Search(question)
+    if not job.spec.members:
+        return _plan_of_one(job, node, overrides, explained=explained)
+    budget = ask(job, node, overrides).budget
+    known: dict[tuple[str, tuple[tuple[Tier, int], ...], bool], MemoryPlan] = {}
+
+    def plan_one(member: TrainingJob, reserved: Mapping[Tier, int], together: bool) -> MemoryPlan | Infeasible:
+        """Explained only where it does not fit: the alternatives of a member are no part of a sweep's plan."""
+        what = member.spec.model_dump_json(exclude=_NOT_PLANNED_FOR), tuple(sorted(reserved.items())), together
+        if what in known:
+            return known[what]
+        device, host, nvme = (max(0, budget[tier] - reserved.get(tier, 0)) for tier in Tier)
+        shape = overrides.shape if member.spec.model == job.spec.model else None
+        # What ran out is known of the whole sweep, not of a member.
+        left = replace(
+            overrides,
+            device_bytes=device,
+            host_bytes=host,
+            nvme_bytes=nvme,
+            shape=shape,
+            corrections=NO_CORRECTIONS,
+        )
+        found = _plan_of_one(member, node, left, explained=False, together=together)
+        if isinstance(found, Infeasible):
+            return _plan_of_one(member, node, left, explained=True) if explained and not together else found
+        known[what] = found
+        return found
+
+    return plan_sweep(job, node, overrides.shape, budget[Tier.NVME], plan_one)
+
+
+def _plan_of_one(
+    job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool, together: bool = False
+) -> MemoryPlan | Infeasible:
+    """As `make_plan`, of one model. `together`: whose micro-batches are those of several members on its base."""
+    question, corrections = ask(job, node, overrides), overrides.corrections
+    search = Search(replace(question, budget=corrections.searched(question.budget)))
+    search = search.visited_once() if together else search
     if search.is_empty:
         raise UserError(_contradiction(question))
     if question.mode != "Auto":
@@ -73,10 +122,13 @@ def make_plan(
         advised = _advised(search) if question.mode == "Advise" else None
         return _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
     choices = search.choices()
+    if not choices and not corrections.change_nothing:
+        return corrections.lacking(unexplained(search), question.budget)
     if not choices:
         return infeasible(search) if explained else unexplained(search)
     chosen = best(choices)
-    return _plan(question, chosen, reasons(search, chosen), alternatives(search, chosen) if explained else ())
+    others = alternatives(search, chosen) if explained else ()
+    return corrected(_plan(question, chosen, reasons(search, chosen), others), corrections)
 
 
 def _advised(search: Search) -> Timed | None:

@@ -19,6 +19,7 @@ from math import ceil
 
 from spillway.api import Model, TrainingJobSpec
 from spillway.footprint import ZERO_STRATEGIES, padded
+from spillway.members import num_corpora, solo_specs
 from spillway.model_shape import shape_of
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, MIB
@@ -109,12 +110,13 @@ def pod_resources(
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
-    runtime = runtime_bytes(spec.model, num_local_ranks, plan.device, plan.strategy)
+    models = [one.model for one in solo_specs(spec)]
+    runtime = max(runtime_bytes(model, num_local_ranks, plan.device, plan.strategy) for model in models)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
     return PodResources(
-        memory_bytes=padded(runtime + held + shared_memory, MIB),
+        memory_bytes=padded(runtime + held + shared_memory + plan.unplanned_bytes, MIB),
         shared_memory_bytes=shared_memory,
         spill_volume_bytes=spill,
         ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
@@ -207,9 +209,10 @@ def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = 
     """Ephemeral storage beside the slab: scratch; without a claim for them, checkpoints and corpus, too."""
     if spec.checkpoint.claim is not None:
         return SCRATCH_BYTES
-    # One more than are kept: the next one is whole before the oldest goes.
-    checkpoints = (spec.checkpoint.keep + 1) * checkpoint_bytes(spec, device)
-    return SCRATCH_BYTES + checkpoints + corpus_bytes(spec, text_bytes)
+    members = solo_specs(spec)
+    # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
+    checkpoints = sum((one.checkpoint.keep + 1) * checkpoint_bytes(one, device) for one in members)
+    return SCRATCH_BYTES + checkpoints + num_corpora(members) * corpus_bytes(spec, text_bytes)
 
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
@@ -229,6 +232,6 @@ def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> flo
 
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
-    writing = checkpoint_bytes(spec, plan.device) / CHECKPOINT_BYTES_PER_SECOND
+    writing = max(checkpoint_bytes(one, plan.device) for one in solo_specs(spec)) / CHECKPOINT_BYTES_PER_SECOND
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))

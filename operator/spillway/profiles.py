@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from spillway.api import (
+    LowerBound,
     MemoryProfileSpec,
     NodeProfileSpec,
     ObservedBytes,
     ObservedTiers,
     TrainingJobSpec,
 )
+from spillway.corrections import Corrections
 from spillway.field_types import Fields
 from spillway.hardware import NodeSpec
+from spillway.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
 from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
+from spillway.pod_evidence import MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
+from spillway.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile
 from spillway.status import ProfileEvidence, TierQuantities
 from spillway.units import format_bytes, format_count
 from spillway.update_rules import MomentType, UpdateRule
 
-LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
-"""times the planned bytes"""
 FINGERPRINT_DIGITS = 16
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 MEASURED = "-measured"
@@ -183,6 +186,28 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
         decides["moments"] = moments
     if (kept := spec.training.optimizer.moment_type) is not MomentType.FLOAT32:
         decides["momentType"] = kept
+    if plan.parameters.order == "WeightStationary":  # what segments hand on waits for all of them
+        decides["numMicroBatches"] = plan.num_micro_batches
+    if plan.members:  # of a sweep, whose bytes are those of all members
+        decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
+        decides["plans"] = [memory_fingerprint(spec, one.plan) for one in plan.members]
+    text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def model_fingerprint(spec: TrainingJobSpec, device: str) -> str:
+    """16 hexadecimal digits over what the error of a prediction depends on, whatever the plan: model, sequence, ranks
+    and kind of device."""
+    optimizer = spec.training.optimizer
+    decides = {
+        "model": spec.model.model_dump(mode="json", exclude_none=True),
+        "sequenceLength": spec.training.sequence_length,
+        "worldSize": spec.parallelism.world_size,
+        "device": device,
+        "states": [optimizer.rule.value, optimizer.moment_type.value],
+    }
+    if spec.members:  # a sweep ran out of what all of them hold
+        decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
@@ -198,6 +223,7 @@ def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfileSpec:
     model = spec.model
     return MemoryProfileSpec(
         fingerprint=memory_fingerprint(spec, plan),
+        model_fingerprint=model_fingerprint(spec, plan.device),
         model=f"{model.transformer.architecture}, {_parameters(spec, plan)} parameters, {model.precision.compute}",
         plan=summary(plan)[:LONGEST_PLAN],
         world_size=plan.world_size,
@@ -211,6 +237,7 @@ def profile_update(
     peaks: Mapping[str, int],
     attempt: str,
     now: str,
+    pod: PodPeak | None = None,
 ) -> MemoryProfileSpec | None:
     """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes of its fullest rank by tier; None when that
     says nothing new. A tier without a report, or that the plan does not use, is left as it is.
@@ -218,29 +245,45 @@ def profile_update(
     An attempt counts once, also when jobs report in turn: it is new when the profile knows none of its job, or an
     earlier one.
 
-    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that.
+    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that, and one above what the whole pod
+    held (`pod`) to that.
     """
     profile = existing or new_profile(spec, plan)
     is_new, last_attempts = _counted(profile, attempt)
     rises = profile.attempt == attempt
-    tiers, clamped = {}, profile.clamped
+    tiers, clamped, most = {}, profile.clamped, _most_in_the_pod(plan, pod)
     for tier in Tier:
-        planned, reported = plan.bytes[tier].total, peaks.get(tier, 0)
+        planned, reported = plan.bytes[tier].predicted, peaks.get(tier, 0)
         before: ObservedBytes | None = getattr(profile.peaks, tier)
         tiers[tier.value] = before
         if planned and reported:
-            believed = plausible(planned, reported)
+            believed = plausible(planned, min(reported, most.get(tier, reported)))
             clamped = clamped or believed != reported
             tiers[tier.value] = _observed(before, planned, believed, is_new=is_new, rises=rises)
     observed = ObservedTiers(**tiers)
-    if observed == profile.peaks and clamped == profile.clamped and not is_new:
+    pods = None if pod is None else with_peak(profile.pod, spec, pod, attempt)
+    if observed == profile.peaks and clamped == profile.clamped and not is_new and pods is None:
         return None
     if not any(tiers.values()):
         return None
-    changes: dict[str, Any] = {"peaks": observed, "clamped": clamped, "observed_time": now}
+    changes: dict[str, Any] = {
+        "peaks": observed,
+        "clamped": clamped,
+        "pod": pods or profile.pod,
+        "observed_time": now,
+        "model_fingerprint": model_fingerprint(spec, plan.device),  # one of before may not have it
+    }
     if is_new:
         changes |= {"attempt": attempt, "last_attempts": last_attempts, "count": profile.count + 1}
     return profile.model_copy(update=changes)
+
+
+def _most_in_the_pod(plan: MemoryPlan, pod: PodPeak | None) -> dict[Tier, int]:
+    """Bytes that a rank can have held per tier, by the peak of its pod: on a CPU the device is host memory, too. On a
+    GPU drivers pin memory that no cgroup counts."""
+    if pod is None or not pod.peak_bytes or not pod.is_its_own or plan.device != "Cpu":
+        return {}
+    return {Tier.DEVICE: pod.peak_bytes, Tier.HOST: pod.peak_bytes}
 
 
 def _counted(profile: MemoryProfileSpec, attempt: str) -> tuple[bool, tuple[str, ...]]:
@@ -259,16 +302,98 @@ def _job_and_number(attempt: str) -> tuple[str, int]:
     return job, int(number) if number.isdecimal() else 0
 
 
-def plausible(planned: int, reported: int) -> int:
-    return min(max(reported, int(LEAST_PLAUSIBLE * planned)), int(MOST_PLAUSIBLE * planned))
-
-
 def _observed(before: ObservedBytes | None, planned: int, peak: int, *, is_new: bool, rises: bool) -> ObservedBytes:
     if before is None:
-        return ObservedBytes(planned=planned, max=peak, last=peak)
+        return _with_quantiles(ObservedBytes(planned=planned, max=peak, last=peak), (peak,))
     # Within one attempt peaks only rise: a late report of an early moment says nothing. `last` is the newest attempt's.
     last = peak if is_new else max(before.last, peak) if rises else before.last
-    return ObservedBytes(planned=planned, max=max(before.max, peak), last=last)
+    known = before.recent or (before.last,)
+    recent = (*known, peak)[-MOST_RECENT:] if is_new else (*known[:-1], last) if rises else known
+    return _with_quantiles(ObservedBytes(planned=planned, max=max(before.max, peak), last=last), recent)
+
+
+def _with_quantiles(observed: ObservedBytes, recent: Sequence[int]) -> ObservedBytes:
+    found = {"recent": tuple(recent), "p50": quantile(recent, 0.5), "p95": quantile(recent, 0.95)}
+    return observed.model_copy(update=found)
+
+
+def profile_after_failure(
+    existing: MemoryProfileSpec | None, spec: TrainingJobSpec, failure: MemoryFailure, now: str
+) -> MemoryProfileSpec | None:
+    """The profile of the plan that ran out of memory, with that lower bound; None when it says nothing new. Nor does a
+    plan that was never to fit its limit, as modes other than Auto may have: its prediction was right. A pod that got
+    less than is counted, by evidence, is another matter: that was not enough.
+    """
+    profile = existing or new_profile(spec, failure.plan)
+    kind = "pod" if failure.tier is None else failure.tier.value
+    known: LowerBound | None = getattr(profile.lower_bounds, kind)
+    predicted, limit = failure.predicted_bytes, failure.limit_bytes
+    if predicted <= 0 or (limit < predicted and failure.tier is not None):
+        return None
+    bound = LowerBound(planned=predicted, held=plausible(predicted, limit))
+    if known is not None and known.held * bound.planned >= bound.held * known.planned:
+        return None
+    changes: dict[str, Any] = {
+        "lower_bounds": profile.lower_bounds.model_copy(update={kind: bound}),
+        "clamped": profile.clamped or bound.held != limit,
+        "observed_time": now,
+        "model_fingerprint": model_fingerprint(spec, failure.plan.device),
+    }
+    return profile.model_copy(update=changes)
+
+
+def ratio(bound: LowerBound) -> float:
+    """Of held to planned bytes, as far as it is plausible; below 1 for a pod that got less than is counted."""
+    return min(bound.held / max(1, bound.planned), MOST_PLAUSIBLE)
+
+
+def observed_corrections(profiles: Iterable[MemoryProfileSpec]) -> Corrections:
+    """What the profiles of one model, under whatever plans, say of the predictions for the next job of it. A peak that
+    was seen counts with a small margin. Where memory ran out and no peak as high was seen afterwards, nobody knows how
+    much more there was: that bound counts with the margin of the ladder's first try. Never less than predicted: a peak
+    may have been lucky."""
+    known = tuple(profiles)
+    factors, sentences = {}, []
+    for kind in (*(tier.value for tier in Tier), "pod"):
+        bound, seen = _most(known, kind)
+        bound = bound if bound >= 1.0 else 0.0  # less than is predicted was not enough: that may still be
+        factor = seen * (1.0 + OBSERVED_MARGIN) if seen >= bound else bound * (1.0 + MARGINS[0])
+        if seen > 1.0 or bound:
+            factors[kind] = round(max(1.0, factor), 4)
+            what = "of a pod" if kind == "pod" else f"of {kind} memory"
+            how = f"seen at most {seen:.2f}" if seen >= bound else f"ran out at {bound:.2f}"
+            sentences.append(
+                f"predicted bytes {what} count {factors[kind]:.2f} times: earlier jobs of the model, {how}"
+            )
+    return Corrections(**factors, reasons=tuple(sentences))  # type: ignore[arg-type]
+
+
+def _most(profiles: Sequence[MemoryProfileSpec], kind: str) -> tuple[float, float]:
+    """The largest lower bound and the largest peak, times the predicted bytes; 0 where there is none."""
+    bounds = [bound for one in profiles if (bound := getattr(one.lower_bounds, kind)) is not None]
+    return max(map(ratio, bounds), default=0.0), max((_seen(one, kind) for one in profiles), default=0.0)
+
+
+def _seen(profile: MemoryProfileSpec, kind: str) -> float:
+    """Times the predicted bytes; 0 = not seen."""
+    if kind == "pod":
+        pod = profile.pod
+        peak, planned = (0, 0) if pod is None else (pod.p95, pod.counted)
+    else:
+        observed: ObservedBytes | None = getattr(profile.peaks, kind)
+        peak, planned = (0, 0) if observed is None else (observed.p95 or observed.max, observed.planned)
+    return min(peak / planned, MOST_PLAUSIBLE) if planned else 0.0
+
+
+def observed_pods(profiles: Iterable[MemoryProfileSpec]) -> dict[str, PodEvidence]:
+    """Fingerprint -> what pods took, of the profiles of one model. Nothing where memory ran out and no peak as high was
+    seen since: then bytes may come that no pod has shown yet."""
+    known = tuple(profiles)
+    most = (_most(known, kind) for kind in (Tier.DEVICE.value, Tier.HOST.value, "pod"))
+    if any(bound > seen for bound, seen in most):
+        return {}
+    found = {one.fingerprint: evidence_of(one) for one in known}
+    return {fingerprint: seen for fingerprint, seen in found.items() if seen is not None}
 
 
 def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
@@ -276,15 +401,21 @@ def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
     return {tier: observed.max for tier, observed in profile.peaks if observed is not None}
 
 
-def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int]) -> ProfileEvidence:
-    """What the profile `name` says of the plan, for status.plan."""
+def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvidence | None = None) -> ProfileEvidence:
+    """What the profile `name` says of the plan, for status.plan; `pod` where it decided what a pod requests."""
     shown = [
         f"{tier} {format_bytes(peaks[tier])} of {format_bytes(plan.bytes[tier].total)} planned"
         for tier in Tier
         if tier in peaks
     ]
     held = {tier.value: peaks[tier] for tier in Tier if tier in peaks}
-    return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=f"observed at most: {', '.join(shown)}")
+    message = f"observed at most: {', '.join(shown)}"
+    if pod is None:
+        return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=message)
+    message = f"{message}; {format_bytes(pod.peak_bytes)} by a pod, whose request is this and {MARGIN:.0%}"
+    return ProfileEvidence(
+        profile=name, peak=TierQuantities(**held), message=message, pod_memory=pod.peak_bytes, runs=pod.num_runs
+    )
 
 
 def summary(plan: MemoryPlan) -> str:

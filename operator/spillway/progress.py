@@ -12,18 +12,21 @@ here: the operator writes none that a payload could blow up.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from spillway.field_types import MAX_COUNT
+from spillway.field_types import MAX_COUNT, MAX_MEMBERS, MemberName
 
 MAX_BYTES = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """as the status counts them: what a report says must fit there"""
 Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
+Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 PROGRESS_VERSION: Literal[1] = 1
 """this one and the one before are accepted: trainers outlive an upgrade of the operator"""
@@ -34,6 +37,8 @@ CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 TOKEN_AUDIENCE = "progress.spillway.dev"  # noqa: S105
 LONGEST_REPORT = 64 * 1024
 """bytes of one POST"""
+LONGEST_REASON = 256
+"""of what a report says of one member"""
 
 
 class Message(BaseModel):
@@ -64,12 +69,54 @@ class TierFigures(Message):
     nvme: Bytes = 0
 
 
+class PodMemory(Message):
+    """Of the pod that reports, by its cgroup."""
+
+    peak: Bytes = 0
+    """highest bytes since it began, page cache included; 0 = the kernel does not say"""
+    is_whole: bool = False
+    """it is over, and what a run does was done in it; building the corpus perhaps by an earlier attempt's pod"""
+
+
 class CommittedCheckpoint(Message):
     step: Steps
     epoch: Annotated[int, Field(ge=1, le=2**31)]
     path: Annotated[str, Field(max_length=1024)] = ""
     time: Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)] = 0.0
     """Unix seconds"""
+
+
+class MemberState(StrEnum):
+    """Of a member of a sweep."""
+
+    RUNNING = "Running"
+    """it is its turn"""
+    PARKED = "Parked"
+    """it waits: for a turn, or at a round for the other members"""
+    STOPPED = "Stopped"
+    """by a round of halving"""
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (MemberState.STOPPED, MemberState.COMPLETE, MemberState.FAILED)
+
+
+class MemberProgress(Message):
+    """How far one member of a sweep is."""
+
+    name: MemberName
+    step: Steps = 0
+    num_steps: Steps = 0
+    """that it trains when no round stops it"""
+    loss: Loss | None = None
+    """of its last step"""
+    objective: Loss | None = None
+    """its newest value of what makes one member better than another; None = none yet, or not finite"""
+    state: MemberState = MemberState.PARKED
+    reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
+    """why it was stopped, or failed"""
 
 
 class TrainingProgress(Message):
@@ -79,7 +126,7 @@ class TrainingProgress(Message):
     epoch: Annotated[int, Field(ge=1, le=2**31)]
     step: Steps
     steps: Steps
-    loss: Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)] | None = None
+    loss: Loss | None = None
     tokens_per_second: Seconds = 0.0
     step_seconds: Seconds = 0.0
     last_step_time: Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)] = 0.0
@@ -87,7 +134,31 @@ class TrainingProgress(Message):
     peak: TierFigures = TierFigures()
     """highest bytes held since the attempt began"""
     budget: TierFigures = TierFigures()
+    pod: PodMemory = PodMemory()
     checkpoint: CommittedCheckpoint | None = None
+    members: Annotated[tuple[MemberProgress, ...], Field(max_length=MAX_MEMBERS)] = ()
+    """of a sweep, in the order of the spec; `step` and `steps` are then those of all of them (steps_of)"""
+    best_member: MemberName | Literal[""] = ""
+    """the best of them so far"""
+
+    @model_validator(mode="after")
+    def _members_have_names_of_their_own(self) -> Self:
+        names = {one.name for one in self.members}
+        if len(names) < len(self.members):
+            raise ValueError("two members have the same name")
+        if self.best_member and self.best_member not in names:
+            raise ValueError("bestMember is none of the members")
+        return self
+
+
+def steps_of(members: Iterable[MemberProgress]) -> tuple[int, int]:
+    """Steps that all members together made, and will have made at their end: of one that was stopped or failed, no more
+    than it has made. As many as a report may say at most."""
+    known = tuple(members)
+    ended_early = (MemberState.STOPPED, MemberState.FAILED)
+    made = sum(one.step for one in known)
+    left = sum(max(0, one.num_steps - one.step) for one in known if one.state not in ended_early)
+    return min(made, MAX_COUNT), min(made + left, MAX_COUNT)
 
 
 class ProgressReport(Message):

@@ -1,7 +1,7 @@
 """What becomes of a job when an attempt ended, by the reason of its end: one table for the operator and `spillway run`.
 
-An attempt is repeated when that can help, from the last committed checkpoint. A failure that would only repeat (same
-plan, same bytes, same numbers) ends the job with the trainer's own sentence.
+An attempt is repeated when that can help, from the last committed checkpoint; when memory ran out, under another plan
+(ladder.py). A failure that would only repeat (same bytes, same numbers) ends the job with the trainer's own sentence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ DEADLINE_EXCEEDED = "DeadlineExceeded"
 PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
 """no attempt ran for lifecycle.pendingDeadlineSeconds"""
 
-MEMORY_ERRORS = frozenset({ExitCode.DEVICE_OUT_OF_MEMORY.reason, ExitCode.HOST_OUT_OF_MEMORY.reason, OOM_KILLED})
+MEMORY_ERRORS = frozenset(
+    {
+        ExitCode.DEVICE_OUT_OF_MEMORY.reason,
+        ExitCode.HOST_OUT_OF_MEMORY.reason,
+        ExitCode.SPILL_VOLUME_FULL.reason,
+        OOM_KILLED,
+    }
+)
 """counted apart from crashes and disruptions"""
 
 
@@ -40,6 +47,8 @@ class Retry(Enum):
     """against lifecycle.maxRestarts"""
     FREE = "free"
     """a disruption: not the job's fault"""
+    REPLANNED = "replanned"
+    """against the tries of the ladder: only another plan can help, where mode Auto may take one"""
 
 
 RETRIES: dict[str, Retry] = {
@@ -54,6 +63,7 @@ RETRIES: dict[str, Retry] = {
     POD_DELETED: Retry.FREE,
     JOB_DELETED: Retry.FREE,
     GANG_YIELDED: Retry.FREE,
+    **dict.fromkeys(MEMORY_ERRORS, Retry.REPLANNED),
 }
 """every other reason: NEVER"""
 

@@ -15,6 +15,7 @@ LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubern
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]
 MAX_ATTEMPTS = 10**9 - 1
+MOST_ESCALATIONS = 16
 """an attempt's number is part of names and labels"""
 AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
@@ -45,6 +46,10 @@ class ProfileEvidence(Written):
     profile: Annotated[str, Field(max_length=253)] = Field(default="", description="Name of the MemoryProfile.")
     peak: TierQuantities | None = Field(default=None, description="Largest peak per tier that it holds, per rank.")
     message: Text = Field(default="", description="The same in a sentence.")
+    pod_memory: Quantity | None = Field(
+        default=None, description="Peak of earlier pods, bytes, where podMemory follows from it."
+    )
+    runs: Count = Field(default=0, description="Runs that podMemory follows from; 0: it is what was counted.")
 
 
 class PlanStatus(Written):
@@ -73,13 +78,16 @@ class PlanStatus(Written):
         "that gets nodes for some of them gives those back. Empty: one pod, or scheduling.gang is Disabled.",
     )
     observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
+    image: Text = Field(default="", description="Trainer image of the attempt.")
 
 
 class Progress(Written):
     """How far it is; written at most every 15 s."""
 
-    step: Count = Field(default=0, description="Optimizer steps completed.")
-    steps: Count = Field(default=0, description="Optimizer steps that the job asks for.")
+    step: Count = Field(default=0, description="Optimizer steps completed; of a sweep, by all members together.")
+    steps: Count = Field(
+        default=0, description="Optimizer steps that the job asks for; of a sweep, those of members that go on."
+    )
     display: Short = Field(default="", description="Share of the steps, for people: 42%.")
     loss: Short = Field(default="", description="Training loss of the last step.")
     tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
@@ -125,13 +133,14 @@ class Attempts(Written):
     )
     active_time: Time | None = Field(default=None, description="When all pods of the present attempt first ran.")
     active_seconds: Count = Field(default=0, description="Seconds that the pods of ended attempts ran.")
+    last_active_seconds: Count = Field(default=0, description="The same of the last ended attempt alone.")
     short_in_a_row: Count = Field(
         default=0, description="Attempts in a row that ended within 10 minutes; each doubles the pause before the next."
     )
 
 
 class Escalation(Written):
-    """A change of plan after memory ran out."""
+    """Memory ran out, and what that changes."""
 
     attempt: Count = Field(description="Attempt that ended.")
     reason: Short = Field(default="", description="Why it ended.")
@@ -141,8 +150,11 @@ class Escalation(Written):
 class MemberStatus(Written):
     name: Name = Field(description="Name of the member.")
     step: Count = Field(default=0, description="Its optimizer steps.")
+    steps: Count = Field(default=0, description="Optimizer steps that it trains when no round stops it.")
     loss: Short = Field(default="", description="Its last loss.")
-    state: Short = Field(default="", description="Its state, for people.")
+    objective: Short = Field(default="", description="Its newest value of objective.metric.")
+    state: Short = Field(default="", description="For people: Running, Parked, Stopped, Complete or Failed.")
+    message: Text = Field(default="", description="Why it was stopped, or failed.")
 
 
 class TrainingJobStatus(Written):
@@ -158,7 +170,11 @@ class TrainingJobStatus(Written):
     memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
     checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
     attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")
-    escalations: tuple[Escalation, ...] = Field(default=(), max_length=16, description="Changes of plan.")
+    escalations: tuple[Escalation, ...] = Field(
+        default=(),
+        max_length=MOST_ESCALATIONS,
+        description="Attempts that ran out of memory, and what each changed; with mode Advise, what it would.",
+    )
     members: tuple[MemberStatus, ...] = Field(
         default=(), max_length=64, description="Members of a sweep.", json_schema_extra=LIST_BY_NAME
     )

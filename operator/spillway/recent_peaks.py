@@ -1,0 +1,27 @@
+"""Peaks of the last attempts: what of a report is believed, and quantiles that forget. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
+"""times the planned bytes"""
+MOST_RECENT = 16
+"""peaks that a profile remembers of a tier, or of a pod"""
+HALF_LIFE = 4.0
+"""attempts after which a peak counts half"""
+
+
+def plausible(planned: int, reported: int) -> int:
+    return min(max(reported, int(LEAST_PLAUSIBLE * planned)), int(MOST_PLAUSIBLE * planned))
+
+
+def quantile(recent: Sequence[int], share: float) -> int:
+    """The least peak that, with all smaller ones, has `share` of the weight; the newest, which is last, weighs most."""
+    weights = [0.5 ** (age / HALF_LIFE) for age in range(len(recent) - 1, -1, -1)]
+    reached, wanted = 0.0, share * sum(weights)
+    for peak, weight in sorted(zip(recent, weights, strict=True)):
+        reached += weight
+        if reached >= wanted:
+            return peak
+    return max(recent)
