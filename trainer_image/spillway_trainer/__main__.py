@@ -28,6 +28,7 @@ from .ending import completed, ending_of, write_termination
 from .ranks import World
 from .recorder import Recorder, refusals
 from .run_job import run_job
+from .sweep import open_sweep_recorder, run_sweep
 from .trainer import Progress, StopRequest
 
 TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
@@ -57,9 +58,12 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
     try:
         stop.listen()
         world = World.of(os.environ)
-        recorder = open_recorder(Path(job.output_directory), world)
-        run_job(job, read_plan(), recorder, progress, stop, world)
-        ending = completed(f"trained to step {progress.step}")
+        if job.spec.members:
+            recorder = sweep_recorder = open_sweep_recorder(job)
+            ending = completed(run_sweep(job, read_plan(), sweep_recorder, progress, stop, world))
+        else:
+            recorder = open_recorder(Path(job.output_directory), world)
+            ending = completed(run_job(job, read_plan(), recorder, progress, stop, world))
     except BaseException as error:  # also Ctrl-C and what a lane threw
         stop.at_once = False  # no call: SIGTERM, which must not end what follows, would be heard on its way
         ending = ending_of(error)

@@ -24,7 +24,7 @@ from spillway.footprint import PAGE_BYTES
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
-from . import activation_spill, config, device_check, kernels, model_spill
+from . import activation_spill, config, device_check, kernels, model_spill, running_statistics
 from .cgroup import spare_host_bytes
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
@@ -60,14 +60,16 @@ class Tiers:
     nvme: NvmeSlab | None
     lanes: Lanes
     device: torch.device = CPU
+    parked_bytes: int = 0
+    """on NVMe, of other members of a sweep"""
 
     def held_bytes(self) -> dict[str, int]:
-        nvme = self.nvme.held_bytes if self.nvme else 0
+        nvme = self.parked_bytes + (self.nvme.held_bytes if self.nvme else 0)
         return {Tier.DEVICE: self.ledger.held_bytes, Tier.HOST: self.host.held_bytes, Tier.NVME: nvme}
 
     def peak_bytes(self) -> dict[str, int]:
         """Highest bytes held since the last call; on a CUDA device no less than torch's allocator counted."""
-        nvme = self.nvme.peak_bytes if self.nvme else 0
+        nvme = self.parked_bytes + (self.nvme.peak_bytes if self.nvme else 0)
         peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
             if tier is not None:
@@ -86,6 +88,21 @@ class Tiers:
         self.lanes.close()
         if self.nvme is not None:
             self.nvme.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What the assemblies of several models have in common: frozen parameters, and the tiers (shared_base.py)."""
+
+    tiers: Tiers
+    streaming: model_spill.ModelSpill | None
+    """of the frozen parameters of streamed segments; None when all stay on the device"""
+    frozen: Mapping[str, nn.Parameter]
+    """by name: every model has these very objects, so that all of them see one slot"""
+
+    @property
+    def streamed(self) -> frozenset[str]:
+        return self.streaming.streamed if self.streaming else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +180,17 @@ class Assembly:
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return {name: whole_shape(p) for name, p in trained if name not in self.model.tied}
 
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a checkpoint holds: the optimizer's, and running statistics."""
+        yield from self.optimizer.state()
+        yield from running_statistics.states(self.model)
+
     def load(self, name: str, value: Tensor) -> None:
-        """One state: "frozen.<parameter>" goes to the parameter's place, all else to the optimizer."""
+        """One state: "frozen.<parameter>" goes to the parameter's place, "buffer.<name>" to a running statistic, all
+        else to the optimizer."""
+        if name.startswith(running_statistics.PREFIX):
+            running_statistics.load(self.model, name, value)
+            return
         if not name.startswith(FROZEN):
             self.optimizer.load(name, value)
             return
@@ -184,27 +210,34 @@ def assemble(
     model: Chain | None = None,
     ranks: Ranks = ONE_RANK,
     device: torch.device = CPU,
+    base: Base | None = None,
 ) -> Assembly:
     """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
     `model`: the job's, without memory; none = build it. `ranks`: those that divide it where the strategy says so.
-    `device`: where forward runs, prepared (tiers.cuda.prepare).
+    `device`: where forward runs, prepared (tiers.cuda.prepare). `base`: frozen parameters that are there already, and
+    tiers with them.
 
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small,
     DeviceFault when the device does not give the bits of the CPU.
     """
     model = model or build_model(job.spec, job.claims)
+    refuse_divided_statistics(plan, model)
     settings = config.hyperparameters(job.spec, model)
-    tiers = make_tiers(job, plan, device)
+    tiers = make_tiers(job, plan, device) if base is None else base.tiers
     if plan.strategy != "Ddp":
         return assemble_divided(job, plan, model, settings, ranks, tiers)
-    streaming = model_spill.build(
-        plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, device
-    )
-    streamed = streaming.streamed if streaming else frozenset[str]()
-    allocate_resident(model, streamed, tiers.ledger, device)
-    tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+    if base is None:
+        streaming = model_spill.build(
+            plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, device
+        )
+        streamed = streaming.streamed if streaming else frozenset[str]()
+        allocate_resident(model, streamed, tiers.ledger, device)
+        tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+    else:
+        streaming = base.streaming
+        allocate_resident(model, base.frozen, tiers.ledger, device)
     position = Position(job.spec.training.seed)
-    optimizer = make_optimizer(settings, plan, model, streaming, tiers)
+    optimizer = make_optimizer(settings, plan, model, streaming if base is None else None, tiers)
     send_gradients(model, optimizer)
     parameters = parameter_source(model, streaming)
     ready = updated(model, optimizer)
@@ -287,10 +320,20 @@ def storage_limits(plan: MemoryPlan) -> activation_spill.Limits:
         device_bytes=device.activations + device.buffers,
         kept_bytes=0,
         host_bytes=max(0, host.activations - PAGE_BYTES * num_moving),
-        nvme_bytes=max(0, plan.slab_bytes(Tier.NVME) - (nvme.total - nvme.activations)),
+        nvme_bytes=max(0, plan.slab_bytes(Tier.NVME) - (nvme.predicted - nvme.activations)),
         window_bytes=plan.activations.window_bytes,
         ahead_bytes=moved_bytes // max(1, num_moving),
     )
+
+
+def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
+    """Raises UserError: each rank would have statistics of its own micro-batches."""
+    if plan.world_size > 1 and (found := running_statistics.buffers(model)):
+        raise UserError(
+            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of {plan.world_size} "
+            "ranks would keep one of its own micro-batches: train with one rank, or let the norm keep none "
+            "(track_running_stats=False, or a GroupNorm)"
+        )
 
 
 def refuse_streaming(plan: MemoryPlan) -> None:
@@ -433,9 +476,10 @@ def updated(model: Chain, optimizer: Optimizer) -> Ready:
     return ready
 
 
-def initial_states(model: Chain, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """For a run from the start: masters, and the values of frozen parameters, from `seed`; moments are 0."""
-    for name, value in model.initial_values(seed):
+def initial_states(model: Chain, seed: int, *, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """For a run from the start: masters, and (unless `trained_alone`) the values of frozen parameters, from `seed`;
+    moments are 0."""
+    for name, value in model.initial_trained(seed) if trained_alone else model.initial_values(seed):
         yield f"master.{name}" if model.get_parameter(name).requires_grad else FROZEN + name, value
 
 

@@ -75,6 +75,20 @@ def cgroup_headroom_bytes(root: Path) -> list[int]:
     return [value for value in (*v2, *v1) if value is not None]
 
 
+def peak_memory_bytes(root: Path) -> int:
+    """The most that this process's own cgroup held since it began, page cache included; 0 where the kernel does not say
+    (cgroup v2 before Linux 5.19), or nothing limits it: then it may be anybody's."""
+    for directories, limit_name, peak_name in (
+        (v2_directories(root), "memory.max", "memory.peak"),
+        (v1_directories(root, MEMORY_CONTROLLER_V1), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    ):
+        for directory in directories[:1]:
+            limit, peak = read_text(directory / limit_name), read_text(directory / peak_name)
+            if limit.isdigit() and peak.isdigit() and int(limit) < UNLIMITED_V1_BYTES:
+                return int(peak)
+    return 0
+
+
 def headroom(directory: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
     """None when the cgroup has no limit."""
     limit, usage = read_text(directory / limit_name), read_text(directory / usage_name)

@@ -2,7 +2,8 @@
 
 The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
 alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
-moments in the type that the run keeps them in; quantized ones flat, as the bytes of reference.quantized.
+moments in the type that the run keeps them in; quantized ones flat, as the bytes of reference.quantized. Beside them
+the running statistics of batch norms (`buffer.X`: averages in float32, counts in int64).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from .checkpoint_directory import Epoch, Pending
 from .checkpoint_manifest import Checkpoint, TensorEntry, TrainingState
 from .optimizer import MOMENT_DTYPES, Hyperparameters
 
+NONE: Mapping[str, Sequence[int]] = {}
 FILE_BYTES = 64 * MIB
 """tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
 
-_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
+                      torch.int64: "I64"}  # fmt: skip
 
 
 def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> Checkpoint:
@@ -89,7 +92,7 @@ class _Group:
 
 def _aligned(nbytes: int) -> int:
     """Rounded up to where a tensor of any type may begin."""
-    return -(-nbytes // 4) * 4
+    return -(-nbytes // 8) * 8
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
@@ -108,18 +111,22 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]])
     return len(text).to_bytes(8, "little") + text
 
 
-def load(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases.
+def load(
+    checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases,
+    `statistics` its running statistics, under their names there.
 
     Raises UserError before the first tensor when names or shapes are not the model's.
     """
-    _check_shapes(checkpoint, shapes)
+    _check_shapes(checkpoint, shapes, statistics)
     tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as file:
             for name in names:
                 tensor = file.get_tensor(name)
-                assert tensor.dtype == (torch.float32 if name.startswith(f"{MASTER}.") else moments), name
+                of_kind = torch.float32 if name.startswith(f"{MASTER}.") else moments
+                assert name in statistics or tensor.dtype == of_kind, name
                 yield name, tensor
 
 
@@ -164,14 +171,16 @@ def restore_random_state(text: str) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
 
 
-def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
+def _check_shapes(
+    checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]]
+) -> None:
     state = checkpoint.manifest.state
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
     wanted = {
         f"{kind}.{name}": settings.state_shape(kind, torch.Size(shape))
         for kind in settings.rule.state_kinds
         for name, shape in shapes.items()
-    }
+    } | {name: tuple(shape) for name, shape in statistics.items()}
     found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
     if wanted == found:
         return

@@ -187,7 +187,9 @@ class Epoch:
             epoch._announce()
             epoch._remove_leftovers()
         except OSError as error:
-            raise UserError(f"{directory}: cannot keep checkpoints there: {error.strerror or error}") from error
+            raise CheckpointNotWritten(
+                f"{directory}: cannot keep checkpoints there: {error.strerror or error}"
+            ) from error
         return epoch
 
     def check_fence(self) -> None:

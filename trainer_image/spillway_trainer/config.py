@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -139,7 +139,7 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
         )
 
 
-def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan) -> LoopSettings:
+def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: Collection[int] = ()) -> LoopSettings:
     evaluation = spec.data.evaluation
     return LoopSettings(
         num_steps=spec.training.steps,
@@ -150,4 +150,5 @@ def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan) -> LoopSettings:
         checkpoint_every=spec.checkpoint.every_steps,
         evaluate_every=evaluation.every_steps if evaluation else 0,
         evaluation_batches=max(1, EVALUATION_SEQUENCES // plan.micro_batch_size),
+        further_evaluations=further_evaluations,
     )

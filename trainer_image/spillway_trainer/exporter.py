@@ -17,6 +17,7 @@ from spillway import metrics
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan
+from spillway.progress import MemberProgress, steps_of
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class Exporter(Collector):
         self._evaluation_loss: float | None = None
         self._checkpoint: tuple[int, float] | None = None
         self._totals = Totals()
+        self._members: tuple[MemberProgress, ...] = ()
+        self._best = ""
 
     def serve(self, port: int, address: str = "0.0.0.0") -> None:  # noqa: S104 - Prometheus asks from outside the pod
         """Start answering on `port` from a daemon thread. Raises UserError when the port cannot be had."""
@@ -77,8 +80,17 @@ class Exporter(Collector):
     def checkpoint(self, step: int) -> None:
         self._checkpoint = (step, time.time())
 
+    def member_checkpoint(self, member: str, step: int) -> None:
+        self.checkpoint(step)
+
+    def sweep(self, members: tuple[MemberProgress, ...], best: str) -> None:
+        """`step` and `steps_planned` are then those of all members together."""
+        self._members, self._best = members, best
+
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauge(metrics.STEPS_PLANNED, self._num_steps)
+        members = self._members
+        yield from self._gauge(metrics.STEPS_PLANNED, steps_of(members)[1] if members else self._num_steps)
+        yield from self._member_series(members, self._best)
         yield from self._gauge(metrics.PREDICTED_STEP_SECONDS, self._plan.prediction.step_seconds)
         yield from self._labelled(metrics.IO_BACKEND, {self._io_backend: 1.0})
         budget = {tier.value: float(size) for tier, size in self._plan.budget.items()}
@@ -97,8 +109,20 @@ class Exporter(Collector):
         if self._last is not None:
             yield from self._step_series(self._last)
 
+    def _member_series(self, members: tuple[MemberProgress, ...], best: str) -> Iterator[Metric]:
+        if not members:
+            return
+        losses = {one.name: one.loss for one in members if one.loss is not None}
+        values = {one.name: one.objective for one in members if one.objective is not None}
+        yield from self._labelled(metrics.MEMBER_STEP, {one.name: float(one.step) for one in members})
+        yield from self._labelled(metrics.MEMBER_STEPS_PLANNED, {one.name: float(one.num_steps) for one in members})
+        yield from self._labelled(metrics.MEMBER_LOSS, losses)
+        yield from self._labelled(metrics.MEMBER_OBJECTIVE, values)
+        yield from self._labelled(metrics.MEMBER_STATE, {(one.name, one.state.value): 1.0 for one in members})
+        yield from self._labelled(metrics.MEMBER_BEST, {one.name: float(one.name == best) for one in members})
+
     def _step_series(self, last: StepMetrics) -> Iterator[Metric]:
-        yield from self._gauge(metrics.STEP, last.step)
+        yield from self._gauge(metrics.STEP, steps_of(self._members)[0] if self._members else last.step)
         yield from self._gauge(metrics.LAST_STEP_TIMESTAMP, self._last_time)
         yield from self._gauge(metrics.LOSS, last.loss)
         yield from self._gauge(metrics.GRADIENT_NORM, last.gradient_norm)
@@ -115,8 +139,11 @@ class Exporter(Collector):
     def _gauge(self, metric: metrics.Metric, value: float) -> Iterator[Metric]:
         return self._labelled(metric, {"": float(value)})
 
-    def _labelled(self, metric: metrics.Metric, values: Mapping[str, float]) -> Iterator[Metric]:
-        """One family; a key of `values` is the metric's own label (tier, link, phase), "" where it has none."""
+    def _labelled(
+        self, metric: metrics.Metric, values: Mapping[str, float] | Mapping[tuple[str, str], float]
+    ) -> Iterator[Metric]:
+        """One family; a key of `values` is the metric's own label (tier, link, phase), or its two, "" where it has
+        none."""
         if self._rank != 0 and metrics.RANK_LABEL not in metric.labels:
             return
         family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -125,7 +152,7 @@ class Exporter(Collector):
             labels = [self._job]
             if metrics.RANK_LABEL in metric.labels:
                 labels.append(str(self._rank))
-            if key:
-                labels.append(key)
+            labels += [key] if isinstance(key, str) and key else []
+            labels += key if isinstance(key, tuple) else ()
             family.add_metric(labels, value)
         yield family

@@ -26,7 +26,7 @@ from .io_engine import Direction, Failure, SystemCall, Transfer
 from .reference import MAPS, Map, SquareSum, UpdateScalars, float32, kept_elements
 from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
@@ -54,6 +54,14 @@ NO_MEMORY = 3
 NOT_REGISTERED = 8
 """SPILLWAY_NOT_REGISTERED"""
 LIBRARY_NAME = "libspillway_native.so"
+TENSOR_POOL = "SPILLWAY_TENSOR_POOL"
+"""`on` (the default), or `off`, which leaves torch's tensors to the C library's heap"""
+TORCH_ALLOCATOR = b"libc10.so"
+"""the library of torch that gives memory to tensors of the CPU"""
+POOLED_BYTES = 256 * 2**10
+"""tensors of so much or more come from the pool: whole pages are less than 2 % of them"""
+POOL_SLACK_BYTES = 8 * 2**20
+"""that may be resident beyond what tensors need: room for holes"""
 
 
 class UpdateScalarsStruct(Structure):
@@ -143,6 +151,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, c_int32, c_void_p, c_void_p, *(c_uint64,) * 4, c_int32, c_int32),
     ),
     "spillway_cipher_close": (None, (c_void_p,)),
+    "spillway_pool_attach": (c_int32, (c_char_p, c_uint64, c_uint64, c_uint64)),
+    "spillway_pool_mark": (None, ()),
+    "spillway_pool_held_bytes": (c_uint64, ()),
+    "spillway_pool_resident_bytes": (c_uint64, ()),
 }
 """Result and argument types of every function of the header; arrays and opaque handles are c_void_p."""
 
@@ -157,6 +169,45 @@ def return_freed_memory() -> None:
     mallopt = getattr(CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+@functools.cache
+def attach_tensor_pool() -> bool:
+    """Have torch take large tensors of the CPU from one pool, from now on, in this process: freed memory is used again
+    without a page fault, and no more is resident than was held at the fullest moment (docs/adr/0022-tensor-pool.md).
+
+    False where there is none: without the native library or torch's own allocator, where the system refuses the
+    addresses, and with SPILLWAY_TENSOR_POOL=off. Then all is as torch has it.
+    """
+    wanted = os.environ.get(TENSOR_POOL, "")
+    if wanted not in ("", "on", "off"):
+        raise UserError(f"{TENSOR_POOL}={wanted}: give on or off, or unset it")
+    library = load_library()
+    if library is None or wanted == "off":
+        return False
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    error: int = library.spillway_pool_attach(TORCH_ALLOCATOR, memory_bytes, POOLED_BYTES, POOL_SLACK_BYTES)
+    return error == 0
+
+
+def mark_tensor_pool() -> None:
+    """A step begins: what the step before did not need goes back to the system. Without a pool, a no-op."""
+    library = load_library()
+    if library is not None:
+        library.spillway_pool_mark()
+
+
+def empty_tensor_pool() -> None:
+    """What no tensor holds goes back to the system, all but the pool's slack: no steps are to come."""
+    # The pool keeps what the step that ends and the one before it held at their fullest.
+    mark_tensor_pool()
+    mark_tensor_pool()
+
+
+def tensor_pool_bytes() -> tuple[int, int]:
+    """What tensors hold of the pool, and what the system has given it; zeros without one."""
+    library = load_library()
+    return (0, 0) if library is None else (library.spillway_pool_held_bytes(), library.spillway_pool_resident_bytes())
 
 
 @functools.cache
@@ -312,11 +363,14 @@ def io_engine() -> str:
 
 
 class NativeEngine:
-    """io_engine.IoEngine of the library; the GIL is free while bytes move. `name`: io_uring or threads."""
+    """io_engine.IoEngine of the library; the GIL is free while bytes move. `name`: io_uring or threads. A `call`
+    that is an IO_CALL is called as it is, without the interpreter."""
 
     def __init__(self, file: int, queue_depth: int, call: SystemCall | None = None, *, name: str = "") -> None:
         self.name = name or io_engine()
-        self._call = IO_CALL(0) if call is None else IO_CALL(functools.partial(_system_call, call))
+        if not isinstance(call, IO_CALL):
+            call = IO_CALL(0) if call is None else IO_CALL(functools.partial(_system_call, call))
+        self._call = call
         self._handle = c_void_p()
         error = _library().spillway_io_open(ENGINE_CODES[self.name], file, queue_depth, self._call, None, self._handle)
         _raise_for("spillway_io_open", error)

@@ -21,22 +21,29 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from spillway.errors import UserError
+from spillway.halving import steps_ahead
 from spillway.job import JobFile
+from spillway.members import member_directory
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Tier
 from spillway.progress import (
     CA_VARIABLE,
+    MAX_BYTES,
     TOKEN_VARIABLE,
     URL_VARIABLE,
     CommittedCheckpoint,
+    MemberProgress,
     NamedValue,
+    PodMemory,
     ProgressAnswer,
     ProgressReport,
     TierFigures,
     TrainerStatus,
     TrainingProgress,
+    steps_of,
 )
 
+from .cgroup import peak_memory_bytes
 from .checkpoint_manifest import CheckpointName
 
 POST_INTERVAL_SECONDS = 5.0
@@ -112,18 +119,44 @@ class Figures:
     evaluation_loss: float | None = None
     checkpoint: tuple[int, float] | None = None
     """step, Unix time"""
+    checkpoint_member: str = ""
+    """of a sweep: whose it is"""
+    members: tuple[MemberProgress, ...] = ()
+    """of a sweep"""
+    best_member: str = ""
     peak: Mapping[str, int] = field(default_factory=dict)
+    built_in_bytes: int = 0
+    """that the pod held at most which built the corpus, this one or an earlier attempt's; 0 = nobody knows"""
+    first_step: int = 0
+    """that this attempt began after"""
     eta_seconds: float | None = None
+
+    def steps(self, job: JobFile) -> tuple[int, int]:
+        """Made, and asked for; of all members together where there are some."""
+        return steps_of(self.members) if self.members else (self.step, job.spec.training.steps)
+
+    def steps_left(self, job: JobFile) -> float:
+        """Of all members as many as rounds to come will leave of them."""
+        if self.members:
+            return sum(steps_ahead(self.members, job.spec.compared_by.halving).values())
+        return max(0, job.spec.training.steps - self.step)
 
 
 class ProgressClient:
     """A sink of the run's events like the Exporter: step, evaluation, checkpoint, close."""
 
     def __init__(
-        self, where: Endpoint, job: JobFile, plan: MemoryPlan, resumed_step: int, report: Callable[[str], None]
+        self,
+        where: Endpoint,
+        job: JobFile,
+        plan: MemoryPlan,
+        resumed_step: int,
+        report: Callable[[str], None],
+        *,
+        built_in_bytes: int = 0,
     ) -> None:
         self._where, self._job, self._plan, self._report = where, job, plan, report
-        self._figures = Figures(resumed_step)
+        self._figures = Figures(resumed_step, built_in_bytes=built_in_bytes, first_step=resumed_step)
         self._step_times = deque([time.monotonic()], maxlen=PACE_STEPS + 1)
         self._news, self._closing = threading.Event(), threading.Event()
         self._problem = ""
@@ -140,24 +173,29 @@ class ProgressClient:
         plan: MemoryPlan,
         resumed_step: int,
         report: Callable[[str], None],
+        *,
+        built_in_bytes: int = 0,
     ) -> ProgressClient | None:
         """A client that has begun to post, or None where no operator asks for progress (a local run).
 
         `report` writes a line into the attempt's log. Raises UserError for a URL that cannot be.
         """
         where = endpoint(environment)
-        return None if where is None else ProgressClient(where, job, plan, resumed_step, report)
+        if where is None:
+            return None
+        return ProgressClient(where, job, plan, resumed_step, report, built_in_bytes=built_in_bytes)
 
     def step(self, step: StepMetrics) -> None:
         now, before = time.monotonic(), self._figures
         self._step_times.append(now)
         pace = (now - self._step_times[0]) / (len(self._step_times) - 1)
+        after = dataclasses.replace(before, step=step.step)
         self._tell(
             step=step.step,
             last=step,
             last_time=time.time(),
             peak={tier: max(held, before.peak.get(tier, 0)) for tier, held in step.tier_peak_bytes.items()},
-            eta_seconds=pace * max(0, self._job.spec.training.steps - step.step),
+            eta_seconds=pace * after.steps_left(self._job),
         )
 
     def evaluation(self, loss: float) -> None:
@@ -165,6 +203,12 @@ class ProgressClient:
 
     def checkpoint(self, step: int) -> None:
         self._tell(checkpoint=(step, time.time()))
+
+    def sweep(self, members: tuple[MemberProgress, ...], best: str) -> None:
+        self._tell(members=members, best_member=best)
+
+    def member_checkpoint(self, member: str, step: int) -> None:
+        self._tell(checkpoint=(step, time.time()), checkpoint_member=member)
 
     def close(self) -> None:
         """Post the newest figures once more, within END_SECONDS; then nothing is posted any more."""
@@ -201,7 +245,8 @@ class ProgressClient:
     def _attempt(self) -> str:
         """Post what is known now; returns why that failed, or nothing."""
         try:
-            body = progress_report(self._figures, self._job, self._plan).model_dump_json(by_alias=True).encode()
+            figures, held = self._figures, peak_memory_bytes(Path("/"))
+            body = progress_report(figures, self._job, self._plan, held).model_dump_json(by_alias=True).encode()
             status, content = self._post(body)
             if status != http.client.OK:
                 return f"HTTP {status} {content[:200].decode(errors='replace').strip()}"
@@ -248,10 +293,18 @@ class ProgressClient:
 
 @contextmanager
 def reporting(
-    environment: Mapping[str, str], job: JobFile, plan: MemoryPlan, resumed_step: int, report: Callable[[str], None]
+    environment: Mapping[str, str],
+    job: JobFile,
+    plan: MemoryPlan,
+    resumed_step: int,
+    report: Callable[[str], None],
+    *,
+    built_in_bytes: int = 0,
 ) -> Iterator[ProgressClient | None]:
     """The client while the run goes on, closed with the last figures however the run ends; None without an operator."""
-    client = ProgressClient.from_environment(environment, job, plan, resumed_step, report)
+    client = ProgressClient.from_environment(
+        environment, job, plan, resumed_step, report, built_in_bytes=built_in_bytes
+    )
     try:
         yield client
     finally:
@@ -259,29 +312,55 @@ def reporting(
             client.close()
 
 
-def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan) -> ProgressReport:
+def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan, pod_peak_bytes: int = 0) -> ProgressReport:
     """Raises ValidationError for figures beyond every bound."""
-    last, steps = figures.last, job.spec.training.steps
+    last, (step, steps) = figures.last, figures.steps(job)
     return ProgressReport(
         trainer_status=TrainerStatus(
-            progress_percentage=min(100, 100 * figures.step // steps),
+            progress_percentage=min(100, 100 * step // max(1, steps)),
             estimated_remaining_seconds=None if figures.eta_seconds is None else round(figures.eta_seconds),
             last_updated_time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             metrics=tuple(NamedValue(name=name, value=f"{value:.6g}") for name, value in named(figures).items()),
         ),
         spillway=TrainingProgress(
             epoch=job.epoch,
-            step=figures.step,
+            step=step,
             steps=steps,
-            loss=None if last is None else finite(last.loss),
+            loss=loss_of(figures),
             tokens_per_second=0.0 if last is None else last.tokens_per_second,
             step_seconds=0.0 if last is None else last.step_seconds,
             last_step_time=figures.last_time,
             peak=TierFigures(**{tier.value: figures.peak.get(tier.value, 0) for tier in Tier}),
             budget=TierFigures(**{tier.value: plan.budget.get(tier, 0) for tier in Tier}),
+            pod=pod_memory(figures, job, pod_peak_bytes),
             checkpoint=committed(figures, job),
+            members=figures.members,
+            best_member=figures.best_member,
         ),
     )
+
+
+def pod_memory(figures: Figures, job: JobFile, peak_bytes: int) -> PodMemory:
+    """Where the corpus was there already, the pod that built it counts, too."""
+    peak = max(peak_bytes, figures.built_in_bytes) if peak_bytes else 0
+    return PodMemory(peak=min(peak, MAX_BYTES), is_whole=saw_a_whole_run(figures, job))
+
+
+def saw_a_whole_run(figures: Figures, job: JobFile) -> bool:
+    """Whether the pod has done all that takes memory, and will do no more: it made the second half of the steps at
+    least and the last of them, committed that one's checkpoint, and evaluated where the job does."""
+    steps = job.spec.training.steps
+    evaluated = job.spec.data.evaluation is None or figures.evaluation_loss is not None
+    ended = figures.checkpoint is not None and figures.checkpoint[0] == steps
+    return bool(figures.built_in_bytes) and 2 * figures.first_step <= steps and evaluated and ended
+
+
+def loss_of(figures: Figures) -> float | None:
+    """Of the last step; in a sweep of the best member's last one."""
+    best = next((one for one in figures.members if one.name == figures.best_member), None)
+    if best is not None:
+        return best.loss
+    return None if figures.last is None else finite(figures.last.loss)
 
 
 def named(figures: Figures) -> dict[str, float]:
@@ -307,5 +386,8 @@ def committed(figures: Figures, job: JobFile) -> CommittedCheckpoint | None:
     if figures.checkpoint is None:
         return None
     step, when = figures.checkpoint
-    path = Path(job.checkpoint_directory) / str(CheckpointName(epoch=job.epoch, step=step))
+    directory = job.checkpoint_directory
+    if figures.checkpoint_member:
+        directory = str(member_directory(directory, figures.checkpoint_member))
+    path = Path(directory) / str(CheckpointName(epoch=job.epoch, step=step))
     return CommittedCheckpoint(step=step, epoch=job.epoch, path=str(path), time=when)

@@ -16,6 +16,10 @@ from spillway.metrics import StepMetrics
 from spillway.plan import Tier
 
 
+class OutputNotWritten(UserError):
+    """The disk refused what the run says of itself."""
+
+
 class Sink(Protocol):
     """Shows the run to somebody else: /metrics, the operator. Never makes the step loop wait."""
 
@@ -31,7 +35,7 @@ class Recorder:
     run.jsonl, and rank 0 writes it.
 
     Events: preparing, start, activations_chosen, step, evaluation, checkpoint, checkpoint_missed, end. After a resume,
-    step numbers repeat: the last line of a step wins. Raises UserError when the disk refuses a line.
+    step numbers repeat: the last line of a step wins. Raises OutputNotWritten when the disk refuses a line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -103,7 +107,7 @@ def refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
+        raise OutputNotWritten(
             f"{path}: cannot be written: {error.strerror or error}; make room, or give an output directory that can be "
             "written"
         ) from error

@@ -21,9 +21,10 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 
-from . import checkpoint, config, native, numa
+from . import checkpoint, config, native, numa, running_statistics
 from .activation_spill import Chosen
-from .assemble import FROZEN, Assembly, assemble, initial_states
+from .assemble import FROZEN, Assembly, Tiers, assemble, initial_states
+from .building_peak import peak_of_building, room_for_more_text
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .checkpoint_manifest import TrainingState
@@ -40,7 +41,7 @@ from .recorder import Recorder
 from .schedule import LearningRate
 from .text_source import TextSource, python_stdlib, text_source
 from .tiers import cuda
-from .tokens import Corpus, TokenizerRecipe, prepare_corpus
+from .tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
 from .trainer import Progress, Run, StopRequest, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
@@ -49,8 +50,9 @@ METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 
 def run_job(
     job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest, world: World
-) -> None:
-    """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py)."""
+) -> str:
+    """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py). Returns a
+    sentence about the end."""
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
     config.check_world(job, world)
@@ -72,6 +74,7 @@ def run_job(
         if device.type == "cuda":
             usable = near_device(usable, job.ranks_per_node, world)
         run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
+    return f"trained to step {progress.step}"
 
 
 def run_ranks(
@@ -86,7 +89,10 @@ def run_ranks(
 ) -> None:
     """What `run_job` does once all ranks are there. `model` has no memory yet."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
+    builds_corpus = not has_corpus(Path(job.corpus_directory))
     corpus = prepared_corpus(job, model, ranks, recorder)
+    room = room_for_more_text(source_of(job).nbytes) if builds_corpus and job.spec.data.builtin is None else 0
+    built_in_bytes = peak_of_building(Path(job.corpus_directory), room, is_new=builds_corpus)
     batches = make_batches(job, corpus, model.objective)
     ranks.agree("tokens and their order", batches.fingerprint)
     recorder.preparing("making room in the tiers")
@@ -105,7 +111,9 @@ def run_ranks(
             assembly.spill_faults,
         )
         serve_metrics(exporter, job)
-        report_progress = reporting(operators_environment(ranks), job, plan, progress.step, report)
+        report_progress = reporting(
+            operators_environment(ranks), job, plan, progress.step, report, built_in_bytes=built_in_bytes
+        )
         client = opened.enter_context(report_progress)
         recorder.show(*(sink for sink in (exporter, client) if sink is not None))
         recorder.start(
@@ -117,23 +125,29 @@ def run_ranks(
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
         )
         assembly.tell_choices(partial(tell_choice, recorder))
-        run = Run(
-            model=assembly.called,
-            optimizer=assembly.optimizer,
-            techniques=assembly,
-            position=assembly.position,
-            batches=batches,
-            learning_rate=learning_rate,
-            checkpoints=checkpoints,
-            recorder=recorder,
-            ranks=ranks,
-            sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(job.spec), plan.optimizer.num_threads),
-            order=assembly.order,
-            device=device,
-            loss_scale=loss_scale,
-            runs_together=assembly.gathers,
-        )
+        run = run_of(plan, checkpoints, recorder, device)
         train(run, config.loop_settings(job.spec, plan), progress, stop)
+
+
+def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, device: torch.device) -> Run:
+    """All that the step loop drives, of an assembly that `checkpoints` has filled."""
+    assembly, ranks, spec = checkpoints.assembly, checkpoints.ranks, checkpoints.job.spec
+    return Run(
+        model=assembly.called,
+        optimizer=assembly.optimizer,
+        techniques=assembly,
+        position=assembly.position,
+        batches=checkpoints.batches,
+        learning_rate=checkpoints.learning_rate,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        ranks=ranks,
+        sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(spec), plan.optimizer.num_threads),
+        order=assembly.order,
+        device=device,
+        loss_scale=checkpoints.loss_scale,
+        runs_together=assembly.gathers,
+    )
 
 
 def tell_choice(recorder: Recorder, chosen: Chosen) -> None:
@@ -213,19 +227,19 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
 def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks, device: torch.device) -> Iterator[Assembly]:
     assembly = assemble(job, plan, model, ranks, device)
     try:
-        with survived(assembly):
+        with survived(assembly.tiers):
             yield assembly
     finally:
         assembly.tiers.close()
 
 
 @contextmanager
-def survived(assembly: Assembly) -> Iterator[None]:
+def survived(tiers: Tiers) -> Iterator[None]:
     """Memory that runs out because a spill device failed, and bytes had to stay there, is that device's failure."""
     try:
         yield
     except (DeviceOutOfMemory, HostOutOfMemory) as error:
-        cause = assembly.tiers.cause_of(error)
+        cause = tiers.cause_of(error)
         if cause is error:
             raise
         raise cause from error
@@ -244,13 +258,15 @@ class RunCheckpoints:
     learning_rate: LearningRate
     ranks: Ranks
     loss_scale: LossScale
+    base_is_there: bool = False
+    """frozen parameters have their values, of a base that models share"""
 
     def commit(self, progress: Progress) -> tuple[int, float]:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
 
         Where states are divided, every rank hands over its part of each, also of those that a failing rank 0 does not
         write."""
-        tensors = self.assembly.optimizer.state()
+        tensors = self.assembly.states()
         is_divided = self.assembly.divided is not None
         if is_divided and not self.ranks.world.is_first:
             exhaust(tensors)
@@ -316,11 +332,13 @@ class RunCheckpoints:
     def _found_tensors(self) -> Iterator[tuple[str, Tensor]]:
         if self.epoch is None:
             return iter(())
-        initial = initial_states(self.assembly.model, self.job.spec.training.seed)
+        initial = initial_states(self.assembly.model, self.job.spec.training.seed, trained_alone=self.base_is_there)
         if self.epoch.resume.checkpoint is None:
             return initial
+        shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)
+        found = checkpoint.load(self.epoch.resume.checkpoint, *shapes)
         frozen = ((name, value) for name, value in initial if name.startswith(FROZEN))
-        return chain(checkpoint.load(self.epoch.resume.checkpoint, self.assembly.parameter_shapes()), frozen)
+        return chain(found, frozen)
 
     def _state(self, progress: Progress) -> TrainingState:
         training = self.job.spec.training

@@ -103,17 +103,11 @@ class KeptTensor:
 
     __slots__ = ("__weakref__", "_charge", "_release", "_segment", "_tensor", "_version")
 
-    def __init__(
-        self, tensor: Tensor, segment: str, ledger: DeviceLedger, storage: UntypedStorage | None = None
-    ) -> None:
-        """`storage`: its own, where the caller has it at hand."""
-        self._charge: int | None = None
-        self._release = ledger.release_saved
+    def __init__(self, tensor: Tensor, segment: str, charge: int | None, release: Callable[[int], object]) -> None:
+        """`charge`: the ledger's key of its storage, which `release` takes back; None without a storage."""
+        self._charge = charge
+        self._release = release
         self._segment = segment
-        if storage is not None:
-            self._charge = ledger.charge_saved(storage)
-        elif has_storage(tensor):
-            self._charge = ledger.charge_saved(tensor.untyped_storage())
         self._tensor = tensor.detach()
         self._version = tensor._version
 
@@ -126,6 +120,12 @@ class KeptTensor:
     def __del__(self) -> None:
         if self._charge is not None:
             self._release(self._charge)
+
+
+def kept(tensor: Tensor, segment: str, ledger: DeviceLedger) -> KeptTensor:
+    """`tensor`, charged where it has a storage."""
+    charge = ledger.charge_saved(tensor.untyped_storage()) if has_storage(tensor) else None
+    return KeptTensor(tensor, segment, charge, ledger.release_saved)
 
 
 class SavedParameter:
@@ -209,7 +209,7 @@ class Keeper:
         return None if ref is None else SavedParameter(self.parameters, ref)
 
     def keep(self, tensor: Tensor) -> Handle:
-        return KeptTensor(tensor, self.segment, self.ledger)
+        return kept(tensor, self.segment, self.ledger)
 
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -328,14 +328,15 @@ class Packer:
 
     __slots__ = (
         "_addresses",
+        "_charge",
         "_constants",
         "_find",
         "_frame",
         "_keeper",
-        "_ledger",
         "_moves_from_bytes",
         "_parameters",
         "_put",
+        "_release",
         "_segment",
         "_visit",
     )
@@ -345,7 +346,8 @@ class Packer:
         self._moves_from_bytes = math.inf if visit.batch is None else visit.batch.minimum_bytes
         self._put = _nothing_moves if visit.batch is None else visit.batch.put
         self._keeper = keeper
-        self._parameters, self._ledger = keeper.parameters, keeper.ledger
+        self._parameters = keeper.parameters
+        self._charge, self._release = keeper.ledger.charge_saved, keeper.ledger.release_saved
         self._addresses, self._find = keeper.parameters.addresses, keeper.parameters.find
         self._frame = frame
         # What comes in without gradient (position tables, masks, labels) belongs to the caller and stays where it is.
@@ -375,7 +377,7 @@ class Packer:
             handle = self._put(tensor, storage)
             if handle is not None:
                 return visit, handle
-        return visit, KeptTensor(tensor, self._segment, self._ledger, storage)
+        return visit, KeptTensor(tensor, self._segment, self._charge(storage), self._release)
 
 
 class SavedTensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from spillway.errors import UserError
 
+from . import running_statistics
 from .seeds import fork_seed
 from .tiers.cuda import generator
 
@@ -36,6 +38,7 @@ class Residence(Protocol):
         """Inside, the parameters of `segment` are on the device."""
 
 
+Around = Callable[[], AbstractContextManager[None]]
 Ready = Callable[[str], None]
 """called with a segment's name before its forward reads a parameter, each time it runs"""
 
@@ -74,7 +77,8 @@ def wrap_segments(
     """
     for index, (name, module) in enumerate(segments):
         forward = _inside(module.forward, name, autocast, residence, ready)
-        module.forward = _watched(name, module, _wrapped(name, index, forward, position, hook))
+        again = partial(running_statistics.untouched, module) if running_statistics.buffers(module) else nullcontext
+        module.forward = _watched(name, module, _wrapped(name, index, forward, position, hook, again))
 
 
 @contextmanager
@@ -82,18 +86,19 @@ def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -
     """Raises UserError when the forward that runs inside changed a buffer of `module`, or an input, in place.
 
     Recompute runs a forward twice and from the inputs it got, evaluation runs it between steps, and checkpoints hold no
-    buffers: no written state would be the same in every run.
+    buffers: no written state would be the same in every run. A batch norm's running statistics would: they are known.
     """
-    buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    known = running_statistics.buffers(module)
+    buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers() if name not in known}
     given = [(value, value._version) for value in inputs if isinstance(value, Tensor)]
     yield
     now = dict(module.named_buffers())
     for name, (buffer, version) in buffers.items():
         if now.get(name) is not buffer or buffer._version != version:
             raise UserError(
-                f"spec.model: the forward of segment {segment} writes its buffer {name} (running statistics?), which "
-                "recompute would write again and no checkpoint holds: let forward only read buffers (a norm without "
-                "running statistics)"
+                f"spec.model: the forward of segment {segment} writes its buffer {name}, which recompute would write "
+                "again and no checkpoint holds: let forward only read buffers (of what keeps running statistics, "
+                "torch's own BatchNorm1d to 3d alone may write them)"
             )
     if any(value._version != version for value, version in given):
         raise UserError(
@@ -135,14 +140,22 @@ def _inside(
     return block
 
 
-def _wrapped(name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None) -> Block:
+def _wrapped(
+    name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None, again: Around
+) -> Block:
+    """`again`: around every run of a forward after its first."""
+
     def run(*inputs: object) -> Tensor:
         # The position is read now, not when a recompute calls the block again: by then it may have moved on.
         seed = fork_seed(position.seed, position.step, position.micro_batch, index)
+        is_first = True
 
         def block(*block_inputs: object) -> Tensor:
+            nonlocal is_first
+            around, is_first = nullcontext() if is_first else again(), False
             generator(device_of(block_inputs)).manual_seed(seed)
-            return forward(*block_inputs)
+            with around:
+                return forward(*block_inputs)
 
         return block(*inputs) if hook is None else hook.run(name, block, *inputs)
 

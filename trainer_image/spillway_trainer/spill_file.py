@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,11 @@ BLOCK_BYTES = 4096
 """Offsets, sizes and addresses of transfers are multiples of this: what O_DIRECT asks for on every common device."""
 _ZEROS_BYTES = 4 << 20
 _VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WHAT_HELPS = {
+    errno.EDQUOT: "the quota of this user or project is used up, whatever is free: have it raised",
+    errno.EFBIG: "the file system takes no file this large: divide it over more directories",
+}
+"""other than to make room"""
 _BAD_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_O_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
 
@@ -228,6 +234,7 @@ def _open_error(directory: Path, error: OSError) -> SpillwayError:
 
 
 def _preallocate(file: int, directory: Path, nbytes: int) -> None:
+    refuse_beyond_the_process_limit(directory, nbytes)
     # Asked first, because an allocation that fails has filled the volume for everybody until it is undone.
     if nbytes > _free_bytes(directory):
         raise _volume_full(directory, nbytes, errno.ENOSPC, "the spill file")
@@ -244,6 +251,21 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
         if error.errno in _VOLUME_FULL:
             raise _volume_full(directory, nbytes, error.errno, "the spill file") from error
         raise SpillIOError(f"{directory}: allocating {nbytes} bytes: {error.strerror}", errno=error.errno) from error
+
+
+def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
+    """Raises SpillVolumeFull for a file larger than this process may write, however much the volume has free."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most == resource.RLIM_INFINITY or nbytes <= most:
+        return
+    raise SpillVolumeFull(
+        f"{directory}: a spill file of {nbytes} bytes ({format_bytes(nbytes)}) is wanted, and this process may write "
+        f"files of {most} bytes ({format_bytes(most)}) at most (RLIMIT_FSIZE): raise that limit (ulimit -f), divide "
+        "the file over more directories, or lower the nvme budget",
+        wanted_bytes=nbytes,
+        limit_bytes=most,
+        errno=errno.EFBIG,
+    )
 
 
 def _write_zeros(file: int, nbytes: int) -> None:
@@ -267,8 +289,8 @@ def _volume_full(
     where = "" if offset is None else f" at offset {offset}"
     return SpillVolumeFull(
         f"{directory}: no room for {label or 'an extent'}{where} ({os.strerror(os_error)}, errno {os_error}): {wanted} "
-        f"bytes ({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: free some, "
-        "give another directory, or lower the nvme budget",
+        f"bytes ({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: "
+        f"{_WHAT_HELPS.get(os_error, 'free some')}, give another directory, or lower the nvme budget",
         label=label,
         wanted_bytes=wanted,
         free_bytes=free,

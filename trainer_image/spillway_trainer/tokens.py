@@ -9,6 +9,7 @@ tokenizer takes hundreds of megabytes and starts threads, and the trainer has a 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -49,6 +50,9 @@ INDEX_VERSION = 1
 SAY_SECONDS = 5.0
 """between two lines of a build that takes long"""
 
+_DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NOT_WRITTEN = 65
+"""exit code of a build whose disk refused; every other error of the user's is ExitCode.USER_ERROR"""
 _BATCH_CHARACTERS = 4 * 2**20
 """text encoded at once; bounds the memory of the build"""
 
@@ -70,6 +74,10 @@ class TokenizerRecipe:
 
 
 TRAINED = TokenizerRecipe()
+
+
+class CorpusNotWritten(UserError):
+    """The disk has no room for the corpus, or takes nothing at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +167,14 @@ def prepare_corpus(
 
     `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
     """
-    if not directory.exists() or not any(directory.iterdir()):
+    if not has_corpus(directory):
         _build_in_child(source, directory, vocab_size, report, recipe)
     return open_corpus(directory, source, vocab_size)
+
+
+def has_corpus(directory: Path) -> bool:
+    """Whether there is one, intact or not: a directory with anything in it is never built anew."""
+    return directory.exists() and any(directory.iterdir())
 
 
 def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
@@ -220,7 +233,8 @@ def build_corpus(
     except OSError as error:
         if (directory / "index.json").exists():
             return  # whoever was faster removed our files, too
-        raise UserError(
+        kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
+        raise kind(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
             "see that the text can be read and that there is room, or name another output directory or text"
         ) from error
@@ -481,6 +495,8 @@ def _build_in_child(
             child.kill()
         errors.seek(0)
         message = errors.read().strip()
+    if child.returncode == _NOT_WRITTEN:
+        raise CorpusNotWritten(message)
     if child.returncode == ExitCode.USER_ERROR:
         raise UserError(message)
     if child.returncode == -9:
@@ -508,7 +524,7 @@ def main() -> int:
         build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
     except UserError as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        return _NOT_WRITTEN if isinstance(error, CorpusNotWritten) else error.exit_code
     return 0
 
 

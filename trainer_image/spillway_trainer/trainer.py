@@ -6,7 +6,7 @@ import math
 import signal
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -89,6 +89,12 @@ class LoopSettings:
     """0 = never"""
     evaluation_batches: int
     """at most that many micro-batches an evaluation"""
+    further_evaluations: Collection[int] = ()
+    """steps that an evaluation follows besides: where members of a sweep are compared"""
+
+    def evaluates_after(self, step: int) -> bool:
+        regular = self.evaluate_every and (step == self.num_steps or step % self.evaluate_every == 0)
+        return bool(regular) or step in self.further_evaluations
 
 
 TimedPhase = Callable[[Phase], AbstractContextManager[None]]
@@ -97,12 +103,17 @@ TimedPhase = Callable[[Phase], AbstractContextManager[None]]
 class MicroBatchOrder(Protocol):
     """How the micro-batches of a step are run. No result depends on it."""
 
-    def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
-        """Forward and backward of each, by number; gradients go to the optimizer by hooks. Returns their losses."""
+    def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
+        """Forward and backward of each, by number; gradients go to the optimizer by hooks. Yields where another model
+        on the same frozen base may go on, and returns the losses."""
 
 
-def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+Passes = Generator[None, None, list[float]]
+
+
+def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
     """One micro-batch after the other through the whole model."""
+    yield from ()
     losses = []
     for run.position.micro_batch, batch in micro_batches.items():
         with phase(Phase.FORWARD):
@@ -185,20 +196,33 @@ def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopReques
     Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
     """
     stop.wait_for_step()
-    while progress.step < settings.num_steps:
+    advance(run, settings, progress, stop, settings.num_steps)
+
+
+def advance(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest, until: int) -> None:
+    """As `train`, to the end of step `until`: the run can go on from there, be it in another turn of its model."""
+    while progress.step < until:
         metrics, stopping = train_step(run, settings, progress, stop)
-        run.recorder.step(metrics)
-        last = progress.step == settings.num_steps
-        if settings.evaluate_every and (last or progress.step % settings.evaluate_every == 0):
-            evaluate(run, settings, progress)
-            stopping = any_asked_to_stop(run, stop)
-        if last or stopping:
-            commit(run, progress)
-        elif progress.step % settings.checkpoint_every == 0 and commit_or_go_on(run, progress):
-            stopping = any_asked_to_stop(run, stop)
-        if stopping and not last:
+        if after_step(run, settings, progress, stop, metrics, stopping=stopping):
             step = progress.step
             raise Preempted(f"stopped on request at step {step}; its checkpoint is committed", savedStep=step)
+
+
+def after_step(
+    run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest, metrics: StepMetrics, *, stopping: bool
+) -> bool:
+    """What follows a step: its record, an evaluation, a checkpoint. Returns whether the run is asked to stop before its
+    last step; its checkpoint is committed then."""
+    run.recorder.step(metrics)
+    last = progress.step == settings.num_steps
+    if settings.evaluates_after(progress.step):
+        evaluate(run, settings, progress)
+        stopping = any_asked_to_stop(run, stop)
+    if last or stopping:
+        commit(run, progress)
+    elif progress.step % settings.checkpoint_every == 0 and commit_or_go_on(run, progress):
+        stopping = any_asked_to_stop(run, stop)
+    return stopping and not last
 
 
 def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
@@ -225,62 +249,119 @@ def commit_or_go_on(run: Run, progress: Progress) -> bool:
 
 def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
     """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
-    started, watch = time.perf_counter(), Stopwatch(run.techniques.waited_seconds)
-    cpu_before = time.process_time()
-    moved_before, busy_before = run.techniques.moved_bytes(), run.techniques.busy_seconds()
-    step, world = progress.step, run.ranks.world
-    samples = samples_of_step(settings, world, progress)
-    run.position.step = step
-    learning_rate = run.learning_rate(step)
-    scale = run.loss_scale.value
-    run.optimizer.begin(learning_rate, 1.0 / scale)
+    step = StepOnItsWay(run, settings, progress)
+    with step.counted():
+        step.begin()
+        while step.go_on():
+            pass
+        stopping = step.end(stop)
+    return step.metrics(), stopping
 
-    with watch.phase(Phase.DATA):
-        micro_batches = next_micro_batches(run, settings, samples)
-        num_tokens = run.batches.num_unmasked(samples)
-    with float16_operations(run.loss_scale):
-        losses = run.order(run, watch.phase, micro_batches, num_tokens)
-    with watch.phase(Phase.EXCHANGE):
-        arrived = run.optimizer.arrived()
-        told = [float(stop.requested), fingerprint(arrived), *losses]
-        stops, fingerprints, *all_losses = zip(*run.ranks.gather(told), strict=True)
-        loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
-        if len(set(fingerprints)) > 1:
-            take_others_gradients(run, arrived)
-        run.sum_gradients(run.optimizer.gradients())
-    with watch.phase(Phase.OPTIMIZER):
-        norm = run.optimizer.norm() / scale
-        clip_factor = clip_factor_of(norm, settings.gradient_clipping)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
-            run.optimizer.step(learning_rate, clip_factor / scale)
-            run.loss_scale.grow()
-        else:
-            refuse_non_finite(run.loss_scale, settings, step + 1, loss, norm)
-            run.optimizer.skip()
-            run.loss_scale.back_off()
-    run.techniques.end_step()
-    progress.step += 1
-    progress.samples = samples.stop
 
-    metrics = StepMetrics(
-        step=progress.step,
-        loss=loss,
-        learning_rate=learning_rate,
-        gradient_norm=norm,
-        clip_factor=clip_factor,
-        tokens=num_tokens,
-        step_seconds=time.perf_counter() - started,
-        phase_seconds=watch.seconds,
-        tier_bytes=run.techniques.held_bytes(),
-        tier_peak_bytes=run.techniques.peak_bytes(),
-        moved_bytes=difference(run.techniques.moved_bytes(), moved_before),
-        lane_seconds=difference(run.techniques.busy_seconds(), busy_before),
-        cpu_seconds=time.process_time() - cpu_before,
-        skipped=not finite,
-        loss_scale=None if run.loss_scale.rule is None else scale,
-    )
-    return metrics, any(stops)
+class StepOnItsWay:
+    """One optimizer step of one run: `begin`, `go_on` until it returns False, `end`; then it has `metrics`.
+
+    Other runs may take steps in between: seconds and bytes are counted inside `counted`.
+    """
+
+    def __init__(self, run: Run, settings: LoopSettings, progress: Progress) -> None:
+        self._run, self._settings, self._progress = run, settings, progress
+        self._watch = Stopwatch(run.techniques.waited_seconds)
+        self._seconds = self._cpu_seconds = 0.0
+        self._moved: dict[str, int] = {}
+        self._busy: dict[str, float] = {}
+        self._samples = samples_of_step(settings, run.ranks.world, progress)
+        self._learning_rate = run.learning_rate(progress.step)
+        self._scale = run.loss_scale.value
+        self._num_tokens = 0
+        self._losses: list[float] = []
+        self._passes: Passes | None = None
+        self._loss = self._norm = math.nan
+        self._finite = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        techniques = self._run.techniques
+        started, cpu_before = time.perf_counter(), time.process_time()
+        moved_before, busy_before = techniques.moved_bytes(), techniques.busy_seconds()
+        yield
+        self._moved = added(self._moved, difference(techniques.moved_bytes(), moved_before))
+        self._busy = added(self._busy, difference(techniques.busy_seconds(), busy_before))
+        self._cpu_seconds += time.process_time() - cpu_before
+        self._seconds += time.perf_counter() - started
+
+    def begin(self) -> None:
+        """Its micro-batches."""
+        run = self._run
+        run.position.step = self._progress.step
+        run.optimizer.begin(self._learning_rate, 1.0 / self._scale)
+        with self._watch.phase(Phase.DATA):
+            micro_batches = next_micro_batches(run, self._settings, self._samples)
+            self._num_tokens = run.batches.num_unmasked(self._samples)
+        self._passes = run.order(run, self._watch.phase, micro_batches, self._num_tokens)
+
+    def go_on(self) -> bool:
+        """To the next place where another run may go on; False: all micro-batches have passed."""
+        assert self._passes is not None, "begin() comes first"
+        with float16_operations(self._run.loss_scale):
+            try:
+                next(self._passes)
+            except StopIteration as ended:
+                self._losses, self._passes = ended.value, None
+                return False
+        return True
+
+    def end(self, stop: StopRequest) -> bool:
+        """The sum over ranks and the update; advances the run's progress. Returns whether any rank was asked to
+        stop."""
+        run, watch, progress, scale = self._run, self._watch, self._progress, self._scale
+        with watch.phase(Phase.EXCHANGE):
+            arrived = run.optimizer.arrived()
+            told = [float(stop.requested), fingerprint(arrived), *self._losses]
+            stops, fingerprints, *all_losses = zip(*run.ranks.gather(told), strict=True)
+            self._loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
+            if len(set(fingerprints)) > 1:
+                take_others_gradients(run, arrived)
+            run.sum_gradients(run.optimizer.gradients())
+        with watch.phase(Phase.OPTIMIZER):
+            self._norm = run.optimizer.norm() / scale
+            self._finite = math.isfinite(self._norm) and math.isfinite(self._loss)
+            if self._finite:
+                run.optimizer.step(self._learning_rate, self._clip_factor / scale)
+                run.loss_scale.grow()
+            else:
+                refuse_non_finite(run.loss_scale, self._settings, progress.step + 1, self._loss, self._norm)
+                run.optimizer.skip()
+                run.loss_scale.back_off()
+        run.techniques.end_step()
+        progress.step += 1
+        progress.samples = self._samples.stop
+        return any(stops)
+
+    def metrics(self) -> StepMetrics:
+        """Of the step that has ended."""
+        techniques = self._run.techniques
+        return StepMetrics(
+            step=self._progress.step,
+            loss=self._loss,
+            learning_rate=self._learning_rate,
+            gradient_norm=self._norm,
+            clip_factor=self._clip_factor,
+            tokens=self._num_tokens,
+            step_seconds=self._seconds,
+            phase_seconds=self._watch.seconds,
+            tier_bytes=techniques.held_bytes(),
+            tier_peak_bytes=techniques.peak_bytes(),
+            moved_bytes=self._moved,
+            lane_seconds=self._busy,
+            cpu_seconds=self._cpu_seconds,
+            skipped=not self._finite,
+            loss_scale=None if self._run.loss_scale.rule is None else self._scale,
+        )
+
+    @property
+    def _clip_factor(self) -> float:
+        return clip_factor_of(self._norm, self._settings.gradient_clipping)
 
 
 def refuse_non_finite(scale: LossScale, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
@@ -379,3 +460,7 @@ def clip_factor_of(norm: float, limit: float | None) -> float:
 def difference(now: Mapping[str, Counter], before: Mapping[str, Counter]) -> dict[str, Counter]:
     """Of counters that only rise; one that was not there before began at 0."""
     return {name: count - before[name] if name in before else count for name, count in now.items()}
+
+
+def added(counts: Mapping[str, Counter], more: Mapping[str, Counter]) -> dict[str, Counter]:
+    return {name: counts[name] + count if name in counts else count for name, count in more.items()}

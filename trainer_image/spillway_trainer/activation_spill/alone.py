@@ -11,6 +11,7 @@ MiB, and come back in the reverse order, a few MiB ahead of backward. Weights an
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from spillway.errors import UserError
 from spillway.plan import Answer, Tier
 from spillway.units import format_bytes
 
+from .. import native
 from ..resident_parameters import ResidentParameters
 from ..saved_tensors import Keeper, Packer, Visit, unpack
 from ..spill_file import SpillFile
@@ -35,6 +37,7 @@ from ..tiers.encrypted_file import encrypted
 from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import CpuLanes
 from ..tiers.nvme_slab import NvmeSlab
+from ..volumes import refuse_memory
 from .lean import Forward, Wanted, wanted
 from .rebuilding import Recorder
 from .store import Batch, SpillStore
@@ -82,9 +85,11 @@ class Spilling:
                     f"{name} is on {tensor.device}: activation spilling on its own moves tensors of the CPU; move the "
                     "model there"
                 )
+        refuse_memory(Path(directory), f"Spilling in {directory}")
         self._module = module
         self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True)
+        pooled_bytes = native.POOLED_BYTES if native.attach_tensor_pool() else math.inf
+        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=pooled_bytes)
         open_file = encrypted(SpillFile) if encrypts else SpillFile
         self.nvme = NvmeSlab(
             Path(directory), nvme_bytes, NUM_IO_THREADS, open_file=open_file, host=self.host, tell=LOG.warning
@@ -112,7 +117,9 @@ class Spilling:
     def __enter__(self) -> Spilling:
         if not self._forgotten.alive:
             raise UserError("this Spilling is closed, and its file is gone: make another one")
-        self.host.give_pages_back()  # of the reloads before: the fullest moment of a step is the end of its forward
+        # The fullest moment of a step is the end of its forward: what reloads before it left behind goes.
+        native.mark_tensor_pool()
+        self.host.give_pages_back()
         want = wanted(self._last, self._kept_bytes)
         if self._spills_all:
             want = Wanted(None if want.rebuilt_bytes != 0 else 0, None)
@@ -160,8 +167,7 @@ class Spilling:
                 "refers to it (a loss, an output), before close()"
             )
         self._forgotten.detach()
-        self.lanes.close()
-        self.nvme.close()
+        close_parts(self.lanes, self.nvme)
 
 
 class Region(NamedTuple):
@@ -198,11 +204,13 @@ def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:
     """Of what nobody can reach any more: on a thread of its own, because the collector runs on any, also on a lane's,
     which cannot wait for its own end."""
 
-    def close() -> None:
-        lanes.close()
-        nvme.close()
+    threading.Thread(target=close_parts, args=(lanes, nvme), name="spilling-close", daemon=True).start()
 
-    threading.Thread(target=close, name="spilling-close", daemon=True).start()
+
+def close_parts(lanes: CpuLanes, nvme: NvmeSlab) -> None:
+    lanes.close()
+    nvme.close()
+    native.empty_tensor_pool()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

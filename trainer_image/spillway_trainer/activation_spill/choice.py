@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations, product
+from typing import NamedTuple
 
 from spillway.plan import Answer, Tier
 from spillway.units import format_bytes, format_seconds
@@ -150,31 +151,44 @@ def searched(course: Course) -> Played | None:
     return search.spared()
 
 
+class Bundle:
+    """Neighbours of one kind as if they were one: made when the last of them is, needed when the first of them is."""
+
+    __slots__ = ("members", "nbytes", "needed_seconds", "produced_seconds", "rebuild_seconds")
+
+    def __init__(self, index: int, storage: SavedStorage) -> None:
+        self.members = [index]
+        self.nbytes, self.rebuild_seconds = storage.nbytes, storage.rebuild_seconds
+        self.produced_seconds, self.needed_seconds = storage.produced_seconds, storage.needed_seconds
+
+    def add(self, index: int, storage: SavedStorage) -> None:
+        """`storage` is made after the members, and can be rebuilt if they can."""
+        self.members.append(index)
+        self.nbytes += storage.nbytes
+        self.produced_seconds = storage.produced_seconds
+        self.needed_seconds = max(self.produced_seconds, min(self.needed_seconds, storage.needed_seconds))
+        if self.rebuild_seconds is not None:
+            self.rebuild_seconds += storage.rebuild_seconds or 0.0
+
+    def storage(self) -> SavedStorage:
+        return SavedStorage(self.nbytes, self.produced_seconds, self.needed_seconds, self.rebuild_seconds)
+
+
 def bundled(storages: Sequence[SavedStorage]) -> list[tuple[SavedStorage, list[int]]]:
-    """Neighbours of one kind as if they were one, and which: made when the last of them is, needed when the first of
-    them is."""
+    """Neighbours of one kind as if they were one, and which."""
     size = -(-sum(storage.nbytes for storage in storages) // MAX_STORAGES)
-    found: list[tuple[SavedStorage, list[int]]] = []
-    last: dict[bool, int] = {}
-    """of each kind, the place of its last bundle"""
+    found: list[Bundle] = []
+    last: dict[bool, Bundle] = {}
     for index, storage in enumerate(storages):
         kind = storage.rebuild_seconds is not None
-        if kind in last and found[last[kind]][0].nbytes + storage.nbytes <= size:
-            bundle, members = found[last[kind]]
-            found[last[kind]] = (together(bundle, storage), [*members, index])
+        bundle = last.get(kind)
+        if bundle is not None and bundle.nbytes + storage.nbytes <= size:
+            bundle.add(index, storage)
         else:
-            last[kind] = len(found)
-            found.append((storage, [index]))
-    return sorted(found, key=lambda one: one[0].produced_seconds)
-
-
-def together(first: SavedStorage, second: SavedStorage) -> SavedStorage:
-    rebuild = None
-    if first.rebuild_seconds is not None and second.rebuild_seconds is not None:
-        rebuild = first.rebuild_seconds + second.rebuild_seconds
-    produced = max(first.produced_seconds, second.produced_seconds)
-    needed = max(produced, min(first.needed_seconds, second.needed_seconds))
-    return SavedStorage(first.nbytes + second.nbytes, produced, needed, rebuild)
+            last[kind] = bundle = Bundle(index, storage)
+            found.append(bundle)
+    found.sort(key=lambda bundle: bundle.produced_seconds)
+    return [(bundle.storage(), bundle.members) for bundle in found]
 
 
 UNBOUNDED = ("kept_bytes", "written_bytes")
@@ -182,8 +196,14 @@ UNBOUNDED = ("kept_bytes", "written_bytes")
 
 def check(storages: Sequence[SavedStorage], limits: Limits) -> None:
     for index, storage in enumerate(storages):
-        times = (storage.produced_seconds, storage.needed_seconds, storage.rebuild_seconds or 0.0)
-        if storage.nbytes < 0 or not all(math.isfinite(time) and time >= 0.0 for time in times):
+        produced, needed, rebuild = storage.produced_seconds, storage.needed_seconds, storage.rebuild_seconds or 0.0
+        # So written, NaN is none of them.
+        if not (
+            storage.nbytes >= 0
+            and 0.0 <= produced < math.inf
+            and 0.0 <= needed < math.inf
+            and 0.0 <= rebuild < math.inf
+        ):
             raise ValueError(f"saved storage {index}: bytes and seconds are 0 or more, and finite; found {storage}")
         if storage.needed_seconds < storage.produced_seconds:
             raise ValueError(f"saved storage {index}: needed before it is produced; found {storage}")
@@ -219,6 +239,21 @@ class Played:
         return (self.extra_seconds, self.nvme_bytes, self.host_bytes)
 
 
+class Sent(NamedTuple):
+    """What a play's forward leaves to its backward."""
+
+    copies: deque[tuple[float, int, int]]
+    """(end, bytes, storage) of what is on the device until then"""
+    leaving_bytes: int
+    """of those"""
+    kept_bytes: int
+    stall_seconds: float
+    begins: list[float]
+    """when the copy of a storage begins that is on the device till it ends"""
+    stored: list[float]
+    peak_bytes: int
+
+
 class Course:
     """The storages of one forward and their limits, ready to be played."""
 
@@ -234,207 +269,169 @@ class Course:
         self.num_played = 0
         """storages that plays went through so far"""
 
-    def play(self, answers: Sequence[Answer], price: float = 0.0) -> Played | None:
-        """None where the answers break a limit."""
-        sizes, limits = self.sizes, self.limits
-        host_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is HOST)
-        nvme_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is NVME)
-        kept_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is KEEP)
+    def play(self, answers: Sequence[Answer], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
+        """None where the answers break a limit, or cost more than `bound_seconds`.
+
+        A search plays hundreds of answers, so each pass is one loop over numbers in local names. As objects and calls
+        it is in tests/unit/plain_play.py, and comes to the same numbers.
+        """
+        limits = self.limits
+        held_bytes = dict.fromkeys((KEEP, RECOMPUTE, HOST, NVME), 0)
+        for size, answer in zip(self.sizes, answers, strict=True):
+            held_bytes[answer] += size
         if (
-            host_bytes > limits.offloadable_bytes
-            or nvme_bytes > limits.spillable_bytes
-            or kept_bytes > limits.kept_bytes
+            held_bytes[HOST] > limits.offloadable_bytes
+            or held_bytes[NVME] > limits.spillable_bytes
+            or held_bytes[KEEP] > limits.kept_bytes
         ):
             return None
-        self.num_played += len(sizes)
-        out = Outward(limits)
-        peak_bytes = self._forward(answers, out)
-        back = self._backward(answers, out)
-        peak_bytes = max(peak_bytes, back.peak_bytes)
-        if peak_bytes > limits.device_bytes:
-            return None
+        self.num_played += len(self.sizes)
         recompute = sum(self.rebuild[index] or 0.0 for index, answer in enumerate(answers) if answer is RECOMPUTE)
-        return Played(tuple(answers), back.stall, recompute, peak_bytes, host_bytes, nvme_bytes, price)
+        sent = self._forward(answers, recompute, bound_seconds) if recompute <= bound_seconds else None
+        if sent is None:
+            return None
+        back = self._backward(answers, sent, recompute, bound_seconds)
+        if back is None:
+            return None
+        stall, peak_bytes = back
+        return Played(tuple(answers), stall, recompute, peak_bytes, held_bytes[HOST], held_bytes[NVME], price)
 
-    def _forward(self, answers: Sequence[Answer], out: Outward) -> int:
-        """Plays forward into `out`; the device's peak."""
-        room, peak = self.limits.device_bytes, 0
-        produced = self.produced
-        for index, (size, answer) in enumerate(zip(self.sizes, answers, strict=True)):
-            now = out.wait_for_room(produced[index] + out.stall, room - out.kept_bytes - size)
-            held = out.kept_bytes + out.bytes + size
-            peak = max(peak, held)
-            if answer is KEEP:
-                out.kept_bytes += size
-            elif answer is not RECOMPUTE:
-                out.send(index, size, now, spills=answer is NVME)
-        return peak
-
-    def _backward(self, answers: Sequence[Answer], out: Outward) -> Inward:
-        limits, sizes, order = self.limits, self.sizes, self.need_order
-        moved = [index for index in order if answers[index] is HOST or answers[index] is NVME]
-        spills = [answers[index] is NVME for index in moved]
-        rebuilt = max((sizes[i] for i, answer in enumerate(answers) if answer is RECOMPUTE), default=0)
-        back = Inward(limits, out, rebuilt)
-        now, next_one, num_moved = self.turn + out.stall, 0, len(moved)
-        rebuilt_seconds = 0.0
-        for index in order:
-            size, answer = sizes[index], answers[index]
-            while next_one < num_moved and back.has_room(now, sizes[moved[next_one]]):
-                back.load(moved[next_one], sizes[moved[next_one]], now, spills=spills[next_one])
-                next_one += 1
-            now = max(now, self.needed[index] + back.stall + rebuilt_seconds)
-            if answer is KEEP:
-                out.kept_bytes -= size
-            elif answer is RECOMPUTE:
-                back.make_room(now, size)
-                rebuilt_seconds += self.rebuild[index] or 0.0
-                now += self.rebuild[index] or 0.0
-            else:
-                if index not in back.arrives:  # the next one: loads are in the order of needs
-                    now = back.make_room(now, size)
-                    back.load(index, size, now, spills=spills[next_one])
-                    next_one += 1
-                now = back.take(index, size, now)
-        return back
-
-
-class Outward:
-    """Copies out of the device during one play."""
-
-    __slots__ = (
-        "_copied_at", "_copies", "_in_staging", "_limits", "_writes", "_written_at", "begins", "bytes", "forwarded",
-        "kept_bytes", "stall", "stored",
-    )  # fmt: skip
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._copies: deque[tuple[float, int, int]] = deque()
-        """(end, bytes, storage) of what is on the device until then"""
-        self._writes: deque[tuple[float, int]] = deque()
-        self._copied_at = self._written_at = 0.0
+    def _forward(self, answers: Sequence[Answer], recompute: float, bound_seconds: float) -> Sent | None:  # noqa: PLR0912, PLR0915 - one loop, see `play`
+        """None beyond the device or the bound."""
+        limits = self.limits
+        room, window, is_staged = limits.device_bytes, limits.window_bytes, limits.is_staged
+        d2h, nvme_write = limits.d2h, limits.nvme_write
+        copies: deque[tuple[float, int, int]] = deque()
+        writes: deque[tuple[float, int]] = deque()
+        begins, stored = [0.0] * len(answers), [0.0] * len(answers)
+        copied_at = written_at = stall = 0.0
         """when each lane is free"""
-        self._in_staging = 0
-        self.bytes = 0
-        """on the device, on their way out"""
-        self.kept_bytes = 0
-        self.stall = 0.0
-        self.begins: dict[int, float] = {}
-        """when the copy of a storage begins that is on the device till it ends"""
-        self.stored: dict[int, float] = {}
-        self.forwarded: set[int] = set()
-        """not copied after all: backward was faster"""
+        leaving = staging = kept = peak = 0
+        for index, (made, size, answer) in enumerate(zip(self.produced, self.sizes, answers, strict=True)):
+            now, limit = made + stall, room - kept - size
+            while copies and (copies[0][0] <= now or leaving > limit):
+                end, left, _ = copies.popleft()
+                leaving -= left
+                if end > now:
+                    stall += end - now
+                    now = end
+            if kept + leaving + size > peak:
+                peak = kept + leaving + size
+                if peak > room:
+                    return None
+            if answer is KEEP:
+                kept += size
+                continue
+            if answer is RECOMPUTE:
+                continue
+            if answer is HOST or is_staged:
+                begins[index] = max(now, copied_at)
+                end = arrived = copied_at = begins[index] + size / d2h
+                if answer is NVME:
+                    arrived = written_at = max(end, written_at) + size / nvme_write
+                    writes.append((arrived, size))
+                    staging += size
+            else:
+                begins[index] = max(now, written_at)
+                end = arrived = written_at = begins[index] + size / nvme_write
+            stored[index] = arrived
+            copies.append((end, size, index))
+            leaving += size
+            while copies and (copies[0][0] <= now or leaving > window):
+                end, left, _ = copies.popleft()
+                leaving -= left
+                if end > now:
+                    stall += end - now
+                    now = end
+            while writes and (writes[0][0] <= now or staging > window):
+                end, left = writes.popleft()
+                staging -= left
+                if end > now:
+                    stall += end - now
+                    now = end
+            if stall + recompute > bound_seconds:
+                return None
+        return Sent(copies, leaving, kept, stall, begins, stored, peak)
 
-    def wait_for_room(self, now: float, room: int) -> float:
-        """Forward waits until no more than `room` is on its way out, or nothing is."""
-        copies = self._copies
-        while copies and (copies[0][0] <= now or self.bytes > room):
-            now = self._leave(now)
-        return now
+    def _backward(  # noqa: PLR0912, PLR0915 - one loop, see `play`
+        self, answers: Sequence[Answer], sent: Sent, recompute: float, bound_seconds: float
+    ) -> tuple[float, int] | None:
+        """Seconds that compute waited in both passes, and the device's peak; None beyond the device or the bound."""
+        limits, sizes, needed, rebuild = self.limits, self.sizes, self.needed, self.rebuild
+        device, ahead_bytes, is_staged = limits.device_bytes, limits.ahead_bytes, limits.is_staged
+        copies, leaving, kept, stall, begins, stored, peak = sent
+        room = device - max((size for size, way in zip(sizes, answers, strict=True) if way is RECOMPUTE), default=0)
+        moved = [index for index in self.need_order if answers[index] is HOST or answers[index] is NVME]
+        arrives: dict[int, float] = {}
+        forwarded: set[int] = set()
+        now, next_one, num_moved = self.turn + stall, 0, len(moved)
+        read_at = loaded_at = rebuilt_seconds = 0.0
+        ahead = 0
 
-    def _leave(self, now: float) -> float:
-        end, size, index = self._copies.popleft()
-        if index not in self.forwarded:
-            self.bytes -= size
-            if end > now:
-                self.stall += end - now
-                return end
-        return now
+        def load(index: int, size: int, now: float) -> None:
+            nonlocal leaving, ahead, peak, read_at, loaded_at
+            if begins[index] >= now:  # not copied after all: backward was faster
+                forwarded.add(index)
+                leaving -= size
+                arrives[index] = now
+            else:
+                ready = max(now, stored[index])
+                spilled = answers[index] is NVME
+                if spilled:
+                    ready = read_at = max(ready, read_at) + size / limits.nvme_read
+                if not spilled or is_staged:
+                    ready = loaded_at = max(ready, loaded_at) + size / limits.h2d
+                arrives[index] = ready
+            ahead += size
+            peak = max(peak, kept + leaving + ahead)
 
-    def send(self, index: int, size: int, now: float, *, spills: bool) -> None:
-        limits = self._limits
-        if not spills or limits.is_staged:
-            begin = max(now, self._copied_at)
-            end = self._copied_at = begin + size / limits.d2h
-            stored = end
-            if spills:
-                stored = self._written_at = max(end, self._written_at) + size / limits.nvme_write
-                self._writes.append((stored, size))
-                self._in_staging += size
-        else:
-            begin = max(now, self._written_at)
-            end = stored = self._written_at = begin + size / limits.nvme_write
-        self.begins[index], self.stored[index] = begin, stored
-        self._copies.append((end, size, index))
-        self.bytes += size
-        now = self.wait_for_room(now, limits.window_bytes)
-        writes = self._writes
-        while writes and (writes[0][0] <= now or self._in_staging > limits.window_bytes):
-            end, size = writes.popleft()
-            self._in_staging -= size
-            if end > now:
-                self.stall += end - now
-                now = end
-
-    def leave_until(self, now: float) -> None:
-        """What is complete by `now` is off the device."""
-        while self._copies and self._copies[0][0] <= now:
-            self._leave(now)
-
-    def forward(self, index: int, size: int) -> None:
-        """Not copied: it is needed before."""
-        self.forwarded.add(index)
-        self.bytes -= size
-
-
-class Inward:
-    """Reloads during one play."""
-
-    __slots__ = ("_limits", "_loaded_at", "_out", "_read_at", "_room", "ahead_bytes", "arrives", "peak_bytes")
-
-    def __init__(self, limits: Limits, out: Outward, reserved_bytes: int) -> None:
-        """`reserved_bytes`: what is rebuilt needs so much at a time, and reloads leave it."""
-        self._limits, self._out = limits, out
-        self._room = limits.device_bytes - reserved_bytes
-        self._read_at = self._loaded_at = 0.0
-        self.ahead_bytes = 0
-        self.arrives: dict[int, float] = {}
-        self.peak_bytes = 0
-
-    @property
-    def stall(self) -> float:
-        return self._out.stall
-
-    def has_room(self, now: float, size: int) -> bool:
-        """For one more, ahead of backward."""
-        if self.ahead_bytes and self.ahead_bytes + size > self._limits.ahead_bytes:
-            return False
-        self._out.leave_until(now)
-        return self._out.kept_bytes + self._out.bytes + self.ahead_bytes + size <= self._room
-
-    def make_room(self, now: float, size: int) -> float:
-        """Backward waits until copies on their way out leave room for `size`, or nothing is on its way."""
-        out = self._out
-        others = out.kept_bytes + self.ahead_bytes + size
-        now = out.wait_for_room(now, self._limits.device_bytes - others)
-        self.peak_bytes = max(self.peak_bytes, others + out.bytes)
-        return now
-
-    def load(self, index: int, size: int, now: float, *, spills: bool) -> None:
-        limits, out = self._limits, self._out
-        begins, stored = out.begins[index], out.stored[index]
-        if begins >= now:
-            out.forward(index, size)
-            arrives = now
-        else:
-            ready = max(now, stored)
-            if spills:
-                ready = self._read_at = max(ready, self._read_at) + size / limits.nvme_read
-            if not spills or limits.is_staged:
-                ready = self._loaded_at = max(ready, self._loaded_at) + size / limits.h2d
-            arrives = ready
-        self.arrives[index] = arrives
-        self.ahead_bytes += size
-        self.peak_bytes = max(self.peak_bytes, out.kept_bytes + out.bytes + self.ahead_bytes)
-
-    def take(self, index: int, size: int, now: float) -> float:
-        """Backward has come to a reload: it waits for it, and then is done with it."""
-        arrives = self.arrives[index]
-        if arrives > now:
-            self._out.stall += arrives - now
-            now = arrives
-        self.ahead_bytes -= size
-        return now
+        for index in self.need_order:
+            size, answer = sizes[index], answers[index]
+            while next_one < num_moved:
+                one = moved[next_one]
+                nbytes = sizes[one]
+                fits = not ahead or ahead + nbytes <= ahead_bytes
+                if fits:
+                    while copies and copies[0][0] <= now:
+                        _, left, gone = copies.popleft()
+                        if gone not in forwarded:
+                            leaving -= left
+                    fits = kept + leaving + ahead + nbytes <= room
+                if not fits:
+                    break
+                next_one += 1
+                load(one, nbytes, now)
+            now = max(now, needed[index] + stall + rebuilt_seconds)
+            if answer is KEEP:
+                kept -= size
+                continue
+            if answer is RECOMPUTE or index not in arrives:
+                others = kept + ahead + size
+                limit, at = device - others, now
+                while copies and (copies[0][0] <= at or leaving > limit):
+                    end, left, gone = copies.popleft()
+                    if gone not in forwarded:
+                        leaving -= left
+                        if end > at:
+                            stall += end - at
+                            at = end
+                peak = max(peak, others + leaving)
+            if answer is RECOMPUTE:
+                seconds = rebuild[index] or 0.0
+                rebuilt_seconds += seconds
+                now += seconds
+                continue
+            if index not in arrives:
+                now = at
+                next_one += 1
+                load(index, size, now)
+            if arrives[index] > now:
+                stall += arrives[index] - now
+                now = arrives[index]
+            if stall + recompute > bound_seconds:
+                return None
+            ahead -= size
+        return None if peak > device or stall + recompute > bound_seconds else (stall, peak)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -465,16 +462,25 @@ class Search:
         """Of all that were found nearly as fast as the best, the one that writes least to NVMe."""
         if self.best is None:
             return None
-        limit = TIE * (self._course.seconds + self.best.extra_seconds) - self._course.seconds
+        limit = self._near_seconds()
         near = (played for played in self._found if played.extra_seconds <= limit)
         return min(near, key=lambda played: (played.nvme_bytes, played.extra_seconds, played.host_bytes))
 
-    def _try(self, answers: Sequence[Answer], price: float) -> Played | None:
+    def _near_seconds(self) -> float:
+        """Beyond a step in which nothing waits: what costs more is never taken."""
+        if self.best is None:
+            return math.inf
+        return TIE * (self._course.seconds + self.best.extra_seconds) - self._course.seconds
+
+    def _try(self, answers: Sequence[Answer], price: float, least_seconds: float = 0.0) -> Played | None:
+        """Plays them, unless they were tried before. One that costs more than `least_seconds` and than what may be
+        taken is left off as soon as that is known, where no later stage begins with it."""
         key = tuple(answers)
         if key in self._tried:
             return None
         self._tried.add(key)
-        played = self._course.play(key, price)
+        bound = math.inf if len(key) <= MAX_POLISHED else max(least_seconds, self._near_seconds())
+        played = self._course.play(key, price, bound)
         if played is not None:
             self._found.append(played)
             if self.best is None or played.rank < self.best.rank:
@@ -490,7 +496,9 @@ class Search:
         while high > low:
             steps = min(PRICES_AT_ONCE, high - low)
             counts = sorted({low + (high - low) * step // steps for step in range(steps + 1)})
-            found = {count: self._at(count) for count in counts}
+            found: dict[int, float] = {}
+            for count in counts:
+                found[count] = self._at(count, min(found.values(), default=math.inf))
             best = min(found, key=lambda count: (found[count], count))
             position = counts.index(best)
             before, after = counts[max(0, position - 1)], counts[min(len(counts) - 1, position + 1)]
@@ -498,12 +506,13 @@ class Search:
                 return
             low, high = before, after
 
-    def _at(self, num_rebuilt: int) -> float:
-        """Seconds beyond a step in which nothing waits, at the price at which so many are rebuilt."""
+    def _at(self, num_rebuilt: int, least_of_round: float = math.inf) -> float:
+        """Seconds beyond a step in which nothing waits, at the price at which so many are rebuilt; as good as infinite
+        where other prices of the round are known to have less."""
         price = self._prices[num_rebuilt - 1] if num_rebuilt else 0.0
         least = math.inf
         for answers in self._family(num_rebuilt):
-            played = self._try(answers, price)
+            played = self._try(answers, price, min(least, least_of_round))
             if played is not None:
                 least = min(least, played.extra_seconds)
                 if least == 0.0:

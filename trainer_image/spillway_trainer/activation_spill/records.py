@@ -30,6 +30,7 @@ class Record:
         "_awaited",
         "_charge",
         "_key",
+        "_label",
         "_lanes",
         "_ledger",
         "_loaded",
@@ -40,6 +41,7 @@ class Record:
         "batch",
         "index",
         "nbytes",
+        "number",
         "offset",
         "reload_version",
         "transfer",
@@ -63,11 +65,14 @@ class Record:
         self._awaited = False
         self._stays = False
         """the source is kept: no tier took it"""
+        self._label = ""
         self.reload_version = 0
         """of a view of the reload when it was handed out"""
         self.batch = batch
         self.index = index
         self.nbytes = storage.nbytes()
+        self.number = 0
+        """of the storages that its batch moves, in the order of forward"""
         self.version = tensor._version
         self.transfer: Transfer | None = None
         self.offset = 0
@@ -75,7 +80,9 @@ class Record:
 
     @property
     def label(self) -> str:
-        return f"saved storage {self.index} of {self.batch.segment}"
+        if not self._label:  # asked for by its write, its buffer and its read
+            self._label = f"saved storage {self.index} of {self.batch.segment}"
+        return self._label
 
     @property
     def is_loaded(self) -> bool:
@@ -123,24 +130,16 @@ class Record:
             raise changed_in_place(self.batch.segment, size, self.version, self._source._version)
         if not self.is_loaded:
             self._load_cold(with_batch=with_batch)
+        self.batch.come_to(self)
         if self._stays:
-            self._come_to_transfer()
             return self._source.untyped_storage()
         assert self._reload is not None
         assert self._loaded is not None
         if not self._awaited:
-            self._come_to_transfer()
             self._lanes.wait(self._loaded)
             self._awaited = True
         self._lanes.compute(reads=(self._reload,), label=self.batch.backward_label)
         return self._reload.tensor.untyped_storage()
-
-    def _come_to_transfer(self) -> None:
-        """Signals, once a transfer, that those before it are needed next."""
-        transfer = self.transfer  # none where no tier took it
-        if transfer is not None and not transfer.is_entered:
-            transfer.is_entered = True
-            self.batch.reload_before(transfer.number)
 
     def _load_cold(self, *, with_batch: bool) -> None:
         if self.transfer is None:  # needed while its segment's forward still runs

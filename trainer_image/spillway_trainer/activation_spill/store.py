@@ -15,6 +15,7 @@ from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .chooser import Placement
+from .needs import Needs
 from .records import Record, SpilledTensor
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
@@ -78,6 +79,8 @@ class SpillStore:
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
+        self._needs: dict[str, Needs] = {}
+        """of the last batch of each segment that backward came to"""
 
     def open(
         self,
@@ -90,7 +93,15 @@ class SpillStore:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
         all), and leaves at most `kept_bytes` where they are. `placement` answers for each storage instead of `answer`.
         """
-        return Batch(self, segment, answer, moved_bytes, kept_bytes, placement)
+        needs = None
+        if self.ahead_bytes is not None:
+            needs = Needs(self._needs.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes)
+        return Batch(self, segment, answer, moved_bytes, kept_bytes, placement, needs)
+
+    def start_backward(self, segment: str, needs: Needs) -> None:
+        """Backward has come to a batch of `segment`: the next one's is expected to be as this one's."""
+        self._needs[segment] = needs
+        self._bounces.give_pages_back()
 
     def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer | None:
         """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
@@ -166,10 +177,12 @@ class Batch:
         "__weakref__",
         "_answer",
         "_herald",
+        "_is_backward",
         "_kept",
         "_kept_bytes",
         "_limit_bytes",
         "_moved_bytes",
+        "_needs",
         "_pending",
         "_pending_bytes",
         "_placement",
@@ -189,8 +202,12 @@ class Batch:
         moved_bytes: int | None,
         kept_bytes: int,
         placement: Placement | None,
+        needs: Needs | None = None,
     ) -> None:
         self._store = store
+        self._needs = needs
+        """None: backward comes to the batch as a whole"""
+        self._is_backward = False
         self._answer = answer
         self.minimum_bytes = store.minimum_bytes
         self._placement = placement
@@ -226,12 +243,14 @@ class Batch:
         record = known() if known is not None else None
         if record is None or not record.holds(tensor):
             if not self._takes(key, nbytes):
-                return Herald(self, tensor, store.ledger) if key == self._herald else None
+                return Herald(self, tensor, store.ledger, storage) if key == self._herald else None
             answer = self._answer if self._placement is None else self._placement.answer(storage)
             pending = self._pending.setdefault(answer, [])
             record = Record(store.lanes, store.ledger, self, len(pending), tensor, storage)
             store.records[key] = ref = weakref.ref(record)
             pending.append(ref)
+            if self._needs is not None:
+                self._needs.add(record, ref)
             self._pending_bytes += nbytes
             limit_bytes = store.transfer_bytes
             if limit_bytes is not None and self._pending_bytes >= limit_bytes:
@@ -285,10 +304,28 @@ class Batch:
 
     def reload_last(self) -> None:
         """Backward comes to what was moved next."""
-        self.reload_before(len(self._transfers))
+        self._start_backward()
+        if self._needs is None or not self._needs.run_ahead():
+            self._reload_before(len(self._transfers))
 
-    def reload_before(self, number: int) -> None:
-        """Backward has come to transfer `number`: submit the reloads of those before it, as far as it may run ahead."""
+    def come_to(self, record: Record) -> None:
+        """Backward needs `record` now: submit the reloads of what it needs next."""
+        self._start_backward()
+        transfer = record.transfer  # none where no tier took it
+        if (self._needs is not None and self._needs.come_to(record)) or transfer is None or transfer.is_entered:
+            return
+        transfer.is_entered = True
+        self._reload_before(transfer.number)
+
+    def _start_backward(self) -> None:
+        if not self._is_backward:
+            self._is_backward = True
+            if self._needs is not None:
+                self._needs.foresee()
+                self._store.start_backward(self.segment, self._needs)
+
+    def _reload_before(self, number: int) -> None:
+        """Submit the reloads of the transfers before `number`, as far as they may run ahead of backward."""
         limit_bytes, ahead_bytes = self._store.ahead_bytes, 0
         for ref in reversed(self._transfers[:number]):
             if limit_bytes is not None and ahead_bytes >= limit_bytes:
@@ -307,8 +344,8 @@ class Herald(KeptTensor):
 
     __slots__ = ("_batch",)
 
-    def __init__(self, batch: Batch, tensor: Tensor, ledger: DeviceLedger) -> None:
-        super().__init__(tensor, batch.segment, ledger)
+    def __init__(self, batch: Batch, tensor: Tensor, ledger: DeviceLedger, storage: UntypedStorage) -> None:
+        super().__init__(tensor, batch.segment, ledger.charge_saved(storage), ledger.release_saved)
         self._batch = weakref.ref(batch)
 
     def tensor(self) -> Tensor:

@@ -332,16 +332,23 @@ class Bounces:
     """Aligned memory of PIECE_BYTES for each write that runs at a time; used again."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._free: list[HostSlab] = []
 
-    def take(self) -> Tensor:
+    def take(self) -> HostSlab:
         try:
             return self._free.pop()
         except IndexError:
-            return HostSlab(PIECE_BYTES).memory
+            return HostSlab(PIECE_BYTES)
 
-    def give(self, bounce: Tensor) -> None:
+    def give(self, bounce: HostSlab) -> None:
         self._free.append(bounce)
+
+    def give_pages_back(self) -> None:
+        """Those that nobody uses occupy no memory until they are written again."""
+        idle, self._free = self._free, []
+        for bounce in idle:
+            bounce.give_pages_back()
+        self._free += idle
 
 
 def pieces(memory: Tensor) -> list[tuple[int, Tensor]]:
@@ -361,7 +368,8 @@ def _write_pieces(
     memory = sources.bytes()  # first: they are gone from there once they are taken
     if sources.is_taken:
         return  # needed before it was written
-    bounce = bounces.take()
+    lent = bounces.take()
+    bounce = lent.memory
     try:
         for source, offset, name in zip(memory, offsets, names, strict=True):
             for at, piece in pieces(source):
@@ -373,7 +381,7 @@ def _write_pieces(
             raise
         sources.retain()
     finally:
-        bounces.give(bounce)
+        bounces.give(lent)
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:

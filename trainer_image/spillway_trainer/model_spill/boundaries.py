@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spillway.plan import Answer
 
-from ..saved_tensors import ActivationStore, KeptTensor, SpilledHandle, has_storage
+from ..saved_tensors import ActivationStore, KeptTensor, SpilledHandle, has_storage, kept
 from ..tiers.device_ledger import DeviceLedger
 
 
@@ -66,4 +66,4 @@ class Boundaries:
         return [Boundary(self._keep("the data", tokens_BT), requires_grad=False)]
 
     def _keep(self, segment: str, output: Tensor) -> KeptTensor:
-        return KeptTensor(output, segment, self._ledger)
+        return kept(output, segment, self._ledger)

@@ -58,15 +58,22 @@ def build(
     lanes: Lanes,
     nvme: NvmeSlab | None,
     device: torch.device = CPU,
+    *,
+    frozen_alone: bool = False,
 ) -> ModelSpill | None:
     """Attach `plan` to a model whose parameters have no memory yet (device meta); those of streamed segments never get
     any. None when all segments are resident.
 
     Homes are cut into chunks of `chunk_parameters`, as the optimizer's update is. Raises UserError for a plan that does
-    not fit the model, DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull where a tier is too small.
+    not fit the model, DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull where a tier is too small. `frozen_alone`:
+    what is trained stays on the device, also of streamed segments.
     """
     home_of = check_homes(model, plan.homes) if plan.streams else {}
-    names_of = {name: names for name, names in model.parameters_of().items() if home_of.get(name, RESIDENT) != RESIDENT}
+    names_of = {
+        segment: [name for name in names if not (frozen_alone and model.get_parameter(name).requires_grad)]
+        for segment, names in model.parameters_of().items()
+        if home_of.get(segment, RESIDENT) != RESIDENT
+    }
     evict(model, {name for names in names_of.values() for name in names}, device)
     layouts = {name: lay_out(model, name, home_of[name], names) for name, names in names_of.items() if names}
     if not layouts:

@@ -10,13 +10,16 @@ micro-batch they are loaded twice for each. In exchange what segments hand on is
 The graph is cut between segments: a segment's inputs come out of an Entrance, where backward leaves the gradient, which
 goes into the edges of the outputs that the segment before returned. Each parameter gets its gradients in the order of
 the micro-batches, each from the same operations as in a whole graph: so every bit is the same.
+
+Between segments another model may go on whose frozen parameters are the same ones: it finds the segment that this one
+has just left (together.py).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -30,7 +33,7 @@ from spillway.metrics import Phase
 from ..data import Batch
 from ..models.chain import Chain, as_carried
 from ..saved_tensors import SavedTensors, Visit
-from ..trainer import Run, TimedPhase
+from ..trainer import Passes, Run, TimedPhase
 from .boundaries import Boundaries, Boundary
 
 
@@ -109,14 +112,16 @@ class WeightStationary:
         self._hook = hook
         self._boundaries = boundaries
 
-    def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+    def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         assert isinstance(run.model, Chain)
         step = Step(run, run.model, phase, micro_batches, num_tokens, self._hook, self._boundaries)
         *inner, last = run.model.segments
         for segment, module in inner:
             step.forward(segment, module)
+            yield
         losses = step.turn(*last)
-        step.backward()
+        for _ in step.backward():
+            yield
         return losses
 
 
@@ -171,12 +176,15 @@ class Step:
             self._gradients[number] = entrance.gradients
         return losses
 
-    def backward(self) -> None:
-        """The segments behind, in reverse."""
+    def backward(self) -> Iterator[None]:
+        """The segments behind, in reverse; yields before each."""
         behind = deque(item for passages in reversed(self._passages) for item in passages.items())
         self._passages.clear()
+        first = next(iter(self._micro_batches))
         while behind:
             number, passage = behind.popleft()
+            if number == first:
+                yield
             with self._phase(Phase.BACKWARD):
                 passage.entrance.prefetch()
                 if behind:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -15,10 +15,13 @@ from torch import nn
 from spillway.api import Location, Model, TrainingJobSpec
 from spillway.errors import UserError
 
-from .. import config
+from .. import config, running_statistics
 from .chain import Chain
+from .sequential import SequentialChain
 from .transformer import Transformer
 
+MOST_CHILDREN = 6
+"""that a message names"""
 NO_CLAIMS: Mapping[str, str] = {}
 
 
@@ -78,18 +81,42 @@ def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
     try:
         with without_memory(compute):
             made = function()
+        if is_plain_sequential(made) and model.lora is None:
+            made = SequentialChain(made, where)
         if isinstance(made, Chain) and model.lora is None:
             return _checked(made, where)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{where}: raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module) or isinstance(made, Chain):
-        wanted = "a PreTrainedModel of transformers, for lora" if model.lora else "a Chain or a PreTrainedModel"
-        raise UserError(f"{where}: returned {type(made).__name__}, needed is {wanted}")
     families = _families()
+    if not families.is_known(made):
+        raise no_chain(made, where, families.known_names(), has_lora=model.lora is not None)
     families.check_model(made, where)
     return families.chain_of(made, compute, model.lora)  # type: ignore[no-any-return]
+
+
+def is_plain_sequential(made: object) -> TypeGuard[nn.Sequential]:
+    """One whose forward is that of nn.Sequential."""
+    return isinstance(made, nn.Sequential) and type(made).forward is nn.Sequential.forward
+
+
+def no_chain(made: object, where: str, known: Collection[str], *, has_lora: bool) -> UserError:
+    """What was found, and how segments are declared."""
+    found = f"{where}: returned {type(made).__name__}"
+    if has_lora:
+        return UserError(f"{found}, needed is a PreTrainedModel of transformers, for lora: one of {', '.join(known)}")
+    if isinstance(made, nn.Module):
+        children = [f"{name}: {type(child).__name__}" for name, child in made.named_children()]
+        more = ", ..." if len(children) > MOST_CHILDREN else ""
+        found += f" ({', '.join(children[:MOST_CHILDREN])}{more})" if children else ""
+        found += ", of whose forward nobody knows where it can be cut into segments"
+    return UserError(
+        f"{found}. Return its layers as an nn.Sequential, from nn.Embedding to logits: each child is a segment. Or a "
+        "Chain (spillway_trainer.models.chain): `segments` lists (name, module) in forward order, each is called with "
+        "what the one before it returned and with `arguments`, and the last returns the loss (docs/models.md, Entry "
+        f"points). Or one of {', '.join(known)}, whose segments are known"
+    )
 
 
 def _function(entrypoint: str, where: str) -> Callable[[], object]:
@@ -111,6 +138,7 @@ def _function(entrypoint: str, where: str) -> Callable[[], object]:
 
 def _checked(chain: Chain, where: str) -> Chain:
     """A user's own Chain keeps the contract of this module. Raises UserError that says what it breaks."""
+    running_statistics.allocate(chain)
     real = [name for name, parameter in chain.named_parameters() if not parameter.is_meta]
     unset = [name for name, buffer in chain.named_buffers() if buffer.is_meta]
     segments = [name for name, _ in chain.segments]

@@ -69,6 +69,10 @@ class Chain(nn.Module):
                 self.fill_initial(name, value, generator)
                 yield name, value
 
+    def initial_trained(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """As `initial_values`, of parameters that are trained: where the frozen ones have their values already."""
+        return ((name, value) for name, value in self.initial_values(seed) if self.get_parameter(name).requires_grad)
+
     def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Vectors: 0 for a bias, else 1 (a norm's scale). All others: normal, by `deviation`."""
         if value.dim() == 1:
@@ -119,12 +123,12 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor
     return total / num_tokens
 
 
-def allocate(model: nn.Module, device: torch.device = CPU) -> None:
+def allocate(model: nn.Module, device: torch.device = CPU, *, frozen_alone: bool = False) -> None:
     """Give every parameter that has no memory yet (device `meta`) memory of its own there, unfilled, and move the
-    buffers."""
+    buffers. `frozen_alone`: only those that are not trained."""
 
     def with_memory(parameter: nn.Parameter) -> nn.Parameter:
-        if not parameter.is_meta:
+        if not parameter.is_meta or (frozen_alone and parameter.requires_grad):
             return parameter
         # empty_like of a tensor on meta imports sympy, which takes a second.
         memory = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)

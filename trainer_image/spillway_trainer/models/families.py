@@ -215,11 +215,17 @@ def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
+def is_known(model: object) -> bool:
+    """Of a class that `chain_of` takes."""
+    return type(model) in {family.model for family in FAMILIES.values()}
+
+
+def known_names() -> list[str]:
+    return [family.model.__name__ for family in FAMILIES.values()]
+
+
 def check_model(model: nn.Module, where: str) -> None:
-    """Raises UserError when `model`, made by a user's function, is none that `chain_of` takes."""
-    known = {family.model.__name__: family.model for family in FAMILIES.values()}
-    if type(model) not in known.values():
-        raise UserError(f"{where}: returned {type(model).__name__}, needed is a Chain or one of {', '.join(known)}")
+    """Raises UserError when a model of a known class, made by a user's function, has memory already."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise UserError(f"{where}: {real[0]} has memory already; make the model from its configuration, not by loading")

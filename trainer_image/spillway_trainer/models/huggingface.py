@@ -105,6 +105,18 @@ class HuggingFaceChain(Chain):
                 self.fill_initial(name, value, of_adapters if is_adapter(name) else generator)
                 yield name, value
 
+    def initial_trained(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Of adapters without reading the model below: theirs is a generator of their own."""
+        if not self.adapted:
+            yield from super().initial_trained(seed)
+            return
+        of_adapters = torch.Generator().manual_seed(fork_seed(seed, 0, 0, 0))
+        for name, parameter in self.named_parameters():
+            if is_adapter(name):
+                value = torch.empty(whole_shape(parameter), dtype=torch.float32)
+                self.fill_initial(name, value, of_adapters)
+                yield name, value
+
     def deviation(self, name: str) -> float:
         return float(self.config.initializer_range)
 

@@ -41,9 +41,11 @@ class DeviceLedger:
         self._saved_bytes = 0
         self._shared: dict[int, int] = {}
         """key of a storage that has several holders -> how many there are beyond the first"""
-        self._released: deque[tuple[str, int] | int] = deque()
-        """(purpose, bytes), or the key of a storage that has one holder less"""
-        self.release_saved: Callable[[int], None] = self._released.append
+        self._released: deque[tuple[str, int]] = deque()
+        """(purpose, bytes)"""
+        self._released_saved: deque[int] = deque()
+        """keys of storages that have one holder less"""
+        self.release_saved: Callable[[int], None] = self._released_saved.append
         """count one holder of a key less. Safe in a destructor"""
         self._lock = threading.Lock()
 
@@ -65,7 +67,7 @@ class DeviceLedger:
         # Once a saved tensor, on the thread that launches compute: in one piece, without calls.
         key: int = storage._cdata
         with self._lock:
-            if self._released:
+            if self._released_saved or self._released:
                 self._settle()
             if key in self._saved:
                 self._shared[key] = self._shared.get(key, 0) + 1
@@ -123,19 +125,24 @@ class DeviceLedger:
         return True
 
     def _settle(self) -> None:
-        released, saved, shared, saved_bytes = self._released, self._saved, self._shared, 0
+        released = self._released
         while released:
-            entry = released.popleft()
-            if not isinstance(entry, int):
-                purpose, nbytes = entry
-                self._held[purpose] -= nbytes
-                self._held_bytes -= nbytes
-            elif entry in shared:
-                shared[entry] -= 1
-                if not shared[entry]:
-                    del shared[entry]
+            purpose, nbytes = released.popleft()
+            self._held[purpose] -= nbytes
+            self._held_bytes -= nbytes
+        if self._released_saved:
+            self._settle_saved()
+
+    def _settle_saved(self) -> None:
+        released, saved, shared, saved_bytes = self._released_saved, self._saved, self._shared, 0
+        while released:
+            key = released.popleft()
+            if key in shared:
+                shared[key] -= 1
+                if not shared[key]:
+                    del shared[key]
             else:
-                saved_bytes += saved.pop(entry)
+                saved_bytes += saved.pop(key)
         self._saved_bytes -= saved_bytes
         self._held_bytes -= saved_bytes
 

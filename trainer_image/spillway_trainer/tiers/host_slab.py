@@ -19,7 +19,7 @@ from torch import Tensor
 from spillway.errors import HostOutOfMemory
 from spillway.units import format_bytes
 
-from .extents import ALIGNMENT_BYTES, Extents
+from .extents import ALIGNMENT_BYTES, Extents, round_up
 from .releases import obtain
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -70,17 +70,18 @@ class HostSlab:
     def lend(self, nbytes: int, label: str) -> Tensor:
         """As `allocate`, in a storage of its own, which comes back by itself when no tensor shares it any more.
 
-        For memory whose users nobody can name, such as what autograd hands to backward functions. Where no run is long
-        enough it is memory beside the slab, also 4096-aligned, and goes back to the system: never an error.
+        For memory whose users nobody can name, such as what autograd hands to backward functions; its pages go with
+        them. Where no run is long enough it is memory beside the slab, also 4096-aligned: never an error.
         """
         offset = self._extents.allocate(nbytes, label)
         if offset is None:
             return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
         part = self._bytes[offset : offset + nbytes]
-        lent, extents = self._lent, self._extents
+        lent, extents, mapping = self._lent, self._extents, self._mapping
 
         def give_back(_: weakref.ref[memoryview]) -> None:
             del lent[offset]
+            mapping.give_back(offset, round_up(nbytes))  # holes between what is lent now would stay resident
             extents.free(offset)
 
         lent[offset] = weakref.ref(part, give_back)  # the storage holds `part`

@@ -12,6 +12,7 @@ streams order more than that; schedules must not rely on it: the lazy and the tr
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 import traceback
@@ -28,7 +29,7 @@ from spillway.errors import SpillwayError
 from spillway.plan import Tier
 
 from .device_ledger import DeviceLedger
-from .extents import round_up
+from .extents import ALIGNMENT_BYTES, round_up
 from .host_slab import HostSlab
 from .releases import Releases
 
@@ -186,11 +187,34 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
     raise ValueError(f"{label}: a buffer lives in device or host memory, not in {tier}; NvmeSlab has the extents")
 
 
-def lent_buffer(host: HostSlab, ledger: DeviceLedger, nbytes: int, label: str) -> Buffer:
-    """Device memory of a CPU out of the host slab, in whole blocks. Raises DeviceOutOfMemory."""
+class LentBuffer(Buffer):
+    """Device memory of a CPU whose storage comes back by itself, when nobody shares it."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, tensor: Tensor, label: str, ledger: DeviceLedger) -> None:
+        super().__init__(Tier.DEVICE, tensor, label, _by_itself)
+        self._ledger = ledger
+
+    def drop(self) -> None:
+        super().drop()
+        if not self._num_owners:
+            self._ledger.release(DEVICE_BUFFERS, self.nbytes)
+
+
+def _by_itself(_: Tensor) -> None:
+    return
+
+
+def lent_buffer(host: HostSlab, ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: float) -> Buffer:
+    """Device memory of a CPU, whole blocks: of `pooled_bytes` or more from where torch takes its tensors; of less, and
+    where that is full, out of the host slab. Raises DeviceOutOfMemory."""
     nbytes = round_up(nbytes)
     ledger.charge(DEVICE_BUFFERS, nbytes)
-    return Buffer(Tier.DEVICE, host.lend(nbytes, label), label, lambda _: ledger.release(DEVICE_BUFFERS, nbytes))
+    memory = torch.empty(nbytes, dtype=torch.uint8) if nbytes >= pooled_bytes else None
+    if memory is None or memory.data_ptr() % ALIGNMENT_BYTES:
+        memory = host.lend(nbytes, label)
+    return LentBuffer(memory, label, ledger)
 
 
 class Done:
@@ -325,11 +349,14 @@ class CpuLanes:
     A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
     would stand still.
 
-    `direct_io`: device buffers are lent by the host slab, used again and again, and 4096-aligned.
+    `direct_io`: device buffers are 4096-aligned and used again and again: lent by the host slab, or, of `pooled_bytes`
+    or more, by the pool that torch takes such tensors from, so that they fill the room of what backward has dropped.
     """
 
-    def __init__(self, host: HostSlab, ledger: DeviceLedger, *, direct_io: bool = False) -> None:
-        self._host, self._ledger = host, ledger
+    def __init__(
+        self, host: HostSlab, ledger: DeviceLedger, *, direct_io: bool = False, pooled_bytes: float = math.inf
+    ) -> None:
+        self._host, self._ledger, self._pooled_bytes = host, ledger, pooled_bytes
         self.direct_io = direct_io
         self._releases = Releases()
         self._moved: Counter[str] = Counter()
@@ -343,7 +370,7 @@ class CpuLanes:
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         if self.direct_io and tier is Tier.DEVICE:
-            return lent_buffer(self._host, self._ledger, nbytes, label)
+            return lent_buffer(self._host, self._ledger, nbytes, label, self._pooled_bytes)
         return acquire(self._host, self._ledger, tier, nbytes, label)
 
     def release(self, region: Region, after: Sequence[Event] = ()) -> None:

@@ -32,7 +32,7 @@ from ..optimizer import Hyperparameters
 from ..ranks import World
 from ..tiers.device_ledger import DeviceLedger
 from ..trainable import master_values
-from ..trainer import MicroBatchOrder, Run, TimedPhase, in_order
+from ..trainer import MicroBatchOrder, Passes, Run, TimedPhase, in_order
 from .gathered_segments import GatheredSegments
 from .layout import Layout, Piece
 from .reduced_gradients import ReducedGradients
@@ -251,10 +251,10 @@ def own_rows(parameter: Any) -> Tensor:
 def order_of(gradients: SegmentGradients) -> MicroBatchOrder:
     """One micro-batch after the other, and after each what is left of its gradients."""
 
-    def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+    def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         losses = []
         for number, batch in micro_batches.items():
-            losses += in_order(run, phase, {number: batch}, num_tokens)
+            losses += yield from in_order(run, phase, {number: batch}, num_tokens)
             with phase(Phase.EXCHANGE):
                 gradients.finish()
         return losses

@@ -28,7 +28,7 @@ from ..ranks import World
 from ..saved_tensors import ParameterSource
 from ..segments import Ready, Residence
 from ..tiers.device_ledger import DeviceLedger
-from ..trainer import MicroBatchOrder, Run, TimedPhase, in_order
+from ..trainer import MicroBatchOrder, Passes, Run, TimedPhase, in_order
 from .gathered_parameters import GatheredParameters
 from .shards import MakeOptimizer, ShardedOptimizer
 from .support import check_version
@@ -195,9 +195,9 @@ def _deepspeed() -> tuple[Any, Any]:
 def guarded(order: MicroBatchOrder) -> MicroBatchOrder:
     """`order`, in which DeepSpeed exchanges by itself: where that fails, a rank is gone."""
 
-    def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> list[float]:
+    def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         with lost_peers():
-            return order(run, phase, micro_batches, num_tokens)
+            return (yield from order(run, phase, micro_batches, num_tokens))
 
     return run
 

@@ -101,6 +101,7 @@ def _gradients(engine: Engine) -> str:
     asked = {
         "prescale_gradients": not engine.postscale_gradients(),
         "gradient_predivide_factor": engine.gradient_predivide_factor() != 1.0,
+        "communication_data_type": engine._config.communication_data_type is not None,
     }
     return ", ".join(name for name, used in asked.items() if used)
 

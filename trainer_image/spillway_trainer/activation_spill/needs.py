@@ -1,0 +1,169 @@
+"""Needs: in which order backward comes to what left, seen in one step and foreseen in the next.
+
+Layer after layer that is the reverse of forward, but not where layers share something: an encoder's output or a table
+of biases is saved once, needed by every layer of a decoder, and long before its neighbours in forward. Reloads in the
+reverse order would bring those neighbours, too, and hold what is shared from its first need to its last.
+
+So the numbers of the storages that backward came to are kept, and the next step's reloads follow them: a few MiB
+ahead, the nearest first; and what is needed again only after much else is given up in between, and read again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
+
+from .records import Record
+from .transfer import Transfer
+
+FAR = 2
+"""times as many bytes as reloads run ahead: what comes in between two needs of a storage that does not wait for the
+second one"""
+
+
+class Group(NamedTuple):
+    """Reloads that are submitted together."""
+
+    step: int
+    """of backward's needs, the first one of any of them"""
+    numbers: tuple[int, ...]
+    nbytes: int
+
+
+class Foreseen(NamedTuple):
+    """What reloads do, step by step."""
+
+    came_to: list[int]
+    """the number of the storage that is needed, by step"""
+    groups: list[Group]
+    leaves: frozenset[int]
+    """steps whose storage is needed again, but later than it is worth to wait for"""
+
+
+def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, group_bytes: int) -> Foreseen:
+    """The reloads of a backward that comes to storages in the order `came_to`, of `sizes` by number.
+
+    A group takes what is needed next, up to `group_bytes`. Pure.
+    """
+    arrived, total, last = [], 0, dict[int, int]()
+    leaves: set[int] = set()
+    for step, number in enumerate(came_to):
+        arrived.append(total)  # bytes that come in for the first time before this step
+        if number not in last:
+            total += sizes[number]
+        elif total - arrived[last[number] + 1] > FAR * ahead_bytes:
+            leaves.add(last[number])
+        last[number] = step
+    groups: list[Group] = []
+    here: set[int] = set()
+    together: list[int] = []
+    first = nbytes = 0
+    for step, number in enumerate(came_to):
+        if number not in here:
+            first = first if together else step
+            together.append(number)
+            nbytes += sizes[number]
+            here.add(number)
+        if together and (nbytes >= group_bytes or (step in leaves and number in together)):
+            groups.append(Group(first, tuple(together), nbytes))
+            together, nbytes = [], 0
+        if step in leaves:
+            here.remove(number)
+    if together:
+        groups.append(Group(first, tuple(together), nbytes))
+    return Foreseen(list(came_to), groups, frozenset(leaves))
+
+
+class Needs:
+    """Of one batch: what its backward comes to, and what the last one's says that it will."""
+
+    def __init__(self, before: Needs | None, ahead_bytes: int, group_bytes: int) -> None:
+        self._before = before
+        self._ahead_bytes, self._group_bytes = ahead_bytes, group_bytes
+        self.sizes: list[int] = []
+        """of the storages that left, by number: in the order of forward"""
+        self.came_to: list[int] = []
+        self._records: list[weakref.ref[Record]] = []
+        self._foreseen: Foreseen | None = None
+        self._num_loaded = self._num_reached = 0
+        """of the groups"""
+        self._bytes = 0
+        """of groups that are loaded and not reached"""
+        self._leaving: weakref.ref[Record] | None = None
+
+    def add(self, record: Record, ref: weakref.ref[Record]) -> None:
+        """`record` leaves."""
+        record.number = len(self.sizes)
+        self.sizes.append(record.nbytes)
+        self._records.append(ref)
+
+    def foresee(self) -> None:
+        """Backward begins: it is expected to be as the last one, where the same storages left."""
+        before, self._before = self._before, None
+        num_saved = len(self.sizes)
+        if before is None or before.sizes[:num_saved] != self.sizes:
+            return
+        known, came_to = before._foreseen, before.came_to
+        if len(before.sizes) > num_saved:  # its last ones stay by now
+            came_to = [number for number in came_to if number < num_saved]
+        if known is None or known.came_to != came_to:
+            known = foreseen(came_to, self.sizes, self._ahead_bytes, self._group_bytes)
+        self._foreseen = known
+
+    def come_to(self, record: Record) -> bool:
+        """Backward needs `record`, which is here: reload what comes next. False: nobody knows what that is."""
+        self._give_up(record)
+        step, number = len(self.came_to), record.number
+        self.came_to.append(number)
+        known = self._foreseen
+        if known is None:
+            return False
+        if step >= len(known.came_to) or known.came_to[step] != number:
+            self._foreseen = None  # another graph than the last one
+            return False
+        if step in known.leaves:
+            self._leaving = weakref.ref(record)
+        groups = known.groups
+        while self._num_reached < len(groups) and groups[self._num_reached].step <= step:
+            if self._num_reached < self._num_loaded:
+                self._bytes -= groups[self._num_reached].nbytes
+            else:
+                self._num_loaded += 1  # it came unforeseen
+            self._num_reached += 1
+        self.run_ahead()
+        return True
+
+    def run_ahead(self) -> bool:
+        """Reload what is needed next, as far as that may run ahead. False: nobody knows what that is."""
+        known = self._foreseen
+        if known is None:
+            return False
+        while self._num_loaded < len(known.groups):
+            group = known.groups[self._num_loaded]
+            if self._bytes and self._bytes + group.nbytes > self._ahead_bytes:
+                break
+            try:
+                self._load(group)
+            except (DeviceOutOfMemory, HostOutOfMemory):
+                break  # no room yet: loaded at the first need, when what comes before it has left
+            self._bytes += group.nbytes
+            self._num_loaded += 1
+        return True
+
+    def _load(self, group: Group) -> None:
+        together: dict[Transfer, list[Record]] = {}
+        for number in group.numbers:
+            record = self._records[number]()
+            if record is not None and record.transfer is not None:
+                together.setdefault(record.transfer, []).append(record)
+        for transfer, records in together.items():
+            transfer.load(records)
+
+    def _give_up(self, needed: Record) -> None:
+        """What backward came to last, if it is needed again much later."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and (record := leaving()) is not None and record is not needed:
+            record.unload()

@@ -1,0 +1,131 @@
+"""A plain nn.Sequential as a Chain: its children, in order, are the segments.
+
+    tokens_BT -> child -> child ... -> last child -> logits_BTV -> loss
+
+A segment begins at each child that has parameters; children without (activation functions, reshapes) belong to the
+segment before them, or to the first one. What is nested in a child stays together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from spillway.errors import UserError
+
+from .chain import Chain, token_loss
+
+MIN_SEGMENTS = 3
+"""an embedding, a block, a head: what plans are made of"""
+
+
+class Layers(nn.Module):
+    """Consecutive children, under their own names."""
+
+    def __init__(self, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *carried: Any) -> Any:
+        """As nn.Sequential: each child gets what the one before it returned, a tuple as one argument."""
+        value: Any = carried[0] if len(carried) == 1 else carried
+        for child in self._modules.values():
+            assert child is not None
+            value = child(value)
+        if isinstance(value, Tensor) or (isinstance(value, tuple) and len(value) > 1):
+            return value
+        last = next(reversed(self._modules))
+        raise UserError(
+            f"spec.model: layer {last} of the nn.Sequential returned {described(value)}, and what segments hand on is "
+            "a tensor or a tuple of several"
+        )
+
+
+class Head(Layers):
+    """The last children, and the loss."""
+
+    def __init__(self, children: Mapping[str, nn.Module], vocab_size: int) -> None:
+        super().__init__(children)
+        self._vocab_size = vocab_size
+
+    def forward(self, *inputs: Any) -> Tensor:
+        *carried, labels_BT, num_tokens = inputs
+        logits = super().forward(*carried)
+        B, T = labels_BT.shape
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != (B, T) or logits.shape[-1] < self._vocab_size:
+            raise UserError(
+                f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; needed are logits for "
+                f"every token, [{B}, {T}, {self._vocab_size}]: as many as its nn.Embedding has tokens"
+            )
+        return token_loss(logits.float(), labels_BT, num_tokens)
+
+
+class SequentialChain(Chain):
+    """Its parameters are called layers.<segment>.<name in the nn.Sequential>."""
+
+    def __init__(self, model: nn.Sequential, where: str) -> None:
+        """Takes the children over. Raises UserError when they are no chain from tokens on; `where` says whose."""
+        super().__init__()
+        groups = grouped(model, where)
+        self._vocab_size = tokens_of(groups[0], where)
+        last = Head(groups[-1], self._vocab_size)
+        self.layers = nn.ModuleList([*(Layers(group) for group in groups[:-1]), last])
+        self._names = [next(name for name, child in group.items() if has_parameters(child)) for group in groups]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return list(zip(self._names, self.layers, strict=True))
+
+    def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
+        return (labels_BT, num_tokens) if segment == self._names[-1] else ()
+
+
+def grouped(model: nn.Sequential, where: str) -> list[dict[str, nn.Module]]:
+    """Children by segment. Raises UserError for too few segments, and for a child with parameters that comes twice."""
+    children = [(name, child) for name, child in model._modules.items() if child is not None]
+    groups: list[dict[str, nn.Module]] = []
+    for name, child in children:
+        first_of_all = not any(has_parameters(each) for group in groups for each in group.values())
+        if not groups or (has_parameters(child) and not first_of_all):
+            groups.append({})
+        groups[-1][name] = child
+    trained = [id(child) for _, child in children if has_parameters(child)]
+    if len(trained) != len(set(trained)):
+        raise UserError(
+            f"{where}: the nn.Sequential has one layer in two places; give each place a layer of its own, or return a "
+            "Chain that names shared parameters in `tied`"
+        )
+    if len(trained) < MIN_SEGMENTS:
+        raise UserError(
+            f"{where}: the nn.Sequential has {len(trained)} children with parameters, and a chain needs at least "
+            f"{MIN_SEGMENTS}: an embedding, blocks that can be moved one by one, a head; let it list them as children "
+            "of its own"
+        )
+    return groups
+
+
+def tokens_of(first: Mapping[str, nn.Module], where: str) -> int:
+    """How many tokens the first segment knows."""
+    found = [m.num_embeddings for child in first.values() for m in child.modules() if isinstance(m, nn.Embedding)]
+    if not found:
+        names = ", ".join(type(child).__name__ for child in first.values())
+        raise UserError(
+            f"{where}: the nn.Sequential begins with {names}, and what it gets are token numbers [B, T]: let its first "
+            "layer be an nn.Embedding, or a module that has one"
+        )
+    return found[0]
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def described(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,68 @@
+"""Running statistics: the buffers that a batch norm writes in training, and reads in evaluation alone.
+
+They are state of the run. Every micro-batch moves them once, segment by segment in the order of micro-batches whatever
+the plan; a forward that runs again in backward (recompute) moves copies; checkpoints hold them beside the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+PREFIX = "buffer."
+"""of their names among the states of a run"""
+KINDS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """(prefix of its buffers' names, norm): whose forward is torch's own, which reads no statistic in training."""
+    for name, each in module.named_modules():
+        if isinstance(each, _BatchNorm) and type(each).forward is _BatchNorm.forward and each.track_running_stats:
+            yield f"{name}." if name else "", each
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    """By name within `module`."""
+    return {f"{prefix}{kind}": getattr(norm, kind) for prefix, norm in norms(module) for kind in KINDS}
+
+
+def allocate(module: nn.Module) -> None:
+    """Memory, and the values that they start with, for those that were made where tensors have none."""
+    for _, norm in norms(module):
+        if any(getattr(norm, kind).is_meta for kind in KINDS):
+            for kind in KINDS:
+                norm._buffers[kind] = torch.empty_like(getattr(norm, kind), device="cpu")
+            norm.reset_running_stats()
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Inside, a forward of `module` writes copies."""
+    held = [(norm, kind, norm._buffers[kind]) for _, norm in norms(module) for kind in KINDS]
+    try:
+        for norm, kind, buffer in held:
+            assert buffer is not None
+            norm._buffers[kind] = buffer.clone()
+        yield
+    finally:
+        for norm, kind, buffer in held:
+            norm._buffers[kind] = buffer
+
+
+def states(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As checkpoints hold them, whatever the compute type: averages in float32."""
+    for name, buffer in buffers(module).items():
+        yield PREFIX + name, buffer.float() if buffer.is_floating_point() else buffer
+
+
+def shapes(module: nn.Module) -> Mapping[str, torch.Size]:
+    return {PREFIX + name: buffer.shape for name, buffer in buffers(module).items()}
+
+
+def load(module: nn.Module, name: str, value: Tensor) -> None:
+    """One of `states`."""
+    module.get_buffer(name.removeprefix(PREFIX)).copy_(value)
