@@ -130,7 +130,10 @@ def _exit_code(pod: PodObject) -> int:
 
 
 def _is_out_of_memory(pod: PodObject) -> bool:
-    return pod.ending is not None and pod.ending.reason == OOM_KILLED
+    """For its own limit: of a pod that the kubelet evicted because its node ran out, the kernel may have killed a
+    process for the same want, and says so in the same word."""
+    of_the_node = pod.status_reason == EVICTED and bool(pod.disruption)
+    return pod.ending is not None and pod.ending.reason == OOM_KILLED and not of_the_node
 
 
 def _is_disrupted(pod: PodObject) -> bool:

@@ -52,7 +52,21 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return min(whole(given(self.spec, "training.steps"), 0), MAX_COUNT)
+        """Of a sweep: of all members, as long as no round stops one."""
+        own = whole(given(self.spec, "training.steps"), 0)
+        overrides = [given(member, "overrides") for member in self._members]
+        of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
+        return min(sum(of_members) if of_members else own, MAX_COUNT)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of a sweep's members."""
+        return tuple(str(member.get("name")) for member in self._members)
+
+    @property
+    def _members(self) -> list[dict[str, Any]]:
+        found = self.spec.get("members")
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
     @property
     def owned(self) -> tuple[AttemptObject, ...]:
@@ -129,6 +143,11 @@ class Case:
 
     def found(self, *findings: Finding) -> Case:
         return replace(self, findings=(*self.findings, *findings))
+
+
+def _steps_of_member(overrides: dict[str, Any], own: int) -> int:
+    text = overrides.get("training.steps")
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 18 else own
 
 
 def is_over(status: TrainingJobStatus) -> bool:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from spillway.api import MemoryProfileSpec, NodeProfileSpec
+from spillway.corrections import Corrections
 from spillway.metrics import TIER_BYTES
 from spillway.placement import ClusterView, LiveBytes, NodeView, Taint, profiled
-from spillway.profiles import observed_peaks
+from spillway.pod_evidence import PodEvidence
+from spillway.profiles import observed_corrections, observed_peaks, observed_pods
 from spillway.units import parse_cores, parse_quantity
 
 from .api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, Refused
@@ -40,6 +42,19 @@ Peaks = Mapping[str, Mapping[str, int]]
 """fingerprint of a model's memory -> tier -> bytes"""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Of the MemoryProfiles of a namespace."""
+
+    listed: float = float("-inf")
+    """monotonic seconds"""
+    peaks: Peaks = field(default_factory=dict)
+    corrections: Mapping[str, Corrections] = field(default_factory=dict)
+    """fingerprint of a model -> what its profiles say of predictions"""
+    pods: Mapping[str, PodEvidence] = field(default_factory=dict)
+    """fingerprint of a model's memory -> what its pods took"""
+
+
 class Cluster:
     def __init__(
         self,
@@ -57,8 +72,8 @@ class Cluster:
         self._listing = asyncio.Lock()
         self._nodes: tuple[NodeView, ...] | None = None
         self._nodes_time = float("-inf")
-        self._peaks: dict[str, tuple[float, Peaks]] = {}
-        """of each namespace, and when they were listed"""
+        self._known: dict[str, Known] = {}
+        """of each namespace"""
         self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
         """nodes and snapshot, and what became of them"""
 
@@ -66,7 +81,7 @@ class Cluster:
         """List anew what is older than FRESH_SECONDS. Raises ApiError when nodes may be listed and never could."""
         async with self._listing:
             await self._refresh_nodes()
-            await self._refresh_peaks(namespace)
+            await self._refresh_profiles(namespace)
 
     async def _refresh_nodes(self) -> None:
         age = self._clock() - self._nodes_time
@@ -83,31 +98,34 @@ class Cluster:
                 raise
             logger.warning("nodes of %.0f s ago are used: %s", age, error)
 
-    async def _refresh_peaks(self, namespace: str) -> None:
-        """They only explain a plan: without them it is the same."""
-        listed, known = self._peaks.get(namespace, (float("-inf"), {}))
+    async def _refresh_profiles(self, namespace: str) -> None:
+        """Those of a moment ago, or none, do where they cannot be listed: plans are as predicted then."""
+        known = self._known.get(namespace, Known())
         now = self._clock()
-        if now - listed < FRESH_SECONDS:
+        if now - known.listed < FRESH_SECONDS:
             return
         try:
-            profiles = await self._client.list(MEMORY_PROFILES, namespace, _profiled_peaks)
-            known = {fingerprint: peaks for fingerprint, peaks in profiles.items if fingerprint}
+            listed = await self._client.list(MEMORY_PROFILES, namespace, _memory_profile)
+            known = _known([profile for profile in listed.items if profile is not None])
         except ApiError as error:
             logger.warning("memory profiles cannot be listed: %s", error)
-        kept = {other: peaks for other, peaks in self._peaks.items() if now - peaks[0] < OLDEST_PEAKS_SECONDS}
-        self._peaks = kept | {namespace: (self._clock(), known)}
+        kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
+        self._known = kept | {namespace: replace(known, listed=self._clock())}
 
     def view(self, key: Key) -> ClusterView:
         """As of now, for the job `key`."""
         now = self._clock()
         snapshot = self._metrics.snapshot(now)
+        known = self._known.get(key[0], Known())
         return ClusterView(
             nodes=None if self._nodes is None else self._with_live_bytes(self._nodes, snapshot),
             metrics_age_seconds=snapshot.age_seconds,
             metrics_problem=snapshot.problem,
             metrics_source=snapshot.source,
             reservations=self._reservations.of_others(key, now),
-            observed_peaks=self._peaks.get(key[0], (0.0, {}))[1],
+            observed_peaks=known.peaks,
+            model_corrections=known.corrections,
+            observed_pods=known.pods,
         )
 
     def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
@@ -189,9 +207,19 @@ def _with_profile(node: NodeView, profile: NodeProfileSpec | None) -> NodeView:
     return node if profile is None else profiled(node, profile)
 
 
-def _profiled_peaks(found: Mapping[str, Any]) -> tuple[str, Mapping[str, int]]:
+def _memory_profile(found: Mapping[str, Any]) -> MemoryProfileSpec | None:
     try:
-        profile = MemoryProfileSpec.model_validate(found.get("spec") or {})
+        return MemoryProfileSpec.model_validate(found.get("spec") or {})
     except ValidationError:  # written by another version
-        return "", {}
-    return profile.fingerprint, observed_peaks(profile)
+        return None
+
+
+def _known(profiles: Sequence[MemoryProfileSpec]) -> Known:
+    models: dict[str, list[MemoryProfileSpec]] = {}
+    for profile in profiles:
+        if profile.model_fingerprint:  # none: written by an earlier version
+            models.setdefault(profile.model_fingerprint, []).append(profile)
+    corrections = {model: observed_corrections(found) for model, found in models.items()}
+    pods = {fingerprint: seen for found in models.values() for fingerprint, seen in observed_pods(found).items()}
+    peaks = {one.fingerprint: observed_peaks(one) for one in profiles}
+    return Known(peaks=peaks, corrections=corrections, pods=pods)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import kopf
@@ -23,6 +23,9 @@ WATCH_SECONDS = 290
 PAGE_SIZE = 200
 IDLE_SECONDS = 0.2
 """until the task that kopf keeps for each object ends; at its default of 5 s a relist of thousands fills the memory"""
+
+KOPF_SECONDS = 2.0
+"""for kopf to end its tasks"""
 
 Heard = Callable[[str], None]
 """is told the plural of the kind that an event came of"""
@@ -47,7 +50,8 @@ async def watch(
             _on_event(kind, enqueue, heard)
         )
     everywhere = list(namespaces) == [""]
-    await kopf.operator(
+    older = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=registry,
         settings=_settings(kinds),
         identity=IDENTITY,
@@ -56,6 +60,23 @@ async def watch(
         namespaces=[] if everywhere else list(namespaces),
         ready_flag=ready,
     )
+    await _until_one_ends(tasks, asyncio.create_task(kopf.run_tasks(tasks, ignored=older), name="kopf"))
+
+
+async def _until_one_ends(tasks: Collection[asyncio.Task[Any]], whole: asyncio.Task[None]) -> None:
+    """As `whole` ends, which ends all others when one of its `tasks` does; but it waits for ever for a watch that is
+    being asked for just then (kopf's stream() cannot cancel that request), and we would be alive and deaf."""
+    try:
+        ended, _ = await asyncio.wait([whole, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([whole], timeout=KOPF_SECONDS)
+    except asyncio.CancelledError:
+        whole.cancel()
+        await asyncio.wait([whole])
+        raise
+    whole.cancel()
+    for task in {whole, *ended}:
+        if task.done() and not task.cancelled():
+            task.result()
 
 
 def _settings(kinds: Sequence[Watched[Any]]) -> kopf.OperatorSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,7 +22,8 @@ from spillway.placement import tolerates
 from spillway.plan import PLAN_VERSION, MemoryPlan
 from spillway.pod_resources import PodResources, pod_resources
 from spillway.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
-from spillway.status import Attempts, PlanStatus
+from spillway.recent_peaks import LEAST_PLAUSIBLE
+from spillway.status import Attempts, Escalation, PlanStatus
 from spillway.units import format_bytes, format_cores, format_quantity
 
 from .observed import Contract, JobObject, Manifest, OperatorFacts
@@ -88,6 +89,8 @@ class Decision(BaseModel):
     metrics: MetricsSeen | None = None
     because: str = ""
     """why the attempt before ended, when this one restarts it"""
+    escalations: tuple[Escalation, ...] = ()
+    """status.escalations once the attempt exists"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,25 @@ class AttemptFiles:
 
     @property
     def resources(self) -> PodResources:
+        counted = self.counted
+        decided = decided_memory(counted.memory_bytes, self.plan_status.pod_memory or 0)
+        return replace(counted, memory_bytes=decided)
+
+    @property
+    def counted(self) -> PodResources:
         return pod_resources(self.job.spec, self.plan, self.job.ranks_per_node)
+
+    @property
+    def spared_bytes(self) -> int:
+        """Of what is counted for a pod, which it does not get."""
+        return self.counted.memory_bytes - self.resources.memory_bytes
+
+
+def decided_memory(counted_bytes: int, decided_bytes: int) -> int:
+    """What a pod gets of the bytes that are counted for it: less, where evidence says so (pod_evidence.py). More than
+    is counted is in the plan, and less than a quarter is nobody's decision."""
+    is_less = LEAST_PLAUSIBLE * counted_bytes <= decided_bytes < counted_bytes
+    return decided_bytes if is_less else counted_bytes
 
 
 def attempt_name(job: str, attempt: int) -> str:

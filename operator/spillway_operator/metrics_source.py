@@ -1,6 +1,7 @@
 """MetricsSource: live memory of nodes and of our pods, read in the background; whoever decides gets the last snapshot.
 
-    Prometheus   instant queries every interval: free device, host and NVMe bytes per node, tier bytes per trainer pod
+    Prometheus   instant queries every interval: free device, host and NVMe bytes and stalled memory per node, tier
+                 bytes per trainer pod
     Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is what it can allocate less
                  what they hold there (cluster.py), and other tiers have no figures
 
@@ -14,32 +15,37 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway.metrics import TIER_BYTES
+from spillway.node_signals import (
+    DEVICE_FREE_MEBIBYTES,
+    DEVICE_SERIES,
+    DISK_FREE_BYTES,
+    DISK_SERIES,
+    HOST_FREE_BYTES,
+    HOST_SERIES,
+    MEMORY_STALLED,
+    MOUNT_POINTS,
+    OLDEST_SAMPLE_SECONDS,
+    STALLED_SERIES,
+    recent,
+)
 from spillway.placement import LiveBytes
 from spillway.plan import Tier
 from spillway.progress import MAX_BYTES, TierFigures
-from spillway.units import MIB
+from spillway.units import MIB, format_seconds
 
 logger = logging.getLogger(__name__)
 
-HOST_SERIES = "node_memory_MemAvailable_bytes"
-DISK_SERIES = "node_filesystem_avail_bytes"
-DEVICE_SERIES = "DCGM_FI_DEV_FB_FREE"
-"""MiB"""
-MOUNT_POINTS = ("/var/lib/kubelet", "/")
-"""where emptyDirs lie: the first of them that a node has as a file system of its own"""
-OLDEST_SAMPLE_SECONDS = 120
-"""Prometheus answers with samples that are up to five minutes old; those of a node that is not scraped are left out"""
 TIMEOUT_SECONDS = 10.0
 LONGEST_ANSWER = 16 * MIB
 LONGEST_PAGE = MIB
@@ -51,6 +57,7 @@ FORGET_SECONDS = 600.0
 PodKey = tuple[str, str]
 """namespace and name"""
 Labels = Mapping[str, str]
+Figure = TypeVar("Figure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,81 +172,109 @@ class MetricsSource:
 # --- Prometheus -------------------------------------------------------------------------------------------------------
 
 
-def _recent(series: str) -> str:
-    return f"({series} and time() - timestamp({series}) < {OLDEST_SAMPLE_SECONDS})"
-
-
-_HOST, _DEVICE = f'{HOST_SERIES}{{node!=""}}', f'{DEVICE_SERIES}{{node!=""}}'
-_DISKS = f'{DISK_SERIES}{{node!="",mountpoint=~"{"|".join(MOUNT_POINTS)}"}}'
 _PODS = f'{TIER_BYTES.name}{{namespace!="",pod!=""}}'
-QUERIES = (
-    # The least of several series of one node counts: a series too many can make a node less attractive, never more.
-    f"min by (node) ({_recent(_HOST)})",
-    f"min by (node) ({_recent(_DEVICE)})",
-    f"min by (node, mountpoint) ({_recent(_DISKS)})",
-    f"sum by (namespace, pod, tier) ({_recent(_PODS)})",
+BYTE_QUERIES = (
+    HOST_FREE_BYTES,
+    DEVICE_FREE_MEBIBYTES,
+    DISK_FREE_BYTES,
+    f"sum by (namespace, pod, tier) ({recent(_PODS)})",
 )
+QUERIES = (*BYTE_QUERIES, MEMORY_STALLED)
 
 
 async def read_prometheus(
     session: aiohttp.ClientSession, url: str
 ) -> tuple[dict[str, LiveBytes], dict[PodKey, TierFigures]]:
     """Free bytes of the nodes, and bytes held by the trainer pods."""
-    host, device, disks, pods = await asyncio.gather(*(_query(session, url, query) for query in QUERIES))
-    return _live_bytes(host, device, disks), _pod_figures(pods)
+    (host, device, disks, pods), stalled = await asyncio.gather(
+        asyncio.gather(*(_query(session, url, query, byte_count) for query in BYTE_QUERIES)),
+        _query(session, url, MEMORY_STALLED, time_share),
+    )
+    return _live_bytes(host, device, disks, stalled), _pod_figures(pods)
 
 
-async def _query(session: aiohttp.ClientSession, url: str, query: str) -> list[tuple[Labels, int]]:
-    """An instant query's vector: labels and bytes."""
+async def _query(
+    session: aiohttp.ClientSession, url: str, query: str, figure: Callable[[object], Figure | None]
+) -> list[tuple[Labels, Figure]]:
+    """An instant query's vector: labels and figures."""
     body = await _get(session, f"{url}/api/v1/query", LONGEST_ANSWER, {"query": query})
     try:
         answer = json.loads(body)
         if answer["status"] != "success":
             raise _Unreadable(f"{_place(url)} refused a query: {str(answer.get('error', ''))[:200]}")
-        return list(_samples(answer["data"]["result"]))
+        samples = list(_samples(answer["data"]["result"], figure))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Unreadable(f"{_place(url)} does not answer as Prometheus does: {body[:60]!r}") from error
+    now = time.time()
+    age = max((now - evaluated for evaluated, _, _ in samples), default=0.0)
+    if age > OLDEST_SAMPLE_SECONDS:
+        raise _Unreadable(f"{_place(url)} answers with what was true {format_seconds(round(age))} ago, by its clock")
+    return [(labels, found) for _, labels, found in samples]
 
 
-def _samples(result: Iterable[Mapping[str, object]]) -> Iterator[tuple[Labels, int]]:
+def _samples(
+    result: Iterable[Mapping[str, object]], figure: Callable[[object], Figure | None]
+) -> Iterator[tuple[float, Labels, Figure]]:
+    """When Prometheus evaluated it (Unix seconds), labels and figure of each series that has one."""
     for series in result:
         labels, value = series["metric"], series["value"]
         if not isinstance(labels, Mapping):
             raise TypeError("a series without labels")
-        num_bytes = byte_count(value[1]) if isinstance(value, Sequence) and len(value) > 1 else None
-        if num_bytes is not None:
-            yield {str(name): str(text) for name, text in labels.items()}, num_bytes
+        if not isinstance(value, Sequence) or len(value) < 2:
+            continue
+        evaluated, found = _number(value[0]), figure(value[1])
+        if evaluated is not None and found is not None:
+            yield evaluated, {str(name): str(text) for name, text in labels.items()}, found
 
 
-def byte_count(value: object) -> int | None:
-    """Bytes of a sample, at most MAX_BYTES; None for what no free or held memory can be."""
+def _number(value: object) -> float | None:
+    """Zero or more; None for what is no such number."""
     try:
         number = float(str(value))
     except ValueError:
         return None
-    if not math.isfinite(number):
-        return None if math.isnan(number) or number < 0 else MAX_BYTES
-    return None if number < 0 else min(int(number), MAX_BYTES)
+    return number if number >= 0.0 else None
+
+
+def byte_count(value: object) -> int | None:
+    """Bytes of a sample, at most MAX_BYTES; None for what no free or held memory can be."""
+    number = _number(value)
+    return None if number is None else int(min(number, MAX_BYTES))
+
+
+def time_share(value: object) -> float | None:
+    """Share of the time of a sample, at most 1; None for what none can be."""
+    number = _number(value)
+    return None if number is None else min(number, 1.0)
 
 
 def _live_bytes(
-    host: Iterable[tuple[Labels, int]], device: Iterable[tuple[Labels, int]], disks: Iterable[tuple[Labels, int]]
+    host: Iterable[tuple[Labels, int]],
+    device: Iterable[tuple[Labels, int]],
+    disks: Iterable[tuple[Labels, int]],
+    stalled: Iterable[tuple[Labels, float]],
 ) -> dict[str, LiveBytes]:
-    hosts = {labels["node"]: free for labels, free in host if "node" in labels}
-    devices = {labels["node"]: min(free * MIB, MAX_BYTES) for labels, free in device if "node" in labels}
+    hosts, stalls = _by_node(host), _by_node(stalled)
+    devices = {node: min(free * MIB, MAX_BYTES) for node, free in _by_node(device).items()}
     mounts: dict[str, dict[str, int]] = {}
     for labels, free in disks:
         if "node" in labels:
             mounts.setdefault(labels["node"], {})[labels.get("mountpoint", "")] = free
     return {
-        node: _live(devices.get(node), hosts.get(node), _spill_room(mounts.get(node, {})))
-        for node in {**hosts, **devices, **mounts}
+        node: _live(devices.get(node), hosts.get(node), _spill_room(mounts.get(node, {})), stalls.get(node))
+        for node in {**hosts, **devices, **mounts, **stalls}
     }
 
 
-def _live(device: int | None, host: int | None, nvme: int | None) -> LiveBytes:
-    found = ((DEVICE_SERIES, device), (HOST_SERIES, host), (DISK_SERIES, nvme))
-    return LiveBytes(device, host, nvme, tuple(series for series, free in found if free is not None))
+def _by_node(samples: Iterable[tuple[Labels, Figure]]) -> dict[str, Figure]:
+    return {labels["node"]: found for labels, found in samples if "node" in labels}
+
+
+def _live(device: int | None, host: int | None, nvme: int | None, stalled: float | None) -> LiveBytes:
+    found = ((DEVICE_SERIES, device), (HOST_SERIES, host), (DISK_SERIES, nvme), (STALLED_SERIES, stalled))
+    return LiveBytes(
+        device, host, nvme, tuple(series for series, figure in found if figure is not None), memory_stalled=stalled
+    )
 
 
 def _spill_room(mounts: Mapping[str, int]) -> int | None:

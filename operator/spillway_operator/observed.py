@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spillway.cluster_view import ClusterView
 from spillway.progress import ProgressReport
+from spillway.status import Escalation
 
 Manifest = Mapping[str, Any]
 """an API object as plain data"""
@@ -229,6 +230,8 @@ class Desired:
     status: dict[str, Any] | None = None
     """the whole status to apply; None = as it is"""
     events: tuple[EventNote, ...] = ()
+    ran_out: tuple[Escalation, ...] = ()
+    """ends for want of memory that the status accounts for the first time: what MemoryProfiles remember"""
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
     """what must be observed before the next decision: "contracts", "pods", "claims", "queue_says",

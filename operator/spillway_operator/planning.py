@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 from spillway.api import TrainingJob
 from spillway.cluster_view import ClusterView
 from spillway.errors import UserError
+from spillway.ladder import (
+    MemoryFailure,
+    change,
+    corrections_after,
+    next_failure_may_be_last,
+    relaxed,
+    repeats,
+    worth_relaxing,
+)
 from spillway.placement import Place, Placement, Unplaceable
 from spillway.plan import MemoryPlan, Tier
-from spillway.status import Attempts, PlanStatus, TierQuantities
+from spillway.status import Attempts, Escalation, PlanStatus, TierQuantities
 from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
 
 from . import conditions as c
@@ -22,14 +33,33 @@ MOST_NODES = 16
 """preferred nodes that the status names"""
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the attempts so far say to the next one."""
+
+    attempts: Attempts
+    """status.attempts once the next one exists"""
+    threads: int | None = None
+    """of the attempt before, because the rounding of a matrix product depends on them; None for the first"""
+    because: str = ""
+    escalations: tuple[Escalation, ...] = ()
+    failures: tuple[MemoryFailure, ...] = ()
+    """that ran out of memory, and whose contracts can be read"""
+    last: MemoryPlan | None = None
+    """of the attempt before"""
+    peaks: dict[Tier, int] = field(default_factory=dict)
+    """that it held"""
+    trained_seconds: float = 0.0
+    """by it, all pods running, when it did not run out of memory; else 0"""
+
+
 def plan_attempt(
-    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, attempts: Attempts, threads: int | None,
-    because: str, place: Place,
-) -> AttemptFiles | Finding:  # fmt: skip
-    """The attempt that `attempts` ends with. `threads` are those of the attempt before, because the rounding of a
-    matrix product depends on them; None for the first."""
+    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: Past, place: Place
+) -> AttemptFiles | Finding:
+    """The attempt that `past.attempts` ends with."""
+    cluster = replace(cluster, trainer_image=facts.trainer_image)
     try:
-        placed = place(job, cluster)
+        placed = _placed(job, cluster, past, place)
     except UserError as error:
         return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
     except Exception as error:
@@ -37,16 +67,64 @@ def plan_attempt(
         return false(c.PLANNED, "NoNode", why)
     if isinstance(placed, Unplaceable):
         return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
+    if repeats(past.failures, placed.plan, placed.pod.memory_bytes):
+        return false(c.PLANNED, "DoesNotFit", "every plan that fits asks for as much of what ran out")
     decision = Decision(
-        attempts=attempts,
+        attempts=past.attempts,
         preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),
         required_labels=dict(placed.required_labels),
         metrics=metrics_seen(cluster),
-        because=because,
+        because=past.because,
+        escalations=told(past.escalations, past.failures, placed.plan),
     )
-    threads = threads or placed.plan.optimizer.num_threads
-    planned = plan_status(placed, cluster).model_copy(update={"gang": gangs.kind_of(job.spec)})
+    threads = past.threads or placed.plan.optimizer.num_threads
+    beside = {"gang": gangs.kind_of(job.spec), "image": job.spec.image or facts.trainer_image}
+    planned = plan_status(placed, cluster).model_copy(update=beside)
     return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
+
+
+def _placed(job: TrainingJob, cluster: ClusterView, past: Past, place: Place) -> Placement | Unplaceable:
+    """Under what the failures say. After a long attempt that had much room to spare, under what was seen of it, where
+    that gives a plan which is clearly faster."""
+    careful = corrections_after(past.failures)
+    placed = place(job, replace(cluster, corrections=careful))
+    if not past.failures or past.last is None or isinstance(placed, Unplaceable):
+        return placed
+    reasons = [failure.reason for failure in past.failures]
+    if next_failure_may_be_last(reasons, past.attempts.memory_errors):  # should it run out again
+        return placed
+    seen = relaxed(past.failures, past.last, past.peaks, past.trained_seconds)
+    if seen == careful:
+        return placed
+    cheaper = place(job, replace(cluster, corrections=seen))
+    if isinstance(cheaper, Unplaceable) or repeats(past.failures, cheaper.plan, cheaper.pod.memory_bytes):
+        return placed
+    return cheaper if worth_relaxing(placed.plan, cheaper.plan) else placed
+
+
+def told(
+    escalations: tuple[Escalation, ...], failures: tuple[MemoryFailure, ...], after: MemoryPlan
+) -> tuple[Escalation, ...]:
+    """With what the next attempt does differently, where that is not said yet."""
+    plans = {failure.attempt: failure.plan for failure in failures}
+    return tuple(
+        one if one.change or one.attempt not in plans
+        else one.model_copy(update={"change": c.clean(change(plans[one.attempt], after), LONGEST_TEXT)})
+        for one in escalations
+    )  # fmt: skip
+
+
+def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure, ...], place: Place) -> str:
+    """What mode Auto would do after `failures`, for a job that asks for advice alone."""
+    memory = job.spec.memory.model_copy(update={"mode": "Auto"})
+    as_auto = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
+    try:
+        placed = place(as_auto, replace(cluster, corrections=corrections_after(failures)))
+    except Exception as error:  # as in plan_attempt
+        return f"mode Auto would find no plan: {type(error).__name__}: {error}"
+    if isinstance(placed, Unplaceable):
+        return c.clean(f"mode Auto would find no plan: {placed.message}", LONGEST_TEXT)
+    return c.clean(f"mode Auto would take: {change(failures[-1].plan, placed.plan)}", LONGEST_TEXT)
 
 
 def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:

@@ -32,7 +32,7 @@ from .cluster import Cluster
 from .credentials import load_credentials
 from .events import EventPoster
 from .exporter import Exporter, Gauges
-from .handlers import watch
+from .handlers import KOPF_SECONDS, watch
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
 from .key_queue import KeyQueue
 from .lease import Election, LeaseLost
@@ -50,7 +50,7 @@ from .settings import Settings
 from .store import Key, Store
 from .token_reviews import TokenReviews
 from .watched import watched_kinds
-from .worker import Worker
+from .worker import Told, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,6 @@ ENDING_SECONDS = 10.0
 """for the looks under way to finish their writes"""
 RETRY_SECONDS = 5.0
 """between two tries to list everything at the start"""
-KOPF_SECONDS = 2.0
-"""for kopf to end its tasks"""
 
 
 class Operator:
@@ -115,7 +113,7 @@ class Operator:
             self._outbox,
             self._events,
             self._exporter,
-            self._forget,
+            Told(self._forget, self._profiles.ran_out),
         )
 
     async def run(self) -> int:

@@ -1,50 +1,67 @@
-"""What a progress report makes of status.progress, .memory and .checkpoint: bounded, never backwards, readable."""
+"""What a progress report makes of status.progress, .memory, .checkpoint and .members: bounded, never backwards,
+readable."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from spillway.progress import ProgressReport, TierFigures, TrainingProgress
-from spillway.status import CheckpointStatus, MemoryStatus, Progress, TierQuantities, TrainingJobStatus
+from spillway.progress import MemberProgress, MemberState, ProgressReport, TierFigures, TrainingProgress
+from spillway.status import CheckpointStatus, MemberStatus, MemoryStatus, Progress, TierQuantities, TrainingJobStatus
 from spillway.units import GIB, KIB, MIB, TIB, format_seconds
 
 from .conditions import clean
+from .observed import EventNote
+
+MOST_MEMBER_NOTES = 8
+"""events about members, of one status"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The three parts of the status that reports write."""
+    """The parts of the status that reports write."""
 
     progress: Progress | None
     memory: MemoryStatus | None
     checkpoint: CheckpointStatus | None
+    members: tuple[MemberStatus, ...] = ()
+    """of a sweep, in the order of the report"""
+    best_member: str = ""
 
 
 def reported(status: TrainingJobStatus) -> Reported:
-    return Reported(status.progress, status.memory, status.checkpoint)
+    return Reported(status.progress, status.memory, status.checkpoint, status.members, status.best_member)
 
 
-def with_report(before: Reported, report: ProgressReport, attempt: int, steps: int, time: str) -> Reported:
+def with_report(
+    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str] = ()
+) -> Reported:
     """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
-    does one whose figures do not fit the status. Never raises: no report may keep a job from being looked after."""
+    does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
+    out. Never raises: no report may keep a job from being looked after."""
     try:
-        return _with_report(before, report, attempt, steps, time)
+        return _with_report(before, report, attempt, steps, time, members)
     except (ValueError, ArithmeticError):
         return before
 
 
-def _with_report(before: Reported, report: ProgressReport, attempt: int, steps: int, time: str) -> Reported:
+def _with_report(
+    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
+) -> Reported:
     own = report.spillway
     if own is not None and own.epoch != attempt:
         return before
     if own is None:
         return replace(before, progress=_of_a_stranger(before.progress, report, steps, time))
+    known = tuple(_member(one) for one in own.members if one.name in members)
     return Reported(
-        progress=_progress(before.progress, own, report, steps, time),
+        progress=_progress(before.progress, own, report, own.steps if known else steps, time),
         memory=_memory(before.memory, own),
         checkpoint=_checkpoint(before.checkpoint, own, attempt),
+        members=known or before.members,
+        best_member=own.best_member if own.best_member in members else before.best_member,
     )
 
 
@@ -71,9 +88,56 @@ def at_the_start(before: Progress | None, steps: int) -> Progress:
 
 
 def at_the_end(before: Progress | None, steps: int) -> Progress:
-    """Of a job that is complete: exit code 0 means that the last step was trained."""
+    """Of a job that is complete: exit code 0 means that the last of `steps` was trained."""
     known = before or Progress()
     return known.model_copy(update={"step": steps, "steps": steps, "display": percent(steps, steps), "eta": "0s"})
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def _member(said: MemberProgress) -> MemberStatus:
+    return MemberStatus(
+        name=said.name,
+        step=said.step,
+        steps=said.num_steps,
+        loss=_figure(said.loss),
+        objective=_figure(said.objective),
+        state=said.state.value,
+        message=clean(said.reason, 256),
+    )
+
+
+def at_rest(members: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
+    """When the attempt has ended: nobody's turn it is."""
+    return tuple(
+        one.model_copy(update={"state": MemberState.PARKED.value}) if one.state == MemberState.RUNNING else one
+        for one in members
+    )
+
+
+def member_notes(before: tuple[MemberStatus, ...], after: tuple[MemberStatus, ...]) -> tuple[EventNote, ...]:
+    """An event for each member that failed or was stopped since; of many the first few, and how many more."""
+    states = {one.name: one.state for one in before}
+    ended = [
+        one
+        for one in after
+        if one.state in (MemberState.FAILED, MemberState.STOPPED) and states.get(one.name) != one.state
+    ]
+    ended.sort(key=lambda one: one.state != MemberState.FAILED)  # the bad news first
+    notes = tuple(_member_note(one) for one in ended[:MOST_MEMBER_NOTES])
+    rest = ended[MOST_MEMBER_NOTES:]
+    if not rest:
+        return notes
+    names = ", ".join(one.name for one in rest)
+    return (*notes, EventNote("Normal", "MembersEnded", "EndMember", clean(f"{len(rest)} more members: {names}")))
+
+
+def _member_note(member: MemberStatus) -> EventNote:
+    note = clean(f"member {member.name}: {member.message or member.state}")
+    if member.state == MemberState.FAILED:
+        return EventNote("Warning", "MemberFailed", "EndMember", note)
+    return EventNote("Normal", "MemberStopped", "EndMember", note)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -89,7 +153,7 @@ def _progress(
         step=step,
         steps=steps,
         display=percent(step, steps),
-        loss="" if own.loss is None else f"{own.loss:.4g}",
+        loss=_figure(own.loss),
         tokens_per_second=_rate(own.tokens_per_second),
         eta=_eta(report.trainer_status.estimated_remaining_seconds, own.step_seconds, steps - step),
         last_step_time=_timestamp(own.last_step_time) or time,
@@ -161,6 +225,10 @@ def short_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def _figure(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4g}"
+
+
 def _eta(said: int | None, step_seconds: float, left: int) -> str:
     """Empty while steps are left and none was measured."""
     if left and not said and not step_seconds:
@@ -185,4 +253,10 @@ def _timestamp(unix_seconds: float) -> str | None:
 
 
 def as_fields(found: Reported) -> dict[str, Any]:
-    return {"progress": found.progress, "memory": found.memory, "checkpoint": found.checkpoint}
+    return {
+        "progress": found.progress,
+        "memory": found.memory,
+        "checkpoint": found.checkpoint,
+        "members": found.members,
+        "best_member": found.best_member,
+    }

@@ -27,6 +27,8 @@ from spillway import placement
 from spillway.api import DEFAULT_RESTARTS, MANAGER, TrainingJob
 from spillway.errors import RANK_CRASHED, ExitCode, UserError
 from spillway.field_types import MAX_COUNT
+from spillway.ladder import MemoryFailure, tries_are_used_up
+from spillway.plan import Tier
 from spillway.retries import (
     GANG_YIELDED,
     JOB_DELETED,
@@ -35,7 +37,7 @@ from spillway.retries import (
     Retry,
     retry_of,
 )
-from spillway.status import MAX_ATTEMPTS, Attempts, TrainingJobStatus
+from spillway.status import MAX_ATTEMPTS, MOST_ESCALATIONS, Attempts, Escalation, TrainingJobStatus
 from spillway.units import format_seconds
 
 from . import conditions as c
@@ -67,8 +69,17 @@ from .deadlines import (
 )
 from .manifests import AttemptFiles
 from .observed import AttemptObject, Contract, Deletion, Desired, EventNote, Manifest, Observed, PodObject
-from .planning import as_decided, belongs_to, is_ours, next_attempts, plan_attempt
-from .progress_status import as_fields, at_the_end, at_the_start, reported, with_report, with_saved_step
+from .planning import Past, advice, as_decided, belongs_to, is_ours, next_attempts, plan_attempt
+from .progress_status import (
+    as_fields,
+    at_rest,
+    at_the_end,
+    at_the_start,
+    member_notes,
+    reported,
+    with_report,
+    with_saved_step,
+)
 
 PATIENCE_SECONDS = 10.0
 """until an attempt that does not run is looked at pod by pod"""
@@ -227,7 +238,7 @@ def _with_report(case: Case) -> Case:
     """With the newest progress report, when there is one that is not in the status yet."""
     report, time = case.observed.progress, case.observed.progress_time or case.now
     if report is not None:
-        after = with_report(reported(case.status), report, case.attempts.total, case.steps, time)
+        after = with_report(reported(case.status), report, case.attempts.total, case.steps, time, case.members)
         case = case.changed(**as_fields(after))
     if case.last_step_time is not None:
         case = case.found(true(c.PROGRESSING, "Stepping") if case.report_due_seconds >= 0 else _no_report(case))
@@ -401,9 +412,13 @@ def _after_the_end(case: Case) -> Desired:
 
 def _completed(case: Case, attempt: AttemptObject) -> Desired:
     case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
-    total, progress = case.attempts.total, at_the_end(case.status.progress, case.steps)
-    case = case.changed(progress=progress, completion_time=case.now)
-    trained = f"{case.steps} steps in {total} attempt{'s' if total > 1 else ''}"
+    total, known = case.attempts.total, case.status.progress
+    # Of a sweep as many as were reported: rounds may have stopped members.
+    steps = known.steps if case.status.members and known is not None else case.steps
+    case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
+    trained = f"{steps} steps in {total} attempt{'s' if total > 1 else ''}"
+    if case.status.best_member:
+        trained += f"; the best of {len(case.members)} members is {case.status.best_member}"
     return _write(case.found(true(c.COMPLETE, "Completed", trained), *_none_lives("Ended")))
 
 
@@ -449,7 +464,7 @@ def _with_what_pods_say(case: Case) -> Case:
         known = {"active_time": max(begun, key=seconds_of), "pending_time": None}
         case = case.changed(attempts=case.attempts.model_copy(update=known))
     saved = saved_step(pods)
-    if saved is None:
+    if saved is None or case.members:  # a sweep's members have checkpoints of their own, which their reports tell
         return case
     after = with_saved_step(reported(case.status), saved, case.attempts.total, case.steps)
     return case.changed(**as_fields(after))
@@ -464,6 +479,8 @@ def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
     lasted = case.seconds_now - seconds_of(known.start_time or case.now)
     is_short = lasted < SHORT_ATTEMPT_SECONDS
     case = _accounted(case, cause, known.short_in_a_row + 1 if is_short else 0, end)
+    if retry is Retry.REPLANNED:
+        return _replanned(case, cause)
     if retry is Retry.NEVER:
         return _give_up(case, cause)
     if retry is Retry.COUNTED:
@@ -475,9 +492,48 @@ def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
     return _between_attempts(replace(case, because=message).found(*_none_lives(c.RESTARTING, message)))
 
 
+def _replanned(case: Case, cause: Cause) -> Desired:
+    """Memory ran out: another attempt under another plan, where the planner may choose one and tries are left."""
+    mode, tries = given(case.spec, "memory.mode") or "Auto", case.attempts.memory_errors - 1
+    if mode == "Advise":
+        case = _advised(case)
+    if mode != "Auto":
+        return _give_up(case, cause)
+    if tries_are_used_up([one.reason for one in case.status.escalations], case.attempts.memory_errors):
+        used_up = f"{tries} other plans were tried (status.escalations)"
+        return _give_up(case, Cause(cause.reason, c.clean(f"{used_up}; {cause.message}"), cause.node, cause.rank))
+    if _failure(case, case.attempts.total, cause.reason) is None:
+        return _give_up(case, cause)  # nobody knows any more what was not enough
+    message = f"attempt {case.attempts.total} ended: {cause.message}"
+    return _between_attempts(replace(case, because=message).found(*_none_lives(c.RESTARTING, message)))
+
+
+def _advised(case: Case) -> Case:
+    """With what mode Auto would do, for people: mode Advise changes nothing."""
+    outcome, failures = accept(case.observed.job), _failures(case)
+    if isinstance(outcome, Refusal) or not failures or failures[-1].attempt != case.attempts.total:
+        return case
+    said = advice(outcome, case.observed.cluster, failures, case.place)
+    *earlier, last = case.status.escalations
+    return case.changed(escalations=(*earlier, last.model_copy(update={"change": said})))
+
+
+def _failures(case: Case) -> tuple[MemoryFailure, ...]:
+    """Attempts that ran out of memory, as far as their contracts can be read."""
+    found = (_failure(case, one.attempt, one.reason) for one in case.status.escalations)
+    return tuple(failure for failure in found if failure is not None)
+
+
+def _failure(case: Case, attempt: int, reason: str) -> MemoryFailure | None:
+    files = _read(case, attempt)
+    if files is None or any(tier not in held for tier in Tier for held in (files.plan.bytes, files.plan.budget)):
+        return None
+    return MemoryFailure(attempt, reason, files.plan, files.resources.memory_bytes, files.spared_bytes)
+
+
 def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
     """What status.attempts says of an attempt that ended. Counts only grow, whatever follows."""
-    known, is_free = case.attempts, retry_of(cause.reason) is Retry.FREE
+    known, is_free, seconds = case.attempts, retry_of(cause.reason) is Retry.FREE, int(active_seconds(case, end))
     changes = {
         "ended": known.total,
         "disruptions": known.disruptions + is_free,
@@ -488,9 +544,13 @@ def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
         "end_time": case.now,
         "short_in_a_row": short_in_a_row,
         "active_time": None,
-        "active_seconds": int(active_seconds(case, end)),
+        "active_seconds": seconds,
+        "last_active_seconds": seconds - known.active_seconds,
     }
-    return case.changed(attempts=known.model_copy(update=changes))
+    if cause.reason in MEMORY_ERRORS:
+        ran_out = Escalation(attempt=known.total, reason=cause.reason)
+        case = case.changed(escalations=(*case.status.escalations, ran_out)[-MOST_ESCALATIONS:])
+    return case.changed(attempts=known.model_copy(update=changes), members=at_rest(case.status.members))
 
 
 def _give_up(case: Case, cause: Cause) -> Desired:
@@ -576,12 +636,37 @@ def _start(case: Case) -> Desired:
     number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
     if number > MAX_ATTEMPTS:
         return _wait(case, _NO_NUMBER)
-    attempts = next_attempts(case.attempts, number, case.now)
-    begun = _newest_begun(case)
-    threads = begun.job.compute_threads if begun is not None else None  # so that a resumed run rounds as it did
-    because = c.clean(case.because or _why_restarting(case))
-    decided = plan_attempt(outcome, uid, cluster, facts, attempts, threads, because, case.place)
-    return _wait(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+    decided = plan_attempt(outcome, uid, cluster, facts, _past(case, number), case.place)
+    return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+
+
+def _past(case: Case, number: int) -> Past:
+    """For attempt `number`."""
+    begun, known = _newest_begun(case), case.attempts
+    memory = case.status.memory
+    peak = memory.peak if memory is not None else None
+    progress = case.status.progress
+    has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier one's
+    return Past(
+        attempts=next_attempts(known, number, case.now),
+        threads=begun.job.compute_threads if begun is not None else None,  # so that a resumed run rounds as it did
+        because=c.clean(case.because or _why_restarting(case)),
+        escalations=case.status.escalations,
+        failures=_failures(case),
+        last=begun.plan if begun is not None else None,
+        peaks={tier: size for tier in Tier if has_reported and (size := getattr(peak, tier.value, None))},
+        trained_seconds=0.0 if known.last_reason in MEMORY_ERRORS else float(known.last_active_seconds),
+    )
+
+
+def _not_planned(case: Case, found: Finding) -> Desired:
+    """Waits; but where memory ran out and no other plan fits, that was the last rung."""
+    known = case.attempts
+    if found.reason != "DoesNotFit" or known.last_reason not in MEMORY_ERRORS:
+        return _wait(case, found)
+    why = case.because or _why_restarting(case)
+    message = c.clean(f"{why}; no other plan fits: {found.message}")
+    return _give_up(case.found(found), Cause(known.last_reason, message))
 
 
 def _why_restarting(case: Case) -> str:
@@ -648,11 +733,19 @@ def _begun(case: Case, files: AttemptFiles) -> Case:
     begun = case.changed(
         attempts=attempts,
         plan=files.plan_status,
+        escalations=_latest(case.status.escalations, files.decision.escalations),
         progress=at_the_start(case.status.progress, case.steps),
         start_time=case.status.start_time or attempts.start_time,
     ).found(*as_decided(files), _durability(case))
     begun = replace(begun, because=files.decision.because)
     return begun.found(*_waits_for_quota(case)) if files.job.spec.scheduling.queue_name else begun
+
+
+def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> tuple[Escalation, ...]:
+    """One for each attempt, with the sentence of whichever has it."""
+    found = {one.attempt: one for one in known}
+    found |= {one.attempt: one for one in decided if one.change or one.attempt not in found}
+    return tuple(found[attempt] for attempt in sorted(found))[-MOST_ESCALATIONS:]
 
 
 # --- what was seen ----------------------------------------------------------------------------------------------------
@@ -783,7 +876,12 @@ def _write(
         creates=creates,
         deletes=deletes,
         status=_document(after),
-        events=(*_restart_note(case), *c.notes(before.conditions, conditions)),
+        events=(
+            *_restart_note(case),
+            *member_notes(before.members, after.members),
+            *c.notes(before.conditions, conditions),
+        ),
+        ran_out=_ran_out(before, after),
         look_again_seconds=look_again,
     )
 
@@ -793,6 +891,11 @@ def _restart_note(case: Case) -> tuple[EventNote, ...]:
     if not case.because or case.attempts.ended <= (case.before.attempts or Attempts()).ended:
         return ()
     return (EventNote("Warning", case.attempts.last_reason, "Restart", c.clean(case.because)),)
+
+
+def _ran_out(before: TrainingJobStatus, after: TrainingJobStatus) -> tuple[Escalation, ...]:
+    known = {one.attempt for one in before.escalations}
+    return tuple(one for one in after.escalations if one.attempt not in known)
 
 
 def _document(status: TrainingJobStatus) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+
+from spillway.status import Escalation
 
 from .api_client import ApiError, Refused, Unavailable
 from .apply import DONE, Applied, Applier
@@ -45,9 +47,17 @@ class Round:
     applied: Applied = DONE
 
 
-class Worker:
-    """`forget(key)` is called for a TrainingJob that is gone, also when one of its name has taken its place."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What others want to hear of TrainingJobs."""
 
+    forget: Callable[[Key], None]
+    """one is gone, also when one of its name has taken its place"""
+    ran_out: Callable[[JobObject, Iterable[Escalation]], None]
+    """the status says for the first time that these attempts ran out of memory"""
+
+
+class Worker:
     def __init__(
         self,
         queue: KeyQueue[Key],
@@ -57,7 +67,7 @@ class Worker:
         outbox: ProgressOutbox,
         events: EventPoster,
         exporter: Exporter,
-        forget: Callable[[Key], None],
+        told: Told,
     ) -> None:
         self._queue = queue
         self._observer = observer
@@ -66,7 +76,7 @@ class Worker:
         self._outbox = outbox
         self._events = events
         self._exporter = exporter
-        self._forget = forget
+        self._told = told
         self._planning = asyncio.Lock()
         self._uids: dict[Key, str] = {}
         """of the TrainingJobs that were looked at"""
@@ -109,10 +119,10 @@ class Worker:
             sight = await self._observer.observe(key, left.needs)
             if sight is None:
                 self._uids.pop(key, None)
-                self._forget(key)
+                self._told.forget(key)
                 return True
             self._meet(sight.observed.job)
-            observed = self._told(sight.observed, left.applied)
+            observed = self._answered(sight.observed, left.applied)
             desired = await self._decide(observed)
             if missing := desired.needs - left.needs:
                 left = replace(left, needs=left.needs | missing)
@@ -127,9 +137,9 @@ class Worker:
         """A namesake of a job that is gone inherits nothing from it."""
         if self._uids.setdefault(job.key, job.uid) != job.uid:
             self._uids[job.key] = job.uid
-            self._forget(job.key)
+            self._told.forget(job.key)
 
-    def _told(self, observed: Observed, applied: Applied) -> Observed:
+    def _answered(self, observed: Observed, applied: Applied) -> Observed:
         """With what the last round was answered, and the report that is due."""
         answered = replace(observed, conflict=applied.conflict, refusal=applied.refusal)
         key, uid = observed.job.key, observed.job.uid
@@ -174,6 +184,7 @@ class Worker:
         if newest is not None and newest.report is observed.progress:
             self._outbox.written(job.key, newest, time.monotonic())
         if written:
+            self._told.ran_out(job, desired.ran_out)
             for event in desired.events:
                 self._events.note(job, event)
 
