@@ -138,16 +138,39 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     raise typer.Exit(run_command.run(options))
 
 
-@app.command(help="Measure this machine, or correct its figures by runs.")
-def calibrate(
+@app.command(help="Measure this machine or a node, or correct by runs.")
+def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="Node of a cluster, measured by a Job; none: this machine.")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Default: where plan and run look.")
     ] = None,
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer models, fewer bytes.")] = False,
     runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct by what it took.")] = None,
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Of a node: the trainer's image.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
+    if node is not None:
+        if runs or directory is not None:
+            given = "--from" if runs else "--directory"
+            raise UserError(
+                f"{given}: is for this machine, and {node} is a node of a cluster; leave one of the two out"
+            )
+        if not image:
+            raise UserError(f"a Job measures node {node}: give the trainer's image, as the node pulls it, with --image")
+        from . import calibrate_node  # noqa: PLC0415
+
+        on_node = calibrate_node.NodeOptions(node, image, context, namespace, quick, file, output)
+        raise typer.Exit(calibrate_node.calibrate_node(on_node))
+    if image or namespace or context:
+        given = "--image" if image else "--namespace" if namespace else "--context"
+        raise UserError(
+            f"{given}: is for a node of a cluster; name it (`spillway calibrate NODE`), or leave {given} out"
+        )
     from . import calibrate_command  # noqa: PLC0415
 
     if runs and (quick or directory is not None):

@@ -44,10 +44,10 @@ from spillway.plan import Overlap
 from spillway.profiles import document, rates_from, with_rates
 from spillway.step_time import Rates, rank_rates
 from spillway.units import format_bytes, format_count, format_seconds
-from spillway_trainer.cgroup import read_text, usable_cores
+from spillway_trainer.cgroup import usable_cores
+from spillway_trainer.volumes import memory_kind
 
 from .console import Format, message_console, print_json, result_console, table
-from .local_node import IN_MEMORY, file_system
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import read_plan
@@ -266,8 +266,8 @@ def probe_notes(result: Mapping[str, Any], prices: Prices, worst_spread: float, 
     notes = [noise, fit, f"CPU kernels {result['isa']}, I/O {result['backend']}, {result['threads']} cores"]
     if worst_spread > NOISY_SPREAD or load > result["threads"]:
         notes.append("the machine was busy: measure again when it is idle")
-    kind = file_system(directory.resolve(), read_text(Path("/proc/self/mounts")))
-    if kind in IN_MEMORY:
+    kind = memory_kind(directory)
+    if kind:
         notes.append(f"{directory} lies in memory ({kind}): its rates are not those of a disk")
     elif "O_DIRECT" not in result["backend"]:
         notes.append(f"{directory} knows no O_DIRECT: its rates are those of the page cache, not of a disk")

@@ -122,6 +122,13 @@ class Cluster:
     def create(self, path: str, content: Object, **query: object) -> Object:
         return self._answer("POST", path, query, content)
 
+    def replace(self, path: str, content: Object) -> Object:
+        """Refused (409) when it changed since `content` was read."""
+        return self._answer("PUT", path, {}, content)
+
+    def delete(self, path: str, **query: object) -> None:
+        self._answer("DELETE", path, query)
+
     def lines(self, path: str, idle_seconds: float, **query: object) -> Iterator[bytes]:
         """Lines of a text as they come. Raises Unreachable when none came for that long."""
         with self._connection():

@@ -19,15 +19,17 @@ from pathlib import Path
 from rich.console import Console
 
 from spillway.api import Memory, TrainingJob, parse_job
+from spillway.corrections import Corrections
 from spillway.errors import ExitCode, UserError
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.units import format_bytes, format_seconds
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
 from .local_attempts import Attempt
+from .local_ladder import LocalLadder
 from .local_node import probe
-from .local_plan import plan_for_this_machine
+from .local_plan import decided_for_this_machine, plan_for_this_machine
 from .local_run import LocalJob
 from .progress import ProgressReporter
 from .report_command import write_report
@@ -136,11 +138,19 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     resources = probe(path)
     plan = plan_for_this_machine(job, resources)
     say_plan(console, plan)
+
+    def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
+        return decided_for_this_machine(asked, resources, corrections=corrections)
+
+    def refuse(taken: MemoryPlan) -> None:
+        local_run.refuse_spill_in_memory(directory.path, taken, "name one on a disk")
+
+    refuse(plan)
     local = LocalJob(job, {}, corpus, (directory.path,))
     files = local_run.local_files(directory, local, plan, min(resources.cores, MOST_THREADS), earlier=None)
     reporter = KillOnce if kill else ProgressReporter
     with exclusive(directory) as lock, reporter(console, job.spec.training.steps, plan.budget) as progress:
-        attempts = local_run.train(files, progress, lock, max_restarts=1)
+        attempts = local_run.train(LocalLadder(files, planned, refuse), progress, lock, max_restarts=1)
     last = attempts[-1]
     if last.exit_code != ExitCode.COMPLETED:
         log = directory.attempt(last.epoch) / "trainer.log"

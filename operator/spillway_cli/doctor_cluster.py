@@ -268,7 +268,7 @@ def pods(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Finding]:
-    check, measure = "nodes", "spillway calibrate on the node, and kubectl apply the profile (docs/calibration.md)"
+    check, measure = "nodes", "spillway calibrate NODE --image IMAGE (docs/calibration.md)"
     if isinstance(facts.node_profiles, Missing):
         yield unseen(check, "NodeProfiles", facts.node_profiles)
         return

@@ -2,7 +2,8 @@
 
     attempt E = epoch E: start -> follow run.jsonl -> exit code -> done | restart with epoch E+1 | give up
 
-spillway.retries says which ends are worth another attempt, from the last good checkpoint. An attempt that was stopped
+spillway.retries says which ends are worth another attempt, from the last good checkpoint; after one that ran out of
+memory the next has another plan (local_ladder.py), which counts against no restarts. An attempt that was stopped
 on request ends the run: here nobody else's disruption is behind it.
 """
 
@@ -24,7 +25,8 @@ from spillway.json_text import json_object
 from spillway.retries import Retry, retry_of
 
 from .run_directory import RunDirectory, next_epoch, no_room_is_said, write_atomic
-from .run_log import Event, Follower, RunLog
+from .run_follower import RunFollower
+from .run_log import Event, RunLog
 
 POLL_SECONDS = 0.2
 MAXIMUM_BACKOFF_SECONDS = 30.0
@@ -47,6 +49,23 @@ class Attempt:
     def worth_restarting(self) -> bool:
         return retry_of(self.reason) is Retry.COUNTED
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return retry_of(self.reason) is Retry.REPLANNED
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What was planned after an attempt that ran out of memory."""
+
+    sentence: str = ""
+    """for people; empty = nothing is to be said"""
+    taken: bool = False
+    """the next attempt runs it"""
+
+
+NO_RUNG = Rung()
+
 
 class Watcher(Protocol):
     """Is told what happens, as it happens (the progress line, the demo)."""
@@ -56,6 +75,8 @@ class Watcher(Protocol):
     def event(self, event: Event, log: RunLog) -> None: ...
 
     def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None: ...
+
+    def replanned(self, rung: Rung) -> None: ...
 
     def stopping(self, signal_number: int, pid: int) -> None: ...
 
@@ -108,6 +129,8 @@ class Trainer:
     prepare: Callable[[int], None]
     """writes job.json for an epoch"""
     command: Sequence[str]
+    replan: Callable[[Attempt], Rung]
+    """takes another plan, when there is one, after an attempt that ran out of memory"""
     lock: int
     """descriptor that the trainer inherits and keeps open: the run directory stays taken while it lives"""
 
@@ -137,17 +160,21 @@ def run_attempts(
     first_backoff_seconds: float = 1.0,
 ) -> list[Attempt]:
     """Attempts in order; the last one decides how the run ended."""
-    follower = Follower(run.log)
+    follower = RunFollower(run)
     for _ in follower.new_events():
         pass  # what earlier runs of this directory left
     ended: list[Attempt] = []
     while True:
         attempt = one_attempt(run, next_epoch(run), trainer, watcher, stop, follower)
-        restarts_left = max_restarts - len(ended) if attempt.worth_restarting and not stop.requested else 0
+        restarts = sum(earlier.worth_restarting for earlier in ended)
+        restarts_left = max_restarts - restarts if attempt.worth_restarting and not stop.requested else 0
         ended.append(attempt)
         record_end(run, attempt)
         watcher.attempt_ended(attempt, restarts_left)
-        if restarts_left <= 0:
+        rung = trainer.replan(attempt) if attempt.ran_out_of_memory and not stop.requested else NO_RUNG
+        if rung.sentence:
+            watcher.replanned(rung)
+        if restarts_left <= 0 and not rung.taken:
             return ended
         backoff_seconds = min(first_backoff_seconds * 2 ** (len(ended) - 1), MAXIMUM_BACKOFF_SECONDS)
         if stop.wait(backoff_seconds):
@@ -156,7 +183,7 @@ def run_attempts(
 
 
 def one_attempt(
-    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopRequest, follower: Follower
+    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopRequest, follower: RunFollower
 ) -> Attempt:
     process = trainer.start(run, epoch)
     try:
@@ -173,7 +200,7 @@ def one_attempt(
     return describe_end(run.attempt(epoch), epoch, process.returncode)
 
 
-def follow(follower: Follower, watcher: Watcher) -> None:
+def follow(follower: RunFollower, watcher: Watcher) -> None:
     for event in follower.new_events():
         watcher.event(event, follower.log)
 

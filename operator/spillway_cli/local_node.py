@@ -12,9 +12,6 @@ from pathlib import Path
 
 from spillway_trainer.cgroup import free_memory_bytes, usable_cores
 
-IN_MEMORY = ("tmpfs", "ramfs")
-"""file systems; newer kernels have O_DIRECT on them, too"""
-
 
 @dataclass(frozen=True, slots=True)
 class LocalResources:
@@ -41,12 +38,3 @@ def bytes_in_equal_shares(places: Sequence[tuple[int, int]]) -> int:
     share decides."""
     volumes = [volume for volume, _ in places]
     return len(places) * min(free // volumes.count(volume) for volume, free in places)
-
-
-def file_system(directory: Path, mounts: str) -> str:
-    """The kind that /proc/mounts names for the nearest mount above `directory`, an absolute path."""
-    kinds = {}
-    for line in mounts.splitlines():
-        _, point, kind, *_ = line.split()
-        kinds[Path(point.encode().decode("unicode_escape"))] = kind
-    return next((kinds[path] for path in (directory, *directory.parents) if path in kinds), "")

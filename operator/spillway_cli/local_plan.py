@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from spillway.api import NodeProfileSpec, TrainingJob
+from spillway.corrections import NO_CORRECTIONS, Corrections
 from spillway.errors import DoesNotFit, UserError
 from spillway.explain import lacking
 from spillway.hardware import local_node
@@ -70,13 +71,14 @@ def decided_for_this_machine(
     num_ranks: int = 1,
     shape: ModelShape | None = None,
     profile: NodeProfileSpec | None = None,
+    corrections: Corrections = NO_CORRECTIONS,
 ) -> MemoryPlan | Infeasible:
     runtime = runtime_bytes(job.spec.model, num_ranks, "Cpu", run_strategy(job.spec))
-    memory_bytes = max(0, resources.memory_bytes - runtime)
+    memory_bytes = max(0, int(resources.memory_bytes / corrections.pod) - runtime)
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
     node = node if profile is None else with_rates(profile, node)
-    overrides = replace(shared_memory(job, memory_bytes, num_ranks), world_size=num_ranks, shape=shape)
-    return make_plan(job, node, overrides)
+    shared = shared_memory(job, memory_bytes, num_ranks)
+    return make_plan(job, node, replace(shared, world_size=num_ranks, shape=shape, corrections=corrections))
 
 
 def describe(outcome: Infeasible) -> str:

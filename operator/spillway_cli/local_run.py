@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -25,13 +25,14 @@ from spillway.api import (
 )
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
-from spillway.plan import MemoryPlan
+from spillway.plan import MemoryPlan, Tier
+from spillway_trainer.volumes import refuse_memory
 
-from .local_attempts import Attempt, StopRequest, Trainer, Watcher, run_attempts
+from .local_attempts import Attempt, Rung, StopRequest, Trainer, Watcher, run_attempts
 from .run_directory import RunDirectory, is_text, write_atomic
 from .run_log import read_run_log
 
-IDENTITY = ("model", "data", "training")
+IDENTITY = ("model", "data", "training", "objective")
 """Sections of the spec that a run keeps for life: its numbers depend on them, and on nothing in the others."""
 MOST_DIFFERENCES_NAMED = 3
 RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
@@ -144,7 +145,9 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
         differences.append(f"metadata.name is {earlier.name} there and {job.metadata.name} here")
     differences += [
         f"{path} is {shown(there)} there and {shown(here)} here"
-        for path, there, here in differing_fields(identity_of(earlier.spec), identity_of(job.spec), "spec")
+        for path, there, here in differing_fields(
+            identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec), "spec"
+        )
     ]
     if differences and has_trained(run):
         named = "; ".join(differences[:MOST_DIFFERENCES_NAMED])
@@ -154,12 +157,20 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
 
 
 def has_trained(run: RunDirectory) -> bool:
-    """Whether any attempt left a step or a checkpoint."""
-    return bool(read_run_log(run.log).steps) or any(run.checkpoints.glob("step-*"))
+    """Whether any attempt left a step or a checkpoint, of a sweep's member, too."""
+    log = read_run_log(run.log)
+    trained = bool(log.steps) or any(event.step for event in log.members.values())
+    return trained or any(run.checkpoints.glob("step-*")) or any(run.member_checkpoints.glob("*/step-*"))
 
 
-def identity_of(spec: TrainingJobSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
+def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
+    """Of a sweep with every member's overrides. Without rounds of halving, which compare all of them, members may join
+    and leave: then of those alone that are in `others`, too."""
+    fixed = spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
+    halves = any(one.objective is not None and one.objective.halving for one in (spec, others))
+    there = {member.name for member in others.members}
+    members = {one.name: dict(one.overrides) for one in spec.members if halves or one.name in there}
+    return {**fixed, "members": members}
 
 
 def differing_fields(there: object, here: object, path: str) -> Iterator[tuple[str, object, object]]:
@@ -176,9 +187,14 @@ def shown(value: object) -> str:
 
 
 def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
-    """Whether an earlier invocation trained the last step."""
-    ends = read_run_log(run.log).ends
-    return bool(ends) and ends[-1].exit_code == 0 and ends[-1].step >= job.spec.training.steps
+    """Whether an earlier invocation trained the last step; of a sweep: came to the end of every member."""
+    log = read_run_log(run.log)
+    if not log.ends or log.ends[-1].exit_code != 0:
+        return False
+    if job.spec.members:
+        ended = {name for name, event in log.members.items() if event.state.is_over}
+        return ended >= {member.name for member in job.spec.members}
+    return log.ends[-1].step >= job.spec.training.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +231,12 @@ class LocalFiles:
         write_atomic(run.job_file, job_file.model_dump_json(indent=2) + "\n")
 
 
+def refuse_spill_in_memory(directory: Path, plan: MemoryPlan, advice: str) -> None:
+    """Raises UserError where a plan spills beside its run, and that directory, --output, lies in memory."""
+    if plan.slab_bytes(Tier.NVME) > 0:
+        refuse_memory(directory, f"--output {directory}", advice)
+
+
 def local_files(
     run: RunDirectory, local: LocalJob, plan: MemoryPlan, cores: int, earlier: JobFile | None
 ) -> LocalFiles:
@@ -230,9 +252,20 @@ def trainer_command(run: RunDirectory, num_ranks: int) -> list[str]:
     return [sys.executable, "-P", "-m", "spillway_cli.trainer_process", module, str(run.path)]
 
 
-def train(files: LocalFiles, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
+class Ladder(Protocol):
+    """Whose plan an attempt takes (local_ladder.py)."""
+
+    files: LocalFiles
+
+    def write(self, epoch: int) -> None: ...
+
+    def replan(self, ended: Attempt) -> Rung: ...
+
+
+def train(ladder: Ladder, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
     """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
-    trainer = Trainer(files.write, trainer_command(files.run, files.local.num_ranks), lock)
+    run = ladder.files.run
+    trainer = Trainer(ladder.write, trainer_command(run, ladder.files.local.num_ranks), ladder.replan, lock)
     stop = StopRequest()
     with stop.listening():
-        return run_attempts(files.run, trainer, watcher, stop, max_restarts)
+        return run_attempts(run, trainer, watcher, stop, max_restarts)

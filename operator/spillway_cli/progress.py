@@ -14,12 +14,28 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from spillway.errors import ExitCode
+from spillway.halving import METRIC_WORDS
 from spillway.metrics import StepMetrics
 from spillway.plan import Tier
+from spillway.progress import MemberState
 from spillway.units import format_bytes, format_count, format_seconds
 
-from .local_attempts import Attempt
-from .run_log import Checkpoint, Evaluation, Event, MissedCheckpoint, Preparing, RunLog, Start, Step
+from .local_attempts import Attempt, Rung
+from .run_log import (
+    Best,
+    Checkpoint,
+    Evaluation,
+    Event,
+    MemberEvent,
+    MissedCheckpoint,
+    Preparing,
+    RunLog,
+    Start,
+    Step,
+    Sweep,
+    SweepStep,
+)
+from .run_summary import format_loss
 
 LINES_PER_RUN = 20
 """Without a terminal a run prints about that many lines, and"""
@@ -52,14 +68,45 @@ class RemainingTime:
 def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
     """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s"""
     metrics = step.metrics
-    parts = [
-        f"step {metrics.step}/{num_steps}",
-        f"loss {format_loss(metrics.loss)}" + left_out(metrics),
-        f"{format_count(metrics.tokens_per_second)} tok/s",
-        *(occupancy(tier, metrics.tier_peak_bytes, budget) for tier in Tier if metrics.tier_peak_bytes.get(tier)),
-        f"eta {format_eta(eta_seconds)}",
-    ]
-    return "  ".join(parts)
+    return "  ".join(
+        [
+            f"step {metrics.step}/{num_steps}",
+            f"loss {format_loss(metrics.loss)}" + left_out(metrics),
+            *pace_and_bytes(metrics, budget),
+            f"eta {format_eta(eta_seconds)}",
+        ]
+    )
+
+
+def sweep_line(step: SweepStep, budget: Mapping[Tier, int]) -> str:
+    """all members: step 36/120  1.20 k tok/s  device 102/128 MiB  eta 1m02s"""
+    made = f"all members: step {step.made}/{step.planned}"
+    return "  ".join([made, *pace_and_bytes(step.metrics, budget), f"eta {format_eta(step.left_seconds)}"])
+
+
+def pace_and_bytes(metrics: StepMetrics, budget: Mapping[Tier, int]) -> list[str]:
+    held = metrics.tier_peak_bytes
+    tiers = (occupancy(tier, held, budget) for tier in Tier if held.get(tier))
+    return [f"{format_count(metrics.tokens_per_second)} tok/s", *tiers]
+
+
+def member_line(event: MemberEvent, log: RunLog) -> str:
+    """member a: step 20/40, loss 5.31, waits"""
+    steps = 0 if log.sweep is None else log.sweep.members.get(event.member, 0)
+    words = {
+        MemberState.RUNNING: "goes on" if event.step else "begins",
+        MemberState.PARKED: "waits",
+        MemberState.COMPLETE: "complete",
+    }
+    said = words.get(event.state) or (
+        f"FAILED alone: {event.reason}" if event.state is MemberState.FAILED else event.reason
+    )
+    loss = "" if event.loss is None or event.state is MemberState.RUNNING else f", loss {format_loss(event.loss)}"
+    return f"member {event.member}: step {event.step}{f'/{steps}' if steps else ''}{loss}, {said}"
+
+
+def metric_words(log: RunLog) -> str:
+    return METRIC_WORDS.get("" if log.sweep is None else log.sweep.metric, "value")
 
 
 def left_out(metrics: StepMetrics) -> str:
@@ -74,10 +121,6 @@ def format_eta(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     return format_seconds(round(seconds)) if round(seconds) else "0 s"
-
-
-def format_loss(loss: float) -> str:
-    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
 
 
 def occupancy(tier: Tier, held: Mapping[str, int], budget: Mapping[Tier, int]) -> str:
@@ -115,6 +158,8 @@ class ProgressReporter:
         self._console, self._num_steps, self._budget = console, num_steps, dict(budget)
         self._interval = logging_interval(num_steps)
         self._last_line_time = -math.inf
+        self._said_step = 0
+        """of all members of a sweep, in the last line"""
         self._remaining = RemainingTime(num_steps)
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -162,6 +207,26 @@ class ProgressReporter:
                 self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
             case MissedCheckpoint():
                 self.say(f"step {event.step}: checkpoint NOT written, training goes on: {event.problem}")
+            case SweepStep():
+                self._sweep_step(event)
+            case Sweep() | MemberEvent() | Best():
+                self._of_sweep(event, log)
+
+    def _of_sweep(self, event: Sweep | MemberEvent | Best, log: RunLog) -> None:
+        """A bar counts the steps of all members."""
+        match event:
+            case Sweep():
+                self._num_steps, self._said_step = sum(event.members.values()), 0
+                if self._bar is not None:
+                    self._bar.update(self._task, total=self._num_steps, completed=0, line="")
+                self.say(f"{len(event.members)} members take turns: {', '.join(event.members)}")
+                if event.isa == REFERENCE_ISA:
+                    self.say(REFERENCE_PATH)
+            case MemberEvent():
+                self.say(member_line(event, log))
+            case Best():
+                value = "" if event.objective is None else f" ({metric_words(log)} {format_loss(event.objective)})"
+                self.say(f"best so far: {event.member}{value}")
 
     def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None:
         if attempt.exit_code == ExitCode.COMPLETED:
@@ -170,6 +235,9 @@ class ProgressReporter:
         if restarts_left > 0:
             left = restarts_left - 1
             self.say(f"restarting from the last checkpoint; {left} more restart{'' if left == 1 else 's'} allowed")
+
+    def replanned(self, rung: Rung) -> None:
+        self.say(rung.sentence)
 
     def stopping(self, signal_number: int, pid: int) -> None:
         name = signal.Signals(signal_number).name
@@ -193,4 +261,16 @@ class ProgressReporter:
             or time - self._last_line_time >= LONGEST_SILENCE_SECONDS
         ):
             self._last_line_time = time
+            self._console.print(line)
+
+    def _sweep_step(self, step: SweepStep) -> None:
+        """A line as often as of a run that is no sweep; one look may see several steps."""
+        line = sweep_line(step, self._budget)
+        if self._bar is not None:
+            self._bar.update(self._task, total=step.planned, completed=step.made, line=line)
+            return
+        interval = logging_interval(self._num_steps)
+        is_due = step.made // interval > self._said_step // interval
+        if is_due or step.time - self._last_line_time >= LONGEST_SILENCE_SECONDS:
+            self._last_line_time, self._said_step = step.time, step.made
             self._console.print(line)

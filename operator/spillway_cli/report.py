@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -16,9 +17,12 @@ from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, forma
 
 from .local_attempts import Attempt
 from .plan_reality import compared, sentence
+from .progress import format_eta
 from .report_charts import Limit, Mark, Point, Series, line_chart, stacked_chart
 from .run_log import RunLog
 from .run_summary import RunSummary, median, summarize
+from .sweep_pace import left_seconds
+from .sweep_view import MemberView, best_of, joined, member_cells, member_views, steps_made
 
 TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
 PHASE_COLOURS = {
@@ -26,6 +30,8 @@ PHASE_COLOURS = {
     Phase.DATA: "c4",
 }  # fmt: skip
 OTHER_COLOUR = "c6"
+MEMBER_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c7", "c6")
+"""of curves in one chart; the eighth member has the first one's again"""
 MOST_LABELLED_MARKS = 6
 BINARY_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
@@ -43,21 +49,55 @@ class RunRecord:
     log: RunLog
     ended: dict[int, Attempt]
     """by epoch; an attempt without an entry is running, or nobody saw its end"""
+    member_logs: Mapping[str, RunLog] = field(default_factory=dict)
+    """of a sweep: what each member recorded"""
+    trains: bool = False
+    """somebody holds the directory"""
+
+    @property
+    def members(self) -> tuple[MemberView, ...]:
+        """Of a sweep, in the order of the job."""
+        return member_views(self.log, self.member_logs, self.trains)
 
 
 def render_report(run: RunRecord) -> str:
     """The whole page. Every text that came from the run is escaped."""
+    if run.log.sweep is not None:
+        return render_sweep(run)
     summary = summarize(run.log, run.plan)
-    template = Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8"))
     charts = [loss_section(run), speed_section(run), phase_section(run), *tier_sections(run, summary)]
+    return page(
+        run,
+        tiles(run, summary),
+        charts,
+        [
+            reality_section(run, summary),
+            attempts_section(run),
+            reasons_section(run.plan, [choice.reason for choice in run.log.choices[-1:]]),
+        ],
+    )
+
+
+def render_sweep(run: RunRecord) -> str:
+    """Curves by member; what the process did by step of all members, in the order of time."""
+    together = replace(run, log=joined(run.log, run.member_logs))
+    summary = summarize(together.log, run.plan)
+    charts = [*curves_sections(run), speed_section(together), *tier_sections(together, summary)]
+    return page(
+        run,
+        sweep_tiles(run, summary),
+        charts,
+        [members_section(run.members), attempts_section(run), reasons_section(run.plan, [])],
+    )
+
+
+def page(run: RunRecord, tiles: str, charts: Sequence[str], sections: Sequence[str]) -> str:
+    template = Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(run.title),
         subtitle=escape(subtitle(run)),
-        tiles=tiles(run, summary),
-        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>'
-        + reality_section(run, summary)
-        + attempts_section(run)
-        + reasons_section(run.plan, [choice.reason for choice in run.log.choices[-1:]]),
+        tiles=tiles,
+        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(sections)}',
         footer=escape(
             f"spillway {run.version}, plan for node {run.plan.node}; values of charts appear under the mouse"
         ),
@@ -71,7 +111,7 @@ def subtitle(run: RunRecord) -> str:
     start = run.log.starts[-1]
     began = datetime.fromtimestamp(run.log.starts[0].time, UTC)
     parts = [
-        f"{format_count(start.parameters)} parameters",
+        f"{format_count(start.parameters)} parameters" if run.log.sweep is None else f"{len(run.members)} members",
         f"memory mode {run.plan.mode}",
         f"started {began:%Y-%m-%d %H:%M} UTC",
         f"CPU kernels {start.isa}" if start.isa else "",
@@ -94,10 +134,63 @@ def tiles(run: RunRecord, summary: RunSummary) -> str:
         budget = f"of a budget of {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
         shown.append(("device peak", format_bytes(device.peak_bytes), budget))
     shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
+    return tiles_of(shown)
+
+
+def tiles_of(shown: Sequence[tuple[str, str, str]]) -> str:
     return "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
         for name, value, note in shown
     )
+
+
+def sweep_tiles(run: RunRecord, summary: RunSummary) -> str:
+    members = run.members
+    best, states = best_of(members), Counter(one.state for one in members)
+    counted = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    left = left_seconds(run.log, run.member_logs, members) if run.trains else None
+    eta = "" if left is None else f", eta {format_eta(left)}"
+    shown = [
+        ("best member", "none yet" if best is None else best.name, "" if best is None else figures_of(best)),
+        ("members", str(len(members)), counted),
+        (
+            "steps",
+            f"{summary.num_steps} of {steps_made(members)[1]}",
+            f"of all members, in {format_seconds(summary.attempt_seconds)}{eta}",
+        ),
+        ("speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{format_seconds(summary.step_seconds)} a step"),
+        ("restarts", str(summary.num_restarts), "each member from its last checkpoint"),
+    ]
+    return tiles_of(shown)
+
+
+def figures_of(member: MemberView) -> str:
+    evaluated = member.evaluation_loss
+    words = [] if evaluated is None else [f"evaluation {format_loss(evaluated)}"]
+    words += [] if member.loss is None else [f"loss {format_loss(member.loss)}"]
+    return ", ".join([*words, f"after {member.step} steps"])
+
+
+def curves_sections(run: RunRecord) -> list[str]:
+    """A curve for each member; of evaluations, too, where there are some."""
+    losses, evaluations = [], []
+    for index, member in enumerate(run.members):
+        colour, own = MEMBER_COLOURS[index % len(MEMBER_COLOURS)], run.member_logs.get(member.name, RunLog())
+        losses.append(Series(member.name, colour, [(step.metrics.step, step.metrics.loss) for step in own.curve]))
+        evaluated = [(step, each.loss) for step, each in sorted(own.evaluations.items())]
+        evaluations.append(Series(member.name, colour, evaluated, dots=True))
+    chart = line_chart("nats per token", losses, from_zero=False)
+    made = [section("Loss of each member", "Mean over each step's tokens, by the member's own steps.", chart)]
+    if any(one.points for one in evaluations):
+        chart = line_chart("nats per token", evaluations, from_zero=False)
+        made.append(section("Evaluation of each member", "On held-out text; rounds of halving compare these.", chart))
+    return made
+
+
+def members_section(members: Sequence[MemberView]) -> str:
+    rows = [[*member_cells(one), one.message] for one in members]
+    headings = ["member", "", "steps", "loss", "evaluation", "state", "why"]
+    return section("Members", "The best so far is marked with a star.", html_table(headings, rows, 1))
 
 
 def loss_section(run: RunRecord) -> str:

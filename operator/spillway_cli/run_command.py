@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from spillway.api import TrainingJob, load_job
+from spillway.corrections import Corrections
 from spillway.errors import ExitCode, SpillwayError, UserError
 from spillway.model_shape import ModelShape
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
-from spillway_trainer.cgroup import read_text, usable_cores
+from spillway_trainer.cgroup import usable_cores
+from spillway_trainer.volumes import refuse_memory
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
 from .local_attempts import Attempt
-from .local_node import IN_MEMORY, file_system, probe
-from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
+from .local_ladder import LocalLadder, earlier_failures, first_plan
+from .local_node import probe
+from .local_plan import BudgetOverrides, decided_for_this_machine, with_budget
 from .local_run import LocalJob
 from .model_inspection import inspected_shape
 from .node_profile import OwnProfile, own_profile
-from .progress import ProgressReporter, format_loss
+from .progress import ProgressReporter
 from .report_command import read_plan, write_report
 from .run_directory import RunDirectory, create_run_directory, exclusive
-from .run_log import read_run_log
-from .run_summary import RunSummary, summarize
+from .run_log import RunLog, read_run_log
+from .run_summary import RunSummary, format_loss, summarize
+from .sweep_view import (
+    MemberView,
+    best_of,
+    joined,
+    member_views,
+    members_json,
+    members_table,
+    read_member_logs,
+    steps_made,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +104,30 @@ def run_in(
         earlier = local_run.read_job_file(directory.job_file)
         local_run.refuse_another_run(directory, job, earlier)
         if local_run.is_complete(directory, job):
-            console.print(f"{directory.path}: complete already, all {job.spec.training.steps} steps are trained")
+            done = "every member has ended" if job.spec.members else f"all {job.spec.training.steps} steps are trained"
+            console.print(f"{directory.path}: complete already, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])
-        plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
+        num_ranks = options.num_ranks
+
+        def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
+            return decided_for_this_machine(asked, resources, num_ranks, shape, own.spec, corrections)
+
+        failures = earlier_failures(directory, job, num_ranks)
+        plan = first_plan(job, num_ranks, failures, planned)
         say_plan(console, plan)
         console.print(own.sentence)
+
+        def refuse(taken: MemoryPlan) -> None:
+            if not options.spill:
+                local_run.refuse_spill_in_memory(directory.path, taken, "name one on a disk, or give --spill a disk's")
+
+        refuse(plan)
         files = local_run.local_files(directory, local, plan, resources.cores, earlier)
         max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
         with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:
-            attempts = local_run.train(files, progress, lock, max_restarts)
+            ladder = LocalLadder(files, planned, refuse, list(failures))
+            attempts = local_run.train(ladder, progress, lock, max_restarts)
         return finish(directory, job, attempts, options.format)
 
 
@@ -111,12 +139,7 @@ def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
     for directory in found:
         if found.count(directory) > 1:
             raise UserError(f"--spill {directory}: is given twice; name each volume's directory once")
-        kind = file_system(directory, read_text(Path("/proc/self/mounts")))
-        if kind in IN_MEMORY:
-            raise UserError(
-                f"--spill {directory}: lies in memory ({kind}), where what is spilled would take memory that no budget "
-                "counts; name a directory on a disk"
-            )
+        refuse_memory(directory, f"--spill {directory}")
     return found
 
 
@@ -150,17 +173,40 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
     """Report, summary, exit code. No attempt at all means that the run was complete before."""
     exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
-    summary = summarize(read_run_log(directory.log), read_plan(directory.plan_file))
+    log = read_run_log(directory.log)
+    logs = read_member_logs(directory, log)
+    members = member_views(log, logs)
+    summary = of_the_best(summarize(joined(log, logs), read_plan(directory.plan_file)), members, logs)
     report = report_if_possible(directory)
     if output is Format.JSON:
-        print_json(as_json(directory, job, attempts, summary, report))
+        print_json({**as_json(directory, job, attempts, summary, report), **sweep_json(members)})
     else:
-        result_console().print(summary_table(job, summary))
+        if members:
+            result_console().print(members_table(members))
+        result_console().print(summary_table(job, summary, steps_made(members)[1] if members else None))
         if report is not None:
             result_console().print(f"report: {report}")
     if attempts and exit_code != ExitCode.COMPLETED:
         message_console().print(closing_sentence(attempts[-1], summary.num_steps, directory))
     return exit_code
+
+
+def of_the_best(summary: RunSummary, members: Sequence[MemberView], logs: Mapping[str, RunLog]) -> RunSummary:
+    """The losses of a sweep are those of its best member; those of a run that is no sweep its own."""
+    if not members:
+        return summary
+    best = best_of(members)
+    curve = [] if best is None else logs[best.name].curve
+    return replace(
+        summary,
+        first_loss=curve[0].metrics.loss if curve else math.nan,
+        final_loss=curve[-1].metrics.loss if curve else math.nan,
+        evaluation_loss=None if best is None else best.evaluation_loss,
+    )
+
+
+def sweep_json(members: Sequence[MemberView]) -> dict[str, object]:
+    return {"stepsPlanned": steps_made(members)[1], **members_json(members)} if members else {}
 
 
 def report_if_possible(directory: RunDirectory) -> Path | None:
@@ -185,9 +231,10 @@ def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> 
     return f"ended: {last.reason}: {message}. The log is {log}."
 
 
-def summary_table(job: TrainingJob, summary: RunSummary) -> object:
+def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | None = None) -> object:
+    """`steps_planned`: of all members of a sweep, whose losses are the best one's."""
     shown = table("", job.metadata.name)
-    shown.add_row("steps", f"{summary.num_steps} of {job.spec.training.steps}")
+    shown.add_row("steps", f"{summary.num_steps} of {steps_planned or job.spec.training.steps}")
     if summary.num_steps == 0:
         return shown  # no step, no figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")

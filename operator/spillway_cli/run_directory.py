@@ -1,7 +1,7 @@
 """RunDirectory: where everything of a local run lies, and the lock that keeps two runs out of one directory.
 
 OUTPUT/  job.json plan.json run.jsonl report.html  corpus/  checkpoints/
-         attempts/attempt-E/{trainer.log,termination.json,ended.json}
+         attempts/attempt-E/{trainer.log,termination.json,ended.json}  members/NAME/run.jsonl of a sweep
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spillway.errors import UserError
+from spillway.members import DIRECTORY as MEMBERS_DIRECTORY
+from spillway.members import member_directory
 
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 3, 0.05
 """`spillway top` holds the lock for the moment of its look, and must not turn a run away"""
@@ -50,8 +52,17 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def member_checkpoints(self) -> Path:
+        """Of a sweep: a directory for each member."""
+        return self.checkpoints / MEMBERS_DIRECTORY
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
+
+    def member(self, name: str) -> RunDirectory:
+        """Of one member of a sweep: its own run.jsonl."""
+        return RunDirectory(Path(member_directory(self.path, name)))
 
     def attempt(self, epoch: int) -> Path:
         return self.attempts / f"attempt-{epoch}"

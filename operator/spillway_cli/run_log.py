@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spillway.metrics import StepMetrics
+from spillway.progress import MemberState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Start:
     isa: str
     io_backend: str
     parameters: int
+    """0 of a sweep: its members differ"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,62 @@ class End:
     message: str
 
 
-Event = Preparing | Start | ActivationsChosen | Step | Evaluation | Checkpoint | MissedCheckpoint | End
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """An attempt of a sweep begins: who takes turns."""
+
+    time: float
+    epoch: int
+    isa: str
+    members: Mapping[str, int]
+    """name -> steps that it trains when no round stops it, in the order of the job"""
+    metric: str
+    """EvaluationLoss or Loss: what makes one better than another"""
+    halving: int = 0
+    """steps of a member at the first round; 0 = no rounds"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEvent:
+    """A member's turn began or ended, or it is over."""
+
+    time: float
+    member: str
+    state: MemberState
+    step: int
+    loss: float | None
+    objective: float | None
+    reason: str
+    """why it was stopped, or failed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Another member is the best now."""
+
+    time: float
+    member: str
+    objective: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepStep:
+    """Members made steps: no line of run.jsonl, but what those of all members come to (run_follower.py)."""
+
+    time: float
+    metrics: StepMetrics
+    """of the last one"""
+    made: int
+    """by all members"""
+    planned: int
+    """at their end, of those who go on"""
+    left_seconds: float | None
+
+
+Event = (
+    Preparing | Start | ActivationsChosen | Step | Evaluation | Checkpoint | MissedCheckpoint
+    | Sweep | MemberEvent | SweepStep | Best | End
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -106,6 +163,11 @@ class RunLog:
     missed_checkpoints: list[MissedCheckpoint] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     last_step_of_epoch: dict[int, int] = field(default_factory=dict)
+    sweep: Sweep | None = None
+    """of the newest attempt; None = the run is no sweep"""
+    members: dict[str, MemberEvent] = field(default_factory=dict)
+    """the newest of each member"""
+    best: Best | None = None
 
     @property
     def curve(self) -> list[Step]:
@@ -132,6 +194,13 @@ class RunLog:
                 self.checkpoints.append(event)
             case MissedCheckpoint():
                 self.missed_checkpoints.append(event)
+            case Sweep():
+                self.sweep = event
+                self.starts.append(Start(event.time, event.epoch, 0, event.isa, io_backend="", parameters=0))
+            case MemberEvent():
+                self.members[event.member] = event
+            case Best():
+                self.best = event
             case End():
                 self.ends.append(event)
         return event
@@ -181,6 +250,37 @@ def end(time: float, _: int, fields: dict[str, Any]) -> End:
     return End(time, int(fields["step"]), str(fields["reason"]), int(fields["exit_code"]), str(fields["message"]))
 
 
+def sweep(time: float, _: int, fields: dict[str, Any]) -> Sweep:
+    members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
+    objective = fields["objective"]
+    halving = int(objective.get("halving", 0))
+    return Sweep(time, int(fields["epoch"]), str(fields["isa"]), members, str(objective["metric"]), halving)
+
+
+def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
+    return MemberEvent(
+        time=time,
+        member=str(fields["member"]),
+        state=MEMBER_EVENTS[fields["event"]],
+        step=int(fields["step"]),
+        loss=figure(fields["loss"]),
+        objective=figure(fields["objective"]),
+        reason=str(fields["reason"]),
+    )
+
+
+def best(time: float, _: int, fields: dict[str, Any]) -> Best:
+    return Best(time, str(fields["member"]), figure(fields["objective"]))
+
+
+MEMBER_EVENTS = {
+    "member_started": MemberState.RUNNING,
+    "member_parked": MemberState.PARKED,
+    "member_stopped": MemberState.STOPPED,
+    "member_failed": MemberState.FAILED,
+    "member_completed": MemberState.COMPLETE,
+}
+
 READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "preparing": preparing,
     "start": start,
@@ -189,6 +289,9 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "evaluation": evaluation,
     "checkpoint": checkpoint,
     "checkpoint_missed": missed_checkpoint,
+    "sweep": sweep,
+    **dict.fromkeys(MEMBER_EVENTS, member_event),
+    "best": best,
     "end": end,
 }
 """event name -> from (time, epoch of the attempt under way, fields) to a value"""
@@ -217,6 +320,10 @@ def step_metrics(fields: dict[str, Any]) -> StepMetrics:
 
 def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
+
+
+def figure(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 class Follower:

@@ -13,6 +13,10 @@ from spillway.plan import MemoryPlan, Tier
 from .run_log import Event, RunLog, Step
 
 
+def format_loss(loss: float) -> str:
+    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+
+
 @dataclass(frozen=True, slots=True)
 class TierUse:
     tier: Tier

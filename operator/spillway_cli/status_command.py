@@ -20,6 +20,7 @@ from spillway.units import format_bytes, parse_quantity
 from .cluster import CORE, Cluster, Object, Refused, Unreachable, connect, get_job, jobs_path
 from .console import Format, message_console, print_json, result_console, table
 from .job_status import age, event_time, exit_code, has_ended, newest_first, printable, row, that_matter, value_at
+from .sweep_view import MemberView, members_table
 
 POLL_SECONDS = 2.0
 LAST_EVENTS = 5
@@ -132,6 +133,7 @@ def picture(job: Object, events: Sequence[Object], now: datetime) -> RenderableT
     """Where it is, where its memory is, what is wrong, what happened last."""
     parts: list[RenderableType] = [headline(job), *progress(job), *plan(job)]
     parts += [tiers(job)] if value_at(job, "status.plan.bytes") or value_at(job, "status.memory.peak") else []
+    parts += [members_table(members)] if (members := status_members(job)) else []
     parts += [*facts(job, now)]
     if found := that_matter(job):
         parts += ["", "conditions", *(f"  {condition_line(one)}" for one in found)]
@@ -198,6 +200,36 @@ def tiers(job: Object) -> Table:
     return made
 
 
+def status_members(job: Object) -> tuple[MemberView, ...]:
+    """Of a sweep: the rows of its status. What it compares is the column `evaluation`, where it is that."""
+    compares_evaluation = value_at(job, "spec.objective.metric") != "Loss"
+    return tuple(
+        MemberView(
+            name=str(one.get("name", "")),
+            step=count(one.get("step")),
+            steps=count(one.get("steps")),
+            loss=figure(one.get("loss")),
+            evaluation_loss=figure(one.get("objective")) if compares_evaluation else None,
+            state=str(one.get("state", "")),
+            message=str(one.get("message", "")),
+            is_best=one.get("name") == value_at(job, "status.bestMember"),
+        )
+        for one in value_at(job, "status.members") or ()
+    )
+
+
+def count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def figure(text: object) -> float | None:
+    """That the status holds as text; None for what is none."""
+    try:
+        return float(str(text))
+    except ValueError:
+        return None
+
+
 APART = {"disruptions": "disruptions", "memoryErrors": "memory errors"}
 """of status.attempts: what does not count as a restart"""
 
@@ -229,7 +261,8 @@ def condition_line(condition: Mapping[str, Any]) -> str:
 
 
 def escalation_line(one: Mapping[str, Any]) -> str:
-    return f"attempt {one.get('attempt', '?')} ended: {one.get('reason', '')}; next: {one.get('change', '')}"
+    change = f"; next: {one['change']}" if one.get("change") else ""
+    return f"attempt {one.get('attempt', '?')} ended: {one.get('reason', '')}{change}"
 
 
 def event_line(event: Mapping[str, Any], now: datetime) -> str:

@@ -19,7 +19,7 @@ from spillway.units import parse_quantity
 from .cluster import CORE, Cluster, Object, Refused, Unreachable, get_job, jobs_path
 from .job_status import age, has_ended, that_matter, value_at
 from .logs_command import JOB_LABEL, attempt_of, node_of
-from .status_command import condition_line
+from .status_command import condition_line, count, figure, status_members
 from .top_run import LINKS, mean_of
 from .top_view import Rates, RunView, TierView
 
@@ -50,14 +50,6 @@ class Page:
 # --- pure -------------------------------------------------------------------------------------------------------------
 
 
-def number(text: object) -> float | None:
-    """A figure that the status holds as text; None for what is none."""
-    try:
-        return float(str(text))
-    except ValueError:
-        return None
-
-
 def quantity(text: object) -> int | None:
     if text is None:
         return None
@@ -65,10 +57,6 @@ def quantity(text: object) -> int | None:
         return parse_quantity(str(text))
     except ValueError:
         return None
-
-
-def whole(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def job_view(
@@ -83,18 +71,19 @@ def job_view(
         name=str(job["metadata"]["name"]),
         namespace=str(job["metadata"].get("namespace", "")),
         state=str(status.get("state") or NOT_LOOKED_AT),
-        attempt=whole(value_at(job, "status.attempts.total")),
-        step=whole(value_at(job, "status.progress.step")),
-        steps=whole(value_at(job, "status.progress.steps")) or whole(value_at(job, "spec.training.steps")),
-        loss=number(value_at(job, "status.progress.loss")),
-        tokens_per_second=number(value_at(job, "status.progress.tokensPerSecond")),
+        attempt=count(value_at(job, "status.attempts.total")),
+        step=count(value_at(job, "status.progress.step")),
+        steps=count(value_at(job, "status.progress.steps")) or count(value_at(job, "spec.training.steps")),
+        loss=figure(value_at(job, "status.progress.loss")),
+        tokens_per_second=figure(value_at(job, "status.progress.tokensPerSecond")),
         eta="" if ended else str(value_at(job, "status.progress.eta") or ""),
-        restarts=whole(value_at(job, "status.attempts.restarts")),
+        restarts=count(value_at(job, "status.attempts.restarts")),
         tiers=tuple(tier_view(tier, job, pages[-1] if pages else None) for tier in Tier),
         nodes=placed or ((() if ended else planned) if pods is None else ()),
         nodes_are_planned=not placed and pods is None and bool(planned) and not ended,
         age=age(str(job["metadata"].get("creationTimestamp", "")), now),
         rates=None if not pages else rates_between(pages[0], pages[-1]) or since_the_start(pages[-1]),
+        members=status_members(job),
         sentences=tuple(condition_line(one) for one in that_matter(job)),
         unknown=tuple(unknown),
         is_over=ended,

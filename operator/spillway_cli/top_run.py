@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -18,7 +19,9 @@ from .local_run import read_job_file
 from .progress import RemainingTime, format_eta
 from .report_command import read_plan
 from .run_directory import RunDirectory, epochs_of, is_taken
-from .run_log import Follower, RunLog, Start, Step
+from .run_log import Follower, RunLog, Start, Step, Sweep
+from .sweep_pace import SweepPace
+from .sweep_view import MemberLogs, best_of, member_views, steps_made
 from .top_view import Rates, RunView, TierView
 
 WINDOW_STEPS = 20
@@ -139,8 +142,11 @@ class RunSource:
 
     run: RunDirectory
     _follower: Follower = field(init=False)
+    _members: MemberLogs = field(init=False)
     _remaining: RemainingTime = field(init=False)
     _eta_seconds: float | None = field(init=False)
+    _pace: SweepPace = field(init=False)
+    """of a sweep"""
     _recent: deque[StepMetrics] = field(init=False)
     """of the newest attempt"""
     _last: StepMetrics | None = field(init=False)
@@ -154,6 +160,7 @@ class RunSource:
 
     def _begin(self) -> None:
         self._follower, self._remaining, self._eta_seconds = Follower(self.run.log), RemainingTime(self._steps), None
+        self._members, self._pace = MemberLogs(self.run), SweepPace(0.0)
         self._recent, self._last, self._peaks = deque(maxlen=WINDOW_STEPS), None, {}
 
     def look(self) -> RunView:
@@ -168,8 +175,15 @@ class RunSource:
         life = life_of(self.run, log)
         if not life.is_taken:
             self._take_in()  # what came between the last line above and the end
-        last = self._last
-        state, sentence = state_of(life, 0 if last is None else last.step)
+        last, steps = self._last, self._steps
+        step, loss = (0, None) if last is None else (last.step, last.loss)
+        members = member_views(log, self._members.logs, trains=life.is_taken)
+        eta_seconds = self._eta_seconds
+        if log.sweep is not None:
+            step, steps = steps_made(members)
+            loss = loss if (best := best_of(members)) is None else best.loss
+            eta_seconds = self._pace.left_seconds(members, self._members.logs, log.sweep.halving)
+        state, sentence = state_of(life, step)
         unknown = [] if job is not None else ["how many steps it has: there is no job.json yet"]
         unknown += [] if plan is not None else ["planned bytes: there is no plan.json yet"]
         return RunView(
@@ -177,25 +191,30 @@ class RunSource:
             namespace="",
             state=state,
             attempt=life.epoch,
-            step=0 if last is None else last.step,
-            steps=self._steps,
-            loss=None if last is None else last.loss,
+            step=step,
+            steps=steps,
+            loss=loss,
             tokens_per_second=None if last is None else last.tokens_per_second,
-            eta=format_eta(self._eta_seconds) if state == "Running" and self._eta_seconds is not None else "",
+            eta=format_eta(eta_seconds) if state == "Running" and eta_seconds is not None else "",
             restarts=max(0, len(log.starts) - 1),
             tiers=tiers_of(plan, last, self._peaks),
             rates=rates_of(self._recent),
+            members=members,
             sentences=(sentence,) if sentence else (),
             unknown=tuple(unknown),
             is_over=not life.is_taken,
         )
 
     def _take_in(self) -> None:
-        for event in self._follower.new_events():
+        for event in chain(self._follower.new_events(), self._members.new_events(self._follower.log)):
             if isinstance(event, Start):
                 self._remaining.restart(event.time)
                 self._recent.clear()
+            elif isinstance(event, Sweep):
+                self._pace = SweepPace(event.time)
+                self._recent.clear()
             elif isinstance(event, Step):
+                self._pace.take(event)
                 self._last = event.metrics
                 self._recent.append(event.metrics)
                 self._eta_seconds = self._remaining.after(event.metrics.step, event.time)

@@ -20,8 +20,8 @@ from spillway.units import format_bytes, format_count, format_seconds
 
 from .console import table
 from .job_status import printable
-from .progress import format_loss
-from .run_summary import finite
+from .run_summary import finite, format_loss
+from .sweep_view import MemberView, members_json, members_table
 
 UNKNOWN = "-"
 WIDEST = 10_000
@@ -85,6 +85,8 @@ class RunView:
     """`nodes` are those that the plan prefers: where the pods are is not known"""
     age: str = ""
     rates: Rates | None = None
+    members: tuple[MemberView, ...] = ()
+    """of a sweep; `step` and `steps` are then those of all of them"""
     sentences: tuple[str, ...] = ()
     """what is wrong, or how it ended"""
     unknown: tuple[str, ...] = ()
@@ -128,6 +130,7 @@ def as_json(view: RunView) -> dict[str, object]:
             "linkBytesPerSecond": dict(rates.link_bytes_per_second),
             "phaseSeconds": dict(rates.phase_seconds),
         },
+        **members_json(view.members),
         "sentences": list(view.sentences),
         "unknown": list(view.unknown),
         "ended": view.is_over,
@@ -143,6 +146,7 @@ def picture(view: RunView, console: Console) -> RenderableType:
     parts: list[RenderableType] = [headline(view)]
     parts += [progress(view, bars)] if view.steps or view.step else []
     parts += ["", *view.sentences] if view.sentences else []  # above what a small screen cuts off
+    parts += ["", members_table(view.members)] if view.members else []
     if any(one.is_used for one in view.tiers):
         parts += ["", tiers_table(view.tiers, bars)]
     if view.rates is not None:
