@@ -2,6 +2,7 @@
 
     crds/*.yaml         -> files/crds/
     dashboards.py       -> files/dashboards/*.json
+    recording_rules.py  -> files/rules/nodes.yaml
 
 Run from the root of the repository: `python charts/chart_files.py [--check]`.
 """
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 import dashboards
+import recording_rules
+import yaml
 
 CRDS = Path("crds")
 FILES = Path("charts") / "spillway" / "files"
@@ -24,6 +27,7 @@ def wanted() -> dict[Path, str]:
     for dashboard in dashboards.ALL:
         text = json.dumps(dashboards.as_json(dashboard), indent=1, ensure_ascii=False)
         found[FILES / "dashboards" / f"{dashboard.name}.json"] = text + "\n"
+    found[FILES / "rules" / "nodes.yaml"] = yaml.safe_dump(recording_rules.as_json(), sort_keys=False, width=120)
     return found
 
 
@@ -36,7 +40,7 @@ def main(arguments: list[str]) -> int:
     if "--check" in arguments:
         wrong = sorted(path for path in files.keys() | found.keys() if files.get(path) != found.get(path))
         for path in wrong:
-            sys.stderr.write(f"{path} is out of step with crds/ or charts/dashboards.py: run `make crds`\n")
+            sys.stderr.write(f"{path} is out of step with crds/ or charts/*.py: run `make crds`\n")
         return 1 if wrong else 0
     for path in found.keys() - files.keys():
         path.unlink()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spillway import metrics
-from spillway.metrics import JOB_LABEL, RANK_LABEL, Metric, Phase
+from spillway.metrics import JOB_LABEL, MEMBER_LABEL, RANK_LABEL, Metric, Phase
 from spillway.plan import Tier
 
 Json = dict[str, Any]
@@ -346,7 +346,68 @@ MEMORY_TIERS = Dashboard(
     (TIERS, HEADROOM, TRAFFIC),
 )
 
-ALL = (JOB, MEMORY_TIERS)
+# --- a sweep ----------------------------------------------------------------------------------------------------------
+
+
+def of_members(metric: Metric) -> Query:
+    return Query(f"max by ({MEMBER_LABEL}) ({of_job(metric)})", f"{{{{{MEMBER_LABEL}}}}}")
+
+
+MEMBERS = Row(
+    "Members",
+    (
+        Panel(
+            "Best member",
+            "By the newest value of spec.objective.metric.",
+            "short",
+            (Query(f"max by ({MEMBER_LABEL}) ({of_job(metrics.MEMBER_BEST)} == 1)", f"{{{{{MEMBER_LABEL}}}}}"),),
+            "stat",
+            text="name",
+        ),
+        Panel(
+            "Members by state",
+            "Parked members wait for a turn, or at a round for the others; stopped ones were the worse half of one.",
+            "short",
+            (Query(f"count by (state) ({of_job(metrics.MEMBER_STATE)})", "{{state}}"),),
+            "stat",
+            16,
+        ),
+    ),
+)
+
+CURVES = Row(
+    "Curves",
+    (
+        Panel(
+            "Objective",
+            "Each member's newest value of spec.objective.metric.",
+            "short",
+            (of_members(metrics.MEMBER_OBJECTIVE),),
+        ),
+        Panel("Loss", "Training loss of each member's last step.", "short", (of_members(metrics.MEMBER_LOSS),)),
+        Panel(
+            "Share of the steps",
+            "Steps of each member, of those that it trains when no round stops it.",
+            "percentunit",
+            (
+                Query(
+                    f"max by ({MEMBER_LABEL}) ({of_job(metrics.MEMBER_STEP)} / "
+                    f"({of_job(metrics.MEMBER_STEPS_PLANNED)} > 0))",
+                    f"{{{{{MEMBER_LABEL}}}}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+SWEEP = Dashboard(
+    "sweep",
+    "Spillway / Sweep",
+    "The members of one TrainingJob: how far each is, which is the best, which were stopped.",
+    (MEMBERS, CURVES),
+)
+
+ALL = (JOB, MEMORY_TIERS, SWEEP)
 
 
 # --- as Grafana reads it ----------------------------------------------------------------------------------------------

