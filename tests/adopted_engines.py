@@ -107,6 +107,15 @@ def train(engine: Any, rank: int, steps: range) -> list[float]:
     return losses
 
 
+def leaves_out(engine: Any, rank: int) -> bool:
+    """A step for which one rank alone has gradients that are not finite; True if no rank's states change."""
+    before = states_of(engine)
+    for _ in range(2):
+        engine.backward(engine(torch.full((4, 24), torch.inf if rank == 1 else 1.0).bfloat16()).float().sum())
+        engine.step()
+    return engine.optimizer.overflow and same(states_of(engine), before)
+
+
 def states_of(engine: Any) -> dict[str, Tensor]:
     """By DeepSpeed's accessors, whole; every rank asks."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -144,6 +153,7 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
     back = adopted(again, plan, rank)
     again.load_checkpoint(str(directory), tag="plain")
     in_again = {name: value.clone() for name, value in back.state()}
+    left_out = leaves_out(engine, rank)
     next_losses = [train(one, rank, range(STEPS, STEPS + 2)) for one in (engine, again)]
 
     parameter = next(iter(engine.module.parameters()))
@@ -159,6 +169,7 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
         "accessors": same(theirs, ours),
         "plain engine reads it": same(in_plain, ours),
         "adopted engine reads a plain one": same(in_again, ours),
+        "leaves out a step": left_out,
         "goes on alike": next_losses[0] == next_losses[1],
         "loads weights alone": same(from_weights, rounded),
         "set": torch.equal(states_of(engine)["master.0.weight"], value),
@@ -185,6 +196,7 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
         "gradients": problem(
             engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)
         ),
+        "exchanged in": problem(engine_of(2, communication_data_type="bf16")),
         "optimizer": problem(engine_of(2, partial(torch.optim.Adam, lr=1e-3))),
         "settings": problem(engine_of(2, partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999)))),
         "features": problem(

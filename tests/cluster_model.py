@@ -24,12 +24,14 @@ from job_documents import TINY
 
 from spillway.api import TrainingJob
 from spillway.cluster_view import ClusterView, LiveBytes
+from spillway.corrections import Corrections
 from spillway.hardware import local_node
 from spillway.placement import Placement
-from spillway.plan import MemoryPlan
+from spillway.plan import MemoryPlan, Tier
 from spillway.planner import Overrides, make_plan
 from spillway.pod_resources import pod_resources
 from spillway.progress import ProgressReport
+from spillway.status import Escalation
 from spillway_operator import worker
 from spillway_operator.api_client import (
     ApiError,
@@ -286,7 +288,12 @@ class Operator:
         ears: Any = SimpleNamespace(hearing_seconds=lambda: server.now - began)
         observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, ears)
         self.queue: KeyQueue[Any] = KeyQueue(clock)
-        self.worker = _Worker(self, self.queue, observer, applier, reservations, self.outbox, events, exporter, _forget)
+        self.ran_out: list[Escalation] = []
+        """what MemoryProfiles are told"""
+        self.worker = _Worker(
+            self, self.queue, observer, applier, reservations, self.outbox, events, exporter,
+            worker.Told(_forget, lambda _, ended: self.ran_out.extend(ended)),
+        )  # fmt: skip
 
     def look(self, fault: Fault | None = None) -> bool:
         """One look; False when the process died in it."""
@@ -370,19 +377,26 @@ _PLACEMENTS: Iterator[int] = iter(range(10**9))
 
 def place(job: TrainingJob, cluster: ClusterView) -> Placement:
     """Never twice the same words, so that planning an attempt anew shows in its contract."""
-    placed = _placement(json.dumps(job.spec.model_dump(mode="json"), sort_keys=True), job)
+    text = json.dumps(job.spec.model_dump(mode="json"), sort_keys=True)
+    placed = _placement(f"{text} {cluster.corrections}", job, cluster.corrections)
     return replace(placed, reason=f"placement {next(_PLACEMENTS)}")
 
 
 _PLACED: dict[str, Placement] = {}
 
 
-def _placement(text: str, job: TrainingJob) -> Placement:
+def _placement(text: str, job: TrainingJob, corrections: Corrections) -> Placement:
+    """On one large node. As placement.place does it, the device's budget ends with the pod's limit."""
     if text not in _PLACED:
-        node = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB)
-        plan = make_plan(job, node, Overrides(world_size=job.spec.parallelism.world_size))
+        node, ranks = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB), job.spec.parallelism.devices_per_node
+        overrides = Overrides(world_size=job.spec.parallelism.world_size, corrections=corrections)
+        plan = make_plan(job, node, overrides)
         assert isinstance(plan, MemoryPlan)
-        pod = pod_resources(job.spec, plan, job.spec.parallelism.devices_per_node)
+        held = plan.bytes[Tier.DEVICE].total
+        plan = plan.model_copy(update={"budget": {**plan.budget, Tier.DEVICE: held + held // 20}})
+        more = corrections.unplanned_bytes(pod_resources(job.spec, plan, ranks).memory_bytes)
+        plan = plan.model_copy(update={"unplanned_bytes": more})
+        pod = pod_resources(job.spec, plan, ranks)
         _PLACED[text] = Placement(plan=plan, node=node, preferences=(), reason="", headroom=LiveBytes(), pod=pod)
     return _PLACED[text]
 
@@ -404,6 +418,8 @@ class World:
     max_restarts: int = 2
     lifecycle: Mapping[str, int] = field(default_factory=dict)
     """other fields of spec.lifecycle"""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """spec.memory"""
     server: Server = field(default_factory=Server)
     uid: str = UID
     """of the TrainingJob that has the name now"""
@@ -412,6 +428,8 @@ class World:
         spec = json.loads(tiny_spec())
         spec["parallelism"] = {"nodes": self.num_nodes, "device": "Cpu"}
         spec["lifecycle"] = {"maxRestarts": self.max_restarts, **self.lifecycle}
+        if self.memory:
+            spec["memory"] = dict(self.memory)
         if self.queue:
             spec["scheduling"] = {"queueName": self.queue}
         self._create(spec)

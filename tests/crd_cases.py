@@ -115,6 +115,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 """what must go with a field's edges, so that no other rule is hit"""
 SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1"}
 """values by pattern; other patterns allow letters"""
+WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef"}
+"""the same for patterns that allow one length"""
 MISFITS = {NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0"}
 TIME = "2026-11-21T14:00:00Z"
 LONGEST_TIME = "2026-11-21T14:00:00.000000+00:00"
@@ -196,7 +198,8 @@ def sample(schema: Schema) -> Any:
     if kind == "array":
         return [sample(schema["items"])] * schema.get("minItems", 0)
     if kind == "string":
-        return TIME if schema.get("format") else text(schema, max(1, schema.get("minLength", 0)))
+        whole = TIME if schema.get("format") else WHOLE.get(schema.get("pattern", ""))
+        return whole or text(schema, max(1, schema.get("minLength", 0)))
     return schema.get("minimum", 0) if kind == "integer" else True
 
 

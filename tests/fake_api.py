@@ -66,6 +66,8 @@ class FakeApi:
     delay_seconds: float = 0.0
     deaf: bool = False
     """watches stay open and report nothing"""
+    thinks: set[str] = field(default_factory=set)
+    """kinds whose watches are asked for and not answered"""
     status_defaults: Object = field(default_factory=dict)
     """what the server adds to every status that is written, as defaults of a schema would"""
     undeclared: list[str] = field(default_factory=list)
@@ -105,6 +107,10 @@ class FakeApi:
     def fail(self, method: str, path: str, status: int, *, times: int = 1, after: bool = False, **headers: str) -> None:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.failures += [Failure(method, path, status, named, after=after)] * times
+
+    def is_watched(self, plural: str) -> bool:
+        """Whether a watch is open; one that is still asked for is not ended by `end_watches`."""
+        return any(kind == plural for kind, *_ in self._watchers)
 
     def end_watches(self) -> None:
         """As a restart of the server would."""
@@ -228,6 +234,8 @@ class FakeApi:
 
     async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
         response = web.StreamResponse()
+        while plural in self.thinks:
+            await asyncio.sleep(0.05)
         await response.prepare(request)
         news: asyncio.Queue[Object] = asyncio.Queue()
         entry = (plural, namespace, dict(request.query), news)

@@ -46,7 +46,7 @@ class FakeApiServer:
     """lines without time stamps; line number N has second N"""
     events: list[Object] = field(default_factory=list)
     objects: dict[str, Object] = field(default_factory=dict)
-    """path -> what a GET of it answers, before everything else"""
+    """path -> what a GET of it answers, before everything else; "POST path", "PUT path", "DELETE path" -> the others"""
     pages: dict[str, str] = field(default_factory=dict)
     """path -> text, as a pod behind the proxy answers"""
     forbidden: set[str] = field(default_factory=set)
@@ -68,6 +68,11 @@ class FakeApiServer:
 
             def do_POST(self) -> None:
                 fake.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            do_PUT = do_POST
+
+            def do_DELETE(self) -> None:
+                fake.answer(self, {})
 
             def log_message(self, format: str, *arguments: object) -> None:
                 pass
@@ -106,10 +111,12 @@ class FakeApiServer:
             self.send(handler, self.refuses[handler.command])
         elif url.path in self.pages:
             self.send_text(handler, self.pages[url.path])
+        elif f"{handler.command} {url.path}" in self.objects:
+            self.send(handler, self.objects[f"{handler.command} {url.path}"])
         elif url.path.endswith("/selfsubjectaccessreviews"):
             self.send(handler, {"status": {"allowed": asked_for(content) not in self.forbidden}, "code": 201})
         elif handler.command == "POST" and url.path.endswith("/pods"):
-            self.send(handler, self.objects.get(f"POST {url.path}", {**content, "code": 201}))
+            self.send(handler, {**content, "code": 201})
         elif url.path.endswith("/log") and (name := url.path.split("/")[-2]) in self.logs:
             self.send_log(handler, name, query)
         elif handler.command == "POST":

@@ -16,8 +16,20 @@ import local_runs
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
-OFFLOAD = "spillway_trainer.optimizer_offload"
+OFFLOAD, STREAMING = "spillway_trainer.optimizer_offload", "spillway_trainer.model_spill"
 POINTS = {
+    "a step": ("spillway_trainer.trainer", "", "train_step"),
+    "a segment of one of several": ("spillway_trainer.together", "", "goes_on"),
+    "the load of a base": ("spillway_trainer.shared_base", "", "load"),
+    "parking": ("spillway_trainer.parking", "Parking", "park"),
+    "attaching": ("spillway_trainer.sweep", "Sweep", "_attach"),
+    "a segment's forward": (f"{STREAMING}.weight_stationary", "Step", "_enter"),
+    "the last segment's backward": ("spillway_trainer.assemble", "Assembly", "start_backward"),
+    "a segment's backward": (f"{STREAMING}.weight_stationary", "Passage", "backward"),
+    "an evaluation": ("spillway_trainer.trainer", "", "evaluate"),
+    "a commit": ("spillway_trainer.trainer", "", "commit"),
+    "a record of values": ("spillway_trainer.sweep_record", "SweepRecord", "write"),
+    "a file's name": ("spillway_trainer.durable_files", "DurableFiles", "rename"),
     "an update on the CPU": ("spillway_trainer.kernels", "", "update"),
     "a commit of what backward updated": (f"{OFFLOAD}.speculation", "Speculation", "commit"),
     "states on their way from NVMe": (f"{OFFLOAD}.nvme_states", "NvmeStates", "read"),

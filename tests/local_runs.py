@@ -123,7 +123,8 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["local_runs", "spillway_trainer.__main__"])
+CONTEXT.set_forkserver_preload(["local_runs", "spillway_trainer.__main__", "sympy"])
+"""torch imports sympy in the first step"""
 
 
 def start_attempt(job: JobFile, plan: MemoryPlan) -> BaseProcess:

@@ -341,7 +341,7 @@ class Laboratory:
             )
             during(run, assembly)
             train(run, settings_of(model), Progress(), StopRequest())
-            tensors = {name: value.clone() for name, value in assembly.optimizer.state()}
+            tensors = {name: value.clone() for name, value in assembly.states()}
             tensors |= parameters(assembly)
             peaks = {tier: max(peak[tier] for peak in listener.peaks) for tier in Tier}
             assert all(math.isfinite(loss) for loss in listener.figures["loss"])

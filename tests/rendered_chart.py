@@ -1,11 +1,10 @@
 """The chart as `helm template` renders it, over a matrix of values.
 
-Helm comes from PATH or from the test bed's cache (`make cluster-up` puts one there).
+Helm comes from PATH or from the test bed's cache (`make cluster-up` puts two majors there).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from built_programs import built_program
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "spillway"
@@ -55,11 +55,8 @@ MATRIX: dict[str, tuple[str, ...]] = {
 
 def _helms() -> dict[str, str]:
     """Helm by major version, as far as this machine has it."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    built = sorted((cache_home / "spillway" / "testbed").glob("*/bin/helm*"), key=lambda path: path.stat().st_mtime)
-    candidates = [shutil.which("helm"), *(str(path) for path in built if os.access(path, os.X_OK) and path.is_file())]
     found = {}
-    for path in filter(None, candidates):
+    for path in filter(None, (shutil.which("helm"), built_program("helm"), built_program("helm3"))):
         said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout
         if match := re.match(r"v(\d+)\.", said):
             found[match[1]] = path

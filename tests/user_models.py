@@ -172,3 +172,20 @@ class UserModel:
                 return UsersChain(BLOCKS[self.block])
         finally:
             torch.set_default_dtype(default)
+
+
+class Mixes(nn.Module):
+    """By a matrix that is drawn when the model is built, and that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("mixture", 0.1 * torch.randn(HIDDEN, HIDDEN, device="cpu"), persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + F.dropout(torch.relu(self.inner(x_BTD @ self.mixture)), 0.1)
+
+
+def drawing() -> nn.Sequential:
+    """An entry point: a chain of four segments."""
+    return nn.Sequential(nn.Embedding(512, HIDDEN), Mixes(), Mixes(), nn.Linear(HIDDEN, 512))

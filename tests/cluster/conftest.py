@@ -34,7 +34,9 @@ def testbed() -> Iterator[Bed]:
     """Started if it does not run, with fake nodes, fake GPUs, Prometheus and Kueue; ended only if started here."""
     if os.environ.get("SPILLWAY_NO_CLUSTER"):
         pytest.skip("no control plane: SPILLWAY_NO_CLUSTER is set")
-    running = state().machine.exists()
+    running = whole_bed.runs(state())
+    if not running:
+        testbed_command("down")  # what a bed that was killed has left is not how the machine was
     before = machine_state()
     # Pods mount this environment and keep no bytecode: without it, each start of a trainer would compile torch.
     subprocess.run([sys.executable, "-c", "import spillway_trainer.__main__"], check=True)

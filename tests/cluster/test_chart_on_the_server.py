@@ -10,7 +10,7 @@ from rendered_chart import CHART, MATRIX, RELEASE, settings_of
 
 from testbed.client import Bed
 
-FOREIGN = ("PodMonitor", "ServiceMonitor")
+FOREIGN = ("PodMonitor", "ServiceMonitor", "PrometheusRule")
 """kinds of the Prometheus operator, which the test bed does not have"""
 
 

@@ -11,20 +11,23 @@ import pytest
 import yaml
 from installed import LONG, SYSTEM_NAMESPACE, Document, Installed, example, named
 
+from spillway_cli import calibrate_node
+from spillway_cli.cluster import connect
 from testbed.client import Bed
-from testbed.layout import REPOSITORY
+from testbed.layout import NODE, REPOSITORY
 
 NAME, STUCK = "watched", "nowhere"
-DOCTOR_SECONDS = 10.0
+PLAYED = "fake-003"
+DOCTOR_SECONDS, PROBE_SECONDS = 10.0, 240.0
 
 
-def command(kubeconfig: Path, *arguments: str) -> tuple[int, Document]:
+def command(kubeconfig: Path, *arguments: str, seconds: float = 2 * DOCTOR_SECONDS) -> tuple[int, Document]:
     """Exit code and document of `spillway ... -o json`."""
     environment = {"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", "HOME": str(kubeconfig.parent)}
     spillway = str(REPOSITORY / ".venv" / "bin" / "spillway")
     ended = subprocess.run(
         [spillway, *arguments, "-o", "json"], env=environment, capture_output=True, text=True, check=False,
-        timeout=2 * DOCTOR_SECONDS,
+        timeout=seconds,
     )  # fmt: skip
     assert ended.stdout, ended.stderr
     found: Document = json.loads(ended.stdout)
@@ -126,3 +129,27 @@ def test_doctor_leaves_nothing_behind(spillway: Installed, namespace: str) -> No
     created = {request.resource for request in spillway.bed.requests(since) if request.namespace == namespace and
                request.verb == "create"}  # fmt: skip
     assert created <= {"pods", "serviceaccounts", "configmaps", "events"}, created
+
+
+def test_a_node_is_measured_by_a_job_and_its_profile_is_written_and_written_again(
+    spillway: Installed, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile of a node that KWOK plays is written: one of the real node would change other tests' plans."""
+    bed, file = spillway.bed, tmp_path / "profile.yaml"
+    arguments = ("--image", "local/hostroot:1", "--quick", "--output", str(file), "--namespace", namespace)
+    code, found = command(bed.kubeconfig, "calibrate", NODE, *arguments, seconds=PROBE_SECONDS)
+    assert code == 0, found
+    assert found["nodeProfile"]["metadata"]["name"] == NODE
+    assert float(found["nodeProfile"]["spec"]["nvmeReadBytesPerSecond"]) > 0
+    bed.kubectl("wait", "--for=delete", "jobs", "--all", "--namespace", namespace, "--timeout=30s")
+
+    monkeypatch.setenv("KUBECONFIG", str(bed.kubeconfig))
+    made = {**found["nodeProfile"], "metadata": {"name": PLAYED}}
+    cluster = connect()
+    calibrate_node.write(cluster, made, calibrate_node.existing_profile(cluster, PLAYED))
+    try:
+        bed.kubectl("patch", "nodeprofile", PLAYED, "--type=merge", "--patch", '{"spec": {"nvmeCapacity": "7Gi"}}')
+        calibrate_node.write(cluster, made, calibrate_node.existing_profile(cluster, PLAYED))
+        assert bed.get("nodeprofile", PLAYED)["spec"] == made["spec"] | {"nvmeCapacity": "7Gi"}
+    finally:
+        bed.kubectl("delete", "nodeprofile", PLAYED)

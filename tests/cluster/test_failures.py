@@ -13,6 +13,7 @@ from contextlib import suppress
 from installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
 
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
+from spillway.ladder import MOST_MEMORY_TRIES
 from spillway.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
 from spillway_trainer.checkpoint_manifest import CheckpointName
 from spillway_trainer.sealed_json import unseal
@@ -59,6 +60,11 @@ def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namesp
         assert failed["reason"] == reason
         assert f"sentence of {int(code)}" in failed["message"] or reason == RANK_CRASHED, failed
         attempts = job["status"]["attempts"]
+        if retry is Retry.REPLANNED:
+            assert attempts.get("restarts", 0) == 0, "the ladder has tries of its own"
+            assert 1 < attempts["total"] <= 1 + MOST_MEMORY_TRIES
+            assert [one["attempt"] for one in job["status"]["escalations"]] == [*range(1, attempts["total"] + 1)]
+            continue
         assert (attempts["total"], attempts.get("restarts", 0)) == ((2, 1) if retry is Retry.COUNTED else (1, 0))
 
 
@@ -107,17 +113,19 @@ for _ in range(200):
 """many small processes: the rank stays the largest, and that is the one that the kernel takes"""
 
 
-def test_out_of_memory_of_a_rank_alone_is_named_and_not_repeated(spillway: Installed, namespace: str) -> None:
+def test_out_of_memory_of_a_rank_alone_is_named_and_followed_by_a_larger_pod(
+    spillway: Installed, namespace: str
+) -> None:
     """Process 1, the launcher, lives on: it ends the pod with the rank's code."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
     pod = running(spillway, namespace, job)
     with suppress(Failed):  # the neighbours end with their container
         spillway.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
-    job = spillway.wait(namespace, "filled", "Failed", 60)
-    failed = spillway.condition(namespace, "filled", "Failed")
-    assert failed["reason"] == OOM_KILLED, failed
-    assert "memory" in failed["message"]
-    assert job["status"]["attempts"]["total"] == 1
+    job = restarted(spillway, namespace, "filled")
+    (one,) = job["status"]["escalations"]
+    assert (one["attempt"], one["reason"]) == (1, OOM_KILLED)
+    assert "more for a pod than is planned in it" in one["change"]
+    assert job["status"]["attempts"].get("restarts", 0) == 0
 
 
 def test_out_of_memory_of_process_1_is_named(spillway: Installed, namespace: str) -> None:

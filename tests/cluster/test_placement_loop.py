@@ -76,12 +76,21 @@ def nodes(spillway: Installed) -> Iterator[dict[str, NodeSeries]]:
                 "spec": profile,
             }
         )  # fmt: skip
+    wait_for_empty(spillway)
     time.sleep(1)
     yield found
     for name, series in found.items():
         series.close()
         spillway.bed.kubectl("label", "node", name, f"{LABEL}-")
         spillway.bed.kubectl("delete", "nodeprofiles.spillway.dev", name)
+
+
+def wait_for_empty(spillway: Installed) -> None:
+    """What jobs of earlier tests left on the nodes is reserved until it is gone."""
+    deadline = time.monotonic() + 120
+    while any(spillway.bed.get("pods", "-A", "--field-selector", f"spec.nodeName={name}")["items"] for name in NODES):
+        assert time.monotonic() < deadline, "pods of earlier tests stay on the fake nodes"
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 from testbed import bed as whole_bed
 from testbed import fake_gpus, machine, processes
 from testbed.client import Bed
-from testbed.errors import Refused
-from testbed.layout import NODE, State
+from testbed.errors import Failed, Refused
+from testbed.layout import NODE, REPOSITORY, State
 
 IMAGE = "local/hostroot:1"
 """this machine's programs and this checkout's Python"""
@@ -237,6 +237,35 @@ def test_pods_outlive_a_killed_kubelet_and_up_restarts_it(testbed: Bed, namespac
 def test_a_second_test_bed_is_refused(testbed: Bed, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="make cluster-down"):
         machine.check(State(tmp_path / "second"))
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_bed_of_another_checkout_is_replaced_when_all_of_it_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """What a killed session leaves must not be in the way of the next one. The machine itself is the real bed's."""
+    restored: list[State] = []
+    monkeypatch.setattr(machine, "check", lambda state: None)
+    monkeypatch.setattr(machine, "restore", restored.append)
+    monkeypatch.setattr(whole_bed, "_start", lambda state, wanted: None)
+    state = State(tmp_path / "bed")
+    for folder in (state.logs, state.processes):
+        folder.mkdir(parents=True)
+    state.machine.write_text("{}")
+    state.checkout.symlink_to(tmp_path / "elsewhere")
+    process = processes.start(state, "kubelet", ["sleep", "60"])
+    try:
+        if alive:
+            with pytest.raises(Failed, match="make cluster-down"):
+                whole_bed.up(state, whole_bed.Wanted())
+        else:
+            processes.kill(process.pid, process.start_ticks)
+            whole_bed.up(state, whole_bed.Wanted())
+            assert state.checkout.resolve() == REPOSITORY
+        assert restored == ([] if alive else [state])
+        assert process.alive is alive
+    finally:
+        processes.end(state, process)
 
 
 def test_a_process_that_took_over_a_recorded_id_is_left_alone(tmp_path: Path) -> None:

@@ -409,6 +409,15 @@ def test_monitors_are_made_on_request_with_the_labels_that_select_them(major: st
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
+def test_the_recording_rules_are_made_with_the_monitors_as_they_are_in_the_file(major: str) -> None:
+    made = only(rendered(major, MATRIX["most"]), "PrometheusRule")
+    assert made["metadata"]["labels"]["release"] == "prometheus"
+    file = CHART / "files" / "rules" / "nodes.yaml"
+    assert made["spec"] == yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert not of_kind(rendered(major), "PrometheusRule")
+    assert not of_kind(rendered(major, ("monitoring.enabled=true", "monitoring.rules=false")), "PrometheusRule")
+
+
 def test_whose_series_they_are_is_known_from_the_pod_alone(major: str) -> None:
     (endpoint,) = only(rendered(major, MATRIX["most"]), "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert endpoint["honorLabels"] is False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from built_programs import built_program
 
 from spillway import metrics
 
@@ -23,11 +23,11 @@ import dashboards  # noqa: E402
 Json = dict[str, Any]
 
 FILES = {path.stem: path for path in (ROOT / chart_files.FILES / "dashboards").glob("*.json")}
-DECLARED = {metric.name: metric for metric in metrics.ALL}
+DECLARED = {metric.name: metric for metric in (*metrics.ALL, *metrics.SWEEP)}
 TARGET_LABELS = {"namespace", metrics.JOB_LABEL, "pod", "node"}
 """what the scrape configuration sets"""
 UNITS = {"short", "s", "bytes", "Bps", "percentunit"}
-KEYWORDS = {"max", "min", "sum", "avg", "by", "rate", "increase", "deriv", "resets", "time"}
+KEYWORDS = {"max", "min", "sum", "avg", "count", "by", "rate", "increase", "deriv", "resets", "time"}
 
 
 def model(name: str) -> Json:
@@ -44,11 +44,12 @@ def queries() -> list[tuple[str, str]]:
 
 
 def test_the_files_are_in_step_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(FILES) == {"job", "memory-tiers"}
+    assert set(FILES) == {"job", "memory-tiers", "sweep"}
     assert json.dumps(model("job")) == json.dumps(dashboards.as_json(dashboards.JOB)), (
         "run `python charts/chart_files.py`"
     )
     assert json.dumps(model("memory-tiers")) == json.dumps(dashboards.as_json(dashboards.MEMORY_TIERS))
+    assert json.dumps(model("sweep")) == json.dumps(dashboards.as_json(dashboards.SWEEP))
 
 
 def test_check_names_the_file_that_is_out_of_step(
@@ -143,7 +144,7 @@ def test_panels_fill_their_rows_and_never_overlap(name: str) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_the_two_dashboards_show_every_series_of_a_trainer() -> None:
+def test_the_dashboards_show_every_series_of_a_trainer() -> None:
     """What is exported and shown nowhere is either a panel that is missing or a series that nobody needs."""
     shown = set(re.findall(rf"{metrics.PREFIX}\w+", " ".join(query for _, query in queries())))
     assert set(DECLARED) - shown == set()
@@ -153,13 +154,13 @@ def test_queries_use_no_function_that_nobody_checked() -> None:
     for _, query in queries():
         bare = re.sub(r"{[^}]*}|\[[^]]*\]", "", query)
         words = set(re.findall(r"[a-z_]{2,}", bare)) - set(DECLARED)
-        assert words <= KEYWORDS | {"rank", "tier", "phase", "link", "backend", "kind"}, query
+        assert words <= KEYWORDS | {"rank", "tier", "phase", "link", "backend", "kind", "member", "state"}, query
 
 
 def test_prometheus_own_parser_accepts_every_query(tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
+    promtool = built_program("promtool", otherwise="promtool")
     if promtool is None:
-        pytest.skip("no promtool in PATH (Debian's package prometheus)")
+        pytest.skip("no promtool: `make cluster-up` builds it, and Debian's package prometheus has one")
     rules = [{"record": f"query:{number}", "expr": query} for number, (_, query) in enumerate(queries())]
     file = tmp_path / "rules.yaml"
     file.write_text(json.dumps({"groups": [{"name": "dashboards", "rules": rules}]}), encoding="utf-8")

@@ -21,6 +21,8 @@ NODES = {
     "lion": "cpu",
     "narrow-moments": "cpu",
     "larger-than-device": "cpu",
+    "sweep": "cpu",
+    "shared-base": "cpu",
     "llama-70b": "8xh100",
     "one-pod": "cpu",
     "two-pod": "cpu",
@@ -84,3 +86,11 @@ def test_jobs_for_a_first_try_need_nothing_but_a_cpu(name: str) -> None:
 def test_the_larger_model_is_four_devices_of_parameters() -> None:
     plan = plan_of("larger-than-device")
     assert sum(plan.bytes[tier].parameters for tier in Tier) >= 4 * plan.budget[Tier.DEVICE]
+
+
+def test_members_on_one_base_stream_it_once_for_all_of_them() -> None:
+    plan = plan_of("shared-base")
+    assert {one.base for one in plan.members} == {"slow"}
+    assert plan.turns is not None
+    assert plan.turns.num_attached == len(plan.members)
+    assert plan.parameters.order == "WeightStationary"

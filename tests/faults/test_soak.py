@@ -3,11 +3,13 @@ an error was raised. Reduced in `make test`, a million operations in `make fault
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import mmap
 import os
 import random
-import threading
+import shutil
+import subprocess
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from spillway.errors import SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
-from spillway_trainer.io_engine import Direction, system_call
+from spillway_trainer import native
+from spillway_trainer.io_engine import Direction, SystemCall
 from spillway_trainer.spill_file import SpillFile
 from spillway_trainer.tiers import nvme_slab
 from spillway_trainer.tiers.encrypted_file import encrypted
@@ -28,50 +31,58 @@ from spillway_trainer.tiers.lanes import Buffer
 from spillway_trainer.tiers.nvme_slab import Kept, NvmeExtent, NvmeSlab, OpenFile, PlannedRates, Stored
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-NUM_OPERATIONS, SEED, FAULTY = (1_000_000 if FULL else 4_000), 1, 0.01
+NUM_OPERATIONS, SEED, FAULTY_PER_MILLION = (1_000_000 if FULL else 4_000), 1, 10_000
 PAGE, NUM_CONTENTS, NUM_EXTENTS = 4096, 16, 24
 KINDS = ("short", "interrupted", "eio", "enospc", "edquot", "flip", "delay")
+"""in the order of faulty_calls.c"""
+REPORTED_EACH = 100_000
+SOURCE = Path(__file__).with_name("faulty_calls.c")
+HEADERS = Path(__file__).parents[2] / "csrc" / "include"
 
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-class Device:
-    """In place of pread and pwrite of every file: a call in a hundred goes wrong. Delays pass in virtual time."""
+class FaultyCalls:
+    """faulty_calls.c, compiled: a call in a hundred goes wrong. Its state is the process's; `begin` makes it anew."""
 
-    def __init__(self, seed: int) -> None:
-        self.counts: Counter[str] = Counter()
-        self.seconds = 0.0
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
+    def __init__(self, library: Path) -> None:
+        loaded = ctypes.CDLL(str(library))
+        self._begin, self._count, self._nanoseconds = (
+            ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)(("faulty_begin", loaded)),
+            ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int32)(("faulty_count", loaded)),
+            ctypes.CFUNCTYPE(ctypes.c_int64)(("faulty_nanoseconds", loaded)),
+        )
+        self._native = native.IO_CALL(("faulty_call", loaded))
+
+    def begin(self, seed: int) -> None:
+        self._begin(seed, FAULTY_PER_MILLION)
 
     def clock(self) -> float:
-        return self.seconds
+        """Seconds of virtual time."""
+        return float(self._nanoseconds() * 1e-9)
 
-    def __call__(self, direction: Direction, file: int, memory: memoryview, offset: int) -> int:
-        with self._lock:
-            self.counts["calls"] += 1
-            self.seconds += 1e-6
-            fault = self._random.choice(KINDS) if self._random.random() < FAULTY else ""
-            self.counts[fault] += 1
-            bit = self._random.randrange(8 * len(memory))
-            if fault == "delay":
-                self.seconds += 12.0
-        if fault == "short":
-            return system_call(direction, file, memory[: max(512, len(memory) // 2 // 512 * 512)], offset)
-        if fault == "interrupted":
-            return -errno.EINTR
-        if fault in ("eio", "enospc", "edquot"):
-            number = {"eio": errno.EIO, "enospc": errno.ENOSPC, "edquot": errno.EDQUOT}[fault]
-            return -(number if direction is Direction.WRITE else errno.EIO)
-        if fault == "flip" and direction is Direction.WRITE:
-            with mmap.mmap(-1, len(memory)) as wrong, memoryview(wrong) as view:
-                view[:] = memory
-                view[bit // 8] ^= 1 << bit % 8
-                return system_call(direction, file, view, offset)
-        moved = system_call(direction, file, memory, offset)
-        if fault == "flip" and moved > 0:
-            memory[bit // 8 % moved] ^= 1 << bit % 8
-        return moved
+    def counts(self) -> dict[str, int]:
+        """Calls by what was done to them."""
+        return {kind: self._count(number) for number, kind in enumerate(("sound", *KINDS))}
+
+    def call(self, engine: str) -> SystemCall:
+        """What takes the place of pread and pwrite."""
+        return self._from_python if engine == "python" else self._native
+
+    def _from_python(self, direction: Direction, file: int, memory: memoryview, offset: int) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return int(self._native(None, direction, file, address, len(memory), offset))
+
+
+@pytest.fixture(scope="module")
+def faulty_calls(tmp_path_factory: pytest.TempPathFactory) -> FaultyCalls:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed: the faults of the soak are written in C")
+    library = tmp_path_factory.mktemp("faulty_calls") / "faulty_calls.so"
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{HEADERS}"]
+    subprocess.run([compiler, *options, str(SOURCE), "-o", str(library)], check=True)
+    return FaultyCalls(library)
 
 
 @dataclass
@@ -86,9 +97,10 @@ class Held:
 class Soak:
     """Random operations on one slab after another: a slab ends when none of its devices takes writes any more."""
 
-    def __init__(self, directory: Path, seed: int, *, encrypts: bool) -> None:
-        self.device = Device(seed)
-        open_file = partial(SpillFile, call=self.device)
+    def __init__(self, directory: Path, seed: int, calls: FaultyCalls, engine: str, *, encrypts: bool) -> None:
+        self.calls, self._started = calls, time.process_time()
+        self.calls.begin(seed)
+        open_file = partial(SpillFile, call=calls.call(engine))
         self._open_file: OpenFile = encrypted(open_file) if encrypts else open_file
         self.choose = random.Random(seed + 1)
         self.counts: Counter[str] = Counter()
@@ -101,7 +113,11 @@ class Soak:
         self.held: list[Held] = []
 
     def run(self, num_operations: int) -> None:
-        while sum(self.counts[kind] for kind in ("write", "read", "drop")) < num_operations:
+        next_report = REPORTED_EACH
+        while self.num_operations < num_operations:
+            if self.num_operations >= next_report:
+                print(self.found(), flush=True)
+                next_report += REPORTED_EACH
             if not self.slab.takes_spills and self.choose.random() < 0.02:
                 self.reopen()
             step = self.choose.random()
@@ -112,9 +128,18 @@ class Soak:
             elif self.held:
                 self.drop(self.choose.choice(self.held))
 
+    @property
+    def num_operations(self) -> int:
+        """Batches written and read, and extents dropped; what was chosen and could not be done is none."""
+        return self.counts["write"] + self.counts["read"] + self.counts["drop"]
+
+    def found(self) -> str:
+        seconds = time.process_time() - self._started
+        done = f"{self.num_operations:,} operations, {seconds:.0f} s of a core"
+        return f"{done}: {dict(self.counts)}; injected: {self.calls.counts()}"
+
     def write(self) -> None:
         """A new extent, or over an old one; as a copy, as states do, or from a buffer that it may go on living in."""
-        self.counts["write"] += 1
         if len(self.held) < NUM_EXTENTS and self.slab.takes_spills:
             try:
                 held = Held(self.slab.allocate(self.choose.randrange(1, 5) * PAGE, "soak"))
@@ -126,8 +151,10 @@ class Soak:
             held = self.choose.choice(self.held)
         else:
             return
+        if held.extent.home is not None:
+            return  # such an extent is written once, as activations are
         content, whole = self.choose.randrange(NUM_CONTENTS), held.extent.nbytes
-        pages = [0] if self.choose.random() < 0.5 or held.extent.home else [*range(0, whole, PAGE)]
+        pages = [0] if self.choose.random() < 0.5 else [*range(0, whole, PAGE)]
         nbytes = whole if len(pages) == 1 else PAGE
         if held.stored and set(held.stored) != set(pages):
             return  # places in an extent stay the same while it lives, as in the trainer
@@ -139,8 +166,7 @@ class Soak:
                 memory.copy_(data[:whole])
                 source, data = Buffer(Tier.HOST, memory, "staging", self.host.free), memory
         writes = [(held.extent.at(page), data[page : page + nbytes], f"page {page}") for page in pages]
-        if held.extent.home is not None:
-            return  # such an extent is written once, as activations are
+        self.counts["write"] += 1
         try:
             stored = self.slab.write_batch(writes, source)
             held.stored = {page: (each, content) for page, each in zip(pages, stored, strict=True)}
@@ -153,10 +179,10 @@ class Soak:
             source.drop()
 
     def read(self) -> None:
-        self.counts["read"] += 1
         written = [each for each in self.held if each.stored]
         if not written:
             return
+        self.counts["read"] += 1
         held = self.choose.choice(written)
         nbytes = held.extent.nbytes if len(held.stored) == 1 else PAGE
         targets = {page: self.target[page : page + nbytes] for page in held.stored}
@@ -193,7 +219,7 @@ class Soak:
             path.mkdir(exist_ok=True)
         return NvmeSlab(
             paths, 128 * PAGE, 1, open_file=self._open_file, host=self.host,
-            planned=PlannedRates(1e9, 1e9), clock=self.device.clock,
+            planned=PlannedRates(1e9, 1e9), clock=self.calls.clock,
         )  # fmt: skip
 
     def _memory(self, nbytes: int, generator: torch.Generator) -> Tensor:
@@ -203,19 +229,17 @@ class Soak:
 
 @pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypted"])
 def test_a_soak_with_one_percent_of_faults_has_no_silent_error(
-    tmp_path: Path, engine: str, encrypts: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: str, encrypts: bool, faulty_calls: FaultyCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encrypts and engine == "python":
         pytest.skip("the cipher in torch is too slow for a soak; test_encrypted_file.py has it")
     monkeypatch.setattr(nvme_slab, "STRIPE_BYTES", PAGE)  # so that small extents are striped, too
-    soak = Soak(tmp_path, SEED, encrypts=encrypts)
+    soak = Soak(tmp_path, SEED, faulty_calls, engine, encrypts=encrypts)
     soak.run(NUM_OPERATIONS)
     soak.reopen()
-    reduced = "" if FULL else " (of 1,000,000 with SPILLWAY_SWEEPS=full, some 6 minutes an engine)"
-    print(
-        f"\n{engine}{', encrypted' * encrypts}, seed {SEED}: {NUM_OPERATIONS:,} operations{reduced}: "
-        f"{dict(soak.counts)}; injected: {dict(soak.device.counts)}"
-    )
-    assert min(soak.device.counts[kind] for kind in KINDS) > 0
+    reduced = "" if FULL else " (of 1,000,000 with SPILLWAY_SWEEPS=full, some 4 minutes of a core, 5 encrypted)"
+    print(f"\n{engine}{', encrypted' * encrypts}, seed {SEED}{reduced}: {soak.found()}")
+    injected = faulty_calls.counts()
+    assert min(injected.values()) > 0
     assert min(soak.counts[kind] for kind in ("kept", "raised by reads", "device_retired", "device_slow")) > 0
     assert soak.counts["silent errors"] == 0

@@ -397,6 +397,41 @@ def test_more_bytes_than_the_volume_has_are_refused_and_nothing_is_left(tmp_path
     assert (os.listdir(tmp_path), set(os.listdir("/proc/self/fd"))) == ([], open_files)
 
 
+def test_more_bytes_than_the_process_may_write_to_a_file_are_refused_and_nothing_is_left(
+    tmp_path: Path, open_files: set[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
+    try:
+        file = opened(tmp_path, 8 * MIB)
+        file.close()
+        with pytest.raises(SpillVolumeFull, match=rf"{tmp_path}: .* 8392704 .* 8388608 .*RLIMIT_FSIZE") as caught:
+            opened(tmp_path, 8 * MIB + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.details["wanted_bytes"], caught.value.details["limit_bytes"]) == (8392704, 8 * MIB)
+    assert (os.listdir(tmp_path), set(os.listdir("/proc/self/fd"))) == ([], open_files)
+
+
+@pytest.mark.parametrize(
+    ("os_error", "advice"),
+    [
+        (errno.ENOSPC, "free: free some, give another directory"),
+        (errno.EDQUOT, "free: the quota of this user or project is used up, whatever is free"),
+        (errno.EFBIG, "free: the file system takes no file this large: divide it over more directories"),
+    ],
+)
+def test_an_allocation_that_fails_says_what_helps(
+    tmp_path: Path, os_error: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(os_error, os.strerror(os_error))
+
+    monkeypatch.setattr(spill_file.os, "posix_fallocate", refused)
+    with pytest.raises(SpillVolumeFull, match=advice):
+        opened(tmp_path)
+
+
 def test_a_volume_that_fills_up_during_allocation_is_refused_and_nothing_is_left(
     tmp_path: Path, open_files: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spillway.errors import UserError
-from spillway_cli.local_attempts import Attempt, StopRequest, Trainer, read_ended, run_attempts
+from spillway_cli.local_attempts import NO_RUNG, Attempt, Rung, StopRequest, Trainer, read_ended, run_attempts
 from spillway_cli.run_directory import RunDirectory, exclusive, next_epoch
 from spillway_cli.run_log import Event, RunLog, Step, read_run_log
 
@@ -28,6 +30,7 @@ class Recorder:
         self.started: list[int] = []
         self.ended: list[tuple[int, int]] = []
         self.stopped: list[int] = []
+        self.rungs: list[Rung] = []
         self.steps: list[int] = []
         self.on_step = lambda step: None
 
@@ -42,12 +45,19 @@ class Recorder:
     def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None:
         self.ended.append((attempt.exit_code, restarts_left))
 
+    def replanned(self, rung: Rung) -> None:
+        self.rungs.append(rung)
+
     def stopping(self, signal_number: int, pid: int) -> None:
         self.stopped.append(signal_number)
 
 
 def supervise(
-    path: Path, script: dict[str, dict[str, Any]], max_restarts: int = 3, watcher: Recorder | None = None
+    path: Path,
+    script: dict[str, dict[str, Any]],
+    max_restarts: int = 3,
+    watcher: Recorder | None = None,
+    replan: Callable[[Attempt], Rung] = lambda ended: NO_RUNG,
 ) -> list[Attempt]:
     """Run the fake trainer through `script`."""
     path.mkdir(exist_ok=True)
@@ -59,7 +69,7 @@ def supervise(
 
     stop = StopRequest()
     with exclusive(run) as lock, stop.listening():
-        trainer = Trainer(prepare, [sys.executable, str(FAKE_TRAINER), str(path)], lock)
+        trainer = Trainer(prepare, [sys.executable, str(FAKE_TRAINER), str(path)], replan, lock)
         return run_attempts(run, trainer, watcher or Recorder(), stop, max_restarts, first_backoff_seconds=0.0)
 
 
@@ -193,7 +203,8 @@ def test_directory_is_refused_while_another_run_holds_it(tmp_path: Path) -> None
 def test_directory_stays_taken_while_a_trainer_lives_on(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with exclusive(run) as lock:
-        orphan = Trainer(lambda epoch: None, [sys.executable, "-c", "input()"], lock).start(run, 1)
+        command = [sys.executable, "-c", "input()"]
+        orphan = Trainer(lambda epoch: None, command, lambda ended: NO_RUNG, lock).start(run, 1)
     with pytest.raises(UserError, match="another run"), exclusive(run):
         pass
     orphan.communicate()
@@ -209,12 +220,14 @@ print(child.pid, child.stdout.readline().decode().strip(), flush=True)
 time.sleep(600)
 """
 CHILD = """
-import os, signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+import signal, sys, threading
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
 print("ready", flush=True)
-taken = signal.sigwait({signal.SIGTERM})
+while not told.wait(0.05):
+    pass
 with open(sys.argv[1], "w") as fifo:
-    fifo.write(signal.Signals(taken).name)
+    fifo.write("SIGTERM")
 """
 
 
@@ -228,7 +241,9 @@ def test_trainer_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) -> N
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert (tmp_path / "said").read_text() == "SIGTERM"
+    with open(os.open(tmp_path / "said", os.O_RDONLY | os.O_NONBLOCK), "rb") as fifo:
+        told, _, _ = select.select([fifo], [], [], 60.0)
+        assert told and fifo.read() == b"SIGTERM"
 
 
 def test_run_log_outlives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -236,3 +251,15 @@ def test_run_log_outlives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None
     log = tmp_path / "run.jsonl"
     log.write_text(log.read_text()[:-20])
     assert len(read_run_log(log).steps) == 4
+
+
+def test_another_plan_after_memory_ran_out_is_no_restart(tmp_path: Path) -> None:
+    """Nor does it end the run before its tries do: max_restarts is 1, and a crash follows."""
+    rungs = iter([Rung("more room", taken=True), Rung("less", taken=True), Rung("none fits")])
+    watcher = Recorder()
+    ends = {"1": 70, "2": 1, "3": 76, "4": 72}
+    script = {epoch: {"steps": [1, 0], "end": code} for epoch, code in ends.items()}
+    ended = supervise(tmp_path, script, max_restarts=1, watcher=watcher, replan=lambda attempt: next(rungs))
+    assert codes(ended) == [70, 1, 76, 72]
+    assert [rung.sentence for rung in watcher.rungs] == ["more room", "less", "none fits"]
+    assert watcher.ended == [(70, 0), (1, 1), (76, 0), (72, 0)]

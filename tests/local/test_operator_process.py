@@ -175,17 +175,24 @@ def test_without_the_crds_it_says_so_and_waits(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_kind_that_is_no_longer_served_ends_the_process_with_a_line_that_names_its_crd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("thinks", [set(), {"jobs"}])
+def test_a_kind_that_is_no_longer_served_ends_the_process_with_a_line_that_names_its_crd(
+    tmp_path: Path, thinks: set[str]
+) -> None:
+    """Also when the server has not yet answered the watch of another kind: kopf alone would wait for that for ever."""
+
     async def scenario() -> None:
         async with FakeApi().running() as api:
             async with operator(api, tmp_path) as running:
                 await running.until(running.ready)
+                await running.until(lambda: api.is_watched("trainingjobs"))  # ready after a list, a moment before
+                api.thinks |= thinks
                 api.fail("GET", "trainingjobs", 404, times=100)
                 api.end_watches()
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     assert await running.process.wait() == 1
-            last = json.loads(running.log.read_text().splitlines()[-1])
-            assert last["level"] == "CRITICAL"
+            said = [json.loads(line) for line in running.log.read_text().splitlines()]
+            (last,) = [line for line in said if line["level"] == "CRITICAL"]
             assert "install the CRD trainingjobs.spillway.dev again" in last["message"]
 
     asyncio.run(scenario())

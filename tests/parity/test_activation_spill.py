@@ -174,7 +174,10 @@ def test_a_source_is_freed_when_its_copy_is_complete() -> None:
 
 
 def test_storage_objects_are_not_leaked() -> None:
-    """A record's weak reference keeps the address of a storage object from being used again; gone, it is."""
+    """A record's weak reference keeps the address of a storage object from being used again; gone, it is.
+
+    Leaked, every step would have an address of its own. How often the allocator gives one again is its own affair.
+    """
     addresses: set[int] = set()
 
     def block(z: Tensor) -> Tensor:
@@ -183,10 +186,10 @@ def test_storage_objects_are_not_leaked() -> None:
         return y.sin()
 
     pipeline = Pipeline(Answer.HOST)
-    for _ in range(100):
+    for _ in range(300):
         pipeline.technique.hook.run("block0", block, pipeline.x * 1.0).sum().backward()
         pipeline.technique.end_step()
-    assert len(addresses) < 50
+    assert len(addresses) < 270
 
 
 def test_tables_and_labels_of_the_caller_stay_where_they_are() -> None:

@@ -17,6 +17,7 @@ FACTS = (
     "accessors",
     "plain engine reads it",
     "adopted engine reads a plain one",
+    "leaves out a step",
     "goes on alike",
     "loads weights alone",
     "set",
@@ -31,8 +32,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("case", TRAINED)
 @pytest.mark.parametrize("fact", FACTS)
 def test_deepspeed_sees_the_states_that_we_hold(found: Found, case: str, fact: str) -> None:
-    """Its accessors read and set; its checkpoint is read by an engine that is not adopted, and
-    the other way round, after which training goes on with the same losses."""
+    """Its accessors read and set; its checkpoint is read by an engine that is not adopted, and the other way round,
+    after which training goes on with the same losses, also where one of the two has left out a step in between that
+    was not finite on one rank."""
     assert [of_rank[fact] for of_rank in found[case]] == [True, True]
 
 
@@ -58,6 +60,11 @@ REFUSED = (
 def test_an_engine_outside_of_the_support_matrix_is_refused_by_field(found: Found, field: str) -> None:
     for of_rank in found["refused"]:
         assert f"\n  {field}: " in of_rank[field]
+
+
+def test_a_type_to_exchange_gradients_in_is_not_ignored(found: Found) -> None:
+    for of_rank in found["refused"]:
+        assert "\n  gradients: communication_data_type; " in of_rank["exchanged in"]
 
 
 def test_an_engine_whose_adamw_has_other_settings_is_refused_with_both(found: Found) -> None:

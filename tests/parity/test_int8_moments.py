@@ -6,11 +6,11 @@ overlap and resume change none of them is the matrix of each, which runs with ev
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import pytest
 import torch
+from next_byte import NextByte, losses_of
 from optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, resident, split
 from torch import Tensor
 
@@ -195,37 +195,15 @@ def test_what_divides_parameters_elsewhere_is_refused() -> None:
         ShardedOptimizer(own, None, Peers(World()), {}, case.settings)  # type: ignore[arg-type]
 
 
-class NextByte(torch.nn.Module):
-    """Predicts a byte of Python source from the eight before it; a block of its embedding holds frequent bytes and
-    rare ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(256, 16)
-        self.hidden = torch.nn.Linear(128, 64)
-        self.norm = torch.nn.LayerNorm(64)
-        self.head = torch.nn.Linear(64, 256)
-
-    def forward(self, context: Tensor) -> Tensor:
-        return self.head(self.norm(torch.relu(self.hidden(self.embedding(context).flatten(1)))))  # type: ignore[no-any-return]
-
-
 def loss_of_1000_steps(rule: UpdateRule, moment_type: torch.dtype, rate: float) -> tuple[float, float]:
     """The first, and the mean of the last hundred, on real text."""
     torch.manual_seed(0)
-    with open(os.__file__, "rb") as source:
-        text = torch.frombuffer(bytearray(source.read()), dtype=torch.uint8).long()
     model = NextByte()
     sizes = [kept_elements(parameter.numel(), moment_type) for parameter in model.parameters()]
     moments = [[torch.zeros(size, dtype=moment_type) for _ in rule.moments] for size in sizes]
     powers, losses = [1.0, 1.0], []
-    for _ in range(1000):
-        at = torch.randint(8, len(text), (64,))
-        context = text[at[:, None] + torch.arange(-8, 0)]
-        loss = torch.nn.functional.cross_entropy(model(context), text[at])
-        model.zero_grad()
-        loss.backward()
-        losses.append(float(loss.detach()))
+    for loss in losses_of(model, 1000):
+        losses.append(loss)
         powers = [powers[0] * 0.9, powers[1] * 0.95]
         named = dict(zip(("beta1_power", "beta2_power"), powers, strict=True)) if rule.corrects_bias else {}
         scalars = UpdateScalars(rate, 0.9, 0.95, 1e-8, 0.1, rule=rule, **named)

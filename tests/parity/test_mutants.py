@@ -178,7 +178,9 @@ def test_tracing_lanes_find(name: str) -> None:
 # --- a dispatcher that errs
 
 
-def seeded_once(name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None) -> Block:
+def seeded_once(
+    name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None, again: segments.Around
+) -> Block:
     """A segment wrapper that does not fork the random state again when the block is run again."""
 
     def run(*inputs: object) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway.plan import Tier
+from spillway_trainer import volumes
 from spillway_trainer.activation_spill import Spilling, alone
 
 KIB = 1 << 10
@@ -318,6 +319,48 @@ def test_backward_holds_no_more_than_what_stays_and_what_runs_ahead(make: Callab
     assert spilling.ledger.peak_bytes <= (2 + 1 + 1) * 4 * KIB  # ahead, in use, and one that is on its way out
 
 
+class Shared(nn.Module):
+    """Each of six layers saves three results of 16 KiB and needs one of 32 KiB that was saved before all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = x.repeat(8).sin().sin().exp()
+        for _ in range(6):
+            own = x.repeat(4).sin().sin().sin().view(4, -1).sum(0)
+            x = own + shared.cos().view(8, -1).sum(0)
+        return x.sum()
+
+
+def test_what_all_layers_need_brings_no_neighbours_and_leaves_between_two_needs(make: Callable[..., Spilling]) -> None:
+    spilling, peaks = make(Shared(), ahead_bytes=4 * KIB, transfer_bytes=4 * KIB), []
+    for _ in range(3):
+        x, plain = leaf(), leaf()
+        with spilling:
+            loss = Shared()(x)
+        spilling.store.drain()
+        spilling.ledger.reset_peak()
+        loss.backward()
+        Shared()(plain).backward()
+        assert torch.equal(grad(x), grad(plain))
+        peaks.append(spilling.ledger.peak_bytes)
+    assert peaks[0] >= (2 + 2 + 1) * 16 * KIB  # what is shared, the neighbour that came with it, and what is in use
+    assert peaks[1] == peaks[2] <= (2 + 1 + 1) * 16 * KIB  # what is shared, ahead, and just left
+
+
+def test_a_backward_in_another_order_than_the_last_one_is_exact(make: Callable[..., Spilling]) -> None:
+    spilling = make(nn.Module(), ahead_bytes=4 * KIB, transfer_bytes=4 * KIB)
+    plain = leaf()
+    expected = [torch.autograd.grad(chain(plain.cos()), plain)[0], torch.autograd.grad(chain(plain.exp()), plain)[0]]
+    for order in ((0, 1), (0, 1), (1, 0), (0,), (1, 0), (1, 0)):
+        x = leaf()
+        with spilling:
+            losses = [chain(x.cos()), chain(x.exp())]
+        spilling.store.drain()
+        for which in order:
+            (found,) = torch.autograd.grad(losses[which], x, retain_graph=True)
+            assert torch.equal(found, expected[which])
+    del losses
+
+
 class Disk:
     """The file of the next Spilling, in memory."""
 
@@ -493,6 +536,15 @@ def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="weight is on meta: activation spilling on its own moves tensors of the CPU"):
         Spilling(model, tmp_path, nvme_bytes=1 << 20)
+
+
+def test_a_directory_in_memory_is_refused_before_there_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volumes, "read_text", lambda path: f"/dev/a / ext4 rw 0 0\nx {tmp_path} tmpfs rw 0 0\n")
+    with pytest.raises(UserError, match=rf"Spilling in {tmp_path}: lies in memory \(tmpfs\), where what is"):
+        Spilling(nn.Linear(2, 2), tmp_path, nvme_bytes=1 << 20)
+    assert open_files(tmp_path) == 0
 
 
 GIVEN: dict[str, dict[str, Any]] = {

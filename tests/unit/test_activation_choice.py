@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plain_play import PlainCourse
 
 from spillway.plan import Answer, Tier
+from spillway_trainer.activation_spill import choice
 from spillway_trainer.activation_spill.choice import Choice, Course, Limits, NoChoice, Played, SavedStorage, choose
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
@@ -291,3 +293,44 @@ def test_figures_that_are_none_are_refused_by_name(said: str) -> None:
 def test_storages_of_no_bytes_and_of_no_time_are_chosen_for() -> None:
     storages = [SavedStorage(0, 0.0, 0.0), SavedStorage(MIB, 0.0, 0.0), SavedStorage(MIB, 0.0, 0.0)]
     assert chosen(storages, replace(ROOMY, device_bytes=MIB)).peak_bytes <= MIB
+
+
+@pytest.mark.parametrize("num_storages", [1, 7, 40, 300])
+def test_a_play_in_one_loop_comes_to_the_numbers_of_the_plain_one_and_ends_early_only_beyond_its_bound(
+    num_storages: int,
+) -> None:
+    played = 0
+    for seed in range(60 if FULL else 12):
+        storages, limits = drawn(seed, num_storages, ALL)
+        numbers = random.Random(seed)
+        for _ in range(4):
+            likely = numbers.choice(((KEEP, NVME), (HOST, NVME), (KEEP, HOST, NVME), (NVME,)))
+            answers = [
+                RECOMPUTE if each.rebuild_seconds is not None and numbers.random() < 0.8 else numbers.choice(likely)
+                for each in storages
+            ]
+            roomy = replace(limits, host_bytes=1 << 40, nvme_bytes=1 << 40)
+            plain, fast = PlainCourse(storages, roomy), Course(storages, roomy)
+            expected = plain.play(answers, 0.5)
+            assert fast.play(answers, 0.5) == expected
+            if expected is not None:
+                played += 1
+                assert fast.play(answers, 0.5, expected.extra_seconds) == expected
+                if expected.extra_seconds > 0.0:
+                    assert fast.play(answers, 0.5, math.nextafter(expected.extra_seconds, 0.0)) is None
+    assert played
+
+
+@pytest.mark.parametrize("num_storages", [6, 60, 400])
+def test_a_search_that_ends_plays_early_has_the_answers_of_one_that_does_not(
+    num_storages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = 0
+    for seed in range(40 if FULL else 6):
+        storages, limits = drawn(seed, num_storages, ALL)
+        fast = choose(storages, limits)
+        with monkeypatch.context() as patched:
+            patched.setattr(choice, "Course", PlainCourse)
+            assert choose(storages, limits) == fast
+        waiting += isinstance(fast, Choice) and fast.stall_seconds + fast.recompute_seconds > 0.0
+    assert waiting

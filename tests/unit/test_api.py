@@ -266,7 +266,7 @@ def test_a_mistake_is_named_with_what_is_allowed(changes: dict[str, Any], path: 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "spec.model.config.dropout": ({"spec.model.lora": {}, "spec.model.config.dropout": "0.1"}, "leave it out"),
-    "spec.members": ({"spec.members": [{"name": "a"}]}, "one TrainingJob per model"),
+    "spec.parallelism.nodes": ({"spec.members": [{"name": "a"}], "spec.parallelism.nodes": 2}, "a job of its own"),
     "spec.command": ({"spec.command": ["python", "x.py"]}, "model, data and training"),
 }
 

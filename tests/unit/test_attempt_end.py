@@ -194,6 +194,17 @@ def test_a_failure_of_another_rank_goes_before_an_eviction() -> None:
     assert cause_of_end([evicted, pod(1, ending(72, second=1))], 2).reason == "SpillVolumeFull"
 
 
+def test_a_process_that_the_kernel_killed_for_the_nodes_want_did_not_reach_the_pods_limit() -> None:
+    evicted = pod(
+        0, ending(137, "", "OOMKilled"), status_reason="Evicted", disruption="TerminationByKubelet",
+        status_message="The node was low on resource: memory.",
+    )  # fmt: skip
+    cause = cause_of_end([evicted], 1)
+    assert cause.reason == "PodDeleted"
+    assert "low on resource: memory" in cause.message
+    assert cause_of_end([evicted, pod(1, ending(137, "", "OOMKilled", second=1))], 2).reason == "OOMKilled"
+
+
 def test_an_eviction_for_want_of_space_on_the_node_is_a_disruption() -> None:
     evicted = pod(0, phase="Failed", status_reason="Evicted", disruption="TerminationByKubelet")
     assert cause_of_end([evicted], 1).reason == "PodDeleted"

@@ -20,8 +20,9 @@ from spillway.units import GIB
 from spillway_cli import calibrate_command
 from spillway_cli.__main__ import run_app
 from spillway_cli.calibrate_command import outcome, probed_node, read_evidence, samples_of
-from spillway_cli.local_node import file_system
 from spillway_cli.node_profile import read_profile
+from spillway_trainer import volumes
+from spillway_trainer.volumes import file_system
 
 CORES = 2
 SPEC = {
@@ -264,7 +265,7 @@ def test_a_directory_in_memory_is_said_to_be_no_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibrate_command, "run_probe", lambda *_: result())
-    monkeypatch.setattr(calibrate_command, "read_text", lambda _: "tmpfs / tmpfs rw 0 0")
+    monkeypatch.setattr(volumes, "read_text", lambda _: "tmpfs / tmpfs rw 0 0")
     calibrate("-o", "json")
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert any("lies in memory (tmpfs)" in note for note in notes)

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 from fake_trainer import step_line
+from job_documents import job
 from run_records import plan as made_plan
 
-from spillway.api import TrainingJob, parse_job
+from spillway.api import Member, Objective, TrainingJob, parse_job
 from spillway.errors import ExitCode, UserError
+from spillway.hardware import local_node
 from spillway.job import JobFile
-from spillway.planner import shared_memory
+from spillway.plan import Tier
+from spillway.planner import make_plan, shared_memory
 from spillway_cli import __main__ as cli
 from spillway_cli import local_run, run_command
 from spillway_cli.console import Format
@@ -27,6 +30,7 @@ from spillway_cli.local_node import bytes_in_equal_shares, free_disk_bytes, prob
 from spillway_cli.local_plan import BudgetOverrides, with_budget
 from spillway_cli.report_command import write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
+from spillway_trainer import volumes
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """\
@@ -348,13 +352,46 @@ def test_spill_directory_in_memory_is_refused(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_refused: bool
 ) -> None:
     mounts = f"/dev/a / ext4 rw 0 0\nx {job_file.parent} {kind} rw 0 0\n"
-    monkeypatch.setattr(run_command, "read_text", lambda path: mounts)
+    monkeypatch.setattr(volumes, "read_text", lambda path: mounts)
     (job_file.parent / "spill").mkdir()
     if not is_refused:
         assert run_command.spill_directories([job_file.parent / "spill"])
         return
     with pytest.raises(UserError, match=rf"--spill .*spill: lies in memory \({kind}\), where what is spilled"):
         run_command.spill_directories([job_file.parent / "spill"])
+
+
+def in_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = f"/dev/a / ext4 rw 0 0\nx {directory} tmpfs rw 0 0\n"
+    monkeypatch.setattr(volumes, "read_text", lambda path: mounts)
+
+
+def test_run_that_would_spill_beside_an_output_in_memory_is_refused(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_memory(job_file.parent, monkeypatch)
+    assert run(job_file) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err
+    assert f"--output {job_file.parent / 'out'}: lies in memory (tmpfs), where what is spilled would take" in said
+    assert "name one on a disk, or give --spill a disk's" in said
+    assert not (job_file.parent / "out" / "job.json").exists(), "nothing was trained"
+
+
+def test_demo_whose_output_lies_in_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_memory(tmp_path, monkeypatch)
+    assert cli.run_app(["demo", "--output", str(tmp_path / "demo")]) == ExitCode.USER_ERROR
+    assert f"--output {tmp_path / 'demo' / 'budget'}: lies in memory (tmpfs)" in capsys.readouterr().err
+
+
+def test_an_output_in_memory_is_no_matter_where_nothing_is_spilled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_memory(tmp_path, monkeypatch)
+    plan = make_plan(job(), local_node(6, 4 * GIB, 4 * GIB, GIB), explained=False)
+    assert plan.slab_bytes(Tier.NVME) == 0
+    local_run.refuse_spill_in_memory(tmp_path, plan, "")
 
 
 def test_spill_directory_that_is_given_twice_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -481,6 +518,59 @@ def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
 def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
     smaller = tiny_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
     local_run.refuse_another_run(trained(tmp_path), smaller, job_json(tiny_job()))
+
+
+def sweep_job(names: str, halving: int = 0, **overrides: str) -> TrainingJob:
+    """Members of one letter each; `overrides`: learning rate by name."""
+    job = tiny_job()
+    members = tuple(
+        Member(name=name, overrides={"training.optimizer.learningRate": overrides.get(name, "1e-3")}) for name in names
+    )
+    changes = {"members": members, "objective": Objective(halving=halving)}
+    return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
+
+
+def member_event(name: str, event: str, step: int) -> str:
+    fields = {"time": 1.0, "member": name, "step": step, "loss": None, "objective": None, "reason": ""}
+    return json.dumps({"event": f"member_{event}", **fields}) + "\n"
+
+
+def trained_sweep(directory: Path, *events: str) -> RunDirectory:
+    (directory / "run.jsonl").write_text("".join(events))
+    return RunDirectory(directory)
+
+
+def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> None:
+    run, earlier = trained_sweep(tmp_path, member_event("a", "parked", 3)), job_json(sweep_job("ab"))
+    with pytest.raises(UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate is 1e-3 there"):
+        local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
+    with pytest.raises(UserError, match=r"spec\.objective\.halving is 0 there and 5 here"):
+        local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
+
+
+def test_members_join_and_leave_a_sweep_without_rounds(tmp_path: Path) -> None:
+    run = trained_sweep(tmp_path, member_event("a", "parked", 3))
+    local_run.refuse_another_run(run, sweep_job("bc"), job_json(sweep_job("ab")))
+    with pytest.raises(UserError, match=r"spec\.members\.a is"):
+        local_run.refuse_another_run(run, sweep_job("bc", halving=5), job_json(sweep_job("ab", halving=5)))
+
+
+def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path: Path) -> None:
+    run = trained_sweep(tmp_path, member_event("a", "started", 0), member_event("a", "failed", 0))
+    local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
+    (tmp_path / "checkpoints" / "members" / "a" / "step-1.e1").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds another run"):
+        local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
+
+
+def test_a_sweep_is_complete_when_every_member_that_the_job_names_has_ended(tmp_path: Path) -> None:
+    end = json.dumps({"event": "end", "time": 2.0, "step": 5, "reason": "Completed", "exit_code": 0, "message": ""})
+    events = (member_event("a", "completed", 4), member_event("b", "stopped", 1), end + "\n")
+    assert local_run.is_complete(trained_sweep(tmp_path, *events), sweep_job("ab"))
+    assert not local_run.is_complete(trained_sweep(tmp_path, *events), sweep_job("abc"))
+    assert not local_run.is_complete(trained_sweep(tmp_path, *events[:2]), sweep_job("ab"))
+    parked = (events[0], member_event("b", "parked", 1), events[2])
+    assert not local_run.is_complete(trained_sweep(tmp_path, *parked), sweep_job("ab"))
 
 
 def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_whatever_hangs_the_others_are_answered_in_time() -> None:
     )
     started = time.monotonic()
     found = gathering.answers(started + 0.2)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     assert found["works"] == 7
     assert found["hangs"] == Missing("no answer in time")
     assert found["fails"] == Missing("ZeroDivisionError: integer division or modulo by zero")
@@ -185,10 +185,10 @@ def test_an_api_server_that_says_nothing_costs_no_more_than_the_limit(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor_command, "LONGEST_SECONDS", 0.5)
-    server.before = lambda path: time.sleep(3)
+    server.before = lambda path: time.sleep(8)
     started = time.monotonic()
     assert run_app(["doctor", "-o", "json"]) == 1
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 7
     errors = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["severity"] == "error"]
     assert [(one["check"], one["message"]) for one in errors] == [("api server", "no answer in time")]
 

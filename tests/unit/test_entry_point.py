@@ -139,7 +139,7 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
         raise CheckpointNotWritten("old checkpoints not removed")
 
     spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2))
-    nothing = SimpleNamespace(optimizer=SimpleNamespace(state=dict), divided=None, prune=refuse, spec=spec)
+    nothing = SimpleNamespace(states=dict, divided=None, prune=refuse, spec=spec)
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)

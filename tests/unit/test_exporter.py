@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spillway import metrics
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
+from spillway.progress import MemberProgress, MemberState
 from spillway_trainer.exporter import Exporter
 
 
@@ -78,6 +79,37 @@ def test_every_declared_metric_but_the_launchers_own_is_exported_and_no_other(lo
     samples = scrape(exporter)
     assert names(samples) == {metric.name for metric in metrics.ALL if metric is not metrics.RANK_UP}
     assert samples[metrics.LOSS_SCALE.name, (("training_job", "small"),)] == (loss_scale or 1.0)
+
+
+def test_a_sweep_exports_a_series_for_every_member_and_counts_their_steps_together() -> None:
+    exporter = new_exporter()
+    exporter.step(step())
+    exporter.sweep(
+        (
+            MemberProgress(name="a", step=4, num_steps=10, loss=2.0, objective=3.0, state=MemberState.RUNNING),
+            MemberProgress(name="b", step=2, num_steps=10, state=MemberState.STOPPED),
+        ),
+        "a",
+    )
+    samples = scrape(exporter)
+    job = ("training_job", "small")
+    of_members = {name for name in names(samples) if name.startswith(metrics.MEMBER_PREFIX)}
+    assert of_members == {metric.name for metric in metrics.SWEEP}
+    found = {key: value for key, value in samples.items() if key[0] in of_members}
+    assert found == {
+        (metrics.MEMBER_STEP.name, (("member", "a"), job)): 4.0,
+        (metrics.MEMBER_STEP.name, (("member", "b"), job)): 2.0,
+        (metrics.MEMBER_STEPS_PLANNED.name, (("member", "a"), job)): 10.0,
+        (metrics.MEMBER_STEPS_PLANNED.name, (("member", "b"), job)): 10.0,
+        (metrics.MEMBER_LOSS.name, (("member", "a"), job)): 2.0,
+        (metrics.MEMBER_OBJECTIVE.name, (("member", "a"), job)): 3.0,
+        (metrics.MEMBER_STATE.name, (("member", "a"), ("state", "Running"), job)): 1.0,
+        (metrics.MEMBER_STATE.name, (("member", "b"), ("state", "Stopped"), job)): 1.0,
+        (metrics.MEMBER_BEST.name, (("member", "a"), job)): 1.0,
+        (metrics.MEMBER_BEST.name, (("member", "b"), job)): 0.0,
+    }
+    assert samples[metrics.STEP.name, (job,)] == 6.0
+    assert samples[metrics.STEPS_PLANNED.name, (job,)] == 12.0
 
 
 def test_counters_add_up_over_steps() -> None:

@@ -28,6 +28,7 @@ from spillway.plan import (
     TierBytes,
 )
 from spillway.status import Attempts, PlanStatus
+from spillway.units import parse_quantity
 from spillway_operator import manifests
 from spillway_operator.manifests import AttemptFiles, Decision, Preferred, attempt_files, children
 from spillway_operator.observed import Contract, JobObject, OperatorFacts
@@ -210,6 +211,20 @@ def test_what_kills_when_exceeded_is_requested_in_full() -> None:
     for name in ("memory", "ephemeral-storage"):
         assert resources["requests"][name] == resources["limits"][name]
     assert "cpu" in resources["requests"] and "cpu" not in resources["limits"]
+
+
+@pytest.mark.parametrize(("share", "given"), [(0.6, 0.6), (1.0, 1.0), (1.5, 1.0), (0.1, 1.0), (0.0, 1.0)])
+def test_a_pod_gets_what_evidence_left_of_the_counted_bytes_and_nothing_absurd(share: float, given: float) -> None:
+    counted = files()
+    asked = int(share * counted.counted.memory_bytes)
+    status = counted.plan_status.model_copy(update={"pod_memory": asked})
+    decided = replace(counted, plan_status=status)
+    expected = int(given * counted.counted.memory_bytes)
+    assert decided.resources.memory_bytes == expected
+    assert decided.spared_bytes == counted.counted.memory_bytes - expected
+    (job_manifest,) = [child for child in children(decided, owner(), FACTS) if child["kind"] == "Job"]
+    (limits,) = [one["resources"]["limits"] for one in job_manifest["spec"]["template"]["spec"]["containers"]]
+    assert parse_quantity(limits["memory"]) == expected
 
 
 def test_a_cuda_job_asks_for_its_devices() -> None:

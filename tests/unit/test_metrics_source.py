@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ class FakePrometheus:
         """sent instead of an answer"""
         self.status = 200
         self.delay_seconds = 0.0
+        self.seconds_ago = 0.0
+        """when it evaluated what it answers"""
+
+    def stalled(self, name: str, share: str) -> None:
+        self.series.setdefault("node_pressure_memory_stalled_seconds_total", []).append(({"node": name}, share))
 
     def node(self, name: str, host: float | str, device: float | None = None, **mounts: float) -> None:
         """Free GiB; device in GiB, too."""
@@ -55,7 +61,8 @@ class FakePrometheus:
         if self.raw is not None:
             return web.Response(body=self.raw, status=self.status)
         found = [series for name, of_name in self.series.items() if name in query for series in of_name]
-        result = [{"metric": labels, "value": [1.0, value]} for labels, value in found]
+        evaluated = time.time() - self.seconds_ago
+        result = [{"metric": labels, "value": [evaluated, value]} for labels, value in found]
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
 
 
@@ -135,6 +142,25 @@ def test_a_tier_that_does_not_exist_is_left_aside(prometheus: FakePrometheus, cl
     assert snapshot(prometheus, clock).pods == {("team", "demo"): TierFigures(device=5)}
 
 
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [("0", 0.0), ("0.0621", 0.0621), ("1.004", 1.0), ("+Inf", 1.0), ("NaN", None), ("-0.1", None), ("often", None)],
+)
+def test_how_long_a_nodes_memory_stalled_is_a_share_of_the_time_or_unknown(
+    prometheus: FakePrometheus, clock: Clock, share: str, expected: float | None
+) -> None:
+    prometheus.node("node-a", 1.0)
+    prometheus.stalled("node-a", share)
+    found = snapshot(prometheus, clock).nodes["node-a"]
+    assert found.memory_stalled == expected
+    assert ("node_pressure_memory_stalled_seconds_total" in found.sources) is (expected is not None)
+
+
+def test_a_node_of_which_only_its_stalls_are_known_is_known(prometheus: FakePrometheus, clock: Clock) -> None:
+    prometheus.stalled("node-a", "0.5")
+    assert snapshot(prometheus, clock).nodes["node-a"].memory_stalled == 0.5
+
+
 def test_old_samples_are_left_out_by_every_query(prometheus: FakePrometheus, clock: Clock) -> None:
     """Prometheus would answer with a sample of five minutes ago as if it were of now."""
     snapshot(prometheus, clock)
@@ -144,11 +170,13 @@ def test_old_samples_are_left_out_by_every_query(prometheus: FakePrometheus, clo
         assert "time() - timestamp(" in query
 
 
-def test_of_several_series_of_one_node_the_least_counts() -> None:
+def test_of_several_series_of_one_node_the_worst_counts() -> None:
     """So that a series too many can make a node less attractive, never more."""
-    for_nodes = [query for query in metrics_source.QUERIES if "by (node" in query]
-    assert len(for_nodes) == 3
-    assert all(query.startswith("min by (node") for query in for_nodes)
+    *free, stalled = [query for query in metrics_source.QUERIES if "by (node" in query]
+    assert len(free) == 3
+    assert all(query.startswith("min by (node") for query in free)
+    assert "node_pressure_memory_stalled_seconds_total" in stalled
+    assert stalled.startswith("max by (node)")
 
 
 # --- garbage ----------------------------------------------------------------------------------------------------------
@@ -208,13 +236,14 @@ def test_an_answer_of_another_kind_is_a_problem_and_no_figures(
 
 def test_values_of_another_form_are_no_figures(prometheus: FakePrometheus, clock: Clock) -> None:
     forms: list[Any] = ["x", [], [1], 5, None]
+    forms += [[None, "5"], ["soon", "5"]]
     result = [{"metric": {"node": "node-a"}, "value": value} for value in forms]
     prometheus.raw = json.dumps({"status": "success", "data": {"result": result}}).encode()
     assert snapshot(prometheus, clock).nodes == {}
 
 
 def test_labels_of_another_form_are_no_node(prometheus: FakePrometheus, clock: Clock) -> None:
-    result = [{"metric": {"node": ["node-a"]}, "value": [1, "5"]}]
+    result = [{"metric": {"node": ["node-a"]}, "value": [time.time(), "5"]}]
     prometheus.raw = json.dumps({"status": "success", "data": {"result": result}}).encode()
     assert "node-a" not in snapshot(prometheus, clock).nodes
 
@@ -258,6 +287,28 @@ def test_an_outage_leaves_the_last_figures_which_grow_older(prometheus: FakeProm
     assert found.nodes["node-a"].host == int(12.5 * GIB)
     assert found.age_seconds == 42.0
     assert "answers 500" in found.problem
+
+
+def test_an_answer_of_ten_minutes_ago_is_no_reading(prometheus: FakePrometheus, clock: Clock) -> None:
+    """As of a cache in between, or a Prometheus whose clock is wrong: its own filter of old samples cannot see it."""
+    prometheus.node("node-a", 12.5)
+
+    async def kept(source: MetricsSource, session: aiohttp.ClientSession) -> None:
+        prometheus.seconds_ago = 600.0
+        prometheus.series.clear()
+        prometheus.node("node-a", 99.0)
+        clock.now += 42.0
+        await source.read(session)
+
+    found = with_source(prometheus, clock, kept).snapshot()
+    assert (found.nodes["node-a"].host, found.age_seconds) == (int(12.5 * GIB), 42.0)
+    assert found.problem.endswith("answers with what was true 10m00s ago, by its clock")
+
+
+def test_an_answer_of_two_minutes_ago_is_one(prometheus: FakePrometheus, clock: Clock) -> None:
+    prometheus.node("node-a", 12.5)
+    prometheus.seconds_ago = metrics_source.OLDEST_SAMPLE_SECONDS - 10.0
+    assert snapshot(prometheus, clock).problem == ""
 
 
 def test_after_an_outage_figures_are_fresh_again(prometheus: FakePrometheus, clock: Clock) -> None:

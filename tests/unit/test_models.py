@@ -47,6 +47,23 @@ def plain_module():
 def number_of():
     return 5
 
+class Skipping(nn.Sequential):
+    def forward(self, x):
+        return x
+
+def sequential_with_own_forward():
+    return Skipping(*[nn.Linear(2, 2) for _ in range(3)])
+
+def short_sequential():
+    return nn.Sequential(nn.Embedding(97, 2), nn.ReLU(), nn.Linear(2, 97))
+
+def sequential_without_tokens():
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 97))
+
+def sequential_with_a_layer_twice():
+    layer = nn.Linear(2, 2)
+    return nn.Sequential(nn.Embedding(97, 2), layer, layer, nn.Linear(2, 97))
+
 def with_memory():
     model = own_chain()
     model.head.norm.weight = nn.Parameter(torch.ones(32, device="cpu"))
@@ -135,9 +152,14 @@ REFUSED = {
     "their_models:missing": "their_models has no function missing",
     "their_models:number": "their_models has no function number",
     "their_models:raises": "raised ValueError: no such file",
-    "their_models:number_of": "returned int, needed is a Chain or a PreTrainedModel",
-    "their_models:plain_module": "returned Linear, needed is a Chain or one of LlamaForCausalLM",
-    "their_models:opt": "returned OPTForCausalLM, needed is",
+    "their_models:number_of": "returned int. Return its layers as an nn.Sequential",
+    "their_models:plain_module": "returned Linear, of whose forward nobody knows where it can be cut into segments. "
+    r"Return its layers as an nn.Sequential, .* Or a Chain .*`segments` lists .* Or one of LlamaForCausalLM",
+    "their_models:opt": r"returned OPTForCausalLM \(model: OPTModel, lm_head: Linear\), of whose forward",
+    "their_models:sequential_with_own_forward": r"returned Skipping \(0: Linear, 1: Linear, 2: Linear\), of whose",
+    "their_models:short_sequential": "the nn.Sequential has 2 children with parameters, and a chain needs at least 3",
+    "their_models:sequential_without_tokens": r"the nn.Sequential begins with Linear, ReLU, .* nn\.Embedding",
+    "their_models:sequential_with_a_layer_twice": "the nn.Sequential has one layer in two places",
     "their_models:with_memory": r"parameter head\.norm\.weight has memory already",
     "their_models:with_unset_buffer": "buffer scale has no values",
     "their_models:with_parameter_outside": "every parameter must .* exactly one segment .* extra belongs to 0",

@@ -415,7 +415,7 @@ def test_observed_peaks_of_namespaces_that_plan_nothing_any_more_are_dropped() -
         for number in range(10):
             await bench.cluster.refresh(f"team-{number}")
             bench.seconds += OLDEST_PEAKS_SECONDS / 2
-        assert list(bench.cluster._peaks) == ["team-8", "team-9"]
+        assert list(bench.cluster._known) == ["team-8", "team-9"]
 
     with_cluster(scenario)
 

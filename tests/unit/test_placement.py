@@ -12,6 +12,7 @@ from job_documents import job
 
 from spillway import headroom
 from spillway.api import NodeProfileSpec
+from spillway.corrections import Corrections
 from spillway.hardware import resolve_node
 from spillway.placement import (
     ClusterView,
@@ -27,7 +28,7 @@ from spillway.placement import (
 )
 from spillway.plan import Tier
 from spillway.pod_resources import LONGEST_GRACE_SECONDS, pod_resources
-from spillway.profiles import memory_fingerprint
+from spillway.profiles import memory_fingerprint, model_fingerprint
 from spillway.units import GIB, MIB, format_bytes
 
 GPU = "nvidia.com/gpu"
@@ -43,6 +44,11 @@ def node(name: str, host: float | None = None, nvme: float | None = None, **chan
         live = LiveBytes(None, gib(host), gib(nvme), ("node_memory_MemAvailable_bytes",))
     view = NodeView(name, {}, (), 8.0, 16 * GIB, 100 * GIB, {}, live=live)
     return replace(view, **changes)
+
+
+def stalling(view: NodeView, share: float) -> NodeView:
+    """The node, whose memory stalled for that share of the time."""
+    return replace(view, live=replace(view.live or LiveBytes(), memory_stalled=share))
 
 
 def gib(size: float | None) -> int | None:
@@ -84,6 +90,31 @@ def test_the_node_with_more_free_host_memory_is_preferred_and_the_sentence_names
     assert found.reason == (
         f"node-b: 12.1 GiB of host memory free, node-a 3.20 GiB (planned {planned}); metrics 4 s old"
     )
+
+
+IN_HOST_MEMORY = {"spec.memory.optimizer.placement": "Host"}
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.2, True), (0.5, True), (0.9, False)])
+def test_on_a_cpu_the_host_has_the_larger_part_of_the_memory_where_the_plan_needs_it_there(
+    share: float, fits: bool
+) -> None:
+    """benchmarks/placement.py: jobs ended as one that no node can carry, on nodes half of which were empty."""
+    plan = placed(cluster(node("node-a")), IN_HOST_MEMORY).plan
+    factor = share * 4 * plan.budget[Tier.HOST] / plan.bytes[Tier.HOST].predicted
+    view = cluster(node("node-a"), corrections=Corrections(host=factor))
+    found = place(job(IN_HOST_MEMORY), view)
+    assert isinstance(found, Placement) is fits
+    if isinstance(found, Placement):
+        assert found.plan.bytes[Tier.HOST].total == pytest.approx(share * 4 * plan.budget[Tier.HOST], rel=0.01)
+        assert found.pod.memory_bytes <= node("node-a").allocatable_memory_bytes
+
+
+def test_a_device_budget_is_not_moved_to_the_host() -> None:
+    named = {**IN_HOST_MEMORY, "spec.memory.budget.device": "10Gi"}
+    plan = placed(cluster(node("node-a")), named).plan
+    factor = 1.5 * plan.budget[Tier.HOST] / plan.bytes[Tier.HOST].predicted
+    assert unplaceable(cluster(node("node-a"), corrections=Corrections(host=factor)), named).reason == "DoesNotFit"
 
 
 def test_when_the_sides_swap_the_preference_swaps() -> None:
@@ -230,6 +261,74 @@ def test_weights_never_contradict_headroom(free: list[int], age: float) -> None:
     assert given_weights == sorted(given_weights, reverse=True)
     assert all(1 <= weight <= 100 for weight in given_weights)
     assert not given_weights or given_weights[0] == 100
+
+
+# --- stalled memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_node_whose_memory_stalls_is_not_preferred_however_much_of_it_is_free() -> None:
+    found = placed(cluster(stalling(node("node-a", host=15.0), 0.12), node("node-b", host=3.0)))
+    planned = format_bytes(found.pod.memory_bytes)
+    assert found.preferences == (Preference("node-b", 100),)
+    assert found.headroom.host == 3 * GIB
+    assert found.reason == (
+        f"node-b: 3.00 GiB of host memory free, node-a 15.0 GiB (planned {planned}); "
+        "memory stalls on node-a (12% of the time), not preferred; metrics 4 s old"
+    )
+
+
+@pytest.mark.parametrize(("share", "age", "stalls"), [
+    (0.05, 4.0, False), (0.051, 4.0, True), (0.0, 4.0, False), (1.0, 4.0, True),
+    (0.09, 90.0, False), (0.11, 90.0, True), (1.0, 400.0, False),
+])  # fmt: skip
+def test_a_stall_counts_above_a_twentieth_of_the_time_twice_that_when_stale_and_never_when_too_old(
+    share: float, age: float, stalls: bool
+) -> None:
+    found = placed(cluster(stalling(node("node-a", host=8.0), share), node("node-b", host=8.0), age=age))
+    assert set(weights(found)) == ({"node-b"} if stalls else {"node-a", "node-b"})
+    assert ("memory stalls on node-a" in found.reason) is stalls
+
+
+def test_when_the_memory_of_every_node_stalls_none_is_preferred_and_the_job_is_placed() -> None:
+    found = placed(cluster(*(stalling(node(f"node-{name}", host=8.0), 0.5) for name in "abcde")))
+    assert found.preferences == ()
+    assert "no preference among 5 nodes" in found.reason
+    named = "node-a (50% of the time), node-b (50% of the time), node-c (50% of the time) and 2 more"
+    assert f"memory stalls on {named}, not preferred" in found.reason
+    alone = placed(cluster(stalling(node("node-a", host=8.0), 0.5)))
+    assert alone.preferences == ()
+
+
+def test_a_stall_is_said_where_nothing_else_is_known() -> None:
+    found = placed(cluster(stalling(node("node-a"), 0.5), node("node-b")))
+    assert found.preferences == (Preference("node-b", 100),)
+    assert found.reason == (
+        "node-b before node-a; memory stalls on node-a (50% of the time), not preferred; metrics 4 s old"
+    )
+
+
+def test_a_stall_changes_neither_plan_nor_class_nor_pod_and_requires_no_node() -> None:
+    calm = (gpu_node("node-a", H100_LABELS, device=70.0), gpu_node("node-b", H100_LABELS, device=70.0))
+    without = placed(cluster(*calm), CUDA)
+    found = placed(cluster(*(stalling(view, 1.0) for view in calm)), CUDA)
+    assert found.required_labels == without.required_labels == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert (found.plan, found.node, found.pod) == (without.plan, without.node, without.pod)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    nodes=st.lists(st.tuples(st.integers(0, 16), st.floats(0.0, 1.0)), min_size=1, max_size=8),
+    age=st.floats(0.0, 250.0),
+)
+def test_whatever_stalls_the_calm_nodes_are_preferred_as_if_they_were_alone(
+    nodes: list[tuple[int, float]], age: float
+) -> None:
+    views = [stalling(node(f"n{number}", host=free), share) for number, (free, share) in enumerate(nodes)]
+    most = headroom.MOST_STALLED * (headroom.STALE_PATIENCE if age > headroom.FRESH_SECONDS else 1.0)
+    calm = [view for view, (_, share) in zip(views, nodes, strict=True) if share <= most]
+    found = placed(cluster(*views, age=age))
+    assert found.preferences == (placed(cluster(*calm, age=age)).preferences if calm else ())
+    assert found.pod == placed(cluster(node("n0"), age=None)).pod
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
@@ -554,3 +653,27 @@ def test_without_a_view_a_model_too_large_for_the_catalog_is_refused() -> None:
 def test_the_catalogs_cpu_node_is_planned_for_with_all_its_memory() -> None:
     catalog = resolve_node("cpu")
     assert placed(ClusterView()).node.device_bytes == catalog.device_bytes + catalog.host_bytes
+
+
+# --- what profiles of the model say -----------------------------------------------------------------------------------
+
+
+def test_a_job_begins_with_what_profiles_of_its_model_say_and_others_do_not() -> None:
+    known = {model_fingerprint(job().spec, "Cpu"): Corrections(device=1.5, pod=1.2, reasons=("seen before",))}
+    nodes = (node("node-a"),)
+    plain, corrected = placed(cluster(*nodes)), placed(cluster(*nodes, model_corrections=known))
+    device = corrected.plan.bytes[Tier.DEVICE]
+    assert device.predicted == plain.plan.bytes[Tier.DEVICE].predicted
+    assert device.total == pytest.approx(1.5 * device.predicted, abs=1)
+    assert corrected.plan.reasons[-1] == "seen before"
+    assert corrected.plan.unplanned_bytes == pytest.approx(0.2 * corrected.pod.memory_bytes / 1.2, rel=0.01)
+    another = {"spec.model.config.numLayers": 3}
+    assert placed(cluster(*nodes, model_corrections=known), another) == placed(cluster(*nodes), another)
+
+
+def test_modes_without_a_planner_get_no_other_pod_from_profiles() -> None:
+    for changes in ({"spec.memory.mode": "Advise"}, {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"}):
+        known = {model_fingerprint(job(changes).spec, "Cpu"): Corrections(device=1.5, pod=1.5)}
+        found = placed(cluster(node("node-a"), model_corrections=known), changes)
+        plain = placed(cluster(node("node-a")), changes)
+        assert (found.pod, found.plan.bytes) == (plain.pod, plain.plan.bytes)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from job_documents import job
 
 from spillway import pod_resources as pods
+from spillway.api import Member, TrainingJob
 from spillway.hardware import NodeSpec, local_node, resolve_node
+from spillway.members import solo_specs
 from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan, shared_memory
 from spillway.pod_resources import PodResources, pod_resources
@@ -229,3 +231,62 @@ def test_strategies_that_divide_bring_their_libraries() -> None:
     two = {"spec.parallelism": {"nodes": 2}}
     divided = {"spec.parallelism": {"nodes": 2, "strategy": "Zero2"}}
     assert resources(divided).memory_bytes > resources(two).memory_bytes + pods.DEEPSPEED_RANK_BYTES
+
+
+# --- a sweep ----------------------------------------------------------------------------------------------------------
+
+
+def sweep(*overrides: dict[str, str], **changes: Any) -> TrainingJob:
+    made = job(changes)
+    members = tuple(Member(name=f"m{index}", overrides=one) for index, one in enumerate(overrides))
+    return made.model_copy(update={"spec": made.spec.model_copy(update={"members": members})})
+
+
+def planned(asked: TrainingJob) -> MemoryPlan:
+    decided = make_plan(asked, local_node(4, 16 * GIB, 16 * GIB, 64 * GIB), shared_memory(asked, 16 * GIB, 1))
+    assert isinstance(decided, MemoryPlan), decided
+    return decided
+
+
+SEED, DEEP = {"training.seed": "1"}, {"model.config.numLayers": "8"}
+
+
+def test_the_pod_of_a_sweep_has_the_memory_of_its_plan_and_no_more() -> None:
+    asked = sweep(SEED, DEEP)
+    found, plan = pod_resources(asked.spec, planned(asked), 1), planned(asked)
+    deeper = pod_resources(job({"spec.model.config.numLayers": 8}).spec, plan, 1)
+    assert found.memory_bytes == deeper.memory_bytes
+    assert found.spill_volume_bytes == deeper.spill_volume_bytes == pods.spill_volume_bytes(plan, 1)
+
+
+def test_every_member_keeps_checkpoints_of_its_own_on_the_emptydir() -> None:
+    base, deep = job().spec, job({"spec.model.config.numLayers": 8}).spec
+    kept = base.checkpoint.keep + 1
+    expected = kept * (pods.checkpoint_bytes(base, "Cpu") + pods.checkpoint_bytes(deep, "Cpu"))
+    corpus = pods.corpus_bytes(base, None)
+    assert pods.emptydir_bytes(sweep(SEED, DEEP).spec, "Cpu") == pods.SCRATCH_BYTES + expected + corpus
+    claimed = sweep(SEED, DEEP, **{"spec.checkpoint.claim": "kept"}).spec
+    assert pods.emptydir_bytes(claimed, "Cpu") == pods.SCRATCH_BYTES
+
+
+def test_members_of_other_vocabularies_have_corpora_of_their_own() -> None:
+    same, other = sweep(SEED, SEED).spec, sweep(SEED, {"model.config.vocabSize": "512"}).spec
+    kept = job().spec.checkpoint.keep + 1
+    apart = [kept * pods.checkpoint_bytes(one, "Cpu") for one in (*solo_specs(same), *solo_specs(other))]
+    beside = pods.emptydir_bytes(other, "Cpu") - sum(apart[2:]) - pods.emptydir_bytes(same, "Cpu") + sum(apart[:2])
+    assert beside == pods.corpus_bytes(same, None)
+
+
+def test_a_sweep_may_write_its_largest_members_checkpoint_before_it_is_killed() -> None:
+    asked = sweep(SEED, {"model.config.numLayers": "64", "model.config.hiddenSize": "1024"})
+    plan = planned(sweep(SEED))
+    largest = solo_specs(asked.spec)[1]
+    assert pods.grace_seconds(asked.spec, plan) == pods.grace_seconds(largest, plan)
+    assert pods.grace_seconds(asked.spec, plan) > pods.grace_seconds(job().spec, plan)
+
+
+def test_one_member_of_another_family_brings_its_libraries() -> None:
+    gpt2 = {"model.config.architecture": "gpt2", "model.config.numKeyValueHeads": "4"}
+    asked, plan = sweep(SEED, gpt2), planned(sweep(SEED))
+    more = pod_resources(asked.spec, plan, 1).memory_bytes - pod_resources(sweep(SEED).spec, plan, 1).memory_bytes
+    assert more == pods.FAMILY_CODE_BYTES + pods.FAMILY_RANK_BYTES

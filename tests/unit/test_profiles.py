@@ -10,19 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_documents import job
 
-from spillway.api import MemoryProfileSpec, NodeProfileSpec
+from spillway.api import Member, MemoryProfileSpec, NodeProfileSpec
+from spillway.corrections import NO_CORRECTIONS, Corrections
 from spillway.hardware import NodeSpec, local_node, resolve_node
-from spillway.plan import MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.ladder import MemoryFailure
+from spillway.plan import MemberPlan, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
 from spillway.profiles import (
     evidence,
     measured,
     memory_fingerprint,
+    model_fingerprint,
+    observed_corrections,
     observed_peaks,
-    plausible,
+    profile_after_failure,
     profile_name,
     profile_update,
+    ratio,
 )
+from spillway.recent_peaks import plausible, quantile
 from spillway.units import GIB, MIB
 
 NODE = local_node(4, 8 * GIB, 8 * GIB, 64 * GIB)
@@ -132,6 +138,23 @@ def test_what_they_do_not_depend_on_does_not(changes: dict[str, Any]) -> None:
 def test_faster_hardware_is_the_same_memory_and_another_kind_of_device_is_not() -> None:
     assert fingerprint(node=local_node(2, 8 * GIB, 8 * GIB, 64 * GIB)) == fingerprint()
     assert fingerprint(node=resolve_node("1xh100")) != fingerprint()
+
+
+def test_micro_batches_count_where_what_segments_hand_on_waits_for_all_of_them() -> None:
+    for order, counts in (("WeightStationary", True), ("InOrder", False)):
+        made = plan()
+        made = made.model_copy(update={"parameters": made.parameters.model_copy(update={"order": order})})
+        more = made.model_copy(update={"num_micro_batches": 2 * made.num_micro_batches})
+        assert (memory_fingerprint(job().spec, made) != memory_fingerprint(job().spec, more)) is counts
+
+
+def test_a_sweep_has_profiles_of_its_own_whose_bytes_are_those_of_all_members() -> None:
+    solo = plan()
+    member = MemberPlan(name="a", plan=solo, parked_bytes=5, num_steps=7)
+    swept = solo.model_copy(update={"members": (member, member)})
+    assert memory_fingerprint(job().spec, swept) != memory_fingerprint(job().spec, solo)
+    spec = job().spec.model_copy(update={"members": (Member(name="a"), Member(name="b"))})
+    assert model_fingerprint(spec, "Cpu") != model_fingerprint(job().spec, "Cpu")
 
 
 def test_a_profile_is_named_after_model_and_fingerprint() -> None:
@@ -274,3 +297,110 @@ def test_the_evidence_says_observed_and_planned() -> None:
     assert found.message.startswith("observed at most: device 50.0 MiB of ")
     assert found.peak is not None
     assert (found.profile, found.peak.device, found.peak.host) == ("llama-x", 50 * MIB, None)
+
+
+# --- what ran out, and what the next job makes of it ------------------------------------------------------------------
+
+RESIDENT = plan()
+DEVICE_BYTES = RESIDENT.bytes[Tier.DEVICE].predicted
+
+
+def failure(
+    reason: str = "DeviceOutOfMemory", times: float = 1.05, changes: dict[str, Any] | None = None
+) -> MemoryFailure:
+    made = plan(changes) if changes else RESIDENT
+    limit = int(times * made.bytes[Tier.DEVICE].predicted)
+    return MemoryFailure(1, reason, made.model_copy(update={"budget": {**made.budget, Tier.DEVICE: limit}}), GIB)
+
+
+def after(*failures: MemoryFailure, existing: MemoryProfileSpec | None = None) -> MemoryProfileSpec:
+    for one in failures:
+        existing = profile_after_failure(existing, job().spec, one, NOW) or existing
+    assert existing is not None
+    return existing
+
+
+def test_a_profile_remembers_the_largest_lower_bound_of_each_kind() -> None:
+    found = after(failure(times=1.05), failure(times=1.6), failure(times=1.3), failure("OOMKilled"))
+    bounds = found.lower_bounds
+    assert bounds.device is not None and ratio(bounds.device) == pytest.approx(1.6, rel=1e-3)
+    assert bounds.pod is not None and bounds.pod.held == GIB
+    assert (bounds.host, bounds.nvme) == (None, None)
+    assert profile_after_failure(found, job().spec, failure(times=1.3), LATER) is None, "says nothing new"
+
+
+def test_a_bound_is_plausible_or_cut_and_marked() -> None:
+    found = after(failure(times=40.0))
+    assert found.clamped
+    assert found.lower_bounds.device is not None and ratio(found.lower_bounds.device) == 4.0
+
+
+def test_a_plan_that_was_never_to_fit_its_limit_says_nothing_of_its_prediction() -> None:
+    """Mode Advise and Disabled carry out what the spec says: running out was predicted."""
+    assert profile_after_failure(None, job().spec, failure(times=0.5), NOW) is None
+    assert profile_after_failure(None, job().spec, failure(times=1.0), NOW) is not None
+
+
+def test_a_second_job_of_the_model_starts_where_the_first_one_ran_out() -> None:
+    found = after(failure(times=1.2))
+    corrections = observed_corrections([found])
+    assert corrections.device == pytest.approx(1.2 * 1.25, rel=1e-3)
+    assert (corrections.host, corrections.nvme, corrections.pod) == (1.0, 1.0, 1.0)
+    assert not corrections.after_failure, "no smaller micro-batch for a job that did not fail"
+    assert "ran out at 1.20" in corrections.reasons[0]
+
+
+def test_a_peak_that_was_seen_counts_in_the_place_of_the_bound_with_a_small_margin() -> None:
+    ran_out = after(failure(times=1.2))
+    peaks = {"device": int(1.8 * DEVICE_BYTES)}
+    seen = profile_update(ran_out, job().spec, plan(), peaks, "demo-2", LATER)
+    assert seen is not None
+    assert observed_corrections([seen]).device == pytest.approx(1.8 * 1.03, rel=1e-3)
+    under_another_plan = after(failure(times=1.2, changes=SPILLED))
+    assert observed_corrections([seen, under_another_plan]).device == pytest.approx(1.8 * 1.03, rel=1e-3)
+
+
+def test_peaks_below_the_prediction_make_no_plan_smaller() -> None:
+    seen = profile_update(None, job().spec, plan(), {"device": int(0.8 * DEVICE_BYTES)}, "demo-1", NOW)
+    assert seen is not None
+    assert observed_corrections([seen]) == NO_CORRECTIONS
+    assert observed_corrections([]) == NO_CORRECTIONS
+
+
+def test_peaks_are_compared_with_the_prediction_not_with_what_was_counted_for_it() -> None:
+    corrected = make_plan(job(), NODE, Overrides(corrections=Corrections(device=2.0)))
+    assert isinstance(corrected, MemoryPlan)
+    assert corrected.bytes[Tier.DEVICE].total == 2 * DEVICE_BYTES
+    seen = profile_update(None, job().spec, corrected, {"device": int(1.9 * DEVICE_BYTES)}, "demo-1", NOW)
+    assert seen is not None and seen.peaks.device is not None
+    assert seen.peaks.device.planned == DEVICE_BYTES
+    assert seen.fingerprint == memory_fingerprint(job().spec, plan()), "the same plan, with more room"
+
+
+def test_one_model_is_known_under_every_plan_and_another_one_is_not() -> None:
+    one = model_fingerprint(job().spec, "Cpu")
+    same = [SPILLED, {"spec.training.microBatchSize": 2}, {"spec.memory.budget.device": "64Mi"}]
+    others = [{"spec.model.config.numLayers": 5}, {"spec.training.sequenceLength": 128}, {"spec.parallelism.nodes": 2}]
+    assert {model_fingerprint(job(changes).spec, "Cpu") for changes in same} == {one}
+    assert one not in {model_fingerprint(job(changes).spec, "Cpu") for changes in others}
+    assert one != model_fingerprint(job().spec, "Cuda")
+
+
+@pytest.mark.parametrize(
+    ("recent", "half", "most"), [((5,), 5, 5), ((9, 1, 1, 1, 1), 1, 9), ((9,) + (1,) * 15, 1, 1), ((1, 1, 1, 9), 1, 9)]
+)
+def test_quantiles_forget_what_is_long_ago(recent: tuple[int, ...], half: int, most: int) -> None:
+    assert (quantile(recent, 0.5), quantile(recent, 0.95)) == (half, most)
+
+
+def test_the_peaks_of_the_last_attempts_are_kept_one_for_each() -> None:
+    found: MemoryProfileSpec | None = None
+    spec, made = job().spec, plan()
+    for number in range(1, 21):
+        for rising in (number, number + 1):
+            peaks = {"device": DEVICE_BYTES - MIB + rising}
+            found = profile_update(found, spec, made, peaks, f"demo-{number}", NOW) or found
+    assert found is not None and found.peaks.device is not None
+    base = DEVICE_BYTES - MIB
+    assert [peak - base for peak in found.peaks.device.recent] == list(range(6, 22))
+    assert found.peaks.device.p95 == found.peaks.device.recent[-1]

@@ -67,6 +67,7 @@ def test_a_retry_is_four_requests() -> None:
     assert counted == {
         "total": 2, "ended": 1, "restarts": 1, "disruptions": 0, "memoryErrors": 0, "lastReason": "RankCrashed",
         "lastNode": "node-0", "lastRank": 0, "shortInARow": 1, "activeSeconds": 4,
+        "lastActiveSeconds": 4,
     }  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_a_retry_that_is_cut_short_anywhere_is_charged_once(writes_before: int, 
     assert world.status["attempts"]["lastReason"] == "RankCrashed"
 
 
-@pytest.mark.parametrize("code", [64, 70, 71, 72, 76])
+@pytest.mark.parametrize("code", [64, 71])
 def test_a_failure_that_would_only_repeat_ends_the_job_with_the_trainers_sentence(code: int) -> None:
     world = running()
     fail(world, code, "lower spec.memory.budget.device")

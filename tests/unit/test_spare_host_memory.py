@@ -9,7 +9,7 @@ from local_runs import spread_plan
 
 from spillway.plan import Tier
 from spillway.units import GIB, MIB
-from spillway_trainer.cgroup import MEMORY_MARGIN_BYTES, free_memory_bytes, spare_host_bytes
+from spillway_trainer.cgroup import MEMORY_MARGIN_BYTES, free_memory_bytes, peak_memory_bytes, spare_host_bytes
 
 MEMINFO = f"MemTotal: {64 * MIB} kB\nMemAvailable: {8 * MIB} kB\n"
 """8 GiB"""
@@ -57,3 +57,22 @@ def test_a_rank_takes_the_rest_of_its_budget_as_far_as_it_is_free(tmp_path: Path
     assert 0 < unplanned < 44 * MIB
     free = max(0, (limit - MEMORY_MARGIN_BYTES) // num_ranks)
     assert spare_host_bytes(plan, num_ranks, root) == min(unplanned, free)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "peak"),
+    [
+        ("", {}, 0),
+        ("0::/pod\n", {f"{V2}.max": f"{GIB}\n", f"{V2}.peak": f"{MIB}\n"}, MIB),
+        ("0::/pod\n", {f"{V2}.max": f"{GIB}\n"}, 0),
+        ("0::/pod\n", {f"{V2}.max": "max\n", f"{V2}.peak": f"{MIB}\n"}, 0),
+        ("0::/pod/c\n", {f"{V2}.max": f"{GIB}\n", f"{V2}.peak": f"{5 * MIB}\n",
+                         "sys/fs/cgroup/pod/c/memory.max": f"{GIB}\n", "sys/fs/cgroup/pod/c/memory.peak": "7\n"}, 7),
+        ("4:memory:/p\n", {f"{V1}.limit_in_bytes": f"{GIB}\n", f"{V1}.max_usage_in_bytes": f"{MIB}\n"}, MIB),
+        ("4:memory:/p\n", {f"{V1}.limit_in_bytes": f"{2**63 - 4096}\n", f"{V1}.max_usage_in_bytes": "5\n"}, 0),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_own_group_where_it_has_a_limit(
+    tmp_path: Path, cgroups: str, files: dict[str, str], peak: int
+) -> None:
+    assert peak_memory_bytes(machine(tmp_path, cgroups, files)) == peak

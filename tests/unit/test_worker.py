@@ -30,7 +30,7 @@ from spillway_operator.progress_outbox import ProgressOutbox, Received
 from spillway_operator.reconcile import reconcile
 from spillway_operator.reservations import Reservations
 from spillway_operator.store import Key, Store, project_attempt, project_job
-from spillway_operator.worker import MOST_ROUNDS, Worker
+from spillway_operator.worker import MOST_ROUNDS, Told, Worker
 
 PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})
 
@@ -56,7 +56,7 @@ class Bench:
             self.outbox,
             self.events,
             self.exporter,
-            self.forgotten.append,
+            Told(self.forgotten.append, lambda job, ended: None),
         )
 
     async def look(self) -> None:

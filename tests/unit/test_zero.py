@@ -314,7 +314,11 @@ METHODS: dict[str, object] = {
 def engine(**changes: Any) -> SimpleNamespace:
     """Stands for a DeepSpeed engine, as far as these rules look."""
     answers = {name: Mock(return_value=changes.pop(name, value)) for name, value in METHODS.items()}
-    found = {"module": nn.Linear(2, 3), "optimizer": SimpleNamespace(custom_loss_scaler=False)}
+    found = {
+        "module": nn.Linear(2, 3),
+        "optimizer": SimpleNamespace(custom_loss_scaler=False),
+        "_config": SimpleNamespace(communication_data_type=None),
+    }
     return SimpleNamespace(**{**answers, **found, **changes})
 
 
@@ -326,6 +330,7 @@ def engine(**changes: Any) -> SimpleNamespace:
         ("loss scale", {"optimizer": SimpleNamespace(custom_loss_scaler=True)}, "a custom loss scale"),
         ("gradients", {"postscale_gradients": False}, "prescale_gradients"),
         ("gradients", {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ("gradients", {"_config": SimpleNamespace(communication_data_type=torch.bfloat16)}, "communication_data_type"),
         ("zero_optimization.stage", {"zero_optimization_stage": 0}, "0"),
     ],
 )

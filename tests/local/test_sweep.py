@@ -1,0 +1,221 @@
+"""Sweeps run for real: every member is bit for bit what it is alone, however turns, rounds, failures and kills fall."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import killed_runs
+import local_runs
+import pytest
+import sweep_runs
+from killed_runs import Kill
+from sweep_runs import same_as_alone
+
+from spillway.errors import ExitCode
+from spillway.job import JobFile
+from spillway.plan import MemberPlan, Turns
+from spillway.units import MIB
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return local_runs.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus") / "corpus"
+
+
+@pytest.fixture(scope="module")
+def solo(tmp_path_factory: pytest.TempPathFactory, text: Path, corpus: Path) -> dict[str, Path]:
+    """The output directory of each member's solo run."""
+    job = sweep_runs.sweep_file(tmp_path_factory.mktemp("none"), text, corpus, 1)
+    plan, outputs = sweep_runs.sweep_plan(job, 2), {}
+    for planned in plan.members:
+        outputs[planned.name] = tmp_path_factory.mktemp(planned.name)
+        file = sweep_runs.solo_file(job, planned.name, outputs[planned.name])
+        assert local_runs.complete(file, planned.plan) == 0, local_runs.log_of(outputs[planned.name], 1)
+    return outputs
+
+
+def run(job: JobFile, turn_steps: int) -> None:
+    plan = sweep_runs.sweep_plan(job, turn_steps)
+    assert local_runs.complete(job, plan) == 0, local_runs.log_of(Path(job.output_directory), job.epoch)
+
+
+FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+KILLS = [Kill("a step", 6), Kill("parking", 2)]
+"""one attempt each, after which another one goes on; test_sweep_kills.py has one for every moment"""
+
+
+@pytest.mark.parametrize("turn_steps", [1, 3] if FULL else [3])
+def test_each_member_of_a_sweep_is_its_solo_run_bit_for_bit(
+    tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path], turn_steps: int
+) -> None:
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1)
+    run(job, turn_steps)
+    for name, alone in solo.items():
+        same_as_alone(job, name, alone)
+    assert {one["event"] for one in sweep_runs.states(tmp_path).values()} == {"member_completed"}
+    turns = [event["member"] for event in local_runs.events(tmp_path, "member_started")]
+    assert turns[:6] == ["slow", "other-seed", "deeper"] * 2
+
+
+def test_a_sweep_that_is_killed_trains_the_same_curves_and_stops_the_same_members(
+    tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
+) -> None:
+    for epoch, kill in enumerate(KILLS, 1):
+        job = sweep_runs.sweep_file(tmp_path, text, corpus, epoch, objective="halving: 4")
+        process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [kill])
+        process.join()
+        assert process.exitcode == -9, local_runs.log_of(tmp_path, epoch)
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, len(KILLS) + 1, objective="halving: 4")
+    run(job, 2)
+    values = {name: sweep_runs.evaluations(alone)[4] for name, alone in solo.items()}
+    best = min(values, key=lambda name: values[name])
+    states = sweep_runs.states(tmp_path)
+    for name, alone in solo.items():
+        assert states[name]["event"] == ("member_completed" if name == best else "member_stopped")
+        same_as_alone(job, name, alone, 8 if name == best else 4)
+
+
+def test_halving_stops_the_worse_half_and_leaves_the_others_as_they_are_alone(
+    tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
+) -> None:
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 3")
+    run(job, 2)
+    values = {name: sweep_runs.evaluations(sweep_runs.member_output(job, name))[3] for name in solo}
+    best = min(values, key=lambda name: values[name])
+    states = sweep_runs.states(tmp_path)
+    assert states[best]["event"] == "member_completed"
+    for name, alone in solo.items():
+        if name != best:
+            assert (states[name]["event"], states[name]["step"]) == ("member_stopped", 3)
+        same_as_alone(job, name, alone, 8 if name == best else 3)
+    assert local_runs.events(tmp_path, "best")[-1]["member"] == best
+
+
+def test_nothing_of_parked_members_is_left_on_the_disk(tmp_path: Path, text: Path, corpus: Path) -> None:
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1)
+    job = job.model_copy(update={"spill_directory": str(tmp_path / "spill"), "spill_is_listed": True})
+    (tmp_path / "spill").mkdir()
+    run(job, 3)
+    assert not list((tmp_path / "spill").iterdir())
+
+
+FAILING = """
+  - {name: exploding, overrides: {training.optimizer.learningRate: "10", training.nonFinite: Fail,
+                                  training.gradientClipping: "0", training.optimizer.name: SgdMomentum,
+                                  training.schedule.name: Constant, training.schedule.warmupSteps: "0"}}
+  - {name: textless, overrides: {data.text.path: /no/such/text}}
+"""
+
+
+def test_members_that_fail_end_alone_and_the_job_completes_and_names_them(
+    tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
+) -> None:
+    listed = sweep_runs.JOB.replace("  members:\n", f"  members:{FAILING.rstrip()}\n")
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
+    run(job, 3)
+    for name, alone in solo.items():
+        same_as_alone(job, name, alone)
+    states = sweep_runs.states(tmp_path)
+    assert "UserError" in states["textless"]["reason"]
+    assert "NonFinite" in states["exploding"]["reason"]
+    (end,) = local_runs.events(tmp_path, "end")
+    assert end["exit_code"] == 0
+    assert "exploding failed: step" in end["message"] and "textless failed: " in end["message"]
+
+
+def test_a_sweep_whose_members_all_fail_ends_with_the_exit_code_of_the_first(
+    tmp_path: Path, text: Path, corpus: Path
+) -> None:
+    listed = sweep_runs.JOB[: sweep_runs.JOB.index("  members:")] + f"  members:{FAILING}"
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
+    assert local_runs.complete(job, sweep_runs.sweep_plan(job, 3)) == ExitCode.NON_FINITE
+    (end,) = local_runs.events(tmp_path, "end")
+    assert "all 2 members failed, first exploding" in end["message"]
+
+
+DRAWN = """
+  - {name: plain, overrides: {}}
+  - {name: other-seed, overrides: {training.seed: "7", training.optimizer.moments: int8}}
+"""
+
+
+def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
+    tmp_path: Path, text: Path, corpus: Path
+) -> None:
+    """In every turn: no checkpoint and no parked member holds such a buffer."""
+    before, _, after = sweep_runs.JOB.partition("    config:")
+    document = f"{before}    entrypoint: user_models:drawing\n{after[after.index('  data:') :]}"
+    document = document[: document.index("  members:")] + f"  members:{DRAWN}"
+    job = sweep_runs.sweep_file(tmp_path / "sweep", text, corpus, 1, job=document)
+    plan = local_runs.disabled_plan(2).model_copy(update={"num_segments": 4})
+    members = tuple(MemberPlan(name=one.name, plan=plan, parked_bytes=MIB, num_steps=8) for one in job.spec.members)
+    turns = Turns(policy="RoundRobin", num_steps=3, seconds=1.0, bound_seconds=1.0)
+    together = plan.model_copy(update={"members": members, "turns": turns})
+    assert local_runs.complete(job, together) == 0, local_runs.log_of(tmp_path / "sweep", 1)
+    for one in members:
+        file = sweep_runs.solo_file(job, one.name, tmp_path / one.name)
+        assert local_runs.complete(file, plan) == 0, local_runs.log_of(tmp_path / one.name, 1)
+        same_as_alone(job, one.name, tmp_path / one.name)
+
+
+def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Path, text: Path, corpus: Path) -> None:
+    """The best member's checkpoint is beyond the round: it will not report there again."""
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4")
+    process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [Kill("a step", 15)])
+    process.join()
+    assert process.exitcode == -9, local_runs.log_of(tmp_path, 1)
+    (tmp_path / "checkpoints" / "sweep-1.json").unlink()
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4")
+    assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
+    assert "wait for a round of halving" in local_runs.log_of(tmp_path, 2)
+
+
+def test_a_directory_that_takes_no_member_is_the_jobs_failure_and_costs_nothing_once_it_is_mended(
+    tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
+) -> None:
+    """Not each member's own: with rounds of halving such a member would stay out for good."""
+    (tmp_path / "members").write_text("in the way")
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4")
+    assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
+    assert local_runs.events(tmp_path, "member_failed") == []
+    assert "members/slow: cannot be written: Not a directory" in local_runs.log_of(tmp_path, 1)
+    (tmp_path / "members").unlink()
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4")
+    run(job, 2)
+    assert sorted(one["event"] for one in sweep_runs.states(tmp_path).values()) == [
+        "member_completed",
+        "member_stopped",
+        "member_stopped",
+    ]
+
+
+def test_a_log_that_no_disk_has_room_for_ends_the_attempt_and_no_member(
+    tmp_path: Path, text: Path, corpus: Path
+) -> None:
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1)
+    output = sweep_runs.member_output(job, "other-seed")
+    output.mkdir(parents=True)
+    (output / "run.jsonl").symlink_to("/dev/full")
+    assert local_runs.complete(job, sweep_runs.sweep_plan(job, 3)) == ExitCode.USER_ERROR
+    assert "run.jsonl: cannot be written: No space left on device" in local_runs.log_of(tmp_path, 1)
+    assert "ended alone" not in local_runs.log_of(tmp_path, 1)
+
+
+def test_a_sweep_that_goes_on_by_another_metric_compares_by_no_value_of_the_first(
+    tmp_path: Path, text: Path, corpus: Path
+) -> None:
+    """All are beyond the round: by the loss it was decided, of evaluations there it has none."""
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4, metric: Loss")
+    process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [Kill("a step", 15)])
+    process.join()
+    assert process.exitcode == -9, local_runs.log_of(tmp_path, 1)
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4, metric: EvaluationLoss")
+    assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
+    log = local_runs.log_of(tmp_path, 2)
+    assert "has no evaluation loss of it" in log and "spec.objective as it was" in log
