@@ -48,9 +48,9 @@ crds: env ## crds/*.yaml from api.py
 faults: env ## the long sweeps in full: kills, faults, lost nodes, releases, 4,800 cells of streamed models
 	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/unit/test_fuzzed_jobs.py tests/parity/test_model_spill.py tests/parity/test_zero.py tests/parity/test_fsdp.py tests/cluster
 
-bench: env ## against fio, DeepSpeed and torch, in turns, and the update as modelled; figures in build/bench (BENCH=--quick for a minute each; needs fio, libaio)
+bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, and with 1,000 jobs; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last)
 	@mkdir -p build/bench
-	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
+	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill placement lying_metrics operator_scale; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 

@@ -42,9 +42,6 @@ from spillway_trainer.tiers.nvme_slab import NvmeSlab
 MIB = 1 << 20
 VOCABULARY = 2048
 SEED = 11
-OURS = ("cut", "ours")
-"""who runs these sets the C library up to give memory back; all other modes have it as torch's users do, whose freed
-tensors wait in a heap for the next: 1.2 times as fast on this CPU, and what is beaten"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +143,6 @@ class Contestant:
     """One mode of one model in this process."""
 
     def __init__(self, shape: Shape, mode: Mode, directory: Path) -> None:
-        if mode.name in OURS:
-            native.return_freed_memory()
         torch.set_num_threads(1)
         self._model = build(shape)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, foreach=False)
@@ -254,6 +249,7 @@ class Contestant:
         layers = layers_of(self._model)
         count = len(layers) - 1 if num_layers is None else num_layers
         answers = {str(index): Answer.NVME if index < count else Answer.KEEP for index in range(len(layers))}
+        native.attach_tensor_pool()  # as Spilling does
         host, ledger = HostSlab(2 * self._saved_bytes), DeviceLedger(None)
         lanes, nvme = CpuLanes(host, ledger), NvmeSlab(directory, 2 * self._saved_bytes, 2)
         nvme.reclaim = lanes.reclaim

@@ -1,4 +1,7 @@
-"""Several models on one node, in virtual time: *simulated*, with the rates of the catalog, root ports shared.
+"""Several models on one node: *simulated* in virtual time, with the rates of the catalog and root ports shared; and
+what of it two cores can really run, *measured*.
+
+Simulated:
 
 sets     equal and mixed members with their updates on the host, on one device and on several, under every policy of
          member_schedule.py. Makespan over the bound that no schedule can beat (bound_seconds). Ours is what `fastest`
@@ -15,8 +18,27 @@ grid     Hydra's grid (arXiv 2110.08633): 6 learning rates x 2 batch sizes of GP
          momentum as in Hydra's scripts, updated on the device; the same grid with AdamW, whose host update has a bound
          of its own, beside it without a gate.
 
-All is counted in seconds of the simulator; what a real device adds (launches, contention of host memory between copies
-and update) is not in it.
+They are counted in seconds of the simulator; what a real device adds (launches, contention of host memory between
+copies and update) is not in them.
+
+Measured:
+
+two processes   sequential model parallelism, the grid's rival, really run (model_parallel.py): a chain cut over two
+                processes, beside the same chain in one. A step over what the grid's arithmetic says of it with the
+                rates of the same round: `model_parallel_vs_simulated`; `model_parallel_identical`: all losses `==`.
+
+sweep           12 small models on real text (6 learning rates, with and without dropout) under a device budget for
+                one (measured_sweep.py), as one sweep over one after the other: `sweep_total_vs_sequential`; the time
+                until all have reported after 20 % of their steps, over all of one after the other
+                (`sweep_signal_vs_sequential`; over the time until all have reported there: `..._of_signal`); the whole
+                sweep with halving at 12.5, 25 and 50 % (`sweep_halving_vs_sequential`). `members_identical`: losses,
+                evaluations and final tensors of every member `==` its solo run's. `halving_misses`: of 5 seeds, those
+                with which halving ends with another best member than the full sweep.
+
+On one core compute and update are the same core, so turns cannot gain; parking must not cost either.
+
+--quick simulates one cell of the sets in place of five, and of the grid one policy with SGD; its sweep has 2 members of
+10 steps, which shows that they are identical and is too short for ratios.
 """
 
 from __future__ import annotations
@@ -24,6 +46,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import measured_sweep
+import model_parallel
 import paired
 
 from spillway.api import TrainingJob
@@ -45,13 +69,26 @@ from spillway.member_simulation import STEPWISE, Outcome, fastest, simulate
 from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan
+from spillway.units import format_bytes, format_seconds
 
 AT_MOST = {
     "simulated_vs_bound_max": 1.07,
     "simulated_vs_best_max": 1.01,
     "shared_base_error_max": 0.05,
+    "model_parallel_vs_simulated": 1.25,
+    "sweep_total_vs_sequential": 1.05,
+    "sweep_signal_vs_sequential": 0.23,
+    "sweep_halving_vs_sequential": 0.35,
 }
-AT_LEAST = {"grid_fraction_of_ceiling": 0.9, "grid_vs_sequential": 7.0, "grid_vs_pipeline": 1.5}
+AT_LEAST = {
+    "grid_fraction_of_ceiling": 0.9,
+    "grid_vs_sequential": 7.0,
+    "grid_vs_pipeline": 1.5,
+    "model_parallel_vs_simulated": 0.8,
+    "model_parallel_identical": 1.0,
+    "members_identical": 1.0,
+}
+NOT_QUICK = ("sweep_total_vs_sequential", "sweep_signal_vs_sequential", "sweep_halving_vs_sequential")
 NUM_SEGMENTS, NUM_STEPS, NUM_MICRO_BATCHES = 32, 24, 16
 NUM_SLOTS = 8
 """of a segment each: 3 % of an A100's memory for a member of 3e9 parameters; two leave a shared root port idle in
@@ -63,14 +100,23 @@ SETS: Mapping[str, tuple[float, ...]] = {
     "6 mixed": (6e9, 3e9, 3e9, 1.5e9, 1.5e9, 0.7e9),
 }
 """parameters of each member"""
+Cells = Sequence[tuple[str, int]]
 CELLS = (("h200", 8192), ("h200", 16384), ("h200", 32768), ("a100", 8192), ("rtx-4090", 8192))
 """node class and tokens of a step"""
+QUICK_CELLS = CELLS[2:3]
 DEVICES = (1, 2, 4)
 UPDATE_BYTES = 28
 """of host memory a parameter: AdamW, gradients of 2 bytes"""
 LEARNING_RATES = ("3e-4", "1e-4", "5e-5", "6e-5", "1e-5", "2e-5")
 BATCH_SIZES = (16, 8)
 CONTEXT, HIDDEN = 512, 1600
+GRIDS = (("Sgd", "grid"), ("AdamW", "grid_adamw"))
+"""optimizer, and how its figures are called"""
+QUICK_GRIDS = GRIDS[:1]
+SECONDS, QUICK_SECONDS = 60.0, 5.0
+"""of model parallelism"""
+ROUNDS, SEEDS = 3, range(5)
+"""of the sweep"""
 GRID_TOKENS = 16 * CONTEXT * 120
 """that each member of the grid trains"""
 
@@ -88,8 +134,8 @@ def streamed_member(name: str, num_parameters: float, tokens: int, node: NodeSpe
     )
 
 
-def sets() -> Iterator[tuple[str, list[MemberWork], Machine]]:
-    for name, tokens in CELLS:
+def sets(cells: Cells) -> Iterator[tuple[str, list[MemberWork], Machine]]:
+    for name, tokens in cells:
         node = resolve_node(name)
         for label, sizes in SETS.items():
             for num_devices in [number for number in DEVICES if number <= len(sizes)]:
@@ -98,11 +144,11 @@ def sets() -> Iterator[tuple[str, list[MemberWork], Machine]]:
                 yield f"{name:9}{tokens:6}  {label:18}{num_devices}", works, machine
 
 
-def measure_sets() -> dict[str, float]:
+def measure_sets(cells: Cells) -> dict[str, float]:
     print(f"makespan over the bound, {NUM_STEPS} steps each\n{'node':9}{'tokens':>6}  {'members':18}devices", end="")
     print("".join(f"{policy:>12}" for policy in Policy))
     over_bound, over_best = list[float](), list[float]()
-    for label, works, machine in sets():
+    for label, works, machine in sets(cells):
         bound = bound_seconds(works, machine)
         found = {policy: simulate(works, machine, policy).seconds / bound for policy in Policy}
         ours = min(found[policy] for policy in STEPWISE)
@@ -112,11 +158,11 @@ def measure_sets() -> dict[str, float]:
     return {"simulated_vs_bound_max": max(over_bound), "simulated_vs_best_max": max(over_best)}
 
 
-def measure_parts() -> dict[str, float]:
+def measure_parts(cells: Cells) -> dict[str, float]:
     """Fewer members than devices: micro-batches as tasks, beside whole members segment by segment."""
     ratios = dict[tuple[int, str], float]()
     print("\nfewer members than devices: seconds of members in parts over shard-level LRTF's of whole ones")
-    for name, tokens in CELLS:
+    for name, tokens in cells:
         node = resolve_node(name)
         machine = replace(machine_of(node), num_devices=8, num_slots=NUM_SLOTS)
         works = [streamed_member(f"m{i}", 3e9, tokens, node) for i in range(2)]
@@ -226,12 +272,18 @@ def grid(optimizer: str, node: NodeSpec) -> list[MemberWork]:
 
 
 def model_parallel_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
-    """One model after the other, cut over all devices, of which one works at a time; boundaries by the interconnect."""
-    hops = 2 * (node.num_devices - 1)
+    """One model after the other."""
+    rate = node.interconnect_bytes_per_second
     return sum(
-        work.num_steps * (work.compute_seconds + hops * boundary_bytes(work) / node.interconnect_bytes_per_second)
+        work.num_steps * model_parallel_step(work.compute_seconds, node.num_devices, boundary_bytes(work) / rate)
         for work in works
     )
+
+
+def model_parallel_step(compute_seconds: float, num_devices: int, hop_seconds: float) -> float:
+    """Seconds of a step of a model that is cut over all devices, of which one works at a time: a boundary goes from
+    each to the next, and its gradient back."""
+    return compute_seconds + 2 * (num_devices - 1) * hop_seconds
 
 
 def pipeline_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
@@ -267,12 +319,15 @@ def boundary_bytes(work: MemberWork) -> int:
     return 2 * HIDDEN * CONTEXT * batch_of(work)
 
 
-def measure_grid(optimizer: str) -> dict[str, float]:
+def measure_grid(optimizer: str, quick: bool) -> dict[str, float]:
     node = resolve_node("a100-40")
     machine = machine_of(node)
     print(f"\nHydra's grid with {optimizer}, {node.num_devices} devices of {node.name}")
     works = grid(optimizer, node)
-    policy, ours = fastest(works, machine)
+    if quick:
+        policy, ours = Policy.READINESS, simulate(works, machine, Policy.READINESS)
+    else:
+        policy, ours = fastest(works, machine)
     rivals = {
         "zero-transfer ceiling": ceiling_seconds(works, machine),
         "bound": bound_seconds(works, machine),
@@ -320,12 +375,67 @@ def utilisation(outcome: Outcome, machine: Machine) -> float:
     return outcome.busy_seconds["compute"] / (outcome.seconds * machine.num_devices)
 
 
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def measure_model_parallel(seconds: float) -> dict[str, float]:
+    found = model_parallel.measured(seconds)
+    predicted = [
+        model_parallel_step(whole, model_parallel.NUM_RANKS, hop)
+        for whole, hop in zip(found.whole, found.hop, strict=True)
+    ]
+    ratio = paired.paired_ratio(predicted, found.cut)
+    print(
+        f"\ntwo processes, measured: a chain in one {format_seconds(paired.median(found.whole))} a step, cut over both "
+        f"{format_seconds(paired.median(found.cut))}, a hop of {format_bytes(model_parallel.BOUNDARY_BYTES)} "
+        f"{format_seconds(paired.median(found.hop))}\n  measured over simulated: {ratio}"
+    )
+    return {
+        "model_parallel_vs_simulated": ratio.median,
+        "model_parallel_vs_simulated_low": ratio.low,
+        "model_parallel_vs_simulated_high": ratio.high,
+        "model_parallel_identical": float(found.are_same_losses),
+    }
+
+
+def measure_sweep(quick: bool) -> dict[str, float]:
+    if quick:
+        found = measured_sweep.measured(measured_sweep.QUICK, 1)
+        measured_sweep.show(found)
+        return {"members_identical": float(not found.differences)}
+    found = measured_sweep.measured(measured_sweep.FULL, ROUNDS)
+    measured_sweep.show(found)
+    misses = measured_sweep.halving_misses(measured_sweep.OF_SEEDS, SEEDS)
+    print(f"  halving ended with another best member than the full sweep with {len(misses)} of {len(SEEDS)} seeds")
+    for line in misses:
+        print(f"    {line}")
+    alone = [one.seconds for one in found.alone]
+    ratios = {
+        "total_vs_sequential": (alone, [one.seconds for one in found.turns]),
+        "signal_vs_sequential": (alone, [one.reported_seconds for one in found.turns]),
+        "signal_vs_sequential_of_signal": (
+            [one.reported_seconds for one in found.alone], [one.reported_seconds for one in found.turns],
+        ),
+        "halving_vs_sequential": (alone, [one.seconds for one in found.halving]),
+    }  # fmt: skip
+    figures = dict[str, float]()
+    for name, (sequential, ours) in ratios.items():
+        ratio = paired.paired_ratio(sequential, ours)
+        print(f"  {name}: {ratio}")
+        figures[f"sweep_{name}"] = ratio.median
+    return figures | {"members_identical": float(not found.differences), "halving_misses": float(len(misses))}
+
+
 def measure(quick: bool) -> dict[str, float]:
-    figures = {**measure_sets(), **measure_parts(), **measure_shared_base()}
-    figures |= {f"grid_{name}": value for name, value in measure_grid("Sgd").items()}
-    return figures | {f"grid_adamw_{name}": value for name, value in measure_grid("AdamW").items()}
+    figures = measure_model_parallel(QUICK_SECONDS if quick else SECONDS)
+    figures |= measure_sweep(quick)
+    cells = QUICK_CELLS if quick else CELLS
+    figures |= measure_sets(cells) | measure_parts(cells) | measure_shared_base()
+    for optimizer, prefix in QUICK_GRIDS if quick else GRIDS:
+        figures |= {f"{prefix}_{name}": value for name, value in measure_grid(optimizer, quick).items()}
+    return figures
 
 
 if __name__ == "__main__":
     assert __doc__ is not None
-    paired.main("model_spill", __doc__, measure, at_most=AT_MOST, at_least=AT_LEAST)
+    paired.main("model_spill", __doc__, measure, at_most=AT_MOST, at_least=AT_LEAST, not_quick=NOT_QUICK)
