@@ -387,11 +387,8 @@ def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryP
     has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
     if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
         return decided
-    hosts = _overrides(job, group, ranks, 1.0 - DEVICE_SHARE)
-    other = make_plan(own, group.node, hosts, explained=False)
-    if isinstance(other, Infeasible):
-        return decided
-    return make_plan(own, group.node, hosts) if explained else other
+    other = make_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
+    return decided if isinstance(other, Infeasible) else other
 
 
 def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:

@@ -23,7 +23,7 @@ from spillway.units import MIB, format_bytes
 
 AT_THE_LIMIT = 0.98
 """of a pod's limit: page cache takes what there is, so that a peak up there says nothing of what the pod needs"""
-MARGIN = 0.03
+POD_MARGIN = 0.03
 """above the peaks that were seen. They have page cache in them, which yields before a process is killed"""
 WORKLOAD_DIGITS = 16
 WITHOUT_MEMORY: dict[str, Any] = {
@@ -77,7 +77,7 @@ class PodEvidence:
     def request_bytes(self, counted_bytes: int) -> int:
         """Whole MiB; never below the highest recent peak, nor far from what is counted. Where more is counted now than
         when the peaks were seen, by a correction or by a newer version, so much more."""
-        wanted = max(ceil(self.peak_bytes * (1.0 + MARGIN)), self.highest_bytes)
+        wanted = max(ceil(self.peak_bytes * (1.0 + POD_MARGIN)), self.highest_bytes)
         more = max(0, counted_bytes - self.counted_bytes)
         return padded(plausible(counted_bytes, wanted + more), MIB)
 

@@ -28,7 +28,7 @@ from spillway.hardware import NodeSpec
 from spillway.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
 from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier
-from spillway.pod_evidence import MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
+from spillway.pod_evidence import POD_MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
 from spillway.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile
 from spillway.status import ProfileEvidence, TierQuantities
 from spillway.units import format_bytes, format_count
@@ -412,7 +412,7 @@ def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvid
     message = f"observed at most: {', '.join(shown)}"
     if pod is None:
         return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=message)
-    message = f"{message}; {format_bytes(pod.peak_bytes)} by a pod, whose request is this and {MARGIN:.0%}"
+    message = f"{message}; {format_bytes(pod.peak_bytes)} by a pod, whose request is this and {POD_MARGIN:.0%}"
     return ProfileEvidence(
         profile=name, peak=TierQuantities(**held), message=message, pod_memory=pod.peak_bytes, runs=pod.num_runs
     )

@@ -99,6 +99,9 @@ def watched(spillway: Installed, namespace: str, name: str) -> Iterator[Witness]
 
 
 def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, namespace: str) -> None:
+    def described(kind: str, name: str) -> str:
+        return spillway.bed.kubectl("describe", f"{kind}.spillway.dev", name, "-n", namespace)
+
     folder = spillway.bed.claim(CLAIM, namespace)
     job = a_job(namespace, folder)
     spillway.create(named(job, "plain"))
@@ -123,7 +126,7 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
     spillway.create(named(larger, "second"))
     with watched(spillway, namespace, "second") as witness:
         second = spillway.wait(namespace, "second", "Complete", 120)["status"]
-    assert second["attempts"]["total"] == 1, spillway.bed.kubectl("describe", "trainingjobs.spillway.dev", "second", "-n", namespace)
+    assert second["attempts"]["total"] == 1, described("trainingjobs", "second")
     (peak,) = witness.highest_bytes.values()
     request = parse_quantity(second["plan"]["podMemory"])
     waste = (request - peak) / request
@@ -131,9 +134,7 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
         f"\nfirst: {first['attempts']['total']} attempts, {first['plan']['podMemory']}; second: request "
         f"{request / MIB:.0f} MiB, peak {peak / MIB:.0f} MiB, unused {waste:.1%}\n{second['plan']['summary']}"
     )
-    for name in ("first", "second"):
-        print(spillway.bed.kubectl("describe", "trainingjobs.spillway.dev", name, "-n", namespace))
-    print(spillway.bed.kubectl("describe", "memoryprofiles.spillway.dev", profile, "-n", namespace))
+    print(described("trainingjobs", "first"), described("trainingjobs", "second"), described("memoryprofiles", profile))
     assert second["plan"]["observed"]["runs"] == 1
     assert "evidence of one run under this plan" in second["plan"]["summary"]
     assert witness.losses() == [expected]

@@ -17,7 +17,7 @@ from spillway.ladder import MemoryFailure
 from spillway.placement import Placement, place
 from spillway.plan import Tier
 from spillway.pod_evidence import (
-    MARGIN,
+    POD_MARGIN,
     PodEvidence,
     PodPeak,
     evidence_of,
@@ -107,8 +107,8 @@ def test_without_evidence_the_request_is_what_is_counted() -> None:
 
 def test_what_was_seen_and_a_margin_are_requested() -> None:
     found = second(after(whole(0.5)))
-    assert found.pod.memory_bytes == pytest.approx((1 + MARGIN) * 0.5 * COUNTED, abs=MIB)
-    assert found.observed is not None and f"this and {MARGIN:.0%}" in found.observed.message
+    assert found.pod.memory_bytes == pytest.approx((1 + POD_MARGIN) * 0.5 * COUNTED, abs=MIB)
+    assert found.observed is not None and f"this and {POD_MARGIN:.0%}" in found.observed.message
 
 
 def test_runs_that_differ_get_what_the_highest_recent_one_took() -> None:
