@@ -56,7 +56,7 @@ def plans_remembered() -> Iterator[None]:
             known[key] = make_plan(job, node, overrides, explained=False)
         return known[key]
 
-    with patch("spillway.placement.make_plan", remembered):
+    with patch("spillway.placement.known_plan", remembered):
         yield
 
 

@@ -22,9 +22,10 @@ from spillway.errors import UserError
 from spillway.explain import lacking
 from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.headroom import Preference, rank
+from spillway.known_plans import known_plan
 from spillway.ladder import smaller_micro_batches
 from spillway.plan import Infeasible, MemoryPlan, Tier
-from spillway.planner import DEVICE_SHARE, Overrides, make_plan, run_strategy, shared_memory
+from spillway.planner import DEVICE_SHARE, Overrides, run_strategy, shared_memory
 from spillway.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
 from spillway.pod_resources import (
     PLANNED_MARGIN,
@@ -383,11 +384,11 @@ def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryP
     """Where device and host share a memory whose parts the job does not name, and none fits of which the device has
     the larger part, one of which the host has it."""
     ranks, own = job.spec.parallelism.devices_per_node, _on_device(job, group.node)
-    decided = make_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
+    decided = known_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
     has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
     if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
         return decided
-    other = make_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
+    other = known_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
     return decided if isinstance(other, Infeasible) else other
 
 

@@ -64,7 +64,7 @@ def run_strategy(spec: TrainingJobSpec) -> Strategy:
     return RUN_STRATEGY if asked == "Auto" else asked
 
 
-_NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
+NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate": True}}
 }
 """fields of a spec that change no plan: members of a sweep that differ in nothing else share one"""
@@ -85,7 +85,7 @@ def make_plan(
 
     def plan_one(member: TrainingJob, reserved: Mapping[Tier, int], together: bool) -> MemoryPlan | Infeasible:
         """Explained only where it does not fit: the alternatives of a member are no part of a sweep's plan."""
-        what = member.spec.model_dump_json(exclude=_NOT_PLANNED_FOR), tuple(sorted(reserved.items())), together
+        what = member.spec.model_dump_json(exclude=NOT_PLANNED_FOR), tuple(sorted(reserved.items())), together
         if what in known:
             return known[what]
         device, host, nvme = (max(0, budget[tier] - reserved.get(tier, 0)) for tier in Tier)

@@ -435,7 +435,7 @@ def test_a_class_that_cannot_be_planned_for_is_left_aside_with_a_sentence(monkey
     def fails(*_: object, **__: object) -> object:
         raise ZeroDivisionError("float division by zero")
 
-    monkeypatch.setattr("spillway.placement.make_plan", fails)
+    monkeypatch.setattr("spillway.placement.known_plan", fails)
     found = unplaceable(cluster(node("node-a")))
     assert found.reason == "NoNode"
     assert "node-a" in found.message and "ZeroDivisionError" in found.message

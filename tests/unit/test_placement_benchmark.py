@@ -90,7 +90,7 @@ def test_what_is_remembered_is_what_the_planner_says() -> None:
     with pytest.MonkeyPatch.context() as patch:
         from spillway.planner import make_plan
 
-        patch.setattr("spillway.placement.make_plan", make_plan)
+        patch.setattr("spillway.placement.known_plan", make_plan)
         plain = place(job, ClusterView(nodes=SMALL))
     found = place(job, ClusterView(nodes=SMALL))
     assert isinstance(plain, Placement)
