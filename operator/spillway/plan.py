@@ -59,6 +59,8 @@ class TierBytes(Frozen):
     """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
     correction: int = 0
     """what observation adds to the prediction, which the other rows are: the model took more before"""
+    reserve: int = 0
+    """that stays empty until a live correction moves activations here from a tier whose volume others fill"""
 
     @property
     def predicted(self) -> int:
@@ -69,7 +71,7 @@ class TierBytes(Frozen):
 
     @property
     def total(self) -> int:
-        return self.predicted + self.correction
+        return self.predicted + self.correction + self.reserve
 
 
 class OptimizerPlan(Frozen):
