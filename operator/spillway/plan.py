@@ -59,6 +59,8 @@ class TierBytes(Frozen):
     """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
     correction: int = 0
     """what observation adds to the prediction, which the other rows are: the model took more before"""
+    reserve: int = 0
+    """that stays empty until a live correction moves activations here from a tier whose volume others fill"""
 
     @property
     def predicted(self) -> int:
@@ -69,7 +71,7 @@ class TierBytes(Frozen):
 
     @property
     def total(self) -> int:
-        return self.predicted + self.correction
+        return self.predicted + self.correction + self.reserve
 
 
 class OptimizerPlan(Frozen):
@@ -230,6 +232,13 @@ class MemoryPlan(Frozen):
         """Size of one rank's slab in `tier`: the plan's bytes with some slack for rounding, never above the budget."""
         planned = self.bytes[tier].total
         return min(int(planned * SLAB_SLACK) + SLAB_EXTRA_BYTES, self.budget[tier]) if planned else 0
+
+    @property
+    def movable_activations(self) -> int:
+        """Bytes of one rank's activations on NVMe that a live correction may move to host memory."""
+        if Answer.NVME not in self.activations.uses:
+            return 0
+        return min(self.bytes[Tier.NVME].activations, self.bytes[Tier.HOST].reserve)
 
 
 class Turns(Frozen):

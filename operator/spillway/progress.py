@@ -78,6 +78,23 @@ class PodMemory(Message):
     """it is over, and what a run does was done in it; building the corpus perhaps by an earlier attempt's pod"""
 
 
+class SpillVolume(Message):
+    """The spill volume with the least free bytes, of all ranks of an attempt."""
+
+    size: Bytes
+    """of its file system"""
+    free_at_start: Bytes
+    """that were left there when the ranks had made their spill files"""
+    free: Bytes
+    """that are left now"""
+    num_ranks: Annotated[int, Field(ge=1, le=2**18)]
+    """that have their spill files there"""
+    activations: Bytes
+    """of one rank's spill file, that activations may take: the plan's, or what a correction left"""
+    host_room: Bytes
+    """of one rank's host memory, into which a correction may still move activations"""
+
+
 class CommittedCheckpoint(Message):
     step: Steps
     epoch: Annotated[int, Field(ge=1, le=2**31)]
@@ -135,6 +152,8 @@ class TrainingProgress(Message):
     """highest bytes held since the attempt began"""
     budget: TierFigures = TierFigures()
     pod: PodMemory = PodMemory()
+    spill_volume: SpillVolume | None = None
+    """None: no activations are on NVMe, or nothing of them could go elsewhere"""
     checkpoint: CommittedCheckpoint | None = None
     members: Annotated[tuple[MemberProgress, ...], Field(max_length=MAX_MEMBERS)] = ()
     """of a sweep, in the order of the spec; `step` and `steps` are then those of all of them (steps_of)"""
@@ -167,9 +186,11 @@ class ProgressReport(Message):
 
 
 class ProgressAnswer(Message):
-    """The operator's answer; corrections of the plan will travel here."""
+    """The operator's answer. Corrections of the plan travel here: where bytes live, never how much is computed."""
 
     version: Annotated[int, Field(ge=0)] = PROGRESS_VERSION
     """of any operator: a trainer that runs outlives upgrades, and the epoch means the same in all of them"""
     epoch: int
     """the attempt that the operator regards as the present one"""
+    activations: Bytes | None = None
+    """of each rank's spill file, that activations may take from now on; None = what they may take stays as it is"""
