@@ -51,6 +51,9 @@ class FakeSpillFile:
     def register(self, memory: Tensor) -> None:
         """Nothing to gain here."""
 
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        """There is no volume."""
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -233,6 +233,13 @@ class MemoryPlan(Frozen):
         planned = self.bytes[tier].total
         return min(int(planned * SLAB_SLACK) + SLAB_EXTRA_BYTES, self.budget[tier]) if planned else 0
 
+    @property
+    def movable_activations(self) -> int:
+        """Bytes of one rank's activations on NVMe that a live correction may move to host memory."""
+        if Answer.NVME not in self.activations.uses:
+            return 0
+        return min(self.bytes[Tier.NVME].activations, self.bytes[Tier.HOST].reserve)
+
 
 class Turns(Frozen):
     """How the members of a sweep share a device."""

@@ -73,7 +73,11 @@ def render_report(run: RunRecord) -> str:
         [
             reality_section(run, summary),
             attempts_section(run),
-            reasons_section(run.plan, [choice.reason for choice in run.log.choices[-1:]]),
+            reasons_section(
+                run.plan,
+                [correction.reason for correction in run.log.corrections]
+                + [choice.reason for choice in run.log.choices[-1:]],
+            ),
         ],
     )
 

@@ -49,6 +49,16 @@ class ActivationsChosen:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationsCorrected:
+    """Saved storages moved from the spill file, which is smaller now, to host memory."""
+
+    time: float
+    step: int
+    """after which"""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step, and the attempt that made it."""
 
@@ -146,7 +156,7 @@ class SweepStep:
 
 
 Event = (
-    Preparing | Start | ActivationsChosen | Step | Evaluation | Checkpoint | MissedCheckpoint
+    Preparing | Start | ActivationsChosen | ActivationsCorrected | Step | Evaluation | Checkpoint | MissedCheckpoint
     | Sweep | MemberEvent | SweepStep | Best | End
 )  # fmt: skip
 
@@ -157,6 +167,7 @@ class RunLog:
 
     starts: list[Start] = field(default_factory=list)
     choices: list[ActivationsChosen] = field(default_factory=list)
+    corrections: list[ActivationsCorrected] = field(default_factory=list)
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -185,6 +196,8 @@ class RunLog:
                 self.starts.append(event)
             case ActivationsChosen():
                 self.choices.append(event)
+            case ActivationsCorrected():
+                self.corrections.append(event)
             case Step():
                 self.steps[event.metrics.step] = event
                 self.last_step_of_epoch[event.epoch] = event.metrics.step
@@ -228,6 +241,10 @@ def preparing(time: float, _: int, fields: dict[str, Any]) -> Preparing:
 
 def activations_chosen(time: float, _: int, fields: dict[str, Any]) -> ActivationsChosen:
     return ActivationsChosen(time, str(fields["reason"]))
+
+
+def activations_corrected(time: float, _: int, fields: dict[str, Any]) -> ActivationsCorrected:
+    return ActivationsCorrected(time, int(fields["step"]), str(fields["reason"]))
 
 
 def step(time: float, epoch: int, fields: dict[str, Any]) -> Step:
@@ -285,6 +302,7 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "preparing": preparing,
     "start": start,
     "activations_chosen": activations_chosen,
+    "activations_corrected": activations_corrected,
     "step": step,
     "evaluation": evaluation,
     "checkpoint": checkpoint,

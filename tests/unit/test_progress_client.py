@@ -5,29 +5,27 @@ Against a server of the standard library; a test that needs a certificate makes 
 
 from __future__ import annotations
 
-import http.server
-import json
 import shutil
 import ssl
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import local_runs
 import pytest
+from progress_endpoint import Operator
 
 from spillway.api import Evaluation
 from spillway.errors import UserError
 from spillway.field_types import MAX_MEMBERS
 from spillway.job import JobFile
 from spillway.metrics import StepMetrics
-from spillway.plan import Tier
-from spillway.progress import LONGEST_REASON, LONGEST_REPORT, MemberProgress, MemberState, ProgressReport
+from spillway.plan import MemoryPlan, Tier, TierBytes
+from spillway.progress import LONGEST_REASON, LONGEST_REPORT, MemberProgress, MemberState, SpillVolume
 from spillway_trainer import progress_client
 from spillway_trainer.ending import shortened
 from spillway_trainer.progress_client import Endpoint, Figures, ProgressClient, endpoint, progress_report
@@ -36,77 +34,20 @@ PLAN = local_runs.spread_plan()
 PATIENCE_SECONDS = 10.0
 
 
-@dataclass
-class Operator:
-    """A progress endpoint that remembers what it was told."""
-
-    reports: list[ProgressReport] = field(default_factory=list)
-    tokens: list[str | None] = field(default_factory=list)
-    connections: int = 0
-    status: int = 200
-    epoch: int = 1
-    answers: threading.Event = field(default_factory=threading.Event)
-    drops_next: bool = False
-    """closes the kept connection without an answer"""
-    server: http.server.ThreadingHTTPServer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.answers.set()
-        operator = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def setup(self) -> None:
-                operator.connections += 1
-                super().setup()
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if operator.drops_next:
-                    operator.drops_next = False
-                    self.close_connection = True
-                    return
-                operator.tokens.append(self.headers["Authorization"])
-                operator.reports.append(ProgressReport.model_validate_json(body))
-                operator.answers.wait()
-                answer = json.dumps({"version": 1, "epoch": operator.epoch}).encode()
-                self.send_response(operator.status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server.server_address[1])
-
-    @property
-    def steps(self) -> list[int]:
-        return [report.spillway.step for report in self.reports if report.spillway]
-
-    def wait_for(self, num_reports: int) -> None:
-        wait_until(lambda: len(self.reports) >= num_reports)
-
-
 @pytest.fixture
 def operator() -> Iterator[Operator]:
     made = Operator()
     yield made
-    made.answers.set()
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 0.05)
+
+
+def wait_for(operator: Operator, num_reports: int) -> None:
+    wait_until(lambda: len(operator.reports) >= num_reports)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -155,7 +96,7 @@ def test_beginning_and_end_are_told_at_once_and_nothing_between(
 ) -> None:
     monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 600.0)
     started = start(operator, tmp_path, resumed_step=3)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     for number in range(4, 9):
         started.client.step(step(number))
     time.sleep(0.1)
@@ -168,18 +109,18 @@ def test_beginning_and_end_are_told_at_once_and_nothing_between(
 def test_the_newest_figures_win(operator: Operator, tmp_path: Path) -> None:
     operator.answers.clear()
     started = start(operator, tmp_path)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     for number in range(1, 8):
         started.client.step(step(number))
     operator.answers.set()
-    operator.wait_for(2)
+    wait_for(operator, 2)
     assert operator.steps == [0, 7]
     started.client.close()
 
 
 def test_nothing_new_is_not_told(operator: Operator, tmp_path: Path) -> None:
     started = start(operator, tmp_path)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     time.sleep(0.3)
     assert operator.steps == [0]
     started.client.close()
@@ -290,6 +231,75 @@ def test_a_loss_that_is_not_finite_is_left_out(operator: Operator, tmp_path: Pat
     assert {one.name for one in report.trainer_status.metrics} == {"learning_rate", "tokens_per_second"}
 
 
+# --- live corrections -------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+SPILLED = PLAN.model_copy(
+    update={
+        "bytes": {
+            Tier.DEVICE: TierBytes(),
+            Tier.HOST: TierBytes(reserve=40 * MIB),
+            Tier.NVME: TierBytes(activations=64 * MIB),
+        }
+    }
+)
+
+
+def heard(operator: Operator, tmp_path: Path, plan: MemoryPlan, answers: list[int | None]) -> tuple[int, list[str]]:
+    """What activations may take after these answers, and what was said of them."""
+    said, left = list[str](), iter(answers)
+    operator.activations = lambda _: next(left, None)
+    where = Endpoint(urlsplit(f"http://127.0.0.1:{operator.port}/progress"), None, None)
+    client = ProgressClient(where, job(tmp_path), plan, 0, said.append)
+    for number in range(1, len(answers) + 1):
+        wait_for(operator, number)
+        client.step(step(number))
+    client.close()
+    return client.wanted_activations, said
+
+
+def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator: Operator, tmp_path: Path) -> None:
+    wanted, said = heard(operator, tmp_path, SPILLED, [None, 48 * MIB, 48 * MIB, 60 * MIB, None])
+    assert wanted == 48 * MIB
+    assert said == [
+        "the operator lets activations take 48.0 MiB of each rank's spill file, which was 64.0 MiB",
+        "the operator lets activations take 60.0 MiB of each rank's spill file, which was 48.0 MiB, and 48.0 MiB is "
+        "what the plan lets it be",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"), [(0, 24 * MIB), (2**52, 64 * MIB), (24 * MIB - 1, 24 * MIB)], ids=["0", "huge", "a-byte"]
+)
+def test_what_is_asked_is_kept_within_the_plan(operator: Operator, tmp_path: Path, asked: int, wanted: int) -> None:
+    found, said = heard(operator, tmp_path, SPILLED, [asked])
+    assert found == wanted
+    assert len(said) == 1 and f"{wanted // MIB}.0 MiB is what the plan lets it be" in said[0]
+
+
+def test_without_a_reserve_nothing_is_lowered(operator: Operator, tmp_path: Path) -> None:
+    planned = SPILLED.bytes | {Tier.HOST: TierBytes()}
+    found, _ = heard(operator, tmp_path, SPILLED.model_copy(update={"bytes": planned}), [0])
+    assert found == 64 * MIB
+
+
+def test_what_another_attempt_is_told_is_not_for_this_one(operator: Operator, tmp_path: Path) -> None:
+    operator.epoch = 2
+    found, said = heard(operator, tmp_path, SPILLED, [48 * MIB])
+    assert found == 64 * MIB
+    assert [line.partition(";")[0] for line in said] == ["the operator regards attempt 2 as the present one"]
+
+
+def test_the_spill_volume_is_reported(operator: Operator, tmp_path: Path) -> None:
+    started = start(operator, tmp_path)
+    wait_for(operator, 1)
+    volume = SpillVolume(size=100, free_at_start=50, free=20, num_ranks=2, activations=10, host_room=5)
+    started.client.spill_volume(volume)
+    started.client.close()
+    told = [report.spillway.spill_volume for report in operator.reports if report.spillway]
+    assert (told[0], told[-1]) == (None, volume)
+
+
 # --- connection, token ------------------------------------------------------------------------------------------------
 
 
@@ -297,17 +307,17 @@ def test_one_connection_serves_many_posts(operator: Operator, tmp_path: Path) ->
     started = start(operator, tmp_path)
     for number in range(1, 4):
         started.client.step(step(number))
-        operator.wait_for(number + 1)
+        wait_for(operator, number + 1)
     started.client.close()
     assert operator.connections == 1
 
 
 def test_a_connection_that_was_dropped_is_opened_anew(operator: Operator, tmp_path: Path) -> None:
     started = start(operator, tmp_path)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     operator.drops_next = True
     started.client.step(step(1))
-    operator.wait_for(2)
+    wait_for(operator, 2)
     started.client.close()
     assert (operator.connections, started.said) == (2, [])
 
@@ -316,10 +326,10 @@ def test_the_token_is_read_at_each_post(operator: Operator, tmp_path: Path) -> N
     token = tmp_path / "token"
     token.write_text("old\n")
     started = start(operator, tmp_path, token)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     token.write_text("new\n")
     started.client.step(step(1))
-    operator.wait_for(2)
+    wait_for(operator, 2)
     started.client.close()
     assert operator.tokens[:2] == ["Bearer old", "Bearer new"]
 
@@ -404,7 +414,7 @@ def test_a_url_that_would_lose_the_token_is_refused(url: str) -> None:
 def test_a_lasting_problem_is_one_line_and_its_end_another(operator: Operator, tmp_path: Path) -> None:
     operator.status = 503
     started = start(operator, tmp_path)
-    operator.wait_for(4)
+    wait_for(operator, 4)
     operator.status = 200
     wait_until(lambda: len(started.said) == 2)
     started.client.close()
@@ -416,7 +426,7 @@ def test_what_was_not_delivered_is_delivered_later_without_a_new_step(operator: 
     operator.status = 503
     started = start(operator, tmp_path)
     started.client.step(step(9))
-    operator.wait_for(3)
+    wait_for(operator, 3)
     operator.status = 200
     wait_until(lambda: "progress is delivered" in started.said)
     assert operator.steps[-1] == 9
@@ -449,8 +459,8 @@ def test_an_operator_that_never_answers_does_not_delay_the_end(
 def test_a_newer_attempt_is_said_once(operator: Operator, tmp_path: Path) -> None:
     operator.epoch = 4
     started = start(operator, tmp_path)
-    operator.wait_for(1)
+    wait_for(operator, 1)
     started.client.step(step(1))
-    operator.wait_for(2)
+    wait_for(operator, 2)
     started.client.close()
     assert started.said == ["the operator regards attempt 4 as the present one; this is 1"]

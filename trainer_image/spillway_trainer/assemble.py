@@ -303,6 +303,7 @@ def attach(
         choosing=None
         if stationary or tiers.device.type != "cpu"
         else partial(activation_spill.Chooser, limits=storage_limits(plan), lanes=tiers.lanes, agree=ranks.gather),
+        may_move=plan.movable_activations > 0,
     )
     if not stationary:
         return spill, in_order

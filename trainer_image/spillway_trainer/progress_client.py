@@ -37,11 +37,13 @@ from spillway.progress import (
     PodMemory,
     ProgressAnswer,
     ProgressReport,
+    SpillVolume,
     TierFigures,
     TrainerStatus,
     TrainingProgress,
     steps_of,
 )
+from spillway.units import format_bytes
 
 from .cgroup import peak_memory_bytes
 from .checkpoint_manifest import CheckpointName
@@ -130,6 +132,7 @@ class Figures:
     first_step: int = 0
     """that this attempt began after"""
     eta_seconds: float | None = None
+    spill_volume: SpillVolume | None = None
 
     def steps(self, job: JobFile) -> tuple[int, int]:
         """Made, and asked for; of all members together where there are some."""
@@ -161,6 +164,9 @@ class ProgressClient:
         self._news, self._closing = threading.Event(), threading.Event()
         self._problem = ""
         self._newest_epoch = job.epoch
+        self._heard: int | None = None
+        """of activations, in an answer"""
+        self._wanted = plan.bytes[Tier.NVME].activations
         self._connection: http.client.HTTPConnection | None = None
         self._news.set()  # the beginning is worth a post
         self._thread = threading.Thread(target=self._post_for_ever, daemon=True, name="progress")
@@ -209,6 +215,14 @@ class ProgressClient:
 
     def member_checkpoint(self, member: str, step: int) -> None:
         self._tell(checkpoint=(step, time.time()), checkpoint_member=member)
+
+    def spill_volume(self, volume: SpillVolume) -> None:
+        self._tell(spill_volume=volume)
+
+    @property
+    def wanted_activations(self) -> int:
+        """Bytes of each rank's spill file that activations may take: the plan's, until an answer lowers them."""
+        return self._wanted
 
     def close(self) -> None:
         """Post the newest figures once more, within END_SECONDS; then nothing is posted any more."""
@@ -285,10 +299,24 @@ class ProgressClient:
         self._connection = None
 
     def _hear(self, answer: ProgressAnswer) -> None:
-        """A newer attempt is only news here: the checkpoint directory decides who is fenced."""
+        """A newer attempt is only news here: the checkpoint directory decides who is fenced. What is said to another
+        attempt is nothing to this one."""
+        if answer.epoch == self._job.epoch and answer.activations not in (None, self._heard):
+            self._heard = answer.activations
+            self._lower(answer.activations)
         if answer.epoch > self._newest_epoch:
             self._newest_epoch = answer.epoch
             self._report(f"the operator regards attempt {answer.epoch} as the present one; this is {self._job.epoch}")
+
+    def _lower(self, asked: int) -> None:
+        before, plan = self._wanted, self._plan
+        least = plan.bytes[Tier.NVME].activations - plan.movable_activations
+        self._wanted = min(before, max(least, asked))  # one reference, which the step loop reads
+        kept = "" if self._wanted == asked else f", and {format_bytes(self._wanted)} is what the plan lets it be"
+        self._report(
+            f"the operator lets activations take {format_bytes(asked)} of each rank's spill file, which was "
+            f"{format_bytes(before)}{kept}"
+        )
 
 
 @contextmanager
@@ -336,6 +364,7 @@ def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan, pod_peak_b
             checkpoint=committed(figures, job),
             members=figures.members,
             best_member=figures.best_member,
+            spill_volume=figures.spill_volume,
         ),
     )
 

@@ -34,8 +34,9 @@ class Recorder:
     """Appends events to run.jsonl and shows them to the sinks. Without a path it shows them only: a run has one
     run.jsonl, and rank 0 writes it.
 
-    Events: preparing, start, activations_chosen, step, evaluation, checkpoint, checkpoint_missed, end. After a resume,
-    step numbers repeat: the last line of a step wins. Raises OutputNotWritten when the disk refuses a line.
+    Events: preparing, start, activations_chosen, activations_corrected, step, evaluation, checkpoint,
+    checkpoint_missed, end. After a resume, step numbers repeat: the last line of a step wins. Raises OutputNotWritten
+    when the disk refuses a line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -72,6 +73,22 @@ class Recorder:
                 "stall_seconds": stall_seconds,
                 "pass_seconds": pass_seconds,
                 "tier_bytes": dict(tier_bytes),
+            },
+        )
+
+    def activations_corrected(
+        self, step: int, reason: str, activations: int, host_bytes: int, spill_file_bytes: int
+    ) -> None:
+        """After `step`, saved storages moved from the spill file, which is smaller now, to host memory: how many bytes
+        they may take of each from now on, of host memory beyond the plan's."""
+        self._write(
+            "activations_corrected",
+            {
+                "step": step,
+                "reason": reason,
+                "activations": activations,
+                "host_bytes": host_bytes,
+                "spill_file_bytes": spill_file_bytes,
             },
         )
 

@@ -21,7 +21,7 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 
-from . import checkpoint, config, native, numa, running_statistics
+from . import checkpoint, config, live_correction, native, numa, running_statistics
 from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, Tiers, assemble, initial_states
 from .building_peak import peak_of_building, room_for_more_text
@@ -31,6 +31,7 @@ from .checkpoint_manifest import TrainingState
 from .data import TokenBatches
 from .distributed import joined
 from .exporter import Exporter
+from .live_correction import Correction
 from .loss_scale import LossScale
 from .models.build import build_model
 from .models.chain import Chain
@@ -125,6 +126,14 @@ def run_ranks(
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
         )
         assembly.tell_choices(partial(tell_choice, recorder))
+        live_correction.attach(
+            plan,
+            assembly.spill,
+            assembly.tiers.nvme,
+            ranks,
+            partial(tell_correction, recorder, progress),
+            client,
+        )
         run = run_of(plan, checkpoints, recorder, device)
         train(run, config.loop_settings(job.spec, plan), progress, stop)
 
@@ -153,6 +162,15 @@ def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, de
 def tell_choice(recorder: Recorder, chosen: Chosen) -> None:
     report(f"activations: {chosen.reason}")
     recorder.activations_chosen(chosen.reason, chosen.stall_seconds, chosen.pass_seconds, chosen.tier_bytes)
+
+
+def tell_correction(recorder: Recorder, progress: Progress, correction: Correction) -> None:
+    """Of the step that ends."""
+    step = progress.step + 1
+    report(correction.said(step))
+    recorder.activations_corrected(
+        step, correction.said(step), correction.activations, correction.host, correction.spill_file
+    )
 
 
 def device_for(plan: MemoryPlan, world: World) -> torch.device:

@@ -8,6 +8,7 @@ in step 812; it is never synced. A read returns the bytes that were written or r
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -36,6 +37,8 @@ _WHAT_HELPS = {
     errno.EFBIG: "the file system takes no file this large: divide it over more directories",
 }
 """other than to make room"""
+_PUNCH_HOLE = 0x01 | 0x02
+"""linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE"""
 _BAD_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_O_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
 
@@ -120,6 +123,24 @@ class SpillFile:
         named = [Read(*request) for request in requests]
         transfers = [Transfer(request.offset, request.tensor, request.checksum) for request in named]
         self._perform(Direction.READ, transfers, [request.label for request in named])
+
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        """The volume has the bytes of these (offset, size) again: the end of the file is cut off, the rest becomes
+        holes. No transfer may touch them any more. Raises SpillIOError."""
+        for offset, nbytes in sorted(runs, reverse=True):
+            try:
+                if offset + nbytes == self.nbytes:
+                    os.ftruncate(self._file, offset)
+                    self.nbytes = offset
+                else:
+                    _punch_hole(self._file, offset, nbytes)
+            except OSError as error:
+                raise SpillIOError(
+                    f"{self.directory}: {format_bytes(nbytes)} of the spill file at offset {offset} cannot be given "
+                    f"back: {error.strerror} (errno {error.errno})",
+                    errno=error.errno,
+                    offset=offset,
+                ) from error
 
     def close(self) -> None:
         """End the threads and free the bytes. No batch may be under way. Idempotent."""
@@ -274,6 +295,15 @@ def _write_zeros(file: int, nbytes: int) -> None:
         while offset < nbytes:
             with view[: min(_ZEROS_BYTES, nbytes - offset)] as part:
                 offset += os.pwrite(file, part, offset)
+
+
+def _punch_hole(file: int, offset: int, nbytes: int) -> None:
+    """fallocate(2), which Python does not have."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(file, _PUNCH_HOLE, offset, nbytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _free_bytes(directory: Path) -> int:

@@ -3,7 +3,7 @@
     watching   a few steps with every segment's own answer; positions by the order of saves, seconds by two clock reads
     choosing   `choice.choose` of what all ranks saw, so that they take the same answers
     holding    by position, while a forward saves the same sizes; where it does not, what is left of the tiers is filled
-    watching   again when steps take another time than they did
+    watching   again when steps take another time than they did, or a live correction changed the limits
 
 No bit of the result depends on it: answers say where bytes wait.
 """
@@ -109,21 +109,23 @@ class Placement:
         """HOST or NVME."""
         this, nbytes, position = self._pass, round_up(storage.nbytes()), self._pass.num_saved
         this.num_saved += 1
+        self._chooser.note_storage(this.num_saved, nbytes)
         if self._chooser.is_watching:
             saved = Saved(self._segment, nbytes, self._chooser.now())
             this.saved.append(saved)
             this.by_address[storage._cdata] = saved
-            return self._planned
         if not this.answers:
-            return self._planned
-        if this.is_as_foreseen:
-            this.is_as_foreseen = position < len(this.sizes) and this.sizes[position] == nbytes
-        answer = this.answers[position] if this.is_as_foreseen else self._roomier(nbytes)
+            answer = self._roomier(nbytes) if self._chooser.is_corrected else self._planned
+        else:
+            if this.is_as_foreseen:
+                this.is_as_foreseen = position < len(this.sizes) and this.sizes[position] == nbytes
+            answer = this.answers[position] if this.is_as_foreseen else self._roomier(nbytes)
         this.held_bytes[answer] += nbytes
         return answer
 
     def _roomier(self, nbytes: int) -> Answer:
-        """In a forward that saves other storages than those that were watched: its own, or where there is room left."""
+        """Where none was chosen, or a forward saves other storages than those that were watched: the plan's own, or
+        where there is room left."""
         limits, held = self._chooser.limits, self._pass.held_bytes
         room = {
             Answer.HOST: limits.host_bytes - held[Answer.HOST],
@@ -156,6 +158,12 @@ class Chooser:
         self._sizes: list[int] = []
         self.current = Pass((), ())
         self.is_watching = True
+        self.is_corrected = False
+        """the plan's answers overrun `limits`"""
+        self.largest_bytes = 0
+        """of the storages so far, in whole pages"""
+        self.most_storages = 0
+        """of one forward so far"""
         self._passes: list[list[Saved]] = []
         """of the steps that are watched, the last one of each"""
         self._num_steps = 0
@@ -168,6 +176,15 @@ class Chooser:
     def now(self) -> float:
         """Seconds of compute: what it waited for copies is left out."""
         return self._clock() - self._lanes.stalled_seconds()
+
+    def note_storage(self, number: int, nbytes: int) -> None:
+        self.largest_bytes, self.most_storages = max(self.largest_bytes, nbytes), max(self.most_storages, number)
+
+    def correct(self, limits: Limits) -> None:
+        """The next forward keeps to `limits`: storages go where the plan has them while there is room, and are watched
+        to choose again. Every rank calls it after the same step."""
+        self.limits, self.is_corrected, self.choice = limits, True, None
+        self._watch()
 
     def open(self, segment: str, planned: Answer) -> Placement:
         """For one forward through `segment`."""

@@ -26,6 +26,8 @@ class ActivationSpill:
         self.chooser = chooser
         self.tell: Callable[[Chosen], None] = lambda _: None
         """gets every decision about single storages"""
+        self.after_step: Callable[[], None] = lambda: None
+        """called when nothing of a step is held any more"""
         self._ledger = ledger
 
     def start_backward(self) -> None:
@@ -38,6 +40,7 @@ class ActivationSpill:
         chosen = self.chooser.end_step() if self.chooser is not None else None
         if chosen is not None:
             self.tell(chosen)
+        self.after_step()
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of saved activations by tier, now."""
@@ -58,7 +61,7 @@ class PlacedStore:
         return self._store.open(segment, answer, placement=self._chooser.open(segment, answer))
 
 
-def build(
+def build(  # noqa: PLR0913 - the parts that it joins
     plan: ActivationPlan,
     segments: Sequence[str],
     parameters: ParameterSource,
@@ -67,11 +70,14 @@ def build(
     nvme: NvmeSlab | None,
     inputs: Answer = Answer.KEEP,
     choosing: Callable[[Sequence[str]], Chooser] | None = None,
+    *,
+    may_move: bool = False,
 ) -> ActivationSpill:
     """Attach `plan` to a model with these segment names and `parameters`.
 
     `choosing` makes the Chooser of the segments that move, asked for where the plan moves some to host memory and some
-    to NVMe; None: a segment's answer is that of all its storages.
+    to NVMe, or where those on NVMe `may_move` to host memory later; None: a segment's answer is that of all its
+    storages.
 
     Saved parameters are references, not charged again; what is kept is charged to `ledger` as "activations". `inputs`:
     where those of a recomputed segment wait.
@@ -86,7 +92,8 @@ def build(
     store.plans_host = Answer.HOST in plan.uses
     answers = dict(zip(segments, plan.answers or [Answer.KEEP] * len(segments), strict=True))
     moving = [name for name in segments if answers[name] in (Answer.HOST, Answer.NVME)]
-    chooser = choosing(moving) if choosing is not None and plan.uses >= BOTH else None
+    has_choice = plan.uses >= BOTH or (may_move and Answer.NVME in plan.uses)
+    chooser = choosing(moving) if choosing is not None and has_choice else None
     placed = store if chooser is None else PlacedStore(store, chooser)
     hook = SavedTensors(answers, parameters, placed, ledger, inputs)
     return ActivationSpill(hook, store, ledger, chooser)

@@ -89,6 +89,9 @@ class EncryptedFile:
         """Reads go there; writes leave from the bounce buffer."""
         self._file.register(memory)
 
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        self._file.give_back(runs)
+
     def close(self) -> None:
         """The key is wiped, and the file closed. Idempotent."""
         self._cipher.close()

@@ -21,7 +21,7 @@ def round_up(nbytes: int) -> int:
 
 
 class Extents:
-    """Allocator of offsets in [0, capacity_bytes).
+    """Allocator of offsets in [0, `capacity_bytes`).
 
     `free` may be called by a destructor, which the garbage collector can start inside any other call of the same
     thread: it only appends to a queue (atomic, no lock), and the next allocation or query takes the queue in.
@@ -29,6 +29,7 @@ class Extents:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        """less what was withdrawn"""
         self.peak_bytes = 0
         self._starts = [0] if self.capacity_bytes else []
         self._sizes = {0: self.capacity_bytes} if self.capacity_bytes else {}
@@ -67,6 +68,23 @@ class Extents:
         with self._lock:
             self._take_back()
             return max(self._sizes.values(), default=0)
+
+    def withdraw(self, nbytes: int) -> list[tuple[int, int]]:
+        """Take free runs of `nbytes` (rounded up to 4096), or all there are, out of the space for good, the highest
+        addresses first; returns (start, size) of each."""
+        withdrawn, left = list[tuple[int, int]](), round_up(nbytes)
+        with self._lock:
+            self._take_back()
+            while left > 0 and self._starts:
+                start = self._starts[-1]
+                size = min(left, self._sizes[start])
+                self._sizes[start] -= size
+                withdrawn.append((start + self._sizes[start], size))
+                if not self._sizes[start]:
+                    del self._sizes[self._starts.pop()]
+                self.capacity_bytes -= size
+                left -= size
+        return withdrawn
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.held_bytes

@@ -57,6 +57,10 @@ class ScratchFile(Protocol):
     def register(self, memory: Tensor) -> None:
         """Told where most tensors will lie, so that it may pin this memory."""
 
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        """The volume has the bytes of these (offset, size) again: none of them is used any more. Raises SpillIOError
+        where it does not."""
+
     def close(self) -> None: ...
 
 
@@ -325,6 +329,20 @@ class NvmeSlab:
         for device in self._devices:
             device.file.register(memory)
 
+    def give_back(self, nbytes: int) -> int:
+        """Become smaller by `nbytes`, divided among the devices, or by what is free of them; returns by how much. Their
+        volumes have it again; what is held stays where it is."""
+        left = nbytes
+        by_room = sorted(self._devices, key=lambda each: each.extents.capacity_bytes - each.extents.held_bytes)
+        for num_before, device in enumerate(by_room):
+            runs = device.extents.withdraw(max(0, left) // (len(by_room) - num_before))
+            left -= sum(size for _, size in runs)
+            try:
+                device.file.give_back(runs)
+            except SpillIOError as error:
+                self._tell(f"spill: {error}. The place is not used again, and the volume does not have it back")
+        return nbytes - left
+
     def close(self) -> None:
         """End the threads and free the bytes. No batch may be under way. Idempotent."""
         if self._threads is not None:
@@ -336,6 +354,10 @@ class NvmeSlab:
         """The I/O engine in use, and how many devices it drives when there are several."""
         several = f" x{len(self._devices)}" if len(self._devices) > 1 else ""
         return f"{self._devices[0].file.backend}{several}"
+
+    @property
+    def directories(self) -> list[Path]:
+        return [device.directory for device in self._devices]
 
     @property
     def capacity_bytes(self) -> int:
