@@ -132,8 +132,9 @@ class Question:
 
     @property
     def host_reserve(self) -> int:
-        """Of one rank: that stays empty beside activations on NVMe, at most."""
-        return (self.job.spec.memory.activations.host_reserve or 0) // self.local_ranks
+        """Of one rank: that stays empty beside activations on NVMe, at most. Trainers correct on CPUs so far."""
+        asked = self.job.spec.memory.activations.host_reserve or 0
+        return asked // self.local_ranks if self.node.device_kind == "Cpu" else 0
 
     @property
     def drives(self) -> Drives:
@@ -728,7 +729,7 @@ class Search:
         work, window_bytes = group.work, layout.window_bytes
         blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
         on_nvme = nvme_bytes(work, optimizer, blocks, streaming)
-        reserve = min(self.question.host_reserve, on_nvme.activations)
+        reserve = min(self._reserve(group), on_nvme.activations)
 
         def in_host(optimizer: OptimizerPlan) -> TierBytes:
             found = host_bytes(work, optimizer, blocks, window_bytes, streaming)
@@ -757,7 +758,11 @@ class Search:
     def _largest_reserve(self, group: Group, blocks: Blocks) -> int:
         """With all moved blocks on NVMe."""
         on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
-        return min(self.question.host_reserve, on_nvme)
+        return min(self._reserve(group), on_nvme)
+
+    def _reserve(self, group: Group) -> int:
+        """At most. Weight-stationary, nothing chooses by storage, so that nothing can move."""
+        return self.question.host_reserve if group.streaming.order == "InOrder" else 0
 
     def _divided(
         self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
