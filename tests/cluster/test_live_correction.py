@@ -138,7 +138,7 @@ def a_job(namespace: str) -> Document:
         memory__budget={"device": "34Mi", "host": "256Mi", "nvme": "512Mi"},
         memory__activations={"policy": "Nvme", "hostReserve": "64Mi"},
         spill={"storageClassName": STORAGE_CLASS},
-        checkpoint={"everySteps": STEPS, "keep": 1, "claim": CLAIM},
+        checkpoint={"everySteps": STEPS, "keep": 2, "claim": CLAIM},
     )  # fmt: skip
 
 
