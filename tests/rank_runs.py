@@ -39,6 +39,8 @@ spec:
 LOOK_SECONDS = 1.0
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
+POST_VARIABLE = "TEST_POST_SECONDS"
+"""another interval between two reports of progress: the runs of tests are shorter than one"""
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
 PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Answer]]] = {
     "resident, kept": ((0.0, 0.0, 1.0, 0.0), 1 << 20, [KEEP, KEEP]),
@@ -168,10 +170,11 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
-    from spillway_trainer import distributed, run_job
+    from spillway_trainer import distributed, progress_client, run_job
     from spillway_trainer.__main__ import attempt, leave
 
     distributed.EXCHANGE_PARAMETERS = int(environment.get(BUCKET_VARIABLE, distributed.EXCHANGE_PARAMETERS))
+    progress_client.POST_INTERVAL_SECONDS = float(environment.get(POST_VARIABLE, progress_client.POST_INTERVAL_SECONDS))
     train = run_job.train
 
     def train_and_tell(run: Any, *arguments: Any) -> None:

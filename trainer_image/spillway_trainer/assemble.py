@@ -291,6 +291,7 @@ def attach(
     """The saved-tensor hooks, and the order of micro-batches that goes with them."""
     names = [name for name, _ in model.segments]
     stationary, boundaries = plan.parameters.order == "WeightStationary", plan.parameters.boundaries
+    times_passes, may_move = tiers.device.type == "cpu", plan.movable_activations > 0
     spill = activation_spill.build(
         plan.activations,
         names,
@@ -301,9 +302,15 @@ def attach(
         inputs=boundaries if stationary else Answer.KEEP,
         # Launch times of a GPU say nothing of when its kernels run, and segment by segment no pass is one forward.
         choosing=None
-        if stationary or tiers.device.type != "cpu"
-        else partial(activation_spill.Chooser, limits=storage_limits(plan), lanes=tiers.lanes, agree=ranks.gather),
-        may_move=plan.movable_activations > 0,
+        if stationary or not (times_passes or may_move)
+        else partial(
+            activation_spill.Chooser,
+            limits=storage_limits(plan),
+            lanes=tiers.lanes,
+            agree=ranks.gather,
+            watches=times_passes,
+        ),
+        may_move=may_move,
     )
     if not stationary:
         return spill, in_order

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.progress import SpillVolume
+from spillway.progress import MAX_BYTES, SpillVolume
 from spillway.units import format_bytes
 
 from .activation_spill import ActivationSpill, Chooser
@@ -81,9 +81,16 @@ class Volume(NamedTuple):
     @staticmethod
     def of(directory: Path) -> Volume:
         node = read_text(BOOT_ID).strip() or socket.gethostname()
-        found = os.statvfs(directory)
-        identity = zlib.crc32(f"{node} {directory.stat().st_dev}".encode())
+        try:
+            found, device = os.statvfs(directory), directory.stat().st_dev
+        except OSError:
+            return UNKNOWN
+        identity = zlib.crc32(f"{node} {device}".encode())
         return Volume(identity, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+UNKNOWN = Volume(0, 0, MAX_BYTES)
+"""never the one with the least free bytes where another is known"""
 
 
 class Seen(NamedTuple):

@@ -149,15 +149,19 @@ class Chooser:
         lanes: Lanes,
         agree: Agree = lambda values: [list(values)],
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        watches: bool = True,
     ) -> None:
-        """`limits`: without rates, which are the lanes'. `segments`: that move, in forward order."""
+        """`limits`: without rates, which are the lanes'. `segments`: that move, in forward order. `watches`: else
+        nothing is chosen, because the host's clock does not tell when kernels run: forwards keep to the limits."""
         self.limits = limits
+        self._watches = watches
         self._first = segments[0]
         self._lanes, self._agree, self._clock = lanes, agree, clock
         self.choice: Choice | None = None
         self._sizes: list[int] = []
         self.current = Pass((), ())
-        self.is_watching = True
+        self.is_watching = watches
         self.is_corrected = False
         """the plan's answers overrun `limits`"""
         self.largest_bytes = 0
@@ -195,6 +199,8 @@ class Chooser:
 
     def end_step(self) -> Chosen | None:
         """Every rank calls it after each step. A decision, where one was made: the same on all ranks."""
+        if not self._watches:
+            return None
         ended = self._clock()
         seconds, self._last_end = ended - self._last_end, ended
         self._num_steps += 1
@@ -217,7 +223,7 @@ class Chooser:
         return None
 
     def _watch(self) -> None:
-        self.is_watching, self._num_steps, self._passes = True, 0, []
+        self.is_watching, self._num_steps, self._passes = self._watches, 0, []
         self._usual_seconds = None
 
     def _hold(self) -> None:
