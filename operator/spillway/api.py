@@ -40,6 +40,7 @@ from spillway.field_types import (
 from spillway.manifest import dotted, parse, read_text, shown
 from spillway.members import problems_of
 from spillway.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
+from spillway.units import format_quantity
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 
 GROUP = "spillway.dev"
@@ -475,6 +476,21 @@ class ActivationMemory(Fields):
         description="What becomes of the activations that backward needs, in every block: kept on the device, "
         "recomputed, or moved to host memory or NVMe and back. Auto: block by block, whatever is fastest.",
     )
+    host_reserve: Quantity | None = Field(
+        default=None,
+        # job.json as every version before knows it, where there is none
+        exclude_if=lambda given: given is None,
+        description="Host memory of each node, bytes, that stays empty where activations go to NVMe; its ranks share "
+        "it. When others fill the spill volume, as many of them move there while the job runs. Default: none, and "
+        "nothing moves.",
+    )
+
+    @model_validator(mode="after")
+    def _reserve_is_of_use(self) -> Self:
+        if self.host_reserve and self.policy not in ("Auto", "Nvme"):
+            never = f"policy {self.policy} moves nothing to NVMe, from where it could come: leave it out, or use Nvme"
+            refuse([("hostReserve", never)])
+        return self
 
 
 class ParameterMemory(Fields):
@@ -521,6 +537,12 @@ class Memory(Fields):
                 problems.append(("optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
             if self.activations.policy not in ("Auto", "Keep"):
                 problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))
+            if self.activations.host_reserve:
+                kept = "mode Disabled keeps everything on the device, so that nothing can move there: leave it out"
+                problems.append(("activations.hostReserve", kept))
+        elif self.budget.host is not None and (self.activations.host_reserve or 0) > self.budget.host:
+            most = f"at most budget.host ({format_quantity(self.budget.host)}), which it is part of"
+            problems.append(("activations.hostReserve", most))
         refuse(problems)
         return self
 
@@ -782,6 +804,9 @@ class TrainingJobSpec(Fields):
         if training.optimizer.moments == "int8" and self.parallelism.device == "Cuda":
             no_kernel = "int8 has no kernel on Cuda devices; use bfloat16, or device Cpu"
             problems.append(("training.optimizer.moments", no_kernel))
+        if self.memory.activations.host_reserve and self.parallelism.device == "Cuda":
+            on_cpus = "live corrections work on CPUs so far: leave it out, or use device Cpu"
+            problems.append(("memory.activations.hostReserve", on_cpus))
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))
@@ -1108,7 +1133,7 @@ def _given(job: TrainingJob, path: str) -> str:
 
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
-    "spill.storageClassName", "spill.numVolumes",
+    "memory.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
     "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
     "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",

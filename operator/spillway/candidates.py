@@ -131,6 +131,12 @@ class Question:
         return self.shape.num_layers
 
     @property
+    def host_reserve(self) -> int:
+        """Of one rank: that stays empty beside activations on NVMe, at most. Trainers correct on CPUs so far."""
+        asked = self.job.spec.memory.activations.host_reserve or 0
+        return asked // self.local_ranks if self.node.device_kind == "Cpu" else 0
+
+    @property
     def drives(self) -> Drives:
         """What endurance is measured against."""
         return Drives(self.node.nvme_bytes / self.local_ranks, self.node.nvme_rated_bytes / self.local_ranks)
@@ -630,6 +636,8 @@ class Search:
         others = host_home_bytes(group.work, streaming)
         if self.question.policy != "Nvme":
             others += group.work.alive(streaming) * group.work.sum_of("moved_host", 0, layout.blocks.moved)
+        else:
+            others += self._largest_reserve(group, layout.blocks)
         needed = [held for held in (0, others) if group.host_bytes_beside_homes(optimizer) + held > budget[Tier.HOST]]
         parts = {self._least_spilled(group, optimizer, budget[Tier.HOST] - held) for held in needed}
         if parts:
@@ -720,26 +728,50 @@ class Search:
     def _candidate(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Candidate:
         work, window_bytes = group.work, layout.window_bytes
         blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
+        on_nvme = nvme_bytes(work, optimizer, blocks, streaming)
+        reserve = min(self._reserve(group), on_nvme.activations)
+
+        def in_host(optimizer: OptimizerPlan) -> TierBytes:
+            found = host_bytes(work, optimizer, blocks, window_bytes, streaming)
+            return found.model_copy(update={"reserve": reserve}) if reserve else found
+
         held = {
             Tier.DEVICE: device_bytes(work, optimizer, layout.peak, streaming),
-            Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),
-            Tier.NVME: nvme_bytes(work, optimizer, blocks, streaming),
+            Tier.HOST: in_host(optimizer),
+            Tier.NVME: on_nvme,
         }
         budget = self.question.budget
         if optimizer.overlap == "Backward":
             optimizer = group.speculating(optimizer, blocks, budget[Tier.HOST] - held[Tier.HOST].total)
-            held[Tier.HOST] = host_bytes(work, optimizer, blocks, window_bytes, streaming)
+            held[Tier.HOST] = in_host(optimizer)
         missing = {tier: held[tier].total - budget[tier] for tier in Tier if held[tier].total > budget[tier]}
         return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
 
     def _settled(
         self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
     ) -> tuple[Blocks, Streaming]:
+        """Where activations go to NVMe, beside the reserve for them."""
+        found = self._divided(group, optimizer, blocks, window_bytes, 0)
+        reserve = self._largest_reserve(group, blocks)
+        return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
+
+    def _largest_reserve(self, group: Group, blocks: Blocks) -> int:
+        """With all moved blocks on NVMe."""
+        on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
+        return min(self._reserve(group), on_nvme)
+
+    def _reserve(self, group: Group) -> int:
+        """At most. Weight-stationary, nothing chooses by storage, so that nothing can move."""
+        return self.question.host_reserve if group.streaming.order == "InOrder" else 0
+
+    def _divided(
+        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
+    ) -> tuple[Blocks, Streaming]:
         """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
         room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
         work = group.work
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
-        room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer)
+        room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
         if group.streaming.boundaries is Answer.HOST:
             room -= kept_boundary_bytes(work, blocks, Answer.HOST)
         states = nvme_states_bytes(work, optimizer, group.streaming)

@@ -61,7 +61,9 @@ class Corrections:
     def counted(self, held: Mapping[Tier, TierBytes], budget: Mapping[Tier, int]) -> dict[Tier, TierBytes]:
         """What a plan of `held` predicted bytes, which fit `searched(budget)`, counts as: never above the budget."""
         return {
-            tier: found.model_copy(update={"correction": self._added(tier, found.total, budget[tier])})
+            tier: found.model_copy(
+                update={"correction": self._added(tier, found.predicted, budget[tier] - found.reserve)}
+            )
             for tier, found in held.items()
         }
 

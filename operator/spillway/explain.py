@@ -229,6 +229,8 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
         return
     if blocks.nvme and question.policy == "Auto":
         yield "host memory is filled first; NVMe takes the blocks that backward needs last"
+    if reserve := chosen.bytes[Tier.HOST].reserve:
+        yield f"{format_bytes(reserve)} of host memory stay empty for what a live correction moves there from NVMe"
     if blocks.moved and chosen.window_bytes == 0:
         yield "the device has no room for copies in flight: forward waits for each"
 

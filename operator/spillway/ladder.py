@@ -74,7 +74,10 @@ class MemoryFailure:
         """That was reached."""
         if self.tier is None:
             return self.pod_memory_bytes
-        return self.plan.budget[Tier.DEVICE] if self.tier is Tier.DEVICE else self.plan.slab_bytes(self.tier)
+        if self.tier is Tier.DEVICE:
+            return self.plan.budget[Tier.DEVICE]
+        # The reserve may have held what a live correction moved there.
+        return self.plan.slab_bytes(self.tier) - self.plan.bytes[self.tier].reserve
 
     @property
     def bound(self) -> float:

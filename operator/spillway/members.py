@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.manifest import validate, value_of
+from spillway.units import format_quantity
 from spillway.update_rules import RULE_FIELDS, UpdateRule
 
 if TYPE_CHECKING:  # api.py asks this module what is wrong with the members of a job
@@ -105,6 +106,9 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     if parallelism.device == "Cuda":
         cpu = "members take turns on a CPU so far: use Cpu, or a job for each model"
         yield FieldProblem("spec.parallelism.device", parallelism.device, cpu)
+    if reserve := spec.memory.activations.host_reserve:
+        fixed = "members have a plan each, and none of them is corrected while it runs: leave it out"
+        yield FieldProblem("spec.memory.activations.hostReserve", format_quantity(reserve), fixed)
     if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:
         held_out = "needs held-out text: give data.evaluation, or use Loss"
         yield FieldProblem("spec.objective.metric", objective.metric, held_out)

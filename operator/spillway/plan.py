@@ -59,7 +59,7 @@ class TierBytes(Frozen):
     """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
     correction: int = 0
     """what observation adds to the prediction, which the other rows are: the model took more before"""
-    reserve: int = 0
+    reserve: int = Field(default=0, exclude_if=lambda size: not size)
     """that stays empty until a live correction moves activations here from a tier whose volume others fill"""
 
     @property

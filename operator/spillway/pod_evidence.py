@@ -125,8 +125,10 @@ def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
 
 def may_be_seen(spec: TrainingJobSpec) -> bool:
     """Whether what one pod reports is what the next one takes: of several pods only the first reports, and of a sweep
-    nobody knows which members a run has held together. Only mode Auto decides requests."""
-    return spec.memory.mode == "Auto" and spec.parallelism.nodes == 1 and not spec.members
+    nobody knows which members a run has held together. What a run left empty the next one may need for a live
+    correction. Only mode Auto decides requests."""
+    alone = spec.parallelism.nodes == 1 and not spec.members
+    return spec.memory.mode == "Auto" and alone and not spec.memory.activations.host_reserve
 
 
 def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, attempt: str) -> ObservedPod | None:

@@ -27,7 +27,7 @@ from spillway.field_types import Fields
 from spillway.hardware import NodeSpec
 from spillway.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
 from spillway.model_shape import model_shape
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Tier, TierBytes
 from spillway.pod_evidence import POD_MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
 from spillway.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile
 from spillway.status import ProfileEvidence, TierQuantities
@@ -253,7 +253,8 @@ def profile_update(
     rises = profile.attempt == attempt
     tiers, clamped, most = {}, profile.clamped, _most_in_the_pod(plan, pod)
     for tier in Tier:
-        planned, reported = plan.bytes[tier].predicted, peaks.get(tier, 0)
+        planned = plan.bytes[tier].predicted
+        reported = _without_moved(peaks.get(tier, 0), plan.bytes[tier])
         before: ObservedBytes | None = getattr(profile.peaks, tier)
         tiers[tier.value] = before
         if planned and reported:
@@ -276,6 +277,12 @@ def profile_update(
     if is_new:
         changes |= {"attempt": attempt, "last_attempts": last_attempts, "count": profile.count + 1}
     return profile.model_copy(update=changes)
+
+
+def _without_moved(reported: int, held: TierBytes) -> int:
+    """A peak above what was predicted may be one of activations that a live correction moved there, as far as the
+    reserve reaches: that says nothing of the prediction."""
+    return reported - min(held.reserve, max(0, reported - held.predicted))
 
 
 def _most_in_the_pod(plan: MemoryPlan, pod: PodPeak | None) -> dict[Tier, int]:

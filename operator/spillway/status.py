@@ -104,6 +104,12 @@ class MemoryStatus(Written):
     device: Short = Field(default="", description="Peak of budget on the device, for people: 71Gi/80Gi.")
     spilled: Short = Field(default="", description="Bytes outside the device, for people.")
     peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
+    activations: Quantity | None = Field(
+        default=None,
+        description="Bytes of each rank's spill file that activations may take since the last live correction; with "
+        "mode Advise, that Auto would leave them. Missing where nothing of them could move.",
+    )
+    correction: Text = Field(default="", description="What the last live correction of the attempt did, and why.")
 
 
 class CheckpointStatus(Written):

@@ -25,7 +25,7 @@ from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, wit
 from .model_inspection import inspected_shape
 from .node_profile import named_node, own_profile
 
-PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "correction")
+PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "correction", "reserve")
 
 
 def plan(file: Path, node: str | None, device: str | None, host: str | None, nvme: str | None, output: str) -> int:

@@ -59,6 +59,10 @@ class Case:
         return min(sum(of_members) if of_members else own, MAX_COUNT)
 
     @property
+    def is_corrected(self) -> bool:
+        return is_corrected(self.spec)
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Names of a sweep's members."""
         return tuple(str(member.get("name")) for member in self._members)
@@ -166,6 +170,11 @@ def seconds_of(time: str) -> float:
         return datetime.fromisoformat(time).timestamp()
     except (ValueError, OverflowError):
         return 0.0
+
+
+def is_corrected(spec: dict[str, Any]) -> bool:
+    """Live corrections are carried out; with mode Advise they are only told."""
+    return given(spec, "memory.mode") in (None, "Auto")
 
 
 def whole(value: object, default: int) -> int:

@@ -28,6 +28,7 @@ from spillway.api import GROUP, VERSION
 from .api_client import TRAINING_JOBS, ApiClient, ApiError
 from .apply import Applier
 from .audit import Audit
+from .case import is_corrected
 from .cluster import Cluster
 from .credentials import load_credentials
 from .events import EventPoster
@@ -99,6 +100,7 @@ class Operator:
             self._profiles.reported,
             self._exporter.progress,
             knows_attempts=self._listed.is_set,
+            is_corrected=self._is_corrected,
         )
         self._address = self._published()
         self._applier = Applier(self._client, self._store)
@@ -277,6 +279,10 @@ class Operator:
 
     def _hear(self, plural: str) -> None:
         self._heard[plural] = time.monotonic()
+
+    def _is_corrected(self, key: Key) -> bool:
+        job = self._store.jobs.get(key)
+        return job is not None and is_corrected(json.loads(job.spec))
 
     def _facts(self) -> OperatorFacts:
         return OperatorFacts(

@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 
 from spillway.errors import UserError
+from spillway.live_correction import lowered
 from spillway.progress import LONGEST_REPORT, ProgressAnswer, ProgressReport
 
 from .api_client import ApiError
@@ -115,7 +116,8 @@ class PostLimit:
 
 class ProgressEndpoint:
     """`enqueue(key)` is called when a report of `key` may be written, `accepted` with each one that is believed,
-    `count(code)` once per post. Until `knows_attempts()` nobody is told that it belongs to none."""
+    `count(code)` once per post. Until `knows_attempts()` nobody is told that it belongs to none. Only a job that
+    `is_corrected` is answered with live corrections."""
 
     def __init__(
         self,
@@ -126,8 +128,10 @@ class ProgressEndpoint:
         count: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
         knows_attempts: Callable[[], bool] = lambda: True,
+        is_corrected: Callable[[Key], bool] = lambda _key: False,
     ) -> None:
         self._knows_attempts = knows_attempts
+        self._is_corrected = is_corrected
         self._reviews = reviews
         self._outbox = outbox
         self._enqueue = enqueue
@@ -230,6 +234,7 @@ class ProgressEndpoint:
             raise _Refusal(
                 422, f"spillway.epoch = {report.spillway.epoch}: the pod belongs to attempt {sender.attempt}"
             )
+        activations = None
         if sender.attempt == sender.present_attempt:  # a zombie is told the present epoch, and not believed
             received = Received(report, sender.job_uid, sender.attempt, _now())
             now = self._clock()
@@ -237,10 +242,18 @@ class ProgressEndpoint:
             self._outbox.put(sender.key, received, now)
             self._accepted(sender.key, received)
             self._arrived.set()
+            activations = self._correction(sender.key, report)
         else:
             logger.info("a report of an attempt that is over", extra=about(sender.key, sender.attempt))
-        answer = ProgressAnswer(epoch=sender.present_attempt)
-        return web.Response(text=answer.model_dump_json(by_alias=True), content_type="application/json")
+        answer = ProgressAnswer(epoch=sender.present_attempt, activations=activations)
+        text = answer.model_dump_json(by_alias=True, exclude_none=True)
+        return web.Response(text=text, content_type="application/json")
+
+    def _correction(self, key: Key, report: ProgressReport) -> int | None:
+        """Of this report alone: an answer that is lost is given again to the next one."""
+        volume = None if report.spillway is None else report.spillway.spill_volume
+        left = None if volume is None else lowered(volume)
+        return left if left is not None and self._is_corrected(key) else None
 
 
 def _bearer(request: web.Request) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from spillway.progress import MemberProgress, MemberState, ProgressReport, TierFigures, TrainingProgress
+from spillway.live_correction import LEAST_BYTES, lowered
+from spillway.progress import MemberProgress, MemberState, ProgressReport, SpillVolume, TierFigures, TrainingProgress
 from spillway.status import CheckpointStatus, MemberStatus, MemoryStatus, Progress, TierQuantities, TrainingJobStatus
 from spillway.units import GIB, KIB, MIB, TIB, format_seconds
 
@@ -36,19 +37,32 @@ def reported(status: TrainingJobStatus) -> Reported:
 
 
 def with_report(
-    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str] = ()
+    before: Reported,
+    report: ProgressReport,
+    attempt: int,
+    steps: int,
+    time: str,
+    members: Collection[str] = (),
+    *,
+    is_corrected: bool = True,
 ) -> Reported:
     """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
     does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
     out. Never raises: no report may keep a job from being looked after."""
     try:
-        return _with_report(before, report, attempt, steps, time, members)
+        return _with_report(before, report, attempt, steps, time, members, is_corrected)
     except (ValueError, ArithmeticError):
         return before
 
 
 def _with_report(
-    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
+    before: Reported,
+    report: ProgressReport,
+    attempt: int,
+    steps: int,
+    time: str,
+    members: Collection[str],
+    is_corrected: bool,
 ) -> Reported:
     own = report.spillway
     if own is not None and own.epoch != attempt:
@@ -58,7 +72,7 @@ def _with_report(
     known = tuple(_member(one) for one in own.members if one.name in members)
     return Reported(
         progress=_progress(before.progress, own, report, own.steps if known else steps, time),
-        memory=_memory(before.memory, own),
+        memory=_with_correction(before, _memory(before.memory, own), own.spill_volume, is_corrected=is_corrected),
         checkpoint=_checkpoint(before.checkpoint, own, attempt),
         members=known or before.members,
         best_member=own.best_member if own.best_member in members else before.best_member,
@@ -188,6 +202,40 @@ def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus 
         spilled=short_bytes(own.peak.host + own.peak.nvme),
         peak=TierQuantities(device=own.peak.device, host=own.peak.host, nvme=own.peak.nvme),
     )
+
+
+def _with_correction(
+    before: Reported, memory: MemoryStatus | None, volume: SpillVolume | None, *, is_corrected: bool
+) -> MemoryStatus | None:
+    """What activations may take of the spill volume: as reported, less what is corrected now. It only falls within an
+    attempt; less than LEAST_BYTES is not told."""
+    if memory is None:
+        return None
+    if volume is None:
+        return memory.model_copy(update={"activations": None, "correction": ""})
+    said_before = before.progress is not None and before.progress.last_step_time is not None  # by this attempt
+    told = before.memory if said_before and before.memory is not None else MemoryStatus()
+    known = volume.activations if told.activations is None else told.activations
+    decided = lowered(volume)
+    left = volume.activations if decided is None else min(decided, volume.activations)
+    if known - left < LEAST_BYTES:
+        return memory.model_copy(update={"activations": known, "correction": told.correction})
+    what = f"take {short_bytes(left)} of each rank's spill file instead of {short_bytes(known)}"
+    does = f"activations {what}, the rest stays in host memory"
+    would = f"mode Auto would let activations {what}"
+    sentence = f"others fill the spill volume: {does if is_corrected else would}"
+    return memory.model_copy(update={"activations": left, "correction": sentence})
+
+
+def correction_notes(
+    before: MemoryStatus | None, after: MemoryStatus | None, *, is_corrected: bool
+) -> tuple[EventNote, ...]:
+    """An event for each live correction; with mode Advise, for each that Auto would make."""
+    if after is None or not after.correction or (before is not None and before.correction == after.correction):
+        return ()
+    if is_corrected:
+        return (EventNote("Normal", "Corrected", "Correct", after.correction),)
+    return (EventNote("Warning", "SpillVolumeLow", "Advise", after.correction),)
 
 
 def _checkpoint(before: CheckpointStatus | None, own: TrainingProgress, attempt: int) -> CheckpointStatus | None:

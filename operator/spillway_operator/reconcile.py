@@ -75,6 +75,7 @@ from .progress_status import (
     at_rest,
     at_the_end,
     at_the_start,
+    correction_notes,
     member_notes,
     reported,
     with_report,
@@ -238,7 +239,10 @@ def _with_report(case: Case) -> Case:
     """With the newest progress report, when there is one that is not in the status yet."""
     report, time = case.observed.progress, case.observed.progress_time or case.now
     if report is not None:
-        after = with_report(reported(case.status), report, case.attempts.total, case.steps, time, case.members)
+        after = with_report(
+            reported(case.status), report, case.attempts.total, case.steps, time, case.members,
+            is_corrected=case.is_corrected,
+        )  # fmt: skip
         case = case.changed(**as_fields(after))
     if case.last_step_time is not None:
         case = case.found(true(c.PROGRESSING, "Stepping") if case.report_due_seconds >= 0 else _no_report(case))
@@ -879,6 +883,7 @@ def _write(
         events=(
             *_restart_note(case),
             *member_notes(before.members, after.members),
+            *correction_notes(before.memory, after.memory, is_corrected=case.is_corrected),
             *c.notes(before.conditions, conditions),
         ),
         ran_out=_ran_out(before, after),

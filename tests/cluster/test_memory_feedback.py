@@ -72,9 +72,18 @@ class Witness:
 
     def losses(self) -> list[dict[int, float]]:
         """Of each attempt that began to train, by step."""
-        events = [[json.loads(line) for line in journal] for journal in self.journals.values()]
-        curves = [{one["step"]: one["loss"] for one in found if one["event"] == "step"} for found in events]
+        curves = [{one["step"]: one["loss"] for one in found if one["event"] == "step"} for found in self.events()]
         return [curve for curve in curves if curve]
+
+    def corrections(self) -> list[Document]:
+        """Of all attempts."""
+        return [one for found in self.events() for one in found if one["event"] == "activations_corrected"]
+
+    def events(self) -> list[list[Document]]:
+        """Of each attempt."""
+        for journal in self.journals.values():
+            journal.seek(0)
+        return [[json.loads(line) for line in journal] for journal in self.journals.values()]
 
 
 @contextmanager
@@ -165,12 +174,12 @@ def with_ballast(job: Document, folder: Path) -> Document:
     return {**job, "spec": {**job["spec"], "env": [path]}}
 
 
-def files_of(folder: Path, name: str) -> dict[str, str]:
+def files_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, str]:
     """Hashes of the last checkpoint: parameters, optimizer states and all else that training goes on from."""
     (directory,) = (path for path in folder.iterdir() if path.name.startswith(f"{name}-"))
     parsed = [(found, path) for path in directory.iterdir() if (found := CheckpointName.parse(path.name)) is not None]
     newest, path = max(parsed)
-    assert newest.step == STEPS
+    assert newest.step == steps
     return {entry.name: entry.xxh3_128 for entry in open_checkpoint(path).manifest.files}
 
 

@@ -73,6 +73,7 @@ class Bench:
         self.api = api
         self.seconds = 1000.0
         self.knows_attempts = True
+        self.is_corrected = True
         self.store = Store()
         self.certificate = certificate
         self.outbox = ProgressOutbox()
@@ -88,6 +89,7 @@ class Bench:
             self.codes.append,
             lambda: self.seconds,
             lambda: self.knows_attempts,
+            lambda key: self.is_corrected and key == KEY,
         )
         self.url = ""
         api.review = lambda token: TOKENS.get(token, {"authenticated": False})
@@ -143,6 +145,28 @@ def test_a_report_of_the_present_attempt_is_kept_and_answered_with_its_epoch(cer
         assert (received.job_uid, received.attempt) == ("uid-demo", 1)
         assert bench.codes == [200]
         assert bench.believed == [(KEY, 1)]
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_a_live_correction_travels_in_the_answer_to_every_report_that_needs_it(certificates: Path) -> None:
+    volume = {"size": 400, "freeAtStart": 200, "free": 20, "numRanks": 2, "activations": 48, "hostRoom": 48}
+    low = {name: figure << 20 if name != "numRanks" else figure for name, figure in volume.items()}
+    enough = low | {"free": 60 << 20}
+
+    def body(said: dict[str, int] | None, epoch: int = 1) -> dict[str, Any]:
+        return {"spillway": {"epoch": epoch, "step": 1, "steps": 9, "spillVolume": said}}
+
+    async def scenario(bench: Bench) -> None:
+        for _ in range(2):
+            assert await bench.post(body=body(low)) == (200, {"version": 1, "epoch": 1, "activations": 28 << 20})
+        for said in (enough, None):
+            assert await bench.post(body=body(said)) == (200, {"version": 1, "epoch": 1})
+        assert await bench.post("old", body=body(low, 0) | {"spillway": None}) == (200, {"version": 1, "epoch": 1})
+        bench.is_corrected = False  # mode Advise
+        assert await bench.post(body=body(low)) == (200, {"version": 1, "epoch": 1})
+        wrong = body(low | {"free": -1})
+        assert (await bench.post(body=wrong))[0] == 422
 
     at_the_endpoint(certificates / "one", scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +14,7 @@ from spillway_operator.progress_status import (
     Reported,
     at_the_end,
     at_the_start,
+    correction_notes,
     duration,
     percent,
     short_bytes,
@@ -22,6 +25,7 @@ from spillway_operator.progress_status import (
 NOTHING = Reported(None, None, None)
 NOW = "2026-11-21T10:00:00Z"
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 def report(step: int = 42, epoch: int = 2, **more: object) -> ProgressReport:
@@ -178,3 +182,66 @@ def test_bytes_are_short(num_bytes: int, shown: str) -> None:
 def test_durations_and_shares_are_readable() -> None:
     assert [duration(seconds) for seconds in (0, 0.4, 59, 311, 11520)] == ["0s", "0s", "59s", "5m11s", "3h12m"]
     assert [percent(0, 0), percent(1, 3)] == ["", "33%"]
+
+
+VOLUME = {
+    "size": 400 * MIB, "freeAtStart": 200 * MIB, "free": 100 * MIB, "numRanks": 2, "activations": 48 * MIB,
+    "hostRoom": 48 * MIB,
+}  # fmt: skip
+LOW = VOLUME | {"free": 20 * MIB}
+CORRECTED = VOLUME | {"free": 60 * MIB, "activations": 28 * MIB, "hostRoom": 28 * MIB}
+
+
+def memory(before: Reported, volume: dict[str, int] | None, *, is_corrected: bool = True) -> tuple[Reported, list[str]]:
+    """After a report, and the reasons of its events."""
+    found = with_report(before, report(spillVolume=volume), 2, 100, NOW, is_corrected=is_corrected)
+    return found, [note.reason for note in correction_notes(before.memory, found.memory, is_corrected=is_corrected)]
+
+
+def told(found: Reported) -> tuple[int | None, str]:
+    assert found.memory is not None
+    return found.memory.activations, found.memory.correction
+
+
+SENTENCE = "others fill the spill volume: activations take 28Mi of each rank's spill file instead of 48Mi, the rest stays in host memory"  # noqa: E501
+
+
+def test_a_live_correction_is_told_once() -> None:
+    found, events = memory(NOTHING, VOLUME)
+    assert (told(found), events) == ((48 * MIB, ""), [])
+    found, events = memory(found, LOW)
+    assert (told(found), events) == ((28 * MIB, SENTENCE), ["Corrected"])
+    for volume in (LOW, CORRECTED, CORRECTED):
+        again, events = memory(found, volume)
+        assert (again, events) == (found, [])
+    found, events = memory(found, CORRECTED | {"free": 20 * MIB})
+    assert told(found)[0] == 8 * MIB and events == ["Corrected"]
+
+
+def test_a_correction_between_two_writes_is_told_too() -> None:
+    found, _ = memory(NOTHING, VOLUME)
+    found, events = memory(found, CORRECTED)
+    assert (told(found), events) == ((28 * MIB, SENTENCE), ["Corrected"])
+
+
+def test_advice_is_told_once_and_again_only_when_less_would_be_left() -> None:
+    found, _ = memory(NOTHING, VOLUME, is_corrected=False)
+    found, events = memory(found, LOW, is_corrected=False)
+    sentence = (
+        "others fill the spill volume: mode Auto would let activations take 28Mi of each rank's spill file instead of "
+        "48Mi"
+    )
+    assert (told(found), events) == ((28 * MIB, sentence), ["SpillVolumeLow"])
+    for free in (20, 21, 40, 100):
+        again, events = memory(found, VOLUME | {"free": free * MIB}, is_corrected=False)
+        assert (again, events) == (found, [])
+    found, events = memory(found, VOLUME | {"free": 10 * MIB}, is_corrected=False)
+    assert told(found)[0] == 23 * MIB and events == ["SpillVolumeLow"]
+
+
+def test_a_new_attempt_begins_with_its_plan() -> None:
+    corrected, _ = memory(memory(NOTHING, VOLUME)[0], LOW)
+    begun = replace(corrected, progress=at_the_start(corrected.progress, 100))
+    found, events = memory(begun, VOLUME)
+    assert (told(found), events) == ((48 * MIB, ""), [])
+    assert told(memory(corrected, None)[0]) == (None, "")
