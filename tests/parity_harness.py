@@ -77,11 +77,12 @@ class Spilling:
         window_bytes: int = 1 << 30,
         budget_bytes: int | None = None,
         open_file: OpenFile = FakeSpillFile,
+        lean: bool = False,
     ) -> None:
         self.host, self.ledger = HostSlab(8 << 20), DeviceLedger(budget_bytes)
         self.lanes = make_lanes(self.host, self.ledger)
         self.nvme = NvmeSlab(Path("/spill"), 8 << 20, 1, open_file=open_file)
-        plan = ActivationPlan(answers=answers, minimum_bytes=MINIMUM_BYTES, window_bytes=window_bytes)
+        plan = ActivationPlan(answers=answers, minimum_bytes=MINIMUM_BYTES, window_bytes=window_bytes, lean=lean)
         self.technique: ActivationSpill = activation_spill.build(
             plan,
             [name for name, _ in model.segments],

@@ -81,6 +81,20 @@ def perceptron() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD, _ = self.cells(x_BTD)
+        return x_BTD + torch.tanh(y_BTD) * torch.sigmoid(x_BTD)
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Recurrent(), Recurrent(), nn.Linear(WIDTH, VOCABULARY))
+
+
 @dataclass(frozen=True)
 class SequentialModel:
     """For model_spill_cases.Laboratory."""

@@ -1,19 +1,21 @@
 """Candidates: every way to run the step that is worth comparing, and the search for the fastest that fits.
 
-A candidate answers four questions:
+A candidate answers five questions:
     strategy      what ranks share (one answer when there is one rank, or the spec names it)
     parameters    how many units of segments are streamed (footprint.eviction_order), in which order of micro-batches,
                   and where boundaries wait; homes are in host memory as far as it reaches, the others on NVMe
     activations   how many blocks are recomputed and how many are moved; of the moved ones, as many as fit go to host
                   memory and the others to NVMe (order in the model: footprint.Blocks)
+    lean          whether blocks that are not recomputed hold what backward can rebuild; both, where the shape says what
+                  that is
     optimizer     as much resident as the device has left; the rest split between CPU and device so that both end
                   together (step_time.balanced_streamed_share); what host memory does not hold of it, on NVMe
 
     Question -> Space (groups of layouts; independent of budgets) -> Search (with budgets): best, fits, nearest miss
 
-The first two answers make a group; in it, layouts of activations. Groups and layouts are looked at in the order of a
-lower bound of their seconds, and the search ends where that bound exceeds what was found: the result is that of trying
-them all (`Search.all_candidates`; a test compares the two).
+All but activations and optimizer make a group; in it, layouts of activations. Groups and layouts are looked at in the
+order of a lower bound of their seconds, and the search ends where that bound exceeds what was found: the result is that
+of trying them all (`Search.all_candidates`; a test compares the two).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from operator import itemgetter
 
 from spillway.api import TrainingJob
 from spillway.footprint import (
+    LEAN_STRATEGIES,
     NUM_SLOTS,
     RESIDENT,
     STREAMING_STRATEGIES,
@@ -75,6 +78,7 @@ from spillway.step_time import (
     update_loads,
     update_threads,
 )
+from spillway.units import format_bytes
 
 TIE = 1.01
 """plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
@@ -156,11 +160,12 @@ class Candidate:
     """bytes above the budget; empty when it fits"""
 
     @property
-    def effort(self) -> tuple[int, int, int, int]:
-        """What breaks ties: bytes on NVMe, bytes in host memory, recomputed blocks, complexity of the strategy."""
+    def effort(self) -> tuple[int, int, int, bool, int]:
+        """What breaks ties: bytes on NVMe, bytes in host memory, recomputed blocks, rebuilds, complexity of the
+        strategy."""
         strategy = self.work.strategy
         order = AUTO_STRATEGIES.index(strategy) if strategy in AUTO_STRATEGIES else 0
-        return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, order)
+        return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, self.work.lean, order)
 
     @property
     def weighted_missing(self) -> int:
@@ -257,7 +262,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers)."""
+    """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers), all lean
+    or none."""
 
     question: Question
     work: Workload
@@ -491,11 +497,10 @@ def groups(question: Question) -> list[Group]:
     slower plan."""
     rates = rates_of(question)
     made: list[Group] = []
-    in_order = _layouts(question, RESIDENT, MAX_GROUPS)
-    for strategy in _strategies(question):
-        work = workload(question, strategy)
+    for work in (work for strategy in _strategies(question) for work in _lean_twins(question, strategy)):
+        strategy = work.strategy
         if question.parameters != "Stream":
-            made.append(Group(question, work, RESIDENT, in_order, rates))
+            made.append(Group(question, work, RESIDENT, _layouts(question, work, RESIDENT, MAX_GROUPS), rates))
         # What streams has its new values at home at once: nothing of it can be updated before it counts.
         may_stream = question.parameters != "Resident" and question.overlap != "Backward"
         if may_stream and strategy in STREAMING_STRATEGIES:
@@ -503,10 +508,31 @@ def groups(question: Question) -> list[Group]:
     return made
 
 
+def _lean_twins(question: Question, strategy: Strategy) -> Iterator[Workload]:
+    """The work of a step, and the same with its lean set rebuilt where the spec leaves that open and a run can."""
+    work = workload(question, strategy)
+    yield work
+    if question.policy == "Auto" and why_not_lean(question, work) is None:
+        yield _shared(replace(work, lean=True))
+
+
+def why_not_lean(question: Question, work: Workload) -> str | None:
+    """Why nothing of what `work` saves can be rebuilt; None when something can."""
+    if question.node.device_kind != "Cpu":
+        return "rebuilds are proven bit by bit on CPUs alone so far"
+    if work.strategy not in LEAN_STRATEGIES:
+        return f"under {work.strategy} parameters are whole for one segment at a time"
+    if not any(block.rebuilt_bytes for block in work.shape.blocks):
+        return "what it would rebuild is not known of this model"
+    if not work.can_be_lean:
+        return f"nothing that it would rebuild reaches {format_bytes(work.minimum_bytes)}"
+    return None
+
+
 def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterator[Group]:
     for order, boundaries in _orders(work):
         waits = Streaming(order=order, boundaries=boundaries)
-        layouts = _layouts(question, waits, MAX_GROUPS_STREAMED)
+        layouts = _layouts(question, work, waits, MAX_GROUPS_STREAMED)
         for num_units in _levels(question, work):
             is_tight = num_units >= len(work.units.segments) - 2
             for num_slots in (NUM_SLOTS, 1) if is_tight else (NUM_SLOTS,):
@@ -545,10 +571,11 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
     """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
-    budgets."""
-    return _layouts_of(workload(question, "Ddp"), question.policy, streaming, max_groups)
+    budgets. The same for every strategy."""
+    same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
+    return _layouts_of(same, question.policy, streaming, max_groups)
 
 
 @lru_cache(maxsize=32)
@@ -558,6 +585,8 @@ def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: i
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
     max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
     for recomputed, moved in _block_counts(layers, policy, max_groups):
+        if work.lean and recomputed == layers:
+            continue  # nothing is rebuilt
         blocks = Blocks(layers, recomputed=recomputed, host=moved)
         for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
             found.append(Layout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
@@ -688,10 +717,14 @@ class Search:
     def fits(self) -> bool:
         """Whether any candidate fits every budget and spares the drives."""
         room = self.question.budget[Tier.DEVICE]
+        lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
         for group in self._space:
             if self._cannot_fit(group):
                 continue
+            has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
             for layout in group.layouts:
+                if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
+                    continue  # its lean twin needs no more of anything
                 if group.least_device_bytes + layout.peak.total <= room and self._one_fits(group, layout):
                     return True
         return False

@@ -31,6 +31,8 @@ FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 6, 8
 costs as much again"""
 MOVED_OPERATIONS = 8
 """for each copy of what a segment saved, its dozen storages recorded, and for each transfer to and from a disk"""
+LEAN_OPERATIONS = 24
+"""of a block whose operators are seen, for what they take longer; and as many for the rebuilds of its backward"""
 RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
 """of a chunk, once a step: norm, update; upload besides; states in, update, states out; all of these"""
 
@@ -74,7 +76,7 @@ def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT
     """One pass. A moved block is a copy out; on NVMe a write besides. A streamed segment is a copy in, and a read."""
     shape, batches = work.shape, work.alive(streaming)
     saved = (FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes) / shape.compute_bytes
-    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme)
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
     return ComputeWork(
         flops=batches * work.forward_flops,
         values=batches * (saved + LOGIT_VALUES * work.tokens * shape.vocab_size),
@@ -92,12 +94,16 @@ def backward_work(
     saved = BACKWARD_PASSES * _weighed_bytes(work) + FORWARD_PASSES * work.sum_of("saved", *recomputed)
     gradients = BACKWARD_OPERATIONS * (1.0 + optimizer.updated_by_cpu) * num_chunks(work, optimizer)
     again = FORWARD_OPERATIONS * shape.num_tensors * blocks.recomputed / shape.num_segments
-    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme)
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
     return ComputeWork(
         flops=batches * (work.backward_flops + work.sum_of("flops", *recomputed)),
         values=batches * (saved + 2 * shape.parameter_bytes) / shape.compute_bytes,
         operations=batches * (gradients + again + moved) + MOVED_OPERATIONS * _loads(work, streaming),
     )
+
+
+def _lean_operations(work: Workload, blocks: Blocks) -> int:
+    return LEAN_OPERATIONS * (blocks.num_layers - blocks.recomputed) * work.lean
 
 
 def _weighed_bytes(work: Workload) -> float:

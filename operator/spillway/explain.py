@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from spillway.candidates import AUTO_STRATEGIES, TIE, Candidate, Question, Search, Timed, best, rates_of, timed
+from spillway.candidates import (
+    AUTO_STRATEGIES,
+    TIE,
+    Candidate,
+    Question,
+    Search,
+    Timed,
+    best,
+    rates_of,
+    timed,
+    why_not_lean,
+)
 from spillway.footprint import (
     RUN_STRATEGY,
     ZERO_STRATEGIES,
@@ -229,10 +240,29 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
         return
     if blocks.nvme and question.policy == "Auto":
         yield "host memory is filled first; NVMe takes the blocks that backward needs last"
+    if work.lean:
+        yield _lean_reason(chosen)
+    elif question.policy == "Auto" and blocks.kept < blocks.num_layers and question.node.device_kind == "Cpu":
+        yield from _why_not_lean(question, work)
     if reserve := chosen.bytes[Tier.HOST].reserve:
         yield f"{format_bytes(reserve)} of host memory stay empty for what a live correction moves there from NVMe"
     if blocks.moved and chosen.window_bytes == 0:
         yield "the device has no room for copies in flight: forward waits for each"
+
+
+def _why_not_lean(question: Question, work: Workload) -> Iterator[str]:
+    if (why := why_not_lean(question, work)) is not None:
+        yield f"norms, activation functions and products are held, not rebuilt: {why}"
+
+
+def _lean_reason(chosen: Candidate) -> str:
+    blocks, work = chosen.blocks, chosen.work
+    ends = ((0, blocks.moved), (blocks.moved + blocks.recomputed, blocks.num_layers))
+    rebuilt, saved = (sum(work.sum_of(field, *each) for each in ends) for field in ("rebuilt", "saved"))
+    return (
+        f"of {format_bytes(saved)} that blocks keep or move, {format_bytes(rebuilt)} are norms, activation functions "
+        "and products: not held, but rebuilt in backward from the rest"
+    )
 
 
 def _endurance_reason(chosen: Timed) -> str:

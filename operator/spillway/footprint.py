@@ -8,6 +8,7 @@ forward and backward are. docs/planning.md writes the rows down as formulas.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,8 @@ DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
 """those whose optimizer gets float32 sums over ranks, a micro-batch each"""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 """those under which model_spill runs: every rank has whole segments at home"""
+LEAN_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
+"""those under which blocks are lean: every rank has whole parameters from forward to backward"""
 
 NUM_SLOTS = 2
 """device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
@@ -63,6 +66,17 @@ Order = Literal["InOrder", "WeightStationary"]
 Sizes = tuple[int, ...]
 
 
+def _without(sizes: list[int], taken: list[int]) -> list[int]:
+    """`sizes` less those of `taken`, each once, in the same order."""
+    left, out = Counter(taken), []
+    for size in sizes:
+        if left[size]:
+            left[size] -= 1
+        else:
+            out.append(size)
+    return out
+
+
 def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
     """`nbytes` rounded up to whole units."""
     return -(-nbytes // unit) * unit
@@ -82,8 +96,12 @@ class BlockBytes:
 
     saved: int
     """what it saves for backward"""
+    rebuilt: int
+    """the part of it that is not held, because backward rebuilds it from the rest; 0 where the plan is not lean"""
+    rebuilding: int
+    """what that reads and writes"""
     moved: int
-    """the part of it that is worth moving"""
+    """the part of what is held that is worth moving"""
     moved_host: int
     """the same in host memory: one piece of whole pages"""
     moved_nvme: int
@@ -107,6 +125,10 @@ class BlockBytes:
     """of one forward"""
 
     @property
+    def held(self) -> int:
+        return self.saved - self.rebuilt
+
+    @property
     def passed_large(self) -> int:
         return self.passed_input - self.passed_small
 
@@ -116,7 +138,7 @@ class BlockBytes:
         return self.new_input - self.new_small + self.passed_large
 
 
-NO_BLOCK = BlockBytes(*(0,) * 14, flops=0.0)
+NO_BLOCK = BlockBytes(*(0,) * 16, flops=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +171,8 @@ class Workload:
     """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
     is_float16: bool = False
     """weights are in it: no half of their masters"""
+    lean: bool = False
+    """blocks that are not recomputed rebuild what their shape says"""
 
     @property
     def splits_masters(self) -> bool:
@@ -227,11 +251,14 @@ class Workload:
     def _block_bytes(self, block: Segment, made: Sizes, passed: Sizes) -> BlockBytes:
         """Of `block`, which gets tensors of these sizes."""
         sizes = [self.tokens * per_token for per_token in block.saved_bytes]
-        moved = [size for size in sizes if size >= self.minimum_bytes]
+        rebuilt = self._rebuilt_sizes(block)
+        moved = [size for size in _without(sizes, rebuilt) if size >= self.minimum_bytes]
         new, old = self._sizes(made), self._sizes(passed)
         waiting = [size for size in (*new, *old) if size >= self.minimum_bytes]
         return BlockBytes(
             saved=sum(sizes),
+            rebuilt=sum(rebuilt),
+            rebuilding=self.tokens * block.rebuilding_bytes if rebuilt else 0,
             moved=sum(moved),
             moved_host=one_piece(moved),
             moved_nvme=sum(padded(size) for size in moved),
@@ -247,6 +274,17 @@ class Workload:
             lean=self.tokens * block.lean_forward_bytes,
             flops=self.tokens * block.forward_flops_per_token(self.sequence_length),
         )
+
+    def _rebuilt_sizes(self, block: Segment) -> list[int]:
+        """Small storages are held."""
+        sizes = (self.tokens * per_token for per_token in block.rebuilt_bytes if self.lean)
+        return [size for size in sizes if size >= self.minimum_bytes]
+
+    @property
+    def can_be_lean(self) -> bool:
+        """Whether backward could rebuild anything of a block."""
+        sizes = {size for block in set(self.shape.blocks) for size in block.rebuilt_bytes}
+        return any(self.tokens * size >= self.minimum_bytes for size in sizes)
 
     def _sizes(self, per_token: Sizes) -> list[int]:
         return [self.tokens * size for size in per_token]
@@ -308,7 +346,10 @@ class Workload:
     def sums(self) -> dict[str, list[float]]:
         """Prefix sums over blocks by field of BlockBytes: sums[field][n] is that of the first n blocks."""
         kinds = [run.block for run in self.runs for _ in range(run.start, run.end)]
-        fields = ("saved", "moved", "moved_host", "moved_nvme", "input_host", "input_nvme", "passed_large", "flops")
+        fields = (
+            "saved", "rebuilt", "rebuilding", "moved", "moved_host", "moved_nvme", "input_host", "input_nvme",
+            "passed_large", "flops",
+        )  # fmt: skip
         return {field: [0, *accumulate(getattr(kind, field) for kind in kinds)] for field in fields}
 
     def sum_of(self, field: str, start: int, end: int) -> int:
@@ -738,12 +779,15 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
             now, workspace = kept + block.output, block.lean
         else:
             copies = block.passed_large * inputs_leave
-            kept, moving = (block.saved - block.moved, block.moved + copies) if moves else (block.saved + copies, 0)
+            kept, moving = (block.held - block.moved, block.moved + copies) if moves else (block.held + copies, 0)
             now, workspace = block.saved + copies, block.forward
         others = (count - 1) * alive + alive - 1
         in_flight = min(window_bytes, moved + (count - 1) * alive * moving)
         forward.append((resident + others * kept + now, in_flight, workspace))
-        again, workspace = (block.saved, max(block.forward, block.backward)) if recomputes else (0, block.backward)
+        # What is rebuilt comes back piece by piece; all of it at once is the most that this can take.
+        again, workspace = block.rebuilt, block.backward
+        if recomputes:
+            again, workspace = block.saved, max(block.forward, block.backward)
         # While a block is in backward, the one before it is on its way back.
         backward.append((resident + alive * kept + again, moving + previous, workspace))
         resident, moved = resident + count * alive * kept, moved + count * alive * moving

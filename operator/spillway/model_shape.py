@@ -90,6 +90,11 @@ class Segment:
     """per token: everything alive at once in a forward that saves nothing (a segment to be recomputed)"""
     parameters: tuple[ParameterShape, ...]
     """aliases included"""
+    rebuilt_bytes: tuple[int, ...] = ()
+    """per token, one entry per storage of `saved_bytes` that backward can rebuild from the others: the lean set. Empty:
+    none is, or nobody looked"""
+    rebuilding_bytes: int = 0
+    """per token: what backward then reads and writes, each storage once for every operation that saved it"""
 
     @property
     def num_trained(self) -> int:
@@ -289,6 +294,15 @@ class _Sizes:
         self.tied = config.tie_word_embeddings
         self.dropout = config.dropout > 0.0
 
+    @property
+    def rebuilds(self) -> bool:
+        """On a CPU alone so far, and not below adapters, whose casts nobody counted."""
+        return self.cpu and self.lora is None
+
+    def lean(self, rebuilt: tuple[int, ...], rebuilding: int) -> dict[str, Any]:
+        """What a segment says of its lean set."""
+        return {"rebuilt_bytes": rebuilt, "rebuilding_bytes": rebuilding} if self.rebuilds else {}
+
     def rms_norm(self) -> tuple[int, ...]:
         """Storages of one RMS norm: its input, the root per token, (on a CPU) the normalised values, its output."""
         wide = (FLOAT32_BYTES * self.d,) * 2 if self.cpu else (self.b * self.d,)
@@ -441,6 +455,11 @@ def _llama(s: _Sizes) -> _Parts:
         forward_workspace_bytes=s.norm_workspace + (0 if s.lora is None else 2 * s.b * s.d),
         backward_workspace_bytes=2 * wide + (5 if s.lora else 2 if s.b == 2 else 1) * s.b * s.d,
         lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
+        **s.lean(
+            (FLOAT32_BYTES * s.d, s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.d, wide, wide),
+            # Norms: their normalised values once each, their outputs for five products. Then silu, then its product.
+            (16 + 5 * (22 if s.b == 2 else 16)) * s.d + (2 + 5) * wide,
+        ),
     )
     head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES))
     return _embedding(s, ((s.V, s.d),)), _repeated(block, s.num_layers), head
@@ -464,6 +483,8 @@ def _gpt2(s: _Sizes) -> _Parts:
         forward_workspace_bytes=3 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=4 * wide + 3 * s.b * s.d,
+        # Norms, then tanh, 1 + tanh and the product, each from the input of GELU.
+        **s.lean((s.b * s.d,) * 2 + (wide,) * 3, 4 * s.b * s.d + (11 + 13 + 16) * wide),
     )
     embedding = _embedding(s, ((s.V, s.d), (s.positions, s.d)))
     return embedding, _repeated(block, s.num_layers), _head(s, {}, (s.d, s.d), s.layer_norm())
@@ -487,6 +508,7 @@ def _bert(s: _Sizes) -> _Parts:
         forward_workspace_bytes=2 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
         lean_forward_bytes=2 * wide + 2 * s.b * s.d,
+        **s.lean((s.b * s.d, wide), 2 * s.b * s.d + 2 * wide),  # the last norm's output is the next block's input
     )
     tables = ((s.V, s.d), (s.positions, s.d), (TOKEN_TYPES, s.d))
     indices = (2 * INDEX_BYTES, INDEX_BYTES // 2)
@@ -521,6 +543,11 @@ def _t5(s: _Sizes) -> _Parts:
         saved += [stream, stream if not casts else float32, stream * casts, FLOAT32_BYTES] * ends
         masks = (*s.dropouts(2 + decodes), wide, wide, pairs, pairs) if s.dropout else ()
         width = 2 * s.d if decodes else s.d
+        norms, attentions = 2 + decodes, 1 + decodes
+        lean = [stream] * (2 * norms + ends) + ([pairs] * attentions + [wide]) * s.dropout
+        # Of a norm its normalised values, and its output for each product that takes it; masked values.
+        rebuilding = (norms + ends) * (12 if casts else 8) * s.d + (4 + decodes) * 16 * s.d
+        rebuilding += 3 * (attentions * pairs + wide) * s.dropout
         return s.segment(
             "block",
             within | (across if decodes else {}) | feed_forward,
@@ -534,6 +561,7 @@ def _t5(s: _Sizes) -> _Parts:
             forward_workspace_bytes=12 * s.d + pairs,
             backward_workspace_bytes=6 * stream + pairs,
             lean_forward_bytes=(6 if casts else 8) * stream + pairs,
+            **s.lean(tuple(lean), rebuilding),
         )
 
     encoder = [block(False, index == 0, index == last) for index in range(s.num_layers)]
@@ -558,6 +586,8 @@ def _halved(segment: Segment) -> Segment:
         forward_workspace_bytes=segment.forward_workspace_bytes // 2,
         backward_workspace_bytes=segment.backward_workspace_bytes // 2,
         lean_forward_bytes=segment.lean_forward_bytes // 2,
+        rebuilt_bytes=tuple(size // 2 for size in segment.rebuilt_bytes),
+        rebuilding_bytes=-(-segment.rebuilding_bytes // 2),
     )
 
 

@@ -122,6 +122,9 @@ class ActivationPlan(Frozen):
     window_bytes: int = Field(default=256 * 2**20, ge=0)
     """saved bytes of spilled segments allowed on the device while their copies are in flight; forward waits beyond"""
     num_io_threads: int = Field(default=2, ge=1)
+    lean: bool = False
+    """blocks that are not recomputed hold no norms, activation functions and products: backward rebuilds them from what
+    is held"""
 
     @property
     def uses(self) -> frozenset[Answer]:

@@ -246,6 +246,7 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
             answers=() if keeps_all else (Answer.KEEP, *blocks.answers, Answer.KEEP),
             minimum_bytes=work.minimum_bytes,
             window_bytes=candidate.window_bytes,
+            lean=work.lean and blocks.recomputed < blocks.num_layers,
         ),
         parameters=parameter_plan(work, candidate.streaming),
         bytes=candidate.bytes,

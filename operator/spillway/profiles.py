@@ -179,7 +179,9 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
         "mode": plan.mode,
         "strategy": plan.strategy,
         "optimizer": plan.optimizer.model_dump(mode="json", exclude={"num_threads"}),
-        "activations": plan.activations.model_dump(mode="json", exclude={"num_io_threads"}),
+        "activations": plan.activations.model_dump(
+            mode="json", exclude={"num_io_threads"} | (set() if plan.activations.lean else {"lean"})
+        ),  # profiles of before the lean set
         "parameters": plan.parameters.model_dump(mode="json"),
     }
     if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # profiles of before other rules

@@ -2,8 +2,8 @@
 
     forward, per pass    compute | h2d, disk read of streamed parameters | d2h, disk write of spilled activations |
                          gather of sharded parameters
-    backward, per pass   compute, recompute | h2d, disk read of parameters and activations | d2h and accumulation of
-                         gradients
+    backward, per pass   compute, recompute, rebuilds | h2d, disk read of parameters and activations | d2h and
+                         accumulation of gradients
     update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk read and write of
                          states and disk write of homes
     exchange, once       gradients and parameters between ranks, where they are not part of the above
@@ -159,7 +159,8 @@ def backward_loads(
     down = gradients * work.shape.trained_bytes
     accumulate = gradients * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
     return {
-        Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates),
+        Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates)
+        + batches * rebuilding_bytes(work, blocks) / rates.device,
         Resource.H2D: back / rates.h2d,
         Resource.READ: read / rates.read if read else 0.0,
         Resource.D2H: down / rates.d2h,
@@ -205,6 +206,12 @@ def quantizing_bytes(work: Workload) -> int:
 def moved_bytes(work: Workload, blocks: Blocks) -> int:
     """Activations of one micro-batch that leave the device."""
     return work.sum_of("moved", 0, blocks.moved)
+
+
+def rebuilding_bytes(work: Workload, blocks: Blocks) -> int:
+    """Read and written on the device in backward of one micro-batch, to rebuild what is not held."""
+    first, end = blocks.moved, blocks.moved + blocks.recomputed
+    return work.sum_of("rebuilding", 0, first) + work.sum_of("rebuilding", end, blocks.num_layers)
 
 
 def spilled_bytes(work: Workload, blocks: Blocks) -> int:
@@ -506,7 +513,8 @@ def amounts(
         ),
         Phase.BACKWARD: (
             num_passes, backward_loads(work, ONE, blocks, optimizer, streaming),
-            backward_work(work, blocks, optimizer, streaming), 0.0,
+            backward_work(work, blocks, optimizer, streaming),
+            num_passes * work.alive(streaming) * rebuilding_bytes(work, blocks),
         ),
         Phase.OPTIMIZER: (1, update, update_work(work, optimizer), update[Resource.COMPUTE]),
         Phase.EXCHANGE: (1, exchange_loads(work, ONE), ComputeWork(), 0.0),
@@ -528,7 +536,7 @@ ONE = Rates(
 """rates at which seconds are bytes"""
 BY_BYTES = tuple(resource for resource in Resource if resource is not Resource.COMPUTE)
 DEVICE_BYTES = "device"
-"""of the update of what is streamed or resident"""
+"""of the update of what is streamed or resident, and of rebuilds"""
 
 
 def pass_seconds(

@@ -185,6 +185,50 @@ def test_t5_whose_boundaries_are_all_too_small_to_move(num_layers: int, tmp_path
     held_on_the_device(wanted, plan, tmp_path)
 
 
+LEAN = {
+    "llama": {},
+    "llama, float32, dropout": {
+        "spec.model.precision.compute": "float32", "spec.model.config.dropout": "0.1",
+    },
+    "gpt2": family("gpt2"),
+    "bert": family("bert"),
+    "t5": family("t5"),
+    "weight-stationary": STREAM | MANY_BATCHES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moves", ["kept", "to host", "to NVMe"])
+@pytest.mark.parametrize("case", LEAN)
+def test_a_lean_run_needs_no_more_than_planned_and_nearly_that(
+    case: str, moves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = SMALL | LEAN[case] | {"spec.training.steps": peak_run.STEPS, "spec.memory.optimizer.placement": "Host"}
+    every = candidates.groups
+    monkeypatch.setattr(candidates, "groups", lambda question: lean(every(question), moves=moves != "kept"))
+    plan = make_plan(job(changes), SLOW_LINK)
+    assert isinstance(plan, MemoryPlan), plan
+    if moves == "to NVMe":  # what host memory has no room for
+        host = plan.bytes[Tier.HOST]
+        changes["spec.memory.budget.host"] = str(host.total - host.activations // 4)
+        plan = make_plan(job(changes), SLOW_LINK)
+        assert isinstance(plan, MemoryPlan), plan
+    assert plan.activations.lean
+    answer = {"kept": Answer.KEEP, "to host": Answer.HOST, "to NVMe": Answer.NVME}[moves]
+    assert answer in (plan.activations.uses or {Answer.KEEP})
+    assert held_on_the_device(job(changes), plan, tmp_path) >= 0.7 * plan.bytes[Tier.DEVICE].total
+
+
+def lean(groups: list[candidates.Group], *, moves: bool) -> list[candidates.Group]:
+    """Those that rebuild, with blocks that are all moved, or all kept."""
+    found = []
+    for group in groups:
+        layers = group.question.num_layers
+        layouts = [one for one in group.layouts if (one.blocks.moved if moves else one.blocks.kept) == layers]
+        if group.work.lean:
+            found.append(replace(group, layouts=layouts))
+    return found
+
+
 def stationary(groups: list[candidates.Group], boundaries: Answer) -> list[candidates.Group]:
     wanted = ("WeightStationary", boundaries)
     return [group for group in groups if (group.streaming.order, group.streaming.boundaries) == wanted]

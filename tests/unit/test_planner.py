@@ -154,16 +154,16 @@ IN_HOST = {"spec.memory.optimizer.placement": "Host"}
 
 
 def test_nvme_takes_what_host_memory_cannot() -> None:
-    decided = plan(SMALL_HEAD | budget("80Mi", host="130Mi") | IN_HOST, SLOW)
+    decided = plan(SMALL_HEAD | budget("50Mi", host="115Mi") | IN_HOST, SLOW)
     assert count(decided, Answer.NVME) > 0
-    assert decided.bytes[Tier.HOST].total <= 130 * MIB
+    assert decided.bytes[Tier.HOST].total <= 115 * MIB
 
 
 def test_states_stay_in_host_memory_as_far_as_it_reaches_and_the_rest_goes_to_nvme() -> None:
     """The shorter host memory is, the more states are on NVMe; where it holds all, none."""
     shares = []
-    for host in ("140Mi", "130Mi", "120Mi", "110Mi", "90Mi"):
-        decided = plan(SMALL_HEAD | budget("80Mi", host=host), SLOW)
+    for host in ("110Mi", "105Mi", "100Mi", "95Mi", "85Mi"):
+        decided = plan(SMALL_HEAD | budget("60Mi", host=host), SLOW)
         assert decided.bytes[Tier.HOST].total <= parse_quantity(host)
         shares.append(decided.optimizer.nvme_share)
     assert shares == sorted(shares)
@@ -225,12 +225,41 @@ def test_the_first_blocks_go_farthest_and_the_last_are_kept() -> None:
 
 
 def test_of_equally_fast_plans_the_one_that_moves_least_wins() -> None:
-    question = ask(job(SMALL_HEAD | budget("60Mi")), SLOW)
+    question = ask(job(SMALL_HEAD | budget("80Mi")), SLOW)
     search = Search(question)
     choices = [timed(question, one) for one in search.all_candidates() if not one.missing]
     chosen, fastest = best(choices), min(choices, key=lambda choice: choice.seconds)
     near = [choice.candidate.effort for choice in choices if choice.seconds <= TIE * fastest.seconds]
     assert chosen.candidate.effort == min(near) < fastest.candidate.effort
+
+
+def test_where_memory_is_short_less_moves_because_blocks_are_lean() -> None:
+    lean = plan(SMALL_HEAD | budget("80Mi"), SLOW)
+    forced = plan(SMALL_HEAD | budget("80Mi") | {"spec.memory.activations.policy": "Host"}, SLOW)
+    assert lean.activations.lean
+    assert not forced.activations.lean, "a policy means just that"
+    assert lean.bytes[Tier.HOST].activations < forced.bytes[Tier.HOST].activations
+    assert any("rebuilt in backward from the rest" in reason for reason in lean.reasons)
+
+
+def test_a_lean_twin_needs_less_memory_and_more_seconds() -> None:
+    search = Search(ask(job(SMALL_HEAD), SLOW))
+    kept = [one for one in search.all_candidates() if one.blocks.kept == one.blocks.num_layers]
+    plain, lean = (next(one for one in kept if one.work.lean is is_lean) for is_lean in (False, True))
+    assert lean.bytes[Tier.DEVICE].activations < 0.7 * plain.bytes[Tier.DEVICE].activations
+    seconds = [timed(search.question, one).seconds for one in (plain, lean)]
+    assert seconds[0] < seconds[1]
+
+
+def test_nothing_is_rebuilt_where_everything_fits_or_where_no_run_could() -> None:
+    assert not plan().activations.lean
+    assert not plan(budget("100Mi"), resolve_node("1xh100")).activations.lean
+    adapters = plan(SMALL_HEAD | budget("50Mi") | {"spec.model.lora": {"rank": 4}}, SLOW)
+    assert not adapters.activations.lean
+    assert any(reason.endswith("what it would rebuild is not known of this model") for reason in adapters.reasons)
+    divided = {"spec.parallelism.devicesPerNode": 2, "spec.parallelism.strategy": "Fsdp"}
+    search = Search(ask(job(SMALL_HEAD | divided), SLOW))
+    assert not any(one.work.lean for one in search.all_candidates())
 
 
 def test_embedding_and_head_are_always_kept() -> None:
@@ -369,7 +398,7 @@ def test_advise_runs_the_spec_and_says_what_auto_would_do() -> None:
 # --- endurance --------------------------------------------------------------------------------------------------------
 
 
-WEARING = SMALL_HEAD | budget("80Mi", host="120Mi") | {"spec.training.steps": 10**8}
+WEARING = SMALL_HEAD | budget("60Mi", host="90Mi") | {"spec.training.steps": 10**8}
 
 
 def test_auto_spares_the_drives() -> None:
@@ -711,7 +740,7 @@ def test_homes_go_to_nvme_where_host_memory_is_short() -> None:
 
 def test_homes_of_trained_parameters_on_nvme_are_written_by_every_step() -> None:
     trained, frozen = (
-        streamed(budget("10Mi", host="155Mi")),
+        streamed(budget("10Mi", host="155Mi") | {"spec.memory.activations.policy": "Recompute"}),
         streamed(budget("12Mi", host="12Mi") | {"spec.model.lora": {"rank": 4}}),
     )
     blocks = sum(home is Tier.NVME for home in trained.parameters.homes)
@@ -813,8 +842,8 @@ def test_a_very_deep_model_is_planned_in_seconds(changes: dict[str, Any], monkey
     monkeypatch.setattr(Search, "_settled", settled)
     monkeypatch.setattr(Group, "bound", bounded)
     make_plan(job({"spec.model.config.numLayers": 1024} | changes), LOCAL)
-    assert 1000 < tried["settled"] < 80_000
-    assert 100 < tried["bounded"] < 20_000
+    assert 1000 < tried["settled"] < 120_000
+    assert 100 < tried["bounded"] < 30_000
 
 
 def test_more_host_memory_never_makes_the_fastest_plan_slower() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import SpillwayError, UserError
-from spillway.footprint import PAGE_BYTES
+from spillway.footprint import LEAN_STRATEGIES, PAGE_BYTES
 from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
 
@@ -220,6 +220,7 @@ def assemble(
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small,
     DeviceFault when the device does not give the bits of the CPU.
     """
+    refuse_lean(plan, device)
     model = model or build_model(job.spec, job.claims)
     refuse_divided_statistics(plan, model)
     settings = config.hyperparameters(job.spec, model)
@@ -342,6 +343,23 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
             "ranks would keep one of its own micro-batches: train with one rank, or let the norm keep none "
             "(track_running_stats=False, or a GroupNorm)"
         )
+
+
+def refuse_lean(plan: MemoryPlan, device: torch.device) -> None:
+    """Raises UserError where what a plan rebuilds would not be rebuilt, or not proven to have the same bits."""
+    if not plan.activations.lean:
+        return
+    if plan.mode == "Disabled":
+        why = "its mode is Disabled, which sees no saved tensors"
+    elif plan.strategy not in LEAN_STRATEGIES:
+        why = f"its strategy is {plan.strategy}, under which parameters are whole for one segment at a time"
+    elif device.type != "cpu":
+        why = f"this run's device is {device}: rebuilds are proven bit by bit on CPUs alone so far"
+    else:
+        return
+    raise UserError(
+        f"the plan of {plan.job} rebuilds norms and activation functions, and {why}: plan it again (spillway plan)"
+    )
 
 
 def refuse_streaming(plan: MemoryPlan) -> None:

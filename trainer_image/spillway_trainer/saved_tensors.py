@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -380,6 +380,19 @@ class Packer:
         return visit, KeptTensor(tensor, self._segment, self._charge(storage), self._release)
 
 
+class Recording(Protocol):
+    """Around one forward: its pack hook in place of the Packer's, for it rebuilds some of what is saved."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> object: ...
+
+    def pack(self, tensor: Tensor) -> Packed: ...
+
+
+Record = Callable[[Packer, Visit], Recording]
+
+
 class SavedTensors:
     """The SegmentHook: answers by segment, parameters by reference, activations to the store."""
 
@@ -390,13 +403,17 @@ class SavedTensors:
         store: ActivationStore,
         ledger: DeviceLedger,
         inputs: Answer = Answer.KEEP,
+        lean: Collection[str] = (),
+        record: Record | None = None,
     ) -> None:
-        """`inputs`: where those of a recomputed segment wait for its second run (keep, host or nvme)."""
+        """`inputs`: where those of a recomputed segment wait for its second run (keep, host or nvme). `lean`: segments
+        whose forwards `record` sees."""
         self._answers = answers
         self._inputs = inputs
         self._parameters = parameters
         self._store = store
         self._ledger = ledger
+        self._lean, self._record = frozenset(lean), record
         self._last: weakref.ref[Visit] | None = None
         self.last_visit: weakref.ref[Visit] | None = None
         """of the last `run`; None when it saved nothing, so that backward never comes to it"""
@@ -412,8 +429,12 @@ class SavedTensors:
         keeper = Keeper(segment, self._parameters, self._ledger)
         frame = Frame(keeper, block, inputs, batch) if recomputes else None
         packer = Packer(visit, keeper, inputs, frame)
-        with saved_tensors_hooks(packer.pack, unpack):
-            output = block(*inputs)
+        if self._record is not None and segment in self._lean and torch.is_grad_enabled():
+            with self._record(packer, visit) as recording, saved_tensors_hooks(recording.pack, unpack):
+                output = block(*inputs)
+        else:
+            with saved_tensors_hooks(packer.pack, unpack):
+                output = block(*inputs)
         if batch is not None:
             batch.flush()
         self.last_visit = weakref.ref(visit) if visit.saved else None

@@ -54,7 +54,7 @@ class Saved:
 class Watched:
     """A handle that notes when backward comes to it first."""
 
-    __slots__ = ("_clock", "_handle", "_saved")
+    __slots__ = ("__weakref__", "_clock", "_handle", "_saved")
 
     def __init__(self, handle: SpilledHandle, saved: Saved, clock: Callable[[], float]) -> None:
         self._handle, self._saved, self._clock = handle, saved, clock

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from spillway.plan import ActivationPlan, Answer, Tier
 
-from ..saved_tensors import ActivationBatch, ParameterSource, SavedTensors
+from ..saved_tensors import ActivationBatch, Packer, ParameterSource, SavedTensors, Visit
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.lanes import Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .chooser import Chooser, Chosen
+from .rebuilding import Recorder
 from .store import SpillStore
 
 
@@ -95,7 +96,13 @@ def build(  # noqa: PLR0913 - the parts that it joins
     has_choice = plan.uses >= BOTH or (may_move and Answer.NVME in plan.uses)
     chooser = choosing(moving) if choosing is not None and has_choice else None
     placed = store if chooser is None else PlacedStore(store, chooser)
-    hook = SavedTensors(answers, parameters, placed, ledger, inputs)
+    lean = [name for name in segments[1:-1] if plan.lean and answers[name] is not Answer.RECOMPUTE]
+    proven: dict[object, bool] = {}
+
+    def record(packer: Packer, visit: Visit) -> Recorder:
+        return Recorder(packer, visit, ledger, plan.minimum_bytes, None, proven)
+
+    hook = SavedTensors(answers, parameters, placed, ledger, inputs, lean, record)
     return ActivationSpill(hook, store, ledger, chooser)
 
 
