@@ -271,6 +271,15 @@ HEADROOM = Row(
             "bytes",
             (Query(left(Tier.NVME)),),
             "stat",
+            width=4,
+        ),
+        Panel(
+            "Spill files",
+            "Of the rank that has most; less than before where a live correction made room on its volume.",
+            "bytes",
+            (Query(f"max({of_job(metrics.SPILL_FILE_BYTES)})"),),
+            "stat",
+            width=4,
         ),
         Panel(
             "Peak of the budget",

@@ -106,6 +106,9 @@ PREDICTED_TIER_BYTES = Metric(PREFIX + "predicted_tier_bytes", "gauge", "Planned
 PREDICTED_STEP_SECONDS = Metric(PREFIX + "predicted_step_seconds", "gauge", "Planned seconds per step.")
 MOVED_BYTES = Metric(PREFIX + "moved_bytes_total", "counter", "Bytes moved by link.", (RANK_LABEL, "link"))
 IO_BACKEND = Metric(PREFIX + "io_backend_info", "gauge", "The I/O engine in use.", ("backend",))
+SPILL_FILE_BYTES = Metric(
+    PREFIX + "spill_file_bytes", "gauge", "Bytes of the spill files, which a live correction lowers.", (RANK_LABEL,)
+)
 SPILL_FAULTS = Metric(
     PREFIX + "spill_faults_total",
     "counter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -318,6 +319,32 @@ def test_the_volume_with_the_least_free_bytes_is_told_and_the_ranks_on_it(tmp_pa
     elsewhere = Run(tmp_path, ranks=OneOfTwo(other=seen(tmp_path, free=5.0, identity=1.0, size=9.0)))
     elsewhere.step()
     assert (elsewhere.operator.volumes[0].num_ranks, elsewhere.operator.volumes[0].size) == (1, 9)
+
+
+def test_a_volume_that_cannot_be_asked_is_never_the_fullest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, ranks=OneOfTwo(other=seen(tmp_path, free=7.0)))
+
+    def refuse(directory: Path) -> os.statvfs_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    run.step()
+    assert [(told.free, told.num_ranks) for told in run.operator.volumes] == [(7, 1)]
+
+
+def test_what_is_held_at_a_correction_is_given_back_at_a_later_look(tmp_path: Path) -> None:
+    """As of a graph that somebody keeps."""
+    run = Run(tmp_path)
+    run.step()
+    kept, run.operator.wanted_activations = run.nvme.allocate(SPILLED, "a graph"), 0
+    correction = run.technique.after_step
+    while not run.told:
+        correction()
+    assert run.told[0].spill_file == run.nvme.capacity_bytes == STATES + SPILLED
+    kept.drop()
+    for _ in range(CHECK_STEPS):
+        correction()
+    assert run.nvme.capacity_bytes == STATES
 
 
 def test_every_rank_takes_what_the_first_heard_in_the_same_step_and_within_the_least_room(tmp_path: Path) -> None:

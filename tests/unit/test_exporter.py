@@ -37,7 +37,9 @@ def step(tokens: int = 100, skipped: bool = False, loss: float = 2.5, loss_scale
 
 
 def new_exporter() -> Exporter:
-    return Exporter("small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT", lambda: {"write_failed": 2})
+    return Exporter(
+        "small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT", lambda: {"write_failed": 2}, lambda: 80
+    )
 
 
 def scrape(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -64,6 +66,7 @@ def test_before_the_first_step_only_the_plan_is_shown() -> None:
             metrics.IO_BACKEND,
             metrics.TIER_BUDGET_BYTES,
             metrics.PREDICTED_TIER_BYTES,
+            metrics.SPILL_FILE_BYTES,
             metrics.SPILL_FAULTS,
         )
     }
@@ -135,6 +138,10 @@ def test_faults_of_spill_devices_carry_rank_and_kind() -> None:
     (metric,) = [m for m in new_exporter().collect() if m.name + "_total" == metrics.SPILL_FAULTS.name]
     (sample,) = metric.samples
     assert (sample.labels, sample.value) == ({"training_job": "small", "rank": "0", "kind": "write_failed"}, 2.0)
+
+
+def test_the_bytes_of_spill_files_are_those_of_now() -> None:
+    assert scrape(new_exporter())[metrics.SPILL_FILE_BYTES.name, (("rank", "0"), ("training_job", "small"))] == 80.0
 
 
 def test_a_port_in_use_is_a_sentence() -> None:

@@ -50,6 +50,20 @@ def test_what_was_chosen_for_single_storages_is_told_and_read_again(tmp_path: Pa
     assert [choice.reason for choice in log.choices] == ["2 storages to NVMe"]
 
 
+def test_a_live_correction_is_told_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Recorder(path).activations_corrected(40, "correction at step 40", 12, 52, 28)
+    (line,) = lines(path)
+    assert line.pop("time")
+    assert line == {
+        "event": "activations_corrected", "step": 40, "reason": "correction at step 40", "activations": 12,
+        "host_bytes": 52, "spill_file_bytes": 28,
+    }  # fmt: skip
+    log = RunLog()
+    log.add(path.read_text())
+    assert [(correction.step, correction.reason) for correction in log.corrections] == [(40, "correction at step 40")]
+
+
 def test_tokens_per_second_are_recorded(tmp_path: Path) -> None:
     Recorder(tmp_path / "run.jsonl").step(step())
     assert lines(tmp_path / "run.jsonl")[0]["tokens_per_second"] == 200.0

@@ -172,6 +172,10 @@ class Assembly:
         rate knows where they began."""
         return dict.fromkeys(FAULT_KINDS, 0) | (self.tiers.nvme.faults() if self.tiers.nvme else {})
 
+    def spill_file_bytes(self) -> int:
+        """Of all volumes, now."""
+        return self.tiers.nvme.capacity_bytes if self.tiers.nvme else 0
+
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"
 

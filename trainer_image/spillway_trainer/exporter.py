@@ -42,8 +42,10 @@ class Exporter(Collector):
         plan: MemoryPlan,
         io_backend: str,
         spill_faults: Callable[[], Mapping[str, int]] = dict,
+        spill_file_bytes: Callable[[], int] = int,
     ) -> None:
-        """`spill_faults`: those survived so far, by kind."""
+        """`spill_faults`: those survived so far, by kind. `spill_file_bytes`: what the files take now."""
+        self._spill_file_bytes = spill_file_bytes
         self._spill_faults = spill_faults
         self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
         self._last: StepMetrics | None = None
@@ -97,6 +99,7 @@ class Exporter(Collector):
         predicted = {tier.value: float(size.total) for tier, size in self._plan.bytes.items()}
         yield from self._labelled(metrics.TIER_BUDGET_BYTES, budget)
         yield from self._labelled(metrics.PREDICTED_TIER_BYTES, predicted)
+        yield from self._labelled(metrics.SPILL_FILE_BYTES, {"": float(self._spill_file_bytes())})
         yield from self._labelled(
             metrics.SPILL_FAULTS, {kind: float(number) for kind, number in self._spill_faults().items()}
         )

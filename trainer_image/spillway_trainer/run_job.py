@@ -110,6 +110,7 @@ def run_ranks(
             plan,
             assembly.io_backend(),
             assembly.spill_faults,
+            assembly.spill_file_bytes,
         )
         serve_metrics(exporter, job)
         report_progress = reporting(
