@@ -804,9 +804,6 @@ class TrainingJobSpec(Fields):
         if training.optimizer.moments == "int8" and self.parallelism.device == "Cuda":
             no_kernel = "int8 has no kernel on Cuda devices; use bfloat16, or device Cpu"
             problems.append(("training.optimizer.moments", no_kernel))
-        if self.memory.activations.host_reserve and self.parallelism.device == "Cuda":
-            on_cpus = "live corrections work on CPUs so far: leave it out, or use device Cpu"
-            problems.append(("memory.activations.hostReserve", on_cpus))
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))

@@ -136,9 +136,8 @@ class Question:
 
     @property
     def host_reserve(self) -> int:
-        """Of one rank: that stays empty beside activations on NVMe, at most. Trainers correct on CPUs so far."""
-        asked = self.job.spec.memory.activations.host_reserve or 0
-        return asked // self.local_ranks if self.node.device_kind == "Cpu" else 0
+        """Of one rank: that stays empty beside activations on NVMe, at most."""
+        return (self.job.spec.memory.activations.host_reserve or 0) // self.local_ranks
 
     @property
     def drives(self) -> Drives:
@@ -794,7 +793,7 @@ class Search:
         return min(self._reserve(group), on_nvme)
 
     def _reserve(self, group: Group) -> int:
-        """At most. Weight-stationary, nothing chooses by storage, so that nothing can move."""
+        """At most. Weight-stationary, trainers place no single storages, so that nothing can move."""
         return self.question.host_reserve if group.streaming.order == "InOrder" else 0
 
     def _divided(

@@ -62,6 +62,10 @@ class PlanStatus(Written):
     summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
     bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
     pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")
+    activations: Quantity | None = Field(
+        default=None,
+        description="Planned bytes of activations in each rank's spill file; missing where none of them could move.",
+    )
     step_seconds: Short = Field(default="", description="Predicted seconds per step.")
     nodes: tuple[NodeName, ...] = Field(
         default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."

@@ -135,6 +135,7 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
         summary=c.clean("; ".join(plan.reasons) or summary(plan), LONGEST_TEXT),
         bytes=_quantities(*(plan.bytes[tier].total if tier in plan.bytes else None for tier in Tier)),
         pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),
+        activations=plan.bytes[Tier.NVME].activations if plan.movable_activations else None,
         step_seconds=f"{plan.prediction.step_seconds:.3g}",
         nodes=tuple(best.node for best in placed.preferences[:MOST_NODES]),
         reason=c.clean(placed.reason, LONGEST_TEXT),

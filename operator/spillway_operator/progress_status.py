@@ -45,24 +45,25 @@ def with_report(
     members: Collection[str] = (),
     *,
     is_corrected: bool = True,
+    planned_activations: int | None = None,
 ) -> Reported:
     """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
     does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
-    out. Never raises: no report may keep a job from being looked after."""
+    out. `planned_activations`: of status.plan. Never raises: no report may keep a job from being looked after."""
     try:
-        return _with_report(before, report, attempt, steps, time, members, is_corrected)
+        after = _with_report(before, report, attempt, steps, time, members)
+        own = report.spillway
+        if own is None or after is before or after.memory is None:
+            return after
+        told = before.memory if _was_heard(before) else None
+        memory = _with_correction(told, after.memory, own.spill_volume, planned_activations, is_corrected=is_corrected)
+        return replace(after, memory=memory)
     except (ValueError, ArithmeticError):
         return before
 
 
 def _with_report(
-    before: Reported,
-    report: ProgressReport,
-    attempt: int,
-    steps: int,
-    time: str,
-    members: Collection[str],
-    is_corrected: bool,
+    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
 ) -> Reported:
     own = report.spillway
     if own is not None and own.epoch != attempt:
@@ -72,7 +73,7 @@ def _with_report(
     known = tuple(_member(one) for one in own.members if one.name in members)
     return Reported(
         progress=_progress(before.progress, own, report, own.steps if known else steps, time),
-        memory=_with_correction(before, _memory(before.memory, own), own.spill_volume, is_corrected=is_corrected),
+        memory=_memory(before.memory, own),
         checkpoint=_checkpoint(before.checkpoint, own, attempt),
         members=known or before.members,
         best_member=own.best_member if own.best_member in members else before.best_member,
@@ -204,18 +205,25 @@ def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus 
     )
 
 
+def _was_heard(before: Reported) -> bool:
+    """By the present attempt."""
+    return before.progress is not None and before.progress.last_step_time is not None
+
+
 def _with_correction(
-    before: Reported, memory: MemoryStatus | None, volume: SpillVolume | None, *, is_corrected: bool
-) -> MemoryStatus | None:
-    """What activations may take of the spill volume: as reported, less what is corrected now. It only falls within an
-    attempt; less than LEAST_BYTES is not told."""
-    if memory is None:
-        return None
+    told: MemoryStatus | None,
+    memory: MemoryStatus,
+    volume: SpillVolume | None,
+    planned: int | None,
+    *,
+    is_corrected: bool,
+) -> MemoryStatus:
+    """What activations may take of the spill volume: as reported, less what is corrected now. It only falls, from what
+    is planned, or was `told` of the same attempt; less than LEAST_BYTES is not told."""
     if volume is None:
         return memory.model_copy(update={"activations": None, "correction": ""})
-    said_before = before.progress is not None and before.progress.last_step_time is not None  # by this attempt
-    told = before.memory if said_before and before.memory is not None else MemoryStatus()
-    known = volume.activations if told.activations is None else told.activations
+    told = told or MemoryStatus()
+    known = told.activations if told.activations is not None else max(planned or 0, volume.activations)
     decided = lowered(volume)
     left = volume.activations if decided is None else min(decided, volume.activations)
     if known - left < LEAST_BYTES:

@@ -242,6 +242,7 @@ def _with_report(case: Case) -> Case:
         after = with_report(
             reported(case.status), report, case.attempts.total, case.steps, time, case.members,
             is_corrected=case.is_corrected,
+            planned_activations=case.status.plan.activations if case.status.plan is not None else None,
         )  # fmt: skip
         case = case.changed(**as_fields(after))
     if case.last_step_time is not None:

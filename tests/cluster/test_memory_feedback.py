@@ -83,7 +83,7 @@ class Witness:
         """Of each attempt."""
         for journal in self.journals.values():
             journal.seek(0)
-        return [[json.loads(line) for line in journal] for journal in self.journals.values()]
+        return [[json.loads(line) for line in journal if line.endswith("\n")] for journal in self.journals.values()]
 
 
 @contextmanager

@@ -256,10 +256,6 @@ def test_a_pod_that_left_its_reserve_empty_does_not_lower_the_next_ones_request(
             {"spec.memory.activations.hostReserve": "1Mi", "spec.members": [{"name": "a"}, {"name": "b"}]},
             "members have a plan each, and none of them is corrected while it runs: leave it out",
         ),
-        (
-            {"spec.memory.activations.hostReserve": "1Mi", "spec.parallelism": {"device": "Cuda"}},
-            "live corrections work on CPUs so far: leave it out, or use device Cpu",
-        ),
     ],
 )
 def test_a_reserve_of_no_use_is_refused(changes: dict[str, Any], problem: str) -> None:

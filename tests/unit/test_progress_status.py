@@ -224,6 +224,14 @@ def test_a_correction_between_two_writes_is_told_too() -> None:
     assert (told(found), events) == ((28 * MIB, SENTENCE), ["Corrected"])
 
 
+def test_a_correction_before_the_first_write_is_told_too() -> None:
+    said = report(spillVolume=CORRECTED)
+    found = with_report(NOTHING, said, 2, 100, NOW, planned_activations=48 * MIB)
+    assert told(found) == (28 * MIB, SENTENCE)
+    assert [note.reason for note in correction_notes(None, found.memory, is_corrected=True)] == ["Corrected"]
+    assert with_report(found, said, 2, 100, NOW, planned_activations=48 * MIB) == found
+
+
 def test_advice_is_told_once_and_again_only_when_less_would_be_left() -> None:
     found, _ = memory(NOTHING, VOLUME, is_corrected=False)
     found, events = memory(found, LOW, is_corrected=False)
