@@ -123,7 +123,9 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
     spillway.create(named(larger, "second"))
     with watched(spillway, namespace, "second") as witness:
         second = spillway.wait(namespace, "second", "Complete", 120)["status"]
-    assert second["attempts"]["total"] == 1, spillway.bed.kubectl("describe", "trainingjobs.spillway.dev", "second", "-n", namespace)
+    assert second["attempts"]["total"] == 1, spillway.bed.kubectl(
+        "describe", "trainingjobs.spillway.dev", "second", "-n", namespace
+    )
     (peak,) = witness.highest_bytes.values()
     request = parse_quantity(second["plan"]["podMemory"])
     waste = (request - peak) / request
