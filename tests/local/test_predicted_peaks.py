@@ -38,6 +38,10 @@ SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
 """loads of parameters are what costs: many micro-batches share each"""
 
 
+SLOW = replace(NODE, bfloat16_flops_per_second=1e9)
+"""too slow to recompute anything"""
+
+
 def model(**sizes: Any) -> dict[str, Any]:
     return {f"spec.model.config.{name}": value for name, value in sizes.items()}
 
@@ -60,7 +64,7 @@ class Cell:
     @property
     def in_one_thread(self) -> bool:
         """Nothing moves on other threads, which torch's tracker does not see."""
-        return not self.holds
+        return not {*self.holds} - {"lean"}
 
 
 def forced(placement: str, policy: str, **more: Any) -> dict[str, Any]:
@@ -73,6 +77,7 @@ FLOAT32 = {"spec.model.precision.compute": "float32"}
 STREAM = {"spec.memory.parameters.placement": "Stream"}
 T5 = {"spec.model.config": {"architecture": "t5", "hiddenSize": 512, "numLayers": 6, "numHeads": 8,
                             "intermediateSize": 1408, "vocabSize": 2048}}  # fmt: skip
+LEAN = {"spec.memory.optimizer.placement": "Device"}
 CELLS = {
     "bfloat16, all resident": Cell(forced("Device", "Keep")),
     "float32, all resident": Cell(forced("Device", "Keep") | FLOAT32),
@@ -83,6 +88,11 @@ CELLS = {
     "activations to NVMe": Cell(forced("Host", "Nvme") | MANY, holds=("nvme",)),
     "float32, interleaved, NVMe": Cell(forced("Interleaved", "Nvme") | FLOAT32 | MANY, holds=("nvme",)),
     "large vocabulary": Cell(forced("Device", "Keep") | model(vocabSize=16384, numLayers=2)),
+    "lean": Cell(LEAN | {"spec.memory.budget.device": "620Mi"}, holds=("lean",)),
+    "lean, float32": Cell(LEAN | FLOAT32 | {"spec.memory.budget.device": "700Mi"}, holds=("lean",)),
+    "lean, to host memory": Cell(
+        LEAN | {"spec.memory.budget.device": "480Mi"}, SLOW, holds=("lean", "host")
+    ),
     "wide": Cell(model(hiddenSize=1024, intermediateSize=2816, numLayers=3) | {"spec.memory.budget.device": "600Mi"},
                  holds=("host",)),
     "tied, dropout": Cell(forced("Host", "Recompute") | model(tieWordEmbeddings=True, dropout="0.1", vocabSize=8192),
@@ -104,7 +114,8 @@ CELLS = {
     ),
 }  # fmt: skip
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-DEAR = ("bfloat16, all resident", "float32, all resident", "activations to host memory", "float32, interleaved, NVMe",
+DEAR = ("lean, float32",
+        "bfloat16, all resident", "float32, all resident", "activations to host memory", "float32, interleaved, NVMe",
         "wide", "streamed, float32, activations to host", "streamed, partly resident",
         "t5, weight-stationary")  # fmt: skip
 """measured in `make faults` only: each is near one of the others"""
@@ -122,6 +133,7 @@ def plan_of(cell: Cell) -> tuple[MemoryPlan, TrainingJob]:
         "host": plan.bytes[Tier.HOST].total > 0,
         "nvme": plan.bytes[Tier.NVME].total > 0,
         "recompute": Answer.RECOMPUTE in plan.activations.answers,
+        "lean": plan.activations.lean,
         "streams": plan.parameters.streams,
         "stationary": plan.parameters.order == "WeightStationary",
     }

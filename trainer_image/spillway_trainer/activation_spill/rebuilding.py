@@ -311,6 +311,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first operator would import the compiler: 150 MiB, for a mode that it never sees
+
     def __torch_dispatch__(
         self, operator: Operator, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
