@@ -177,6 +177,8 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
 
 
 def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
     def problem(engine: Any) -> str:
         try:
             adopted(engine, None, rank)
@@ -192,7 +194,8 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
     in_float16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     return {
         "zero_optimization.stage": problem(engine_of(0)),
-        "loss scale": problem(engine_of(2, **in_float16)),
+        # DeepSpeed itself makes no such engine on a CPU without products in float16.
+        "loss scale": problem(engine_of(2, **in_float16)) if get_accelerator().is_fp16_supported() else None,
         "gradients": problem(
             engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)
         ),

@@ -87,7 +87,8 @@ class _Maker:
         self._maybe(spec, "runtimeClassName", SOMETIMES, "", "nvidia", "x" * 253)
         self._maybe(spec, "managedBy", SOMETIMES, "spillway.dev/operator")
         self._maybe(spec, "suspend", SOMETIMES, False, False, True)
-        if self._often(RARELY):
+        reserves = "hostReserve" in spec.get("memory", {}).get("activations", {})  # which members do not have
+        if self._often(RARELY) and not reserves:
             spec["members"] = [{"name": "a"}, {"name": "b", "overrides": {"training.seed": "1"}}]
             spec["objective"] = {"metric": "Loss", "direction": "Maximize", "halving": self._one_of(*COUNTS)}
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
@@ -218,6 +219,9 @@ class _Maker:
             self._maybe(memory["optimizer"], "overlap", SOMETIMES, *overlaps)
         if self._often(SOMETIMES):
             memory["activations"] = {"policy": self._one_of(*policies)}
+            spills = memory["activations"]["policy"] in ("Auto", "Nvme") and not disabled
+            if spills and "host" not in budget:  # which it may not exceed
+                self._maybe(memory["activations"], "hostReserve", SOMETIMES, "1Mi", "64Gi", 0)
         if self._often(SOMETIMES):
             memory["parameters"] = {"placement": self._one_of("Auto", "Resident", "Stream")}
         if self._often(SOMETIMES):

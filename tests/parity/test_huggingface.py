@@ -102,6 +102,10 @@ def own_loss(model: nn.Module, objective: Objective, tokens: Tensor, labels: Ten
     return model(input_ids=tokens[:, :P], labels=labels[:, P:].contiguous()).loss
 
 
+def nearly_equal(expected: Tensor, found: Tensor) -> bool:
+    return bool((expected - found).abs().max() <= 1e-5 * expected.abs().max())
+
+
 def gradients_of(chain: HuggingFaceChain) -> dict[str, Tensor]:
     """By the names of `transformers`. Uses of a tied parameter are summed in the order of backward, as autograd does
     for one parameter; the optimizer sums them in declared order, which for the three uses of t5 rounds differently."""
@@ -122,7 +126,8 @@ def compare_with_own_forward(chain: HuggingFaceChain, theirs: nn.Module, rename:
     ours = {rename(name): gradient for name, gradient in gradients_of(chain).items()}
     expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     assert ours.keys() == expected.keys()
-    assert [name for name, gradient in expected.items() if not torch.equal(gradient, ours[name])] == []
+    # Products of tensors with other strides may round differently in the last bits, which depends on the CPU.
+    assert [name for name, gradient in expected.items() if not nearly_equal(gradient, ours[name])] == []
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert", "t5"])

@@ -61,7 +61,7 @@ def test_members_that_differ_in_anything_else_are_planned_each(monkeypatch: pyte
 def test_a_shared_plan_is_the_one_that_each_member_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = sweep(*GRID[:3], {"training.optimizer.name": "Lion"})
     shared = planned(asked)
-    monkeypatch.setattr(planner, "_NOT_PLANNED_FOR", {})
+    monkeypatch.setattr(planner, "NOT_PLANNED_FOR", {})
     assert shared == planned(asked)
 
 
