@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
@@ -529,21 +530,26 @@ def _t5(s: _Sizes) -> _Parts:
     across = {f"EncDecAttention.{name}": linear for name, linear in attention.items()}
     last, relative = s.num_layers - 1, ((RELATIVE_POSITIONS, s.h),)
     stream, float32, wide = s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.f
-    pairs = FLOAT32_BYTES * s.h * s.batch.sequence_length // 2
-    bias = s.b * s.h * s.batch.sequence_length // (2 * s.batch.size)  # one for all sequences of a micro-batch
+    length = s.batch.sequence_length // 2
+    pairs = FLOAT32_BYTES * s.h * length
+    one_for_all = length / s.batch.size  # of what all sequences of a micro-batch share, for each byte of a pair
+    bias, buckets, causal = (ceil(size * one_for_all) for size in (s.b * s.h, INDEX_BYTES, 1))
     casts = (
         s.b != FLOAT32_BYTES
     )  # float32 copies of norms' inputs, queries, keys and values; else the tensors themselves
 
     def block(decodes: bool, is_first: bool, ends: bool) -> Segment:
-        of_streams, of_float32 = (14, 6) if decodes else (7, 5)
-        saved = [*(stream,) * (of_streams if casts else of_streams + of_float32 - (3 if decodes else 2))]
-        saved += [float32] * of_float32 * casts + [wide, pairs, FLOAT32_BYTES, FLOAT32_BYTES]
-        saved += [bias] * (decodes + is_first) + [stream] * (decodes and is_first)
-        saved += [stream, stream if not casts else float32, stream * casts, FLOAT32_BYTES] * ends
-        masks = (*s.dropouts(2 + decodes), wide, wide, pairs, pairs) if s.dropout else ()
-        width = 2 * s.d if decodes else s.d
+        fused = decodes and not s.dropout  # the look at the other half, which has no bias
         norms, attentions = 2 + decodes, 1 + decodes
+        streams, of_float32 = ((15, 6) if fused else (11, 9)) if decodes else (7, 5)
+        saved = [*(stream,) * (streams if casts else streams + of_float32 - norms)]
+        saved += [float32] * of_float32 * casts + [wide] + [FLOAT32_BYTES] * norms
+        saved += [pairs] * (attentions - fused) + [FLOAT32_BYTES * s.h] * fused
+        saved += [causal] * decodes + [buckets] * is_first + [stream, INDEX_BYTES] * (decodes and is_first)
+        saved += [stream, stream if not casts else float32, stream * casts, FLOAT32_BYTES] * ends
+        masks = s.dropouts(norms + (decodes and is_first) + ends)
+        masks += (wide, wide, *(pairs, pairs) * attentions) * s.dropout
+        width = 2 * s.d if decodes else s.d
         lean = [stream] * (2 * norms + ends) + ([pairs] * attentions + [wide]) * s.dropout
         # Of a norm its normalised values, and its output for each product that takes it; masked values.
         rebuilding = (norms + ends) * (12 if casts else 8) * s.d + (4 + decodes) * 16 * s.d
@@ -551,7 +557,7 @@ def _t5(s: _Sizes) -> _Parts:
         return s.segment(
             "block",
             within | (across if decodes else {}) | feed_forward,
-            (s.d,) * (2 + decodes + ends),
+            (s.d,) * (norms + ends),
             tables=relative if is_first else (),
             alias=(s.V, s.d) if decodes and is_first else (0, 0),
             attention_width=2 * width,
@@ -569,7 +575,10 @@ def _t5(s: _Sizes) -> _Parts:
     names = [f"{half}{index}" for half in ("encoder", "decoder") for index in range(s.num_layers)]
     blocks = tuple(replace(_halved(one), name=name) for name, one in zip(names, (*encoder, *decoder), strict=True))
     norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
-    embedding = replace(_embedding(s, ((s.V, s.d),), (), s.dropouts(1)), made_bytes=(stream // 2,))
+    masks = tuple(
+        size // 2 for size in s.dropouts(1)
+    )  # of what is encoded; the other half is in the first that decodes
+    embedding = replace(_embedding(s, ((s.V, s.d),), (), masks), made_bytes=(stream // 2,))
     return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
 
 

@@ -206,6 +206,21 @@ def test_blocks_rebuild_exactly_the_bytes_that_the_shape_says(architecture: str,
     assert [lean[name] for name in ends] == [others[name] for name in ends]
 
 
+@every_type
+@every_family
+@pytest.mark.parametrize("dropout", ["0.0", "0.1"])
+def test_blocks_save_exactly_the_bytes_that_the_shape_says(architecture: str, compute: str, dropout: str) -> None:
+    wanted = large_job(architecture, compute, dropout)
+    found, tokens = (
+        held(wanted, lean=False),
+        wanted.spec.training.micro_batch_size * wanted.spec.training.sequence_length,
+    )
+    shape = shape_of(wanted.spec)
+    said = {block.name: tokens * sum(block.saved_bytes) for block in shape.blocks}
+    said[shape.blocks[0].name] += shape.table_bytes(wanted.spec.training.sequence_length)
+    assert {name: found[name] for name in said} == said
+
+
 @pytest.mark.parametrize("compute", ["float32"])
 def test_what_a_shape_rebuilds_is_part_of_what_it_saves(compute: str) -> None:
     for architecture in FAMILIES:
