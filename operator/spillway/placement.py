@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
 from spillway.candidates import TIE
@@ -35,6 +35,7 @@ from spillway.pod_resources import (
     plannable_memory_bytes,
     plannable_spill_bytes,
     pod_resources,
+    pod_runtime_bytes,
 )
 from spillway.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
 from spillway.status import ProfileEvidence
@@ -110,12 +111,13 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     """
     if cluster.nodes is None:
         return _without_view(job, cluster)
-    able, misses = _could_carry(job.spec, cluster.nodes)
+    needs = _needs(job.spec)
+    able, misses = _could_carry(job.spec, needs, cluster.nodes)
     if not able:
         return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
     now = [view for view in able if view.ready and not view.unschedulable]
     corrections = _corrections(job.spec, cluster)
-    groups = _classes(job.spec, now or able, corrections, _pods_seen(job.spec, cluster))
+    groups = _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
     # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
     alone = len(groups) == 1
     outcomes = [_outcome(job, group, explained=alone) for group in groups]
@@ -152,11 +154,26 @@ def device_kind(spec: TrainingJobSpec) -> DeviceKind:
     return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
 
 
-def _could_carry(spec: TrainingJobSpec, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[tuple[int, str]]]:
+class _Needs(NamedTuple):
+    """Of one pod beside its plan, on every node alike; of a sweep, what all of its members need."""
+
+    runtime_bytes: int
+    storage_bytes: int
+
+
+def _needs(spec: TrainingJobSpec) -> _Needs:
+    device = device_kind(spec)
+    runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, run_strategy(spec))
+    return _Needs(runtime, emptydir_bytes(spec, device))
+
+
+def _could_carry(
+    spec: TrainingJobSpec, needs: _Needs, nodes: Sequence[NodeView]
+) -> tuple[list[NodeView], list[tuple[int, str]]]:
     """Nodes that could carry a pod some day, and what the others lack: (how near it came, sentence)."""
     able, misses = [], []
     for view in nodes:
-        miss = _miss(spec, view)
+        miss = _miss(spec, needs, view)
         if miss is None:
             able.append(view)
         else:
@@ -164,7 +181,7 @@ def _could_carry(spec: TrainingJobSpec, nodes: Sequence[NodeView]) -> tuple[list
     return able, misses
 
 
-def _miss(spec: TrainingJobSpec, view: NodeView) -> tuple[int, str] | None:
+def _miss(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> tuple[int, str] | None:
     """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
     device, ranks = device_kind(spec), spec.parallelism.devices_per_node
     for key, value in spec.scheduling.node_selector.items():
@@ -177,14 +194,13 @@ def _miss(spec: TrainingJobSpec, view: NodeView) -> tuple[int, str] | None:
     devices = view.allocatable_devices.get(spec.resource_name, 0)
     if device == "Cuda" and devices < ranks:
         return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
-    memory = least_memory_bytes(spec.model, ranks, device, run_strategy(spec))
+    memory = least_memory_bytes(needs.runtime_bytes, ranks, device)
     if view.allocatable_memory_bytes < memory:
         has = format_bytes(view.allocatable_memory_bytes)
         return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
-    storage = emptydir_bytes(spec, device)
-    if view.allocatable_ephemeral_bytes < storage:
-        has = format_bytes(view.allocatable_ephemeral_bytes)
-        return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {format_bytes(storage)} beside its spill"
+    if view.allocatable_ephemeral_bytes < needs.storage_bytes:
+        has, asked = format_bytes(view.allocatable_ephemeral_bytes), format_bytes(needs.storage_bytes)
+        return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {asked} beside its spill"
     return None
 
 
@@ -253,11 +269,11 @@ def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
 
 
 def _classes(
-    spec: TrainingJobSpec, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
+    spec: TrainingJobSpec, needs: _Needs, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
 ) -> list[_NodeClass]:
     groups: dict[_NodeClass, list[NodeView]] = {}
     for view in views:
-        own = replace(_class_of(spec, view, corrections.pod), corrections=corrections, pods=pods)
+        own = replace(_class_of(spec, needs, view, corrections.pod), corrections=corrections, pods=pods)
         groups.setdefault(own, []).append(view)
     found = [
         replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
@@ -265,7 +281,7 @@ def _classes(
     return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
 
 
-def _class_of(spec: TrainingJobSpec, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
+def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
     """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
     times the memory that is counted for it."""
     device = device_kind(spec)
@@ -274,9 +290,9 @@ def _class_of(spec: TrainingJobSpec, view: NodeView, pod_factor: float = 1.0) ->
     if node is view.profile:
         limit = min(limit, node.host_bytes)
     limit = limit if pod_factor <= 1.0 else int(limit / pod_factor) - MIB
-    plannable = plannable_memory_bytes(limit, spec.model, spec.parallelism.devices_per_node, device, run_strategy(spec))
+    plannable = plannable_memory_bytes(limit, needs.runtime_bytes, spec.parallelism.devices_per_node, device)
     memory = rounded_down(plannable)
-    spill = rounded_down(_spill_capacity(spec, view, device))
+    spill = rounded_down(_spill_capacity(spec, needs, view))
     if device == "Cuda":
         product = view.labels.get(GPU_PRODUCT)
         labels = ((GPU_PRODUCT, product),) if product else ()
@@ -308,11 +324,11 @@ def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
     return replace(view, profile=measured(profile, replace(node, host_bytes=memory, nvme_bytes=storage)))
 
 
-def _spill_capacity(spec: TrainingJobSpec, view: NodeView, device: DeviceKind) -> int:
+def _spill_capacity(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> int:
     """Room for slabs: the node's ephemeral storage, or the volume that the storage class makes as large as asked."""
     if spec.spill.storage_class_name:
         return spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
-    room = plannable_spill_bytes(spec, view.allocatable_ephemeral_bytes, device)
+    room = plannable_spill_bytes(view.allocatable_ephemeral_bytes, needs.storage_bytes)
     profile = view.profile
     return max(0, min(room, profile.nvme_bytes) if profile is not None else room)
 

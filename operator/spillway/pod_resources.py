@@ -110,8 +110,7 @@ def pod_resources(
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
-    models = [one.model for one in solo_specs(spec)]
-    runtime = max(runtime_bytes(model, num_local_ranks, plan.device, plan.strategy) for model in models)
+    runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
@@ -130,8 +129,14 @@ def pod_resources(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
+    """`runtime_bytes` of the member that needs most, for they share the pod; of a job that is no sweep, its own."""
+    return max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
+
+
 def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
-    """Memory of a pod, or of a local run, beside its plan; `device` is Cpu or Cuda, `strategy` that of the run."""
+    """Memory of a pod, or of a local run, beside the plan of a model; `device` is Cpu or Cuda, `strategy` that of the
+    run."""
     code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
     if not model.is_own_llama:
         code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
@@ -155,10 +160,9 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
     return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
 
 
-def least_memory_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
-    """What a pod needs for the smallest plan."""
+def least_memory_bytes(runtime: int, num_local_ranks: int, device: str) -> int:
+    """What a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
     shared = shared_memory_bytes(num_local_ranks, device)
-    runtime = runtime_bytes(model, num_local_ranks, device, strategy)
     return padded(runtime + corpus_build_bytes(num_local_ranks) + shared, MIB)
 
 
@@ -173,12 +177,10 @@ def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
     return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
 
 
-def plannable_memory_bytes(
-    limit_bytes: int, model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp"
-) -> int:
-    """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more."""
-    shared = shared_memory_bytes(num_local_ranks, device)
-    beside = runtime_bytes(model, num_local_ranks, device, strategy) + shared + MIB
+def plannable_memory_bytes(limit_bytes: int, runtime: int, num_local_ranks: int, device: str) -> int:
+    """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more.
+    `runtime` is the pod's `pod_runtime_bytes`."""
+    beside = runtime + shared_memory_bytes(num_local_ranks, device) + MIB
     return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
 
 
@@ -191,10 +193,10 @@ def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int, num_volumes: int 
     return padded(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE)), MIB) if slab else 0
 
 
-def plannable_spill_bytes(spec: TrainingJobSpec, limit_bytes: int, device: str) -> int:
-    """What a plan may spill beside all else of a pod whose ephemeral storage is `limit_bytes`; negative: no room at
-    all. For a slab on an emptyDir."""
-    return int((limit_bytes - 2 * MIB - emptydir_bytes(spec, device)) / (1.0 + FILE_SYSTEM_SHARE))
+def plannable_spill_bytes(limit_bytes: int, storage_bytes: int) -> int:
+    """What a plan may spill beside all else of a pod, `storage_bytes` (`emptydir_bytes`), where its ephemeral storage
+    is `limit_bytes`; negative: no room at all. For a slab on an emptyDir."""
+    return int((limit_bytes - 2 * MIB - storage_bytes) / (1.0 + FILE_SYSTEM_SHARE))
 
 
 def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:

@@ -12,7 +12,7 @@ from spillway.hardware import local_node
 from spillway.model_shape import ModelShape
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planner import make_plan, run_strategy, shared_memory
-from spillway.pod_resources import runtime_bytes
+from spillway.pod_resources import pod_runtime_bytes
 from spillway.profiles import with_rates
 from spillway.units import parse_quantity
 
@@ -73,7 +73,7 @@ def decided_for_this_machine(
     profile: NodeProfileSpec | None = None,
     corrections: Corrections = NO_CORRECTIONS,
 ) -> MemoryPlan | Infeasible:
-    runtime = runtime_bytes(job.spec.model, num_ranks, "Cpu", run_strategy(job.spec))
+    runtime = pod_runtime_bytes(job.spec, num_ranks, "Cpu", run_strategy(job.spec))
     memory_bytes = max(0, int(resources.memory_bytes / corrections.pod) - runtime)
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
     node = node if profile is None else with_rates(profile, node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from job_documents import job
 
 from spillway import pod_resources as pods
 from spillway.api import Member, TrainingJob
+from spillway.cluster_view import ClusterView, NodeView
 from spillway.hardware import NodeSpec, local_node, resolve_node
 from spillway.members import solo_specs
+from spillway.placement import Placement, Unplaceable, place
 from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan, shared_memory
 from spillway.pod_resources import PodResources, pod_resources
@@ -54,7 +57,7 @@ def test_on_a_cpu_the_device_tier_is_memory_of_the_pod() -> None:
 
 def test_on_a_gpu_the_device_tier_is_not() -> None:
     gpu = resources({"spec.parallelism.device": "Cuda"}, node=H100)
-    assert gpu.memory_bytes == pods.least_memory_bytes(MODEL, 1, "Cuda")
+    assert gpu.memory_bytes == least_memory_bytes(1, "Cuda")
 
 
 def test_every_rank_has_its_own_process_and_its_own_tiers() -> None:
@@ -78,12 +81,12 @@ def test_a_family_of_transformers_brings_its_libraries() -> None:
 def test_while_a_corpus_is_built_no_checkpoint_is_written() -> None:
     building = pods.CODE_BYTES + pods.LAUNCHER_BYTES + pods.PAGE_CACHE_BYTES + pods.SHARED_MEMORY_BYTES
     building += 2 * pods.RANK_BYTES + pods.CORPUS_BUILD_BYTES
-    assert pods.least_memory_bytes(MODEL, 2, "Cpu") == building
+    assert least_memory_bytes(2, "Cpu") == building
     assert pods.corpus_build_bytes(64) == 0
 
 
 def test_a_small_model_still_gets_what_building_its_corpus_takes() -> None:
-    assert resources().memory_bytes == pods.least_memory_bytes(MODEL, 1, "Cpu")
+    assert resources().memory_bytes == least_memory_bytes(1, "Cpu")
 
 
 def test_a_host_slab_counts_with_its_slack() -> None:
@@ -172,7 +175,7 @@ def test_a_plan_for_what_a_limit_leaves_makes_a_pod_within_the_limit(limit: int,
         "spec.memory.optimizer.placement": "Host", "spec.memory.activations.policy": "Host",
     }  # fmt: skip
     asked = job(changes)
-    left = pods.plannable_memory_bytes(limit, MODEL, ranks, "Cpu")
+    left = pods.plannable_memory_bytes(limit, pods.runtime_bytes(MODEL, ranks, "Cpu"), ranks, "Cpu")
     decided = make_plan(asked, local_node(4, left, left, 64 * GIB), shared_memory(asked, left, ranks))
     assert isinstance(decided, MemoryPlan)
     # The fullest plan that the budgets allow.
@@ -190,7 +193,7 @@ def replace_total(decided: MemoryPlan, tier: Tier) -> Any:
 @given(limit=st.integers(2 * GIB, 64 * GIB))
 def test_a_plan_for_what_a_disk_leaves_makes_a_pod_within_the_disk(limit: int) -> None:
     spec = job().spec
-    left = pods.plannable_spill_bytes(spec, limit, "Cpu")
+    left = pods.plannable_spill_bytes(limit, pods.emptydir_bytes(spec, "Cpu"))
     decided = plan(SPILLED)
     held = decided.bytes[Tier.NVME].model_copy(update={"activations": left})
     fullest = decided.model_copy(
@@ -290,3 +293,22 @@ def test_one_member_of_another_family_brings_its_libraries() -> None:
     asked, plan = sweep(SEED, gpt2), planned(sweep(SEED))
     more = pod_resources(asked.spec, plan, 1).memory_bytes - pod_resources(sweep(SEED).spec, plan, 1).memory_bytes
     assert more == pods.FAMILY_CODE_BYTES + pods.FAMILY_RANK_BYTES
+
+
+def test_a_sweep_is_planned_for_what_its_largest_member_leaves_of_a_node() -> None:
+    family = {name.removeprefix("spec."): str(value) for name, value in GPT2.items()}
+    own, mixed = sweep(SEED, SEED), sweep(SEED, family)
+    small, large = (pods.pod_runtime_bytes(one.spec, 1, "Cpu") for one in (own, mixed))
+    assert large == pods.runtime_bytes(job(GPT2).spec.model, 1, "Cpu") > small
+    limit = (pods.least_memory_bytes(small, 1, "Cpu") + pods.least_memory_bytes(large, 1, "Cpu")) // 2
+    nodes = (NodeView("node", {}, (), 8.0, limit, 100 * GIB, {}),)
+    found = [place(one, ClusterView(nodes, None, "", "Prometheus")) for one in (own, mixed)]
+    assert isinstance(found[0], Placement)
+    assert isinstance(found[1], Unplaceable) and found[1].reason == "NoNode", found[1]
+    roomy = replace(nodes[0], allocatable_memory_bytes=limit + large)
+    fits = place(mixed, ClusterView((roomy,), None, "", "Prometheus"))
+    assert isinstance(fits, Placement) and fits.pod.memory_bytes <= limit + large
+
+
+def least_memory_bytes(num_local_ranks: int, device: str) -> int:
+    return pods.least_memory_bytes(pods.runtime_bytes(MODEL, num_local_ranks, device), num_local_ranks, device)
