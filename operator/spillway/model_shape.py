@@ -234,7 +234,8 @@ def model_shape(
     config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
 ) -> ModelShape:
     """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
-    frozen and with adapters. `batch` matters for t5 alone, whose attention saves a matrix of all pairs of positions.
+    frozen and with adapters. `batch` matters for t5, whose attention saves a matrix of all pairs of positions, and for
+    adapters, of which copies in the compute type are saved, however many tokens there are.
     Raises UserError when `lora` names no module that there is.
 
     The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
@@ -292,6 +293,8 @@ class _Sizes:
         )  # fmt: skip
         self.k = config.hidden_size // config.num_heads * config.num_key_value_heads
         self.num_layers, self.positions, self.batch = config.num_layers, config.max_positions, batch
+        self.block_tokens = batch.size * batch.sequence_length // (2 if config.architecture == "t5" else 1)
+        """of a micro-batch; 0 = not known"""
         self.tied = config.tie_word_embeddings
         self.dropout = config.dropout > 0.0
 
@@ -374,7 +377,7 @@ class _Sizes:
             matrix_parameters=products + sum(adapters),
             trained_matrix_parameters=sum(adapters) if self.lora else products,
             attention_width=attention_width,
-            saved_bytes=(*saved, *(self.b * self.lora.rank for _ in adapters[::2] if self.lora)),
+            saved_bytes=(*saved, *self._saved_by_adapters(adapters)),
             passed_bytes=passed_bytes,
             parameters=tuple(parameters),
             **bytes_per_token,
@@ -388,6 +391,15 @@ class _Sizes:
         hit = [one for name, one in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
         rank = self.lora.rank
         return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
+
+    def _saved_by_adapters(self, adapters: Sequence[int]) -> list[int]:
+        """What lies between the two matrices of each; and, where they are cast, their copies, as a share of each token
+        of a micro-batch."""
+        if self.lora is None:
+            return []
+        copies = adapters if self.b != FLOAT32_BYTES and self.block_tokens else ()
+        between = (self.b * self.lora.rank,) * (len(adapters) // 2)
+        return [*between, *(ceil(self.b * one / self.block_tokens) for one in copies)]
 
 
 ATTENTION_MODULES = (

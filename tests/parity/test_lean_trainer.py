@@ -221,6 +221,18 @@ def test_blocks_save_exactly_the_bytes_that_the_shape_says(architecture: str, co
     assert {name: found[name] for name in said} == said
 
 
+@every_type
+@every_family
+@pytest.mark.parametrize("rank", [4, 64])
+def test_blocks_below_adapters_save_no_more_than_the_shape_says(architecture: str, compute: str, rank: int) -> None:
+    wanted = large_job(architecture, compute, lora={"rank": rank})
+    found, shape, training = held(wanted, lean=False), shape_of(wanted.spec), wanted.spec.training
+    tokens = training.micro_batch_size * training.sequence_length
+    assert {
+        block.name: found[block.name] for block in shape.blocks if found[block.name] > tokens * sum(block.saved_bytes)
+    } == {}
+
+
 @pytest.mark.parametrize("compute", ["float32"])
 def test_what_a_shape_rebuilds_is_part_of_what_it_saves(compute: str) -> None:
     for architecture in FAMILIES:
