@@ -73,10 +73,10 @@ class Server:
                 return found
             wanted["continue"] = following
 
-    async def events(self, path: str) -> AsyncIterator[tuple[str, Document]]:
-        """A watch from now on: types and objects."""
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with self._session.get(self._address + path, params={"watch": "1"}, timeout=timeout) as answer:
+    async def events(self, path: str, since: str) -> AsyncIterator[tuple[str, Document]]:
+        """A watch, until the API server ends it: types and objects after resourceVersion `since`, or all there are."""
+        wanted, timeout = {"watch": "1", "resourceVersion": since}, aiohttp.ClientTimeout(total=None)
+        async with self._session.get(self._address + path, params=wanted, timeout=timeout) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"watch {path}: {answer.status} {await answer.text()}")
             async for line in answer.content:
@@ -124,12 +124,16 @@ class Statuses:
     other_writes: Counter[str] = field(default_factory=Counter)
 
     async def follow(self, server: Server) -> None:
-        async for kind, found in server.events(JOBS_PATH):
-            if kind == "ERROR":
-                raise RuntimeError(f"the watch of the benchmark ended: {found.get('message')}")
-            if kind != "DELETED":
-                self.see(found)
-        raise RuntimeError("the watch of the benchmark ended")
+        """For ever. The API server ends a watch when it likes, and when a CRD has only begun: the next one goes on."""
+        since = ""
+        while True:
+            async for kind, found in server.events(JOBS_PATH, since):
+                if kind == "ERROR":
+                    raise RuntimeError(f"the watch of the benchmark ended: {found.get('message')}")
+                since = found["metadata"]["resourceVersion"]
+                if kind != "DELETED":
+                    self.see(found)
+            await asyncio.sleep(0.1)
 
     def see(self, found: Document) -> None:
         namespace = found["metadata"]["namespace"]
@@ -160,19 +164,15 @@ class Trainers:
     """that a job trains, which no trainer here reaches"""
     posts: Counter[int] = field(default_factory=Counter)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def posting(self) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0, ssl=self.trust, keepalive_timeout=4 * POST_SECONDS)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10)) as session:
-            self._session = session
-            try:
-                yield
-            finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, namespace: str) -> None:
         """One for the first pod of each job of a namespace, spread over the time between two posts."""
@@ -197,18 +197,18 @@ class Trainers:
         peak = {tier: peak_bytes(held, key) for tier, size in planned.items() if (held := parse_quantity(str(size)))}
         step = 0
         await asyncio.sleep(wait)
-        while True:
-            began, step = time.monotonic(), step + STEPS_A_POST
-            await self._post(token, report(step, self.num_steps, peak))
-            await asyncio.sleep(max(0.0, POST_SECONDS - (time.monotonic() - began)))
+        # One's own: trainers share no connection.
+        connector = aiohttp.TCPConnector(limit=1, ssl=self.trust, keepalive_timeout=4 * POST_SECONDS)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10)) as session:
+            while True:
+                began, step = time.monotonic(), step + STEPS_A_POST
+                await self._post(session, token, report(step, self.num_steps, peak))
+                await asyncio.sleep(max(0.0, POST_SECONDS - (time.monotonic() - began)))
 
-    async def _post(self, token: str, body: Document) -> None:
-        assert self._session is not None
+    async def _post(self, session: aiohttp.ClientSession, token: str, body: Document) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         try:
-            async with self._session.post(
-                self.url, json=body, headers=headers, server_hostname=self.server_name
-            ) as answer:
+            async with session.post(self.url, json=body, headers=headers, server_hostname=self.server_name) as answer:
                 await answer.read()
                 self.posts[answer.status] += 1
         except (aiohttp.ClientError, TimeoutError, OSError):  # the operator is being killed

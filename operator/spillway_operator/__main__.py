@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import sys
 from importlib.metadata import version
 
@@ -12,6 +13,10 @@ from spillway.errors import UserError
 from .log import start_logging
 from .process import Operator
 from .settings import Settings, load_settings
+
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+"""of glibc's malloc.h"""
+LARGE_BLOCK_BYTES = 128 * 1024
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,10 +32,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = load_settings({name: value for name, value in changes.items() if value is not None})
         start_logging(settings.log_level)
+        give_back_memory()
         return asyncio.run(_run(settings))
     except UserError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
+
+
+def give_back_memory() -> None:
+    """Pages of lists and what plans took go back to the system once they are read, on glibc: large blocks are mapped
+    for themselves, however many there were before, and the thread that plans has no heap of its own."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        set_option(M_ARENA_MAX, 1)
 
 
 async def _run(settings: Settings) -> int:

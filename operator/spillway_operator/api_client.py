@@ -28,7 +28,8 @@ MOST_TRIES = 6
 """of a request that is answered with 429"""
 LONGEST_WAIT_SECONDS = 10.0
 """that a Retry-After is obeyed for"""
-PAGE_SIZE = 200
+PAGE_SIZE = 50
+"""of objects that are ten times as large decoded as they are sent, and then projected to a few fields"""
 MOST_LISTINGS = 3
 """of one list, when its pages expire meanwhile"""
 UNDECLARED = re.compile(r"(\.[\w.\[\]=\"-]+): field not declared in schema")

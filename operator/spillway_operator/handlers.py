@@ -12,6 +12,7 @@ from typing import Any
 
 import kopf
 
+from .api_client import PAGE_SIZE
 from .credentials import Credentials
 from .store import Key
 from .watched import Watched
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 290
 """of one watch request; the API server ends them between 5 and 10 minutes otherwise"""
-PAGE_SIZE = 200
 IDLE_SECONDS = 0.2
 """until the task that kopf keeps for each object ends; at its default of 5 s a relist of thousands fills the memory"""
 

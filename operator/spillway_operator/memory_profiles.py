@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 from pydantic import ValidationError
 
@@ -43,6 +43,8 @@ PROFILE_SECONDS = 30.0
 LOOK_SECONDS = 5.0
 PEAK_STEP = 1.01
 """between two peaks of a pod that are news; PodEvidence's margins are wider"""
+MOST_CONTRACTS = 256
+"""held, of some 30 KiB each; another is read again when its attempt has something to say"""
 
 Peaks = Mapping[str, int]
 """tier -> bytes of the fullest rank"""
@@ -112,11 +114,11 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class Contracted:
-    """The contract of an attempt."""
+    """The contract of an attempt, as long as it is held."""
 
     job_uid: str
     attempt: int
-    contract: Contract
+    contract: ReferenceType[Contract]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,8 @@ class MemoryProfiles:
     _contracts: dict[Key, Contracted] = field(default_factory=dict, init=False)
     _shared: WeakValueDictionary[str, Contract] = field(default_factory=WeakValueDictionary, init=False)
     """by profile: a thousand jobs of one model hold its spec and plan once"""
+    _held: dict[int, Contract] = field(default_factory=dict, init=False)
+    """by id, the one that was asked for last at the end"""
     _written: dict[Profile, float] = field(default_factory=dict, init=False)
     """monotonic seconds of the last write, for PROFILE_SECONDS"""
 
@@ -200,16 +204,24 @@ class MemoryProfiles:
     async def _contract(self, key: Key, news: News) -> Contract | None:
         """Of the attempt's ConfigMap; None when there is none to be had, and the log says why where it should be."""
         known = self._contracts.get(key)
-        if known is not None and (known.job_uid, known.attempt) == (news.job_uid, news.attempt):
-            return known.contract
+        is_its = known is not None and (known.job_uid, known.attempt) == (news.job_uid, news.attempt)
+        if known is not None and is_its and (held := known.contract()) is not None:
+            return self._hold(held)
         try:
             found = await self._read_contract(key, news)
         except ApiError as error:
             logger.warning("a memory profile was not written: %s", error, extra=about(key, news.attempt))
             return None
         if found is not None and (key in self._seen or key in self._ended):  # not forgotten meanwhile
-            self._contracts[key] = Contracted(news.job_uid, news.attempt, found)
+            self._contracts[key] = Contracted(news.job_uid, news.attempt, ref(self._hold(found)))
         return found
+
+    def _hold(self, contract: Contract) -> Contract:
+        self._held.pop(id(contract), None)
+        self._held[id(contract)] = contract
+        if len(self._held) > MOST_CONTRACTS:
+            del self._held[next(iter(self._held))]
+        return contract
 
     async def _read_contract(self, key: Key, news: News) -> Contract | None:
         """None when it is gone, another job's, or in the words of another version. Raises ApiError."""
@@ -302,8 +314,9 @@ def is_news(reported: Reported, seen: Reported | None) -> bool:
 
 
 def _read(data: Mapping[str, str]) -> Contract:
+    """Its plan without the job's name, so that it equals those of other jobs."""
     job = JobFile.model_validate_json(data.get(JOB_KEY, ""))
-    plan = MemoryPlan.model_validate_json(data.get(PLAN_KEY, ""))
+    plan = MemoryPlan.model_validate_json(data.get(PLAN_KEY, "")).model_copy(update={"job": ""})
     planned = PlanStatus.model_validate_json(data.get(DECISION_KEY) or "{}")
     decided = planned.pod_memory or 0
     return Contract(profile_name(job.spec, plan), job.spec, plan, job.ranks_per_node, decided, planned.image)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,10 @@ RELOAD_SECONDS = 10.0
 """between two looks at the certificate's files"""
 KEEP_ALIVE_SECONDS = 75.0
 """longer than the trainer's posting interval, so that a job keeps its connection"""
+MOST_KEPT = 256
+"""connections; one is 60 KiB of TLS. Of more jobs some begin a new one with each post: a millisecond"""
+TLS_BUFFER_BYTES = 16 * 1024
+"""for what a connection reads: a TLS record. asyncio takes 256 KiB for each, 250 MB for a thousand trainers"""
 END_SECONDS = 1.0
 """for posts under way when the endpoint ends"""
 
@@ -140,6 +145,7 @@ class ProgressEndpoint:
         self._clock = clock
         self._limit = PostLimit()
         self._arrived = asyncio.Event()
+        self._num_connections: Callable[[], int] = lambda: 0
         self._hears_since: float | None = None
         self._last_heard: tuple[tuple[Key, float], ...] = ()
         """the job that was heard last, and the last one before that was another"""
@@ -151,6 +157,7 @@ class ProgressEndpoint:
 
     async def serve(self, port: int, context: ssl.SSLContext | None) -> web.AppRunner:
         """Start answering. Raises UserError when the port cannot be had."""
+        SSLProtocol.max_size = TLS_BUFFER_BYTES  # of all connections of this process: no parameter leads there
         runner = web.AppRunner(
             self.application(), access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=END_SECONDS
         )
@@ -159,6 +166,9 @@ class ProgressEndpoint:
             await web.TCPSite(runner, port=port, ssl_context=context, backlog=2048).start()
         except OSError as error:
             raise UserError(f"progress port {port}: {error}; set another one (SPILLWAY_PROGRESS_PORT)") from error
+        server = runner.server
+        assert server is not None, "set up"
+        self._num_connections = lambda: len(server.connections)
         self._hears_since = self._clock()
         return runner
 
@@ -202,6 +212,8 @@ class ProgressEndpoint:
             response = _Refusal(500, "an error of the operator; its log says which").response()
         if response.status >= 500 and self._hears_since is not None:
             self._hears_since = self._clock()
+        if self._num_connections() > MOST_KEPT:
+            response.force_close()
         self._count(response.status)
         return response
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -303,6 +304,7 @@ def others(bench: Bench, count: int) -> list[tuple[str, str]]:
     keys = [(KEY[0], f"other-{number}") for number in range(count)]
     for namespace, name in keys:
         found = contract()
+        found["data"]["plan.json"] = json.dumps(json.loads(found["data"]["plan.json"]) | {"job": name})
         found["metadata"] |= {"name": f"{name}-1", "ownerReferences": owned(name=name, uid=f"uid-{name}")}
         bench.api.put("configmaps", found)
         peak = (300 << 20) + int(name.rpartition("-")[2])
@@ -371,10 +373,25 @@ def test_jobs_whose_contracts_say_the_same_hold_one_contract() -> None:
     async def scenario(bench: Bench) -> None:
         keys = others(bench, 3)
         await bench.profiles.write()
-        assert len({id(bench.profiles._contracts[key].contract) for key in keys}) == 1
-        for key in keys:
-            bench.profiles.forget(key)
-        assert not bench.profiles._shared, "and none once they are gone"
+        assert len({id(bench.profiles._contracts[key].contract()) for key in keys}) == 1
+        assert len(bench.profiles._held) == 1
+
+    on_a_bench(scenario)
+
+
+def test_a_contract_that_is_no_longer_held_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.reported(300 << 20)
+        before = bench.api.count("GET", "configmaps/demo-1")
+        bench.profiles._held.clear()
+        bench.seconds += PROFILE_SECONDS
+        await bench.reported(400 << 20)
+        assert bench.api.count("GET", "configmaps/demo-1") == before + 1
+        assert bench.found[-1]["peaks"]["device"]["max"] == "400Mi"
+        monkeypatch.setattr(memory_profiles, "MOST_CONTRACTS", 2)
+        (held,) = bench.profiles._held.values()
+        contracts = [bench.profiles._hold(replace(held, profile=f"profile-{number}")) for number in range(4)]
+        assert list(bench.profiles._held.values()) == contracts[2:]
 
     on_a_bench(scenario)
 

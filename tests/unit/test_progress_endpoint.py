@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from operator_parts import KEY, child, fake_cluster, pod, put_job
 
 from spillway.errors import UserError
 from spillway.progress import LONGEST_REPORT, TOKEN_AUDIENCE, ProgressReport
+from spillway_operator import progress_endpoint
 from spillway_operator.api_client import ApiClient
 from spillway_operator.progress_endpoint import Certificate, ProgressEndpoint
 from spillway_operator.progress_outbox import JOB_SECONDS, ProgressOutbox, Received
@@ -254,6 +255,26 @@ def test_a_job_that_posts_too_often_is_told_to_wait(certificates: Path) -> None:
         assert codes == [200] * 10 + [429] * 2
         bench.seconds += 1.0
         assert [(await bench.post())[0] for _ in range(3)] == [200, 200, 429]
+
+    at_the_endpoint(certificates / "one", scenario)
+
+
+def test_connections_are_kept_up_to_a_number_and_others_are_answered_and_closed(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_endpoint, "MOST_KEPT", 2)
+
+    async def scenario(bench: Bench) -> None:
+        headers = {"Authorization": "Bearer good"}
+        async with AsyncExitStack() as stack:
+            connections = [aiohttp.ClientSession(connector=bench.trusting()) for _ in range(3)]
+            found = []
+            for session in [*connections, *connections]:
+                if len(found) < len(connections):
+                    await stack.enter_async_context(session)
+                answer = await session.post(bench.url, json=REPORT, headers=headers)
+                found.append((answer.status, answer.headers.get("Connection")))
+        assert found == [(200, None), (200, None), (200, "close")] * 2
 
     at_the_endpoint(certificates / "one", scenario)
 
