@@ -68,6 +68,20 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldDevices:
+    """What another job of ours has until it ends; its pods may still wait for it."""
+
+    node_class: str
+    """NodeSpec.name that its plan was made for"""
+    nodes: tuple[str, ...]
+    """that its plan prefers; empty: any of the class"""
+    resource_name: str
+    devices: int
+    seconds_left: float | None
+    """None = not known"""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterView:
     """Nodes and metrics at one moment. `nodes` None: the operator may not see nodes (reason NoNodeView)."""
 
@@ -79,6 +93,8 @@ class ClusterView:
     metrics_source: str = ""
     """Prometheus, Scrape, or empty when nothing is configured"""
     reservations: tuple[Reservation, ...] = ()
+    held: tuple[HeldDevices, ...] = ()
+    """by other jobs of ours, for a job on GPUs"""
     observed_peaks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """fingerprint of model and plan -> tier -> bytes (MemoryProfile); for the sentence in status.plan"""
     model_corrections: Mapping[str, Corrections] = field(default_factory=dict)

@@ -10,13 +10,14 @@ docs/placement.md explains each rule and its constants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
 from spillway.candidates import TIE
-from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Reservation, Taint
+from spillway.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
 from spillway.corrections import NO_CORRECTIONS, Corrections
 from spillway.errors import UserError
 from spillway.explain import lacking
@@ -39,7 +40,7 @@ from spillway.pod_resources import (
 )
 from spillway.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
 from spillway.status import ProfileEvidence
-from spillway.units import MIB, format_bytes
+from spillway.units import MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
 """node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
@@ -130,7 +131,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
             break
     if not fitting:
         return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
-    best = _best(fitting, job.spec.parallelism.nodes)
+    best, waiting_for = _best(fitting, job.spec, cluster.held)
     plan = best.plan if alone else _explained(job, best.group)
     ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster)
     waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
@@ -138,7 +139,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
         plan=plan,
         node=best.group.node,
         preferences=ranking.preferences,
-        reason=("" if now else waiting) + ranking.reason,
+        reason=("" if now else waiting) + waiting_for + ranking.reason,
         headroom=ranking.headroom,
         pod=best.pod,
         required_labels=dict(best.group.required_labels),
@@ -473,13 +474,52 @@ def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
     )
 
 
-def _best(choices: Sequence[_Choice], num_nodes: int) -> _Choice:
-    """The fastest; of those within 1 % the one that keeps most on the device. A class that can carry all pods at once
-    goes before one that cannot."""
+def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[HeldDevices]) -> tuple[_Choice, str]:
+    """The class on which the job ends first, waiting included; of those within 1 % the one that keeps most on the
+    device. One that can carry all pods at once goes before one that cannot. And a sentence where waiting decided."""
+    num_nodes, steps = spec.parallelism.nodes, spec.training.steps
     able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
-    fastest = min(choice.seconds for choice in able)
-    near = (choice for choice in able if choice.seconds <= TIE * fastest)
-    return min(near, key=lambda choice: (choice.bytes_off_device, choice.group.node.name, choice.group.views[0].name))
+    waits = [_wait_seconds(choice, num_nodes, held) for choice in able]
+    if min(waits) == math.inf:  # nobody knows when any of them is free
+        waits = [0.0] * len(able)
+    ends = [wait + steps * choice.seconds for wait, choice in zip(waits, able, strict=True)]
+    first, fastest = _first(able, ends), _first(able, [choice.seconds for choice in able])
+    if first == fastest:
+        return able[first], ""
+    ratio, wait = able[first].seconds / able[fastest].seconds, waits[fastest]
+    until = "nobody knows how long" if wait == math.inf else format_seconds(wait)
+    name = able[fastest].group.node.name
+    return able[first], f"{name} would be {ratio:.2g} times as fast, and its devices are held for {until}; "
+
+
+def _first(choices: Sequence[_Choice], ends: Sequence[float]) -> int:
+    near = (number for number, end in enumerate(ends) if end <= TIE * min(ends))
+    return min(near, key=lambda number: _tie_break(choices[number]))
+
+
+def _tie_break(choice: _Choice) -> tuple[int, str, str]:
+    return choice.bytes_off_device, choice.group.node.name, choice.group.views[0].name
+
+
+def _wait_seconds(choice: _Choice, num_nodes: int, held: Sequence[HeldDevices]) -> float:
+    """Until the class has as many devices free as the pods take, should other jobs of ours need as long as their status
+    says; infinite where that is not known. Others' pods, and how devices are spread over nodes, are not seen."""
+    name, group = choice.pod.resource_name, choice.group
+    here = [one for one in held if one.resource_name == name and _holds_in(one, group)] if choice.pod.devices else []
+    free = sum(view.allocatable_devices.get(name, 0) for view in group.views) - sum(one.devices for one in here)
+    wait = 0.0
+    for one in sorted(here, key=lambda one: math.inf if one.seconds_left is None else one.seconds_left):
+        if free >= num_nodes * choice.pod.devices:
+            break
+        free += one.devices
+        wait = math.inf if one.seconds_left is None else one.seconds_left
+    return wait
+
+
+def _holds_in(held: HeldDevices, group: _NodeClass) -> bool:
+    if held.nodes:
+        return not {view.name for view in group.views}.isdisjoint(held.nodes)
+    return held.node_class == group.node.name
 
 
 def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequence[Unplaceable]) -> Unplaceable:

@@ -32,6 +32,7 @@ from .case import whole
 from .cluster import Cluster
 from .conditions import SCHEDULED
 from .gangs import is_gang
+from .held_devices import held_devices
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
     AttemptObject,
@@ -137,8 +138,9 @@ class Observer:
         )
 
     def as_of_now(self, observed: Observed) -> Observed:
-        """With what other jobs reserved since."""
-        return replace(observed, cluster=self._cluster.view(observed.job.key))
+        """With what other jobs reserved since, and the devices that they hold."""
+        view = self._cluster.view(observed.job.key)
+        return replace(observed, cluster=replace(view, held=held_devices(self._store, observed.job)))
 
     def _others_silent_seconds(self, key: Key) -> float | None:
         others_run = any(

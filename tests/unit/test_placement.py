@@ -12,6 +12,7 @@ from job_documents import job
 
 from spillway import headroom
 from spillway.api import NodeProfileSpec
+from spillway.cluster_view import HeldDevices
 from spillway.corrections import Corrections
 from spillway.hardware import resolve_node
 from spillway.placement import (
@@ -350,6 +351,73 @@ def test_the_faster_class_wins() -> None:
     found = placed(cluster(gpu_node("node-a", A100_LABELS), gpu_node("node-h", H100_LABELS)), CUDA)
     assert found.node.name == "8x-h100-80"
     assert [preference.node for preference in found.preferences] == ["node-h"]
+
+
+def holding(node_class: str, devices: int, seconds_left: float | None, *nodes: str) -> HeldDevices:
+    return HeldDevices(node_class, nodes, GPU, devices, seconds_left)
+
+
+TWO_CLASSES = cluster(gpu_node("node-a", A100_LABELS), gpu_node("node-h", H100_LABELS))
+"""of 8 devices each"""
+
+
+def test_a_job_does_not_wait_for_the_faster_class_longer_than_that_saves() -> None:
+    free, slower = placed(TWO_CLASSES, CUDA), placed(cluster(gpu_node("node-a", A100_LABELS)), CUDA)
+    steps = job(CUDA).spec.training.steps
+    saved = steps * (slower.plan.prediction.step_seconds - free.plan.prediction.step_seconds)
+    for seconds_left, expected in ((0.9 * saved, "8x-h100-80"), (1.2 * saved, "8x-a100-40")):
+        found = placed(replace(TWO_CLASSES, held=(holding("8x-h100-80", 8, seconds_left, "node-h"),)), CUDA)
+        assert found.node.name == expected
+    ratio = slower.plan.prediction.step_seconds / free.plan.prediction.step_seconds
+    assert found.reason.startswith(f"8x-h100-80 would be {ratio:.2g} times as fast, and its devices are held for ")
+    assert not free.reason.startswith("8x")
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ((holding("8x-h100-80", 7, 1e9),), "8x-h100-80"),
+        ((holding("8x-h100-80", 7, 1e9), holding("8x-h100-80", 1, 1e-6)), "8x-h100-80"),
+        ((holding("8x-h100-80", 7, 1e9), holding("8x-h100-80", 1, 1e8)), "8x-a100-40"),
+        ((holding("8x-h100-80", 8, None),), "8x-a100-40"),
+        ((holding("8x-h100-80", 8, None), holding("8x-a100-40", 8, 1e9)), "8x-a100-40"),
+        ((holding("8x-h100-80", 8, None), holding("8x-a100-40", 8, None)), "8x-h100-80"),
+        ((holding("8x-h100-80", 8, 1e9, "another-node"),), "8x-h100-80"),
+        ((replace(holding("8x-h100-80", 8, 1e9), resource_name="example.com/gpu"),), "8x-h100-80"),
+    ],
+    ids=["one is free", "one ends soon", "none ends soon", "nobody knows when", "nobody knows when, known elsewhere",
+         "nobody knows anything", "elsewhere", "another resource"],
+)  # fmt: skip
+def test_a_job_waits_until_as_many_devices_are_free_as_it_takes(held: tuple[HeldDevices, ...], expected: str) -> None:
+    assert placed(replace(TWO_CLASSES, held=held), CUDA).node.name == expected
+
+
+def test_a_gang_waits_for_the_devices_of_all_of_its_pods() -> None:
+    two = {
+        **CUDA,
+        "spec.parallelism.nodes": 2,
+        "spec.parallelism.devicesPerNode": 2,
+        "spec.training.globalBatchSize": 16,
+    }
+    for devices, expected in ((4, "8x-h100-80"), (5, "8x-a100-40")):
+        view = replace(TWO_CLASSES, held=(holding("8x-h100-80", devices, 1e9),))
+        assert placed(view, two).node.name == expected
+
+
+def test_what_is_held_changes_nothing_where_there_is_one_class() -> None:
+    alone = cluster(gpu_node("node-h", H100_LABELS))
+    assert placed(replace(alone, held=(holding("8x-h100-80", 8, None),)), CUDA) == placed(alone, CUDA)
+
+
+@settings(deadline=None, max_examples=60)
+@given(waits=st.tuples(*[st.none() | st.floats(0.0, 1e7)] * 2))
+def test_no_class_is_taken_for_which_the_job_waits_longer_and_trains_longer(waits: tuple[float | None, ...]) -> None:
+    names = ("8x-h100-80", "8x-a100-40")
+    held = tuple(holding(name, 8, wait) for name, wait in zip(names, waits, strict=True))
+    found = placed(replace(TWO_CLASSES, held=held), CUDA)
+    known = [float("inf") if wait is None else wait for wait in waits]
+    if known[0] <= known[1]:
+        assert found.node.name == names[0]
 
 
 def test_the_plan_of_the_chosen_class_is_explained_as_if_there_were_no_other() -> None:

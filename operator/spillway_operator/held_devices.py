@@ -1,0 +1,68 @@
+"""Devices that other jobs of ours hold, and for how long by their status: what a job that wants them waits for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from spillway.cluster_view import HeldDevices
+from spillway.placement import DEFAULT_RESOURCE
+from spillway.status import PlanStatus, Progress
+
+from .acceptance import given
+from .case import whole
+from .observed import JobObject
+from .store import Store
+
+CUDA = b'"Cuda"'
+"""in the JSON of the spec of every job on GPUs"""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def held_devices(store: Store, job: JobObject) -> tuple[HeldDevices, ...]:
+    """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included; () for a job on CPUs."""
+    if CUDA not in job.spec:
+        return ()
+    owners = {one.owner_uid for one in store.attempts if one.owner_uid and not one.outcome and not one.suspended}
+    others = (store.jobs.by_uid(uid) for uid in owners - {job.uid})
+    return tuple(_held(other) for other in others if other is not None and CUDA in other.spec)
+
+
+def _held(job: JobObject) -> HeldDevices:
+    spec, status = json.loads(job.spec), json.loads(job.status)
+    plan = _read(PlanStatus, status.get("plan"))
+    devices = whole(given(spec, "parallelism.nodes"), 1) * whole(given(spec, "parallelism.devicesPerNode"), 1)
+    return HeldDevices(
+        node_class=plan.node,
+        nodes=plan.nodes,
+        resource_name=str(given(spec, "resourceName") or DEFAULT_RESOURCE),
+        devices=devices,
+        seconds_left=_seconds_left(spec, plan, _read(Progress, status.get("progress"))),
+    )
+
+
+def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
+    """At the rate that it reports, else as planned."""
+    left = max(0, (progress.steps or whole(given(spec, "training.steps"), 0)) - progress.step)
+    tokens = whole(given(spec, "training.globalBatchSize"), 0) * whole(given(spec, "training.sequenceLength"), 0)
+    rate = _number(progress.tokens_per_second)
+    seconds = tokens / rate if rate and tokens else _number(plan.step_seconds)
+    return None if seconds is None else left * seconds
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read(kind: type[M], found: object) -> M:
+    """Without anything where it is missing, or in the words of another version."""
+    try:
+        return kind.model_validate(found or {})
+    except ValidationError:
+        return kind()

@@ -1,0 +1,75 @@
+"""Which devices other jobs hold, and for how long, as the operator's store knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_api import FakeApi
+from operator_parts import child, labels, owned, put_job
+
+from spillway.cluster_view import HeldDevices
+from spillway_operator.held_devices import held_devices
+from spillway_operator.observed import JobObject
+from spillway_operator.store import Store, project_attempt
+
+CUDA: dict[str, Any] = {"parallelism": {"device": "Cuda", "nodes": 2, "devicesPerNode": 4}}
+PLAN = {"node": "8x-h100-80", "nodes": ["node-h"], "stepSeconds": "2"}
+TRAINING = {"steps": 1000, "globalBatchSize": 8, "sequenceLength": 128}
+
+
+def stored(status: dict[str, Any], attempt: dict[str, Any] | None = None, **spec: Any) -> tuple[Store, JobObject]:
+    """`other` has an attempt, and `demo` is to be placed."""
+    api, store = FakeApi(), Store()
+    store.put_job(put_job(api, "other", status, training=TRAINING, **{**CUDA, **spec}))
+    asking = put_job(api, "demo", training=TRAINING, **CUDA)
+    store.put_job(asking)
+    for name in ("other", "demo"):
+        found = child("Job", 1, **(attempt or {}))
+        found["metadata"] |= {
+            "name": f"{name}-1",
+            "labels": labels(1, name),
+            "ownerReferences": owned(name=name, uid=f"uid-{name}"),
+        }
+        store.put_attempt(project_attempt(api.put("jobs", found)))
+    return store, asking
+
+
+@pytest.mark.parametrize(
+    ("progress", "seconds"),
+    [
+        ({}, 2000.0),
+        ({"step": 400, "steps": 1000}, 1200.0),
+        ({"step": 400, "steps": 1000, "tokensPerSecond": "1024"}, 600.0),
+        ({"step": 1000, "steps": 1000}, 0.0),
+        ({"step": "of another version"}, 2000.0),
+    ],
+)
+def test_a_job_holds_its_devices_for_the_steps_that_are_left(progress: dict[str, Any], seconds: float) -> None:
+    store, asking = stored({"plan": PLAN, "progress": progress})
+    assert held_devices(store, asking) == (HeldDevices("8x-h100-80", ("node-h",), "nvidia.com/gpu", 8, seconds),)
+
+
+def test_nothing_is_known_of_a_job_whose_plan_is_not_told() -> None:
+    store, asking = stored({})
+    assert held_devices(store, asking) == (HeldDevices("", (), "nvidia.com/gpu", 8, None),)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        {"status": {"conditions": [{"type": "Complete", "status": "True"}]}},
+        {"spec": {"suspend": True}},
+    ],
+    ids=["has ended", "waits in a queue"],
+)
+def test_an_attempt_that_runs_nothing_holds_nothing(attempt: dict[str, Any]) -> None:
+    store, asking = stored({"plan": PLAN}, attempt)
+    assert held_devices(store, asking) == ()
+
+
+def test_jobs_on_cpus_hold_no_devices_and_ask_for_none() -> None:
+    store, asking = stored({"plan": PLAN}, parallelism={"nodes": 1})
+    assert held_devices(store, asking) == ()
+    on_cpus = put_job(FakeApi(), "demo", training=TRAINING)
+    assert held_devices(stored({"plan": PLAN})[0], on_cpus) == ()
