@@ -22,13 +22,31 @@ CUDA = b'"Cuda"'
 M = TypeVar("M", bound=BaseModel)
 
 
-def held_devices(store: Store, job: JobObject) -> tuple[HeldDevices, ...]:
-    """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included; () for a job on CPUs."""
-    if CUDA not in job.spec:
-        return ()
-    owners = {one.owner_uid for one in store.attempts if one.owner_uid and not one.outcome and not one.suspended}
-    others = (store.jobs.by_uid(uid) for uid in owners - {job.uid})
-    return tuple(_held(other) for other in others if other is not None and CUDA in other.spec)
+class Holders:
+    """What each job holds is read once for each of its states: a plan is made for every one of a thousand jobs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, tuple[int, HeldDevices]] = {}
+        """of the jobs that held devices when it was asked last: resourceVersion, and what"""
+
+    def besides(self, job: JobObject) -> tuple[HeldDevices, ...]:
+        """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included; () for a job on
+        CPUs."""
+        if CUDA not in job.spec:
+            return ()
+        attempts = self._store.attempts
+        owners = {one.owner_uid for one in attempts if one.owner_uid and not one.outcome and not one.suspended}
+        found = (self._store.jobs.by_uid(uid) for uid in owners)
+        jobs = [one for one in found if one is not None and CUDA in one.spec]
+        self._known = {one.uid: self._read(one) for one in jobs}
+        return tuple(held for uid, (_, held) in self._known.items() if uid != job.uid)
+
+    def _read(self, job: JobObject) -> tuple[int, HeldDevices]:
+        known = self._known.get(job.uid)
+        if known is not None and known[0] == job.resource_version:
+            return known
+        return job.resource_version, _held(job)
 
 
 def _held(job: JobObject) -> HeldDevices:

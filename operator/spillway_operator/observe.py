@@ -32,7 +32,7 @@ from .case import whole
 from .cluster import Cluster
 from .conditions import SCHEDULED
 from .gangs import is_gang
-from .held_devices import held_devices
+from .held_devices import Holders
 from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
 from .observed import (
     AttemptObject,
@@ -101,6 +101,7 @@ class Observer:
         self._facts = facts
         self._clock = clock
         self._ears = ears
+        self._holders = Holders(store)
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
         """None when there is no such TrainingJob. `needs` are those of the last decision. Raises ApiError."""
@@ -140,7 +141,7 @@ class Observer:
     def as_of_now(self, observed: Observed) -> Observed:
         """With what other jobs reserved since, and the devices that they hold."""
         view = self._cluster.view(observed.job.key)
-        return replace(observed, cluster=replace(view, held=held_devices(self._store, observed.job)))
+        return replace(observed, cluster=replace(view, held=self._holders.besides(observed.job)))
 
     def _others_silent_seconds(self, key: Key) -> float | None:
         others_run = any(

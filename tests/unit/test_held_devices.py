@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from fake_api import FakeApi
 from operator_parts import child, labels, owned, put_job
 
 from spillway.cluster_view import HeldDevices
-from spillway_operator.held_devices import held_devices
+from spillway_operator.held_devices import Holders
 from spillway_operator.observed import JobObject
 from spillway_operator.store import Store, project_attempt
 
@@ -47,12 +49,12 @@ def stored(status: dict[str, Any], attempt: dict[str, Any] | None = None, **spec
 )
 def test_a_job_holds_its_devices_for_the_steps_that_are_left(progress: dict[str, Any], seconds: float) -> None:
     store, asking = stored({"plan": PLAN, "progress": progress})
-    assert held_devices(store, asking) == (HeldDevices("8x-h100-80", ("node-h",), "nvidia.com/gpu", 8, seconds),)
+    assert Holders(store).besides(asking) == (HeldDevices("8x-h100-80", ("node-h",), "nvidia.com/gpu", 8, seconds),)
 
 
 def test_nothing_is_known_of_a_job_whose_plan_is_not_told() -> None:
     store, asking = stored({})
-    assert held_devices(store, asking) == (HeldDevices("", (), "nvidia.com/gpu", 8, None),)
+    assert Holders(store).besides(asking) == (HeldDevices("", (), "nvidia.com/gpu", 8, None),)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +67,23 @@ def test_nothing_is_known_of_a_job_whose_plan_is_not_told() -> None:
 )
 def test_an_attempt_that_runs_nothing_holds_nothing(attempt: dict[str, Any]) -> None:
     store, asking = stored({"plan": PLAN}, attempt)
-    assert held_devices(store, asking) == ()
+    assert Holders(store).besides(asking) == ()
 
 
 def test_jobs_on_cpus_hold_no_devices_and_ask_for_none() -> None:
     store, asking = stored({"plan": PLAN}, parallelism={"nodes": 1})
-    assert held_devices(store, asking) == ()
+    assert Holders(store).besides(asking) == ()
     on_cpus = put_job(FakeApi(), "demo", training=TRAINING)
-    assert held_devices(stored({"plan": PLAN})[0], on_cpus) == ()
+    assert Holders(stored({"plan": PLAN})[0]).besides(on_cpus) == ()
+
+
+def test_what_a_job_holds_is_read_once_for_each_of_its_states() -> None:
+    store, asking = stored({"plan": PLAN})
+    holders = Holders(store)
+    (before,), (again,) = holders.besides(asking), holders.besides(asking)
+    assert again is before
+    (other,) = (one for one in store.jobs if one.name == "other")
+    status = json.dumps({"plan": PLAN, "progress": {"step": 900, "steps": 1000}}).encode()
+    store.put_job(replace(other, status=status, resource_version=other.resource_version + 100))
+    (after,) = holders.besides(asking)
+    assert (before.seconds_left, after.seconds_left) == (2000.0, 200.0)
