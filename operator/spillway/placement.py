@@ -25,6 +25,7 @@ from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.headroom import Preference, rank
 from spillway.known_plans import known_plan
 from spillway.ladder import smaller_micro_batches
+from spillway.members import solo_specs
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planner import DEVICE_SHARE, Overrides, run_strategy, shared_memory
 from spillway.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
@@ -477,7 +478,7 @@ def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
 def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[HeldDevices]) -> tuple[_Choice, str]:
     """The class on which the job ends first, waiting included; of those within 1 % the one that keeps most on the
     device. One that can carry all pods at once goes before one that cannot. And a sentence where waiting decided."""
-    num_nodes, steps = spec.parallelism.nodes, spec.training.steps
+    num_nodes, steps = spec.parallelism.nodes, sum(one.training.steps for one in solo_specs(spec))
     able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
     waits = [_wait_seconds(choice, num_nodes, held) for choice in able]
     if min(waits) == math.inf:  # nobody knows when any of them is free

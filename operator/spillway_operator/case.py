@@ -52,11 +52,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Of a sweep: of all members, as long as no round stops one."""
-        own = whole(given(self.spec, "training.steps"), 0)
-        overrides = [given(member, "overrides") for member in self._members]
-        of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
-        return min(sum(of_members) if of_members else own, MAX_COUNT)
+        return num_steps(self.spec)
 
     @property
     def is_corrected(self) -> bool:
@@ -65,12 +61,7 @@ class Case:
     @property
     def members(self) -> tuple[str, ...]:
         """Names of a sweep's members."""
-        return tuple(str(member.get("name")) for member in self._members)
-
-    @property
-    def _members(self) -> list[dict[str, Any]]:
-        found = self.spec.get("members")
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return tuple(str(member.get("name")) for member in _members(self.spec))
 
     @property
     def owned(self) -> tuple[AttemptObject, ...]:
@@ -147,6 +138,19 @@ class Case:
 
     def found(self, *findings: Finding) -> Case:
         return replace(self, findings=(*self.findings, *findings))
+
+
+def num_steps(spec: dict[str, Any]) -> int:
+    """Of a sweep: of all members, as long as no round stops one."""
+    own = whole(given(spec, "training.steps"), 0)
+    overrides = [given(member, "overrides") for member in _members(spec)]
+    of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
+    return min(sum(of_members) if of_members else own, MAX_COUNT)
+
+
+def _members(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    found = spec.get("members")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _steps_of_member(overrides: dict[str, Any], own: int) -> int:

@@ -12,7 +12,7 @@ from spillway.placement import DEFAULT_RESOURCE
 from spillway.status import PlanStatus, Progress
 
 from .acceptance import given
-from .case import whole
+from .case import num_steps, whole
 from .observed import JobObject
 from .store import Store
 
@@ -64,7 +64,7 @@ def _held(job: JobObject) -> HeldDevices:
 
 def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
     """At the rate that it reports, else as planned."""
-    left = max(0, (progress.steps or whole(given(spec, "training.steps"), 0)) - progress.step)
+    left = max(0, (progress.steps or num_steps(spec)) - progress.step)
     tokens = whole(given(spec, "training.globalBatchSize"), 0) * whole(given(spec, "training.sequenceLength"), 0)
     rate = _number(progress.tokens_per_second)
     seconds = tokens / rate if rate and tokens else _number(plan.step_seconds)
