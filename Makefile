@@ -46,7 +46,7 @@ crds: env ## crds/*.yaml from api.py
 	$(RUN)python charts/chart_files.py
 
 faults: env ## the long sweeps in full: kills, faults, lost nodes, releases, 4,800 cells of streamed models
-	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/test_cluster_model.py tests/unit/test_fuzzed_jobs.py tests/parity/test_model_spill.py tests/parity/test_zero.py tests/parity/test_fsdp.py tests/cluster
+	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/spillway_operator/on_a_cluster_model/test_crashes.py tests/unit/spillway/test_fuzzed_jobs.py tests/parity/model_spill/test_model_spill.py tests/parity/parallel/test_zero.py tests/parity/parallel/test_fsdp.py tests/cluster
 
 bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, and with 1,000 jobs; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last)
 	@mkdir -p build/bench

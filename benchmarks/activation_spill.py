@@ -50,12 +50,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 import activation_modes
 import paired
-import torch
 from activation_modes import Built, Mode, Shape, StepFigures
 from paired import median, paired_ratio
-
 from spillway.units import format_bytes, format_seconds
 from spillway_cli.report_charts import Series, picture
 from spillway_trainer.activation_spill import Spilling

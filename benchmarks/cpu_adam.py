@@ -25,12 +25,12 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-import paired
-import rivals
 import torch
-from compiled import compiled
 from torch import Tensor
 
+import paired
+import rivals
+from compiled import compiled
 from spillway_trainer import native
 from spillway_trainer.reference import UpdateScalars
 

@@ -11,13 +11,9 @@ whose Prometheus is well, in the seconds between the TrainingJob and the POST of
   stale    answers with what was true ten minutes ago
   lying    tells ten times as much, or a tenth, so that the worse node looks better and the better one stalls
 
-Prometheus and API server are fakes of the tests (tests/lying_prometheus.py, tests/fake_api.py), over HTTP on this
-machine: the seconds are the operator's own, without those of a real API server. Prometheus is read every two seconds,
-not every 15, and each operator had good figures first, so that it has something to be wrong about.
-
-Of every job it is checked besides that its pods, plan and required affinity are those that the well one gives, that
-its condition MetricsAvailable is False where an operator can know that, and that nothing but a start is written; of a
-job that runs all the time, that nobody touches it: no escalation, no eviction, no deletion.
+Prometheus and API server are fakes of the tests (`tests/fakes`), over HTTP on this machine: the seconds are the
+operator's own, without those of a real API server. Prometheus is read every two seconds, not every 15, and each
+operator had good figures first, so that it has something to be wrong about.
 """
 
 from __future__ import annotations
@@ -38,11 +34,10 @@ import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fake_api import FakeApi
-from job_documents import document
-from lying_prometheus import Health, LyingPrometheus, NodeTruth
-from operator_process import OperatorProcess, write_kubeconfig
-
+from cases.job_documents import document
+from fakes.fake_api import FakeApi
+from fakes.lying_prometheus import Health, LyingPrometheus, NodeTruth
+from harness.operator_process import OperatorProcess, write_kubeconfig
 from spillway_operator.metrics_source import QUERIES
 from spillway_trainer.launch import free_ports
 

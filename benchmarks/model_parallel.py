@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 from spillway_trainer import environment  # noqa: F401 - before torch is imported
 # isort: on
 
-import paired
 import torch
 from torch import Tensor, distributed, nn
 
+import paired
 from spillway_trainer import probe
 from spillway_trainer.models.chain import allocate
 from spillway_trainer.models.transformer import Transformer, TransformerConfig

@@ -49,7 +49,6 @@ from dataclasses import replace
 import measured_sweep
 import model_parallel
 import paired
-
 from spillway.api import TrainingJob
 from spillway.hardware import NodeSpec, resolve_node
 from spillway.member_schedule import (

@@ -22,7 +22,6 @@ from unittest import mock
 
 import paired
 from measured_runs import HUNDRED_MILLION, MeasuredRuns, WithoutUpdate
-
 from spillway.units import format_seconds
 from spillway_trainer import kernels, probe
 from spillway_trainer.optimizer import Optimizer

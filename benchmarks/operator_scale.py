@@ -54,9 +54,9 @@ from typing import NamedTuple
 import paired
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("hack", "tests", "tests/cluster")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("hack", "tests")]
 
-from installed import (  # noqa: E402
+from harness.installed import (  # noqa: E402
     CHART,
     HOST_MOUNT_IMAGE,
     LONG,
@@ -68,11 +68,10 @@ from installed import (  # noqa: E402
     named,
     running_for_an_hour,
 )
-from operator_process import OperatorProcess, write_kubeconfig  # noqa: E402
-from synthetic_trainers import JOBS_PATH, Server, Statuses, Trainers, end_pods, prometheus  # noqa: E402
-
+from harness.operator_process import OperatorProcess, write_kubeconfig  # noqa: E402
 from spillway_operator.memory_profiles import PROFILE_SECONDS  # noqa: E402
 from spillway_trainer.launch import free_ports  # noqa: E402
+from synthetic_trainers import JOBS_PATH, Server, Statuses, Trainers, end_pods, prometheus  # noqa: E402
 from testbed.bed import runs as bed_runs  # noqa: E402
 from testbed.certificates import ADMINISTRATOR, AUTHORITY  # noqa: E402
 from testbed.client import Bed, Request  # noqa: E402

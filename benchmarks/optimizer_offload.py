@@ -32,8 +32,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import paired
 import torch
+from torch.nn import Parameter
+
+import paired
 from published_optimizer_offload import (
     MODELS,
     NUM_RANKS,
@@ -45,8 +47,6 @@ from published_optimizer_offload import (
     Phases,
     Row,
 )
-from torch.nn import Parameter
-
 from spillway.api import TrainingJob
 from spillway.candidates import rates_of, workload
 from spillway.footprint import Workload

@@ -31,7 +31,6 @@ from typing import Any
 import paired
 from compiled import compiled
 from measured_runs import HUNDRED_MILLION, MeasuredRun, MeasuredRuns
-
 from spillway.units import format_bytes, format_seconds
 from spillway_trainer import native, probe
 from spillway_trainer.optimizer_offload import OptimizerOffload

@@ -37,7 +37,6 @@ import paired
 from placement_policies import Dlrover, Requests, Spillway, best_fit, counted, least_allocated, plans_remembered
 from placement_simulation import Ask, Policy, simulate
 from placement_traces import ADVERSARIAL, NODES, NUM_JOBS, REALISTIC, TRACES, arrivals, recorded_runs, user_factor
-
 from spillway.api import TrainingJob
 
 TUNING = tuple(range(10))

@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 from placement_simulation import METRICS_SECONDS, START_SECONDS, Ask, Ended, Policy
-
 from spillway.api import MemoryProfileSpec, TrainingJob
 from spillway.cluster_view import ClusterView, NodeView, Reservation
 from spillway.ladder import MOST_MEMORY_TRIES, MemoryFailure, corrections_after, repeats, tries_are_used_up

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paired
-
 from spillway.api import parse_job
 from spillway.plan import MemoryPlan
 from spillway.pod_resources import pod_resources, tier_memory_bytes

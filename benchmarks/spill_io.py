@@ -34,11 +34,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paired
-import rivals
 import torch
 from torch import Tensor
 
+import paired
+import rivals
 from spillway_trainer import native
 from spillway_trainer.io_engine import Direction, Transfer
 from spillway_trainer.spill_file import SpillFile

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import paired
-
 from spillway.api import NodeProfileSpec
 from spillway.calibration import corrected, corrections, fitted, measured_step
 from spillway.hardware import NodeSpec, local_node

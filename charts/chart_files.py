@@ -13,9 +13,10 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
+
 import dashboards
 import recording_rules
-import yaml
 
 CRDS = Path("crds")
 FILES = Path("charts") / "spillway" / "files"

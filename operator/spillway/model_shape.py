@@ -2,7 +2,7 @@
 
 Symbols: d = hidden size, k = key and value width (d * key/value heads / heads), h = heads, f = intermediate size,
 V = vocabulary, b = bytes of the compute type, r = rank of an adapter. Figures "per token" are multiplied by micro-batch
-x sequence length. tests/parity/test_model_shape.py holds them against what autograd really saves.
+x sequence length. tests/parity/models/test_model_shape.py holds them against what autograd really saves.
 """
 
 from __future__ import annotations

@@ -12,20 +12,16 @@ from pathlib import Path
 
 import pytest
 
-HACK = Path(__file__).resolve().parents[2] / "hack"
-CHARTS = HACK.parent / "charts"
-sys.path[:0] = [str(HACK), str(CHARTS), str(Path(__file__).parent)]
+from harness.installed import WANTED, Installed, OperatorImage, install, read_json
+from harness.places import ROOT
+from testbed import bed as whole_bed
+from testbed import packages
+from testbed.client import Bed
+from testbed.errors import ExitCode, Unavailable
+from testbed.layout import state
+from testbed.machine import PODS, SYSCTLS
 
-from installed import Installed, OperatorImage, install, read_json  # noqa: E402
-
-from testbed import bed as whole_bed  # noqa: E402
-from testbed import packages  # noqa: E402
-from testbed.client import Bed  # noqa: E402
-from testbed.errors import ExitCode, Unavailable  # noqa: E402
-from testbed.layout import state  # noqa: E402
-from testbed.machine import PODS, SYSCTLS  # noqa: E402
-
-WANTED = whole_bed.Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
+HACK = ROOT / "hack"
 CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
 
 

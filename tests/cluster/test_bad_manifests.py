@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bad_manifests import (
+
+from cases.bad_manifests import (
     CHANGES,
     CLUSTER,
     Mistake,
@@ -19,10 +20,9 @@ from bad_manifests import (
     said_by_the_server,
     stored,
 )
-from crd_cases import NOBODY
-from installed import Document, Installed
-from test_crds_on_the_server import Client
-
+from cases.crd_cases import NOBODY
+from harness.installed import Document, Installed
+from harness.server_client import Client
 from spillway.api import GROUP, VERSION, parse_job
 from spillway.errors import InvalidJob
 

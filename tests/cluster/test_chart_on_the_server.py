@@ -6,8 +6,8 @@ import json
 
 import pytest
 import yaml
-from rendered_chart import CHART, MATRIX, RELEASE, settings_of
 
+from harness.rendered_chart import CHART, MATRIX, RELEASE, settings_of
 from testbed.client import Bed
 
 FOREIGN = ("PodMonitor", "ServiceMonitor", "PrometheusRule")

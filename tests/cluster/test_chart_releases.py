@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from installed import (
+
+from harness.installed import (
     CHART,
     FULL,
     LONG,
@@ -30,7 +31,6 @@ from installed import (
     running_for_an_hour,
     write_values,
 )
-
 from testbed.client import Bed
 from testbed.errors import Failed
 from testbed.layout import REPOSITORY

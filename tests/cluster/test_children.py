@@ -9,8 +9,16 @@ import json
 import time
 from collections.abc import Callable
 
-from installed import KWOK_TOLERATION, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, on_fake_nodes
-
+from harness.installed import (
+    KWOK_TOLERATION,
+    RELEASE,
+    SYSTEM_NAMESPACE,
+    Document,
+    Installed,
+    example,
+    named,
+    on_fake_nodes,
+)
 from spillway.retries import JOB_DELETED
 
 SECONDS = 60.0

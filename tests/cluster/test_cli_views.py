@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from installed import LONG, SYSTEM_NAMESPACE, Document, Installed, example, named
 
+from harness.installed import LONG, SYSTEM_NAMESPACE, Document, Installed, example, named
 from spillway_cli import calibrate_node
 from spillway_cli.cluster import connect
 from testbed.client import Bed

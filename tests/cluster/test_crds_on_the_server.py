@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import http.client
-import json
-import ssl
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-import yaml
-from crd_cases import Case, Document, Server, cases
 
+from cases.crd_cases import Case, Server, cases
+from harness.places import ROOT
+from harness.server_client import Client
 from spillway.api import GROUP as OWN_GROUP
 from spillway.api import VERSION
 from spillway.crd import KINDS, TRAINING_JOB, Kind
 from testbed.client import Bed
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUP = "crd-cases.test"
 """The same schemas under a group of their own: nobody's objects are touched, whatever is installed."""
 NAMESPACE = "default"
 LONGEST_LINE = 300
-
-
-class Client:
-    """One connection that is kept, with the admin's certificate."""
-
-    def __init__(self, kubeconfig: Path) -> None:
-        config = yaml.safe_load(kubeconfig.read_text(encoding="utf-8"))
-        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-        place = urlsplit(cluster["server"])
-        context = ssl.create_default_context(cadata=_content(cluster, "certificate-authority").decode())
-        with tempfile.NamedTemporaryFile() as pair:  # ssl reads certificate and key from files only
-            pair.write(_content(user, "client-certificate") + b"\n" + _content(user, "client-key"))
-            pair.flush()
-            context.load_cert_chain(pair.name)
-        self._connection = http.client.HTTPSConnection(place.hostname or "", place.port, context=context, timeout=30)
-
-    def request(self, method: str, path: str, body: Document | None = None) -> tuple[int, Document]:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        self._connection.request(method, path, None if body is None else json.dumps(body), headers)
-        response = self._connection.getresponse()
-        return response.status, json.loads(response.read())
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _content(owner: dict[str, Any], name: str) -> bytes:
-    """Inline, or in a file that the kubeconfig names."""
-    if f"{name}-data" in owner:
-        return base64.b64decode(owner[f"{name}-data"])
-    return Path(owner[name]).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from installed import Document, Installed, example
+from harness.installed import Document, Installed, example
 
 GPU = "nvidia.com/gpu"
 

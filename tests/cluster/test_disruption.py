@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from conftest import WANTED
-from installed import FULL, LONG, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
+from harness.installed import FULL, LONG, WANTED, Document, Installed, changed, example, long_form, named, on_fake_nodes
 from spillway.errors import ExitCode
 from spillway.metrics import STEP, TIER_BYTES
 from spillway.retries import EVICTED, NODE_LOST, POD_DELETED

@@ -10,8 +10,7 @@ import json
 import time
 from contextlib import suppress
 
-from installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
-
+from harness.installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.ladder import MOST_MEMORY_TRIES
 from spillway.retries import OOM_KILLED, POD_DELETED, Retry, retry_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from installed import CHART, Document, Installed, OperatorImage, example
 
+from harness.installed import CHART, Document, Installed, OperatorImage, example
 from spillway.metrics import TIER_BYTES, TIER_PEAK_BYTES
 from testbed.client import Bed, Request
 from testbed.layout import REPOSITORY

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fuzzed_jobs import decided
-from test_crds_on_the_server import Client
 
+from cases.fuzzed_jobs import decided
+from harness.server_client import Client
 from testbed.client import Bed
 
 SEED, NUM_JOBS = 20261122, 50

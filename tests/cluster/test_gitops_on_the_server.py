@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from installed import Document, Installed, example, named, on_fake_nodes, running_for_an_hour
 from lupa import lua51
 
+from harness.installed import Document, Installed, example, named, on_fake_nodes, running_for_an_hour
 from spillway_operator.api_client import FIELD_MANAGER
 from testbed.layout import REPOSITORY
 

@@ -6,8 +6,16 @@ import os
 import signal
 import time
 
-from installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, Installed, example, named, running_for_an_hour
-
+from harness.installed import (
+    OPERATOR_USER,
+    RELEASE,
+    SYSTEM_NAMESPACE,
+    Document,
+    Installed,
+    example,
+    named,
+    running_for_an_hour,
+)
 from spillway_operator.lease import LEASE_SECONDS
 from testbed.client import Request
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from installed import LONG, Document, Installed, changed, example, named
-
+from harness.installed import LONG, Document, Installed, changed, example, named
 from spillway.errors import ExitCode
 from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
 

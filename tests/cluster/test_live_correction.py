@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from installed import Document, Installed, example, named
-from test_memory_feedback import files_of, watched
 
+from harness.installed import Document, Installed, example, named
+from harness.witness import files_of, watched
 from spillway.live_correction import LEAST_DEFICIT, MARGIN
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import MIB, parse_quantity

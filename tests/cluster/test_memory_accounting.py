@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from installed import Installed, example, named
-
+from harness.installed import Installed, example, named
 from spillway.job import JobFile
 from spillway.metrics import TIER_PEAK_BYTES
 from spillway.plan import MemoryPlan, Tier

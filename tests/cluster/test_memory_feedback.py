@@ -8,23 +8,16 @@ operator or the trainer knows of this test. docs/memory-feedback.md shows what a
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
-from typing import TextIO
 
-from installed import Document, Installed, example, named
-
+from harness.installed import Document, Installed, example, named
+from harness.witness import files_of, watched
 from spillway.ladder import MOST_MEMORY_TRIES
 from spillway.retries import OOM_KILLED
 from spillway.units import MIB, parse_quantity
-from spillway_trainer.checkpoint_manifest import CheckpointName, open_checkpoint
 from testbed.host_mount import PACKAGES
-from testbed.layout import REPOSITORY, state
+from testbed.layout import REPOSITORY
 
 MOST_WASTE = 0.08
 """of the second job's request: (request - measured peak) / request"""
@@ -52,61 +45,6 @@ with open("/proc/self/cmdline", "rb") as file:
 """the rank alone, once its job has a checkpoint that is committed; no other thread runs while the bytes are written"""
 
 
-@dataclass
-class Witness:
-    """What the machine shows of a job's pods while they live."""
-
-    journals: dict[str, TextIO] = field(default_factory=dict)
-    """uid of a pod -> its run.jsonl, oldest first: an open file outlives its pod"""
-    highest_bytes: dict[str, int] = field(default_factory=dict)
-    """uid of a pod -> what its memory cgroup held at most"""
-
-    def look(self, uid: str) -> None:
-        group = next(Path("/sys/fs/cgroup/memory/kubepods").rglob(f"pod{uid}"), None)
-        if group is not None:
-            peak = int((group / "memory.max_usage_in_bytes").read_text("ascii"))
-            self.highest_bytes[uid] = max(peak, self.highest_bytes.get(uid, 0))
-        folder = next(state().root.rglob(f"pods/{uid}/volumes/kubernetes.io~empty-dir/work"), None)
-        if folder is not None and uid not in self.journals:
-            self.journals[uid] = (folder / "output" / "run.jsonl").open(encoding="utf-8")
-
-    def losses(self) -> list[dict[int, float]]:
-        """Of each attempt that began to train, by step."""
-        curves = [{one["step"]: one["loss"] for one in found if one["event"] == "step"} for found in self.events()]
-        return [curve for curve in curves if curve]
-
-    def corrections(self) -> list[Document]:
-        """Of all attempts."""
-        return [one for found in self.events() for one in found if one["event"] == "activations_corrected"]
-
-    def events(self) -> list[list[Document]]:
-        """Of each attempt."""
-        for journal in self.journals.values():
-            journal.seek(0)
-        return [[json.loads(line) for line in journal if line.endswith("\n")] for journal in self.journals.values()]
-
-
-@contextmanager
-def watched(spillway: Installed, namespace: str, name: str) -> Iterator[Witness]:
-    witness, ended = Witness(), Event()
-
-    def watch() -> None:
-        while not ended.wait(0.2):
-            for pod in spillway.children("pod", namespace, name):
-                try:
-                    witness.look(pod["metadata"]["uid"])
-                except OSError:  # not there yet, or gone
-                    continue
-
-    thread = Thread(target=watch)
-    thread.start()
-    try:
-        yield witness
-    finally:
-        ended.set()
-        thread.join()
-
-
 def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, namespace: str) -> None:
     def described(kind: str, name: str) -> str:
         return spillway.bed.kubectl("describe", f"{kind}.spillway.dev", name, "-n", namespace)
@@ -129,7 +67,7 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
     assert min(curves[-1]) == CHECKPOINT_EVERY + 1, "resumed"
     for curve in curves:
         assert curve == {step: expected[step] for step in curve}
-    assert files_of(folder, "first") == files_of(folder, "plain")
+    assert files_of(folder, "first", STEPS) == files_of(folder, "plain", STEPS)
 
     profile = profile_of_a_whole_run(spillway, namespace, "first")
     spillway.create(named(larger, "second"))
@@ -150,7 +88,7 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
     assert "evidence of one run under this plan" in second["plan"]["summary"]
     for curve in witness.losses():
         assert curve == {step: expected[step] for step in curve}
-    assert files_of(folder, "second") == files_of(folder, "plain")
+    assert files_of(folder, "second", STEPS) == files_of(folder, "plain", STEPS)
     assert 0 <= waste <= MOST_WASTE
 
 
@@ -172,15 +110,6 @@ def with_ballast(job: Document, folder: Path) -> Document:
     (folder / "ballast" / "sitecustomize.py").write_text(ballast, encoding="utf-8")
     path = {"name": "PYTHONPATH", "value": f"/claims/{CLAIM}/ballast:{PACKAGES}"}
     return {**job, "spec": {**job["spec"], "env": [path]}}
-
-
-def files_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, str]:
-    """Hashes of the last checkpoint: parameters, optimizer states and all else that training goes on from."""
-    (directory,) = (path for path in folder.iterdir() if path.name.startswith(f"{name}-"))
-    parsed = [(found, path) for path in directory.iterdir() if (found := CheckpointName.parse(path.name)) is not None]
-    newest, path = max(parsed)
-    assert newest.step == steps
-    return {entry.name: entry.xxh3_128 for entry in open_checkpoint(path).manifest.files}
 
 
 def profile_of_a_whole_run(spillway: Installed, namespace: str, job: str, seconds: float = 100.0) -> str:

@@ -3,7 +3,7 @@ arithmetic because the operator has no torch; and one of four devices, whose par
 
 from __future__ import annotations
 
-from installed import Installed, example
+from harness.installed import Installed, example
 
 SECONDS = 150.0
 

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from crash_proxy import Crash, CrashProxy
-from installed import (
+
+from fakes.crash_proxy import Crash, CrashProxy
+from harness.installed import (
     FULL,
     OPERATOR_USER,
     RELEASE,
@@ -30,8 +31,7 @@ from installed import (
     named,
     running_for_an_hour,
 )
-from operator_process import OperatorProcess, write_kubeconfig
-
+from harness.operator_process import OperatorProcess, write_kubeconfig
 from spillway_operator.lease import boot_seconds
 from spillway_trainer.launch import free_ports
 from testbed.layout import API_SERVER

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from conftest import WANTED
-from installed import LONG, Document, Installed, example, named, on_fake_nodes
 
+from harness.installed import LONG, WANTED, Document, Installed, example, named, on_fake_nodes
 from spillway.units import format_bytes
 from testbed.layout import ADDRESS
 

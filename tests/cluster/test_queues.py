@@ -6,8 +6,18 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from installed import LONG, OPERATOR_USER, Document, Installed, changed, example, long_form, named, on_fake_nodes
 
+from harness.installed import (
+    LONG,
+    OPERATOR_USER,
+    Document,
+    Installed,
+    changed,
+    example,
+    long_form,
+    named,
+    on_fake_nodes,
+)
 from spillway.units import parse_quantity
 
 SECONDS = 300.0

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from installed import Document, Installed, example, on_fake_nodes
 
+from harness.installed import Document, Installed, example, on_fake_nodes
 from spillway_cli.doctor_gather import sample_pod
 from testbed.client import Bed
 from testbed.errors import Failed

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import (
+
+from harness.installed import (
     CHART,
     HOST_MOUNT_IMAGE,
     KWOK_TOLERATION,
@@ -25,7 +26,6 @@ from installed import (
     named,
     on_fake_nodes,
 )
-
 from testbed.client import Bed
 from testbed.errors import Failed
 from testbed.layout import REPOSITORY

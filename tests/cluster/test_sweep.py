@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from installed import CHART, Document, Installed, example
+
+from harness.installed import CHART, Document, Installed, example
 
 NAME = "sweep"
 SECONDS = 180.0

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from installed import Document, Installed, example
 
+from harness.installed import Document, Installed, example
 from spillway.job import JobFile
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.checkpoint_manifest import Checkpoint

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from installed import CHART, OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Installed
+
+from harness.installed import CHART, OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Installed
 
 Right = tuple[str, str, str]
 """verb, API group, resource with its subresource"""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rendered_chart import (
+
+from harness.rendered_chart import (
     CHART,
     HELMS,
     MATRIX,

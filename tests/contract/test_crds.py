@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_cases import cases, constraints, fields, schema_of
 
+from cases.crd_cases import cases, constraints, fields, schema_of
+from harness.places import ROOT
 from spillway import crd
 from spillway.api import MemoryProfileSpec, NodeProfileSpec, TrainingJobSpec
 from spillway.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 200 * 1024
 KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}
 NODES = {f"{kind}:{path}": node for kind, nodes in KIND_NODES.items() for path, node in nodes.items()}

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from built_programs import built_program
 
+import chart_files
+import dashboards
+from harness.built_programs import built_program
+from harness.places import ROOT
 from spillway import metrics
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "charts"))
-
-import chart_files  # noqa: E402
-import dashboards  # noqa: E402
 
 Json = dict[str, Any]
 

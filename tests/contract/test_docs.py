@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import typer
 
+from harness.places import ROOT
 from spillway.api import parse_job
 from spillway.hardware import resolve_node
 from spillway.plan import MemoryPlan
 from spillway.planner import make_plan
 from spillway_cli.__main__ import app
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_model import NAME, UID
-from observations import attempt, condition, decide, observed
 from pydantic import ValidationError
 
+from harness.cluster_model import NAME, UID
+from harness.observations import attempt, condition, decide, observed
+from harness.places import FIXTURES
 from spillway.job import JOB_VERSION
 from spillway.plan import PLAN_VERSION
 from spillway.progress import PROGRESS_VERSION, ProgressAnswer, ProgressReport
@@ -22,7 +22,7 @@ from spillway_operator.attempt_end import TERMINATION_VERSION, read_termination
 from spillway_operator.manifests import read_contract
 from spillway_operator.observed import Claim, ContainerEnding, Contract
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "contracts"
+FOLDER = FIXTURES / "contracts"
 VERSIONS = sorted(int(path.name) for path in FOLDER.iterdir())
 CLAIMS = (Claim("runs", True, ("ReadWriteMany",)),)
 SPEC = {

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from harness.places import ROOT
 from spillway.api import load_job, parse_job
 from spillway.hardware import resolve_node
 from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
+FOLDER = ROOT / "examples"
 NODES = {
     "demo": "cpu",
     "tiny-llama": "cpu",

@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from lupa import lua51
 
+from harness.places import ROOT
 from spillway.errors import RANK_CRASHED
 from spillway_operator import conditions as c
 from spillway_operator.conditions import Finding, Truth, merge
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = (ROOT / "docs" / "argocd-health.lua").read_text(encoding="utf-8")
 NOT_IN_ARGO_CD = ("string", "io", "os", "math", "debug", "package", "coroutine", "require", "python")
 NOW = "2026-11-22T00:00:00Z"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
+from harness.places import ROOT
 
 
 def test_operator_folder_is_no_package() -> None:

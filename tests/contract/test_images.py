@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "hack"))
-
-import images  # noqa: E402
+import images
+from harness.places import ROOT
 
 RECIPES = images.RECIPES.values()
 recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.places import ROOT
 from spillway.update_rules import BLOCK_VALUES
 from spillway_trainer import io_engine, native
 
-HEADER_PATH = Path(__file__).parents[2] / "csrc" / "include" / "spillway.h"
-BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.c"))
+HEADER_PATH = ROOT / "csrc" / "include" / "spillway.h"
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.c"))
 HEADER = re.sub(r"/\*.*?\*/", " ", HEADER_PATH.read_text(), flags=re.DOTALL)
 
 SCALARS = {

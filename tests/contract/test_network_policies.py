@@ -9,15 +9,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import HELMS, MATRIX, NAMESPACE, NO_HELM, Object, of_kind, only, rendered
+
+from harness.places import GOLDEN
+from harness.rendered_chart import HELMS, MATRIX, NAMESPACE, NO_HELM, Object, of_kind, only, rendered
 
 pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
-GOLDEN = Path(__file__).parents[1] / "golden" / "children-two-pods.yaml"
+CHILDREN = GOLDEN / "children-two-pods.yaml"
 OPEN = ("networkPolicies.enabled=false",)
 PROMETHEUS = "prometheus.url=http://prometheus.monitoring.svc:9090"
 TEAMS = "watchNamespaces={team-a,team-b}"
@@ -124,7 +125,7 @@ def passes(policies: list[Object], source: End, target: End, protocol: str, port
 
 def trainer(namespace: str, uid: str = "one") -> End:
     """With the labels that the operator gives to pods."""
-    children = yaml.safe_load_all(GOLDEN.read_text(encoding="utf-8"))
+    children = yaml.safe_load_all(CHILDREN.read_text(encoding="utf-8"))
     (job,) = [child for child in children if child["kind"] == "Job"]
     labels = dict(job["spec"]["template"]["metadata"]["labels"])
     assert "spillway.dev/job-uid" in labels

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from built_programs import built_program
 
+import chart_files
+import recording_rules
+from harness.built_programs import built_program
+from harness.places import FIXTURES, ROOT
 from spillway import node_signals
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "charts"))
-
-import chart_files  # noqa: E402
-import recording_rules  # noqa: E402
-
 FILE = ROOT / chart_files.FILES / "rules" / "nodes.yaml"
-TESTS = ROOT / "tests" / "fixtures" / "recording_rules_test.yaml"
+EXPECTED = FIXTURES / "recording_rules_test.yaml"
 PROMTOOL = built_program("promtool", otherwise="promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool: `make cluster-up` builds it, and Debian's package prometheus has one"
@@ -36,7 +32,7 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def promtools_tests_of(rules: recording_rules.Json, folder: Path) -> subprocess.CompletedProcess[str]:
     """promtool's tests, of other rules than those of the chart."""
     (folder / "rules.yaml").write_text(json.dumps(rules), encoding="utf-8")
-    tests = {**yaml.safe_load(TESTS.read_text(encoding="utf-8")), "rule_files": ["rules.yaml"]}
+    tests = {**yaml.safe_load(EXPECTED.read_text(encoding="utf-8")), "rule_files": ["rules.yaml"]}
     (folder / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
     return promtool("test", "rules", folder / "tests.yaml")
 
@@ -79,7 +75,7 @@ def test_prometheus_own_parser_accepts_every_rule() -> None:
 
 @needs_promtool
 def test_promtools_tests_of_the_rules_pass() -> None:
-    done = promtool("test", "rules", TESTS)
+    done = promtool("test", "rules", EXPECTED)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

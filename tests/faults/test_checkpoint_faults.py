@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import commit, flip_bit
-from failing_files import CountingFiles, LosingFiles, PowerCut, full_at, killed_at
 
+from cases.checkpoint_cases import commit, flip_bit
+from fakes.failing_files import CountingFiles, LosingFiles, PowerCut, full_at, killed_at
 from spillway.errors import Fenced
 from spillway_trainer.checkpoint_directory import CheckpointNotWritten, Epoch, choose_resume, verify
 from spillway_trainer.durable_files import DurableFiles

@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import local_runs
 import pytest
 import torch
-from fake_spill_file import FakeSpillFile
-from model_spill_cases import LANES, Laboratory, Model, Technique
-from optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, split
 from torch import Tensor
 
+from cases.model_spill_cases import LANES, Laboratory, Model, Technique
+from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, split
+from fakes.fake_spill_file import FakeSpillFile
+from harness import local_runs
 from spillway.errors import DeviceOutOfMemory, ExitCode, HostOutOfMemory, SpillIOError, SpillVolumeFull
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway_trainer.assemble import Assembly

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from harness.places import ROOT
+
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 TOOLCHAIN = [
     "-DCMAKE_SYSTEM_NAME=Linux",
@@ -30,7 +31,7 @@ def test_neon_has_the_scalar_bits_and_the_exact_sum(tmp_path: Path) -> None:
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (Debian: g++-aarch64-linux-gnu, qemu-user)")
     build = str(tmp_path)
-    run("cmake", "-S", str(REPOSITORY), "-B", build, "-DSPILLWAY_TESTS=ON", "-DSPILLWAY_WERROR=ON", *TOOLCHAIN)
+    run("cmake", "-S", str(ROOT), "-B", build, "-DSPILLWAY_TESTS=ON", "-DSPILLWAY_WERROR=ON", *TOOLCHAIN)
     run("cmake", "--build", build, "--parallel", "2", "--target", "elementwise_test", "square_sum_test")
     tests = Path(build, "csrc", "tests")
     assert f"{NEON}: the scalar bits" in run(EMULATOR, str(tests / "elementwise_test"))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from harness.places import ROOT
+
 COMPILER = os.environ.get("CXX", "c++")
 
 
@@ -45,10 +46,10 @@ def test_native_tests_pass_without_a_warning(tmp_path: Path, sanitizers: str) ->
         check_that_it_links(tmp_path, sanitizers)
     build = str(tmp_path / "build")
     options = ["-DSPILLWAY_TESTS=ON", "-DSPILLWAY_WERROR=ON", f"-DSPILLWAY_SANITIZE={sanitizers}"]
-    run("cmake", "-S", str(REPOSITORY), "-B", build, *options)
+    run("cmake", "-S", str(ROOT), "-B", build, *options)
     run("cmake", "--build", build, "--parallel", "2")
     tests = sorted(Path(build, "csrc", "tests").glob("*_test"))
-    assert [test.name for test in tests] == sorted(path.stem for path in (REPOSITORY / "csrc/tests").glob("*_test.cpp"))
+    assert [test.name for test in tests] == sorted(path.stem for path in (ROOT / "csrc/tests").glob("*_test.cpp"))
     for test in tests:
         run(str(test), *([IO_OPERATIONS] if test.name == "io_test" else []))
 
@@ -63,7 +64,7 @@ def test_without_a_compiler_nothing_is_built_and_nothing_fails(tmp_path: Path) -
         if (path := shutil.which(tool)) is not None:
             (make / tool).symlink_to(path)
     environment = {"PATH": str(make), "HOME": str(tmp_path)}
-    command = [cmake, "-S", str(REPOSITORY), "-B", str(tmp_path / "build")]
+    command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert "no C++ compiler; the native library is left out" in ended.stdout

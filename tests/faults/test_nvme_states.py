@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimizer_cases import HOST_BYTES, Case, drive, offload, split
 
+from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, split
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull, SpillwayError
 from spillway_trainer.io_engine import Direction, system_call
 from spillway_trainer.spill_file import SpillFile

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.places import ROOT
 from spillway.errors import SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
 from spillway_trainer import native
@@ -37,7 +38,7 @@ KINDS = ("short", "interrupted", "eio", "enospc", "edquot", "flip", "delay")
 """in the order of faulty_calls.c"""
 REPORTED_EACH = 100_000
 SOURCE = Path(__file__).with_name("faulty_calls.c")
-HEADERS = Path(__file__).parents[2] / "csrc" / "include"
+HEADERS = ROOT / "csrc" / "include"
 
 pytestmark = pytest.mark.usefixtures("engine")
 

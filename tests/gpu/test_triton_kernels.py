@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_cases
-from triton_cases import GRADIENT_TYPES, MOMENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
 
+from cases import triton_cases
+from cases.triton_cases import GRADIENT_TYPES, MOMENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
 from spillway.update_rules import UpdateRule
 from spillway_trainer import kernels, triton_kernels
 

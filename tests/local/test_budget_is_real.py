@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import local_runs
 import pytest
 
+from harness import local_runs
 from spillway.api import TrainingJob, parse_job
 from spillway.errors import ExitCode
 from spillway.hardware import local_node

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import write_text
 
+from harness.local_runs import write_text
 from spillway_cli.__main__ import run_app
 from spillway_cli.node_profile import read_profile
 

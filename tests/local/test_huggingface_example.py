@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface_spilling.py"
+from harness.places import ROOT
+
+EXAMPLE = ROOT / "examples" / "huggingface_spilling.py"
 TEXT = "It is a truth universally acknowledged that activations want room. " * 120
 STEPS = 3
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import local_runs
 import pytest
 
+from harness import local_runs
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.checkpoint_manifest import Checkpoint

@@ -9,11 +9,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-import killed_runs
-import local_runs
 import pytest
-from killed_runs import Kill
 
+from harness import killed_runs, local_runs
+from harness.killed_runs import Kill
 from spillway.api import parse_job
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, OptimizerPlan, Overlap

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_runs import write_text
 
+from harness.local_runs import write_text
+from harness.places import TESTS
 from spillway.api import TrainingJob, load_job
 from spillway.corrections import Corrections
 from spillway.errors import ExitCode
@@ -51,7 +52,7 @@ def run(directory: Path, memory: str, text: Path, times: float, steps: int = 4) 
     directory.mkdir(exist_ok=True)
     job = directory / "job.yaml"
     job.write_text(JOB.format(text=text, memory=memory, steps=steps))
-    heavier = {"PYTHONPATH": str(Path(__file__).parents[1] / "heavier_device"), "TEST_DEVICE_TIMES": str(times)}
+    heavier = {"PYTHONPATH": str(TESTS / "fakes" / "heavier_device"), "TEST_DEVICE_TIMES": str(times)}
     command = [*SPILLWAY, "run", str(job), "--output", str(directory / "out"), "-o", "json"]
     return subprocess.run(command, env={**os.environ, **heavier}, capture_output=True, text=True, check=False)
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from harness.places import TESTS
 from spillway_trainer import launch
 
-FAKE_RANK = Path(__file__).resolve().parents[1] / "fake_rank.py"
+FAKE_RANK = TESTS / "fakes" / "fake_rank.py"
 DRIVER = """
 import sys
 from spillway_trainer import launch

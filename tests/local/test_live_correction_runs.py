@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import local_runs
 import pytest
-import rank_runs
-from progress_endpoint import Operator
 
+from fakes.progress_endpoint import Operator
+from harness import local_runs, rank_runs
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier, TierBytes
 from spillway.progress import ProgressReport

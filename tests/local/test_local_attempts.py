@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from harness.places import TESTS
 from spillway.errors import UserError
 from spillway_cli.local_attempts import NO_RUNG, Attempt, Rung, StopRequest, Trainer, read_ended, run_attempts
 from spillway_cli.run_directory import RunDirectory, exclusive, next_epoch
 from spillway_cli.run_log import Event, RunLog, Step, read_run_log
 
-FAKE_TRAINER = Path(__file__).resolve().parents[1] / "fake_trainer.py"
+FAKE_TRAINER = TESTS / "fakes" / "fake_trainer.py"
 NOTHING = {"steps": [1, 0], "end": 0}
 
 

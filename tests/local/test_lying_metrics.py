@@ -7,16 +7,12 @@ are for, and holds them.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import lying_metrics as benchmark
 import paired
-from lying_prometheus import Health
+from fakes.lying_prometheus import Health
 
 FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 NUM_ROUNDS = benchmark.NUM_ROUNDS if FULL else 3

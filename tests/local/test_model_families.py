@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import local_runs
 import pytest
 import torch
 import yaml
-from huggingface_models import batch_for
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,6 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from cases.huggingface_models import batch_for
+from harness import local_runs
 from spillway.api import TrainingJob, TrainingJobSpec
 from spillway.job import JobFile
 from spillway_trainer.checkpoint_manifest import open_checkpoint

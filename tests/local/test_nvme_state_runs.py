@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import write_text
 
+from harness.local_runs import write_text
+from harness.places import TESTS
 from spillway.errors import ExitCode
 from spillway_cli.run_log import RunLog, read_run_log
 from spillway_trainer.io_engine import Direction
@@ -83,7 +84,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Ended:
 def failing(directory: Path, direction: Direction, error: int) -> dict[str, str]:
     """Environment of a run whose disk fails once after the first checkpoint."""
     return {
-        "PYTHONPATH": str(Path(__file__).parents[1] / "failing_disk"),
+        "PYTHONPATH": str(TESTS / "fakes" / "failing_disk"),
         "TEST_DISK_DIRECTION": direction.name,
         "TEST_DISK_ERROR": str(error),
         "TEST_DISK_FAILS_AFTER": str(directory / "out" / "checkpoints" / "step-2.e1"),

@@ -16,9 +16,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 import yaml
-from fake_api import FakeApi
-from job_documents import document
 
+from cases.job_documents import document
+from fakes.fake_api import FakeApi
 from spillway_operator.health import LoopLag
 from spillway_operator.settings import Settings, variable
 from spillway_trainer.launch import free_ports

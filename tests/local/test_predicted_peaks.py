@@ -1,6 +1,6 @@
 """What a plan predicts for each tier against what the kernel and torch measure, within 10 %.
 
-Every cell is a fresh process (tests/peak_run.py) that assembles a real run under the plan that `make_plan` made:
+Every cell is a fresh process (`harness/peak_run.py`) that assembles a real run under the plan that `make_plan` made:
     device + host   growth of the process's peak resident set; on a CPU both are its memory
     host            resident pages of the slab's mapping
     device          the trainer's ledger, which is held against the peak of torch's memory tracker where nothing moves
@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import peak_run
 import pytest
-from job_documents import job
 
+from cases.job_documents import job
+from harness import peak_run
+from harness.places import IMPORTABLE
 from spillway.api import TrainingJob
 from spillway.hardware import NodeSpec, local_node
 from spillway.job import JobFile
@@ -156,8 +157,8 @@ def measured(cell: Cell, directory: Path) -> tuple[MemoryPlan, dict[str, int]]:
     write(directory, "cell", wanted, plan)
     write(directory, "tiny", *tiny(cell))
     yardsticks = ["torch"] if cell.in_one_thread else []
-    command = [sys.executable, peak_run.__file__, str(directory), *yardsticks]
-    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # as the trainer sets it for itself
+    command = [sys.executable, "-m", "harness.peak_run", str(directory), *yardsticks]
+    environment = os.environ | IMPORTABLE | {"THP_MEM_ALLOC_ENABLE": "1"}  # as the trainer sets it for itself
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return plan, json.loads(done.stdout.splitlines()[-1])

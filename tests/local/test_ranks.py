@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import local_runs
 import pytest
-import rank_runs
 
+from harness import local_runs, rank_runs
 from spillway.errors import ExitCode
 from spillway.job import JobFile
 from spillway_trainer.checkpoint_directory import choose_resume

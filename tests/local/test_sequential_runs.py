@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import local_runs
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from harness import local_runs
 from spillway.api import TrainingJob
 from spillway.errors import UserError
 from spillway.hardware import local_node
@@ -31,7 +31,7 @@ NUM_BLOCKS = 2
 
 def job_of(text: Path) -> TrainingJob:
     document = yaml.safe_load(local_runs.JOB.replace("TEXT", str(text)))
-    document["spec"]["model"] = {"entrypoint": "sequential_models:resnet_of_text"}
+    document["spec"]["model"] = {"entrypoint": "cases.sequential_models:resnet_of_text"}
     document["spec"]["training"]["steps"] = STEPS
     document["spec"]["data"]["evaluation"]["everySteps"] = 2
     return TrainingJob.model_validate(document)

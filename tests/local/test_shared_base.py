@@ -8,15 +8,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import killed_runs
-import local_runs
 import pytest
-import sweep_runs
 import torch
-from huggingface_models import spec_of
-from killed_runs import Kill
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cases.huggingface_models import spec_of
+from harness import killed_runs, local_runs, sweep_runs
+from harness.killed_runs import Kill
 from spillway.api import parse_job
 from spillway.errors import UserError
 from spillway.hardware import local_node

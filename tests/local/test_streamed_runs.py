@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import local_runs
 import pytest
 
+from harness import local_runs
 from spillway.api import parse_job
 from spillway.errors import ExitCode
 from spillway.job import JobFile

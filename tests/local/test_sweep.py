@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import killed_runs
-import local_runs
 import pytest
-import sweep_runs
-from killed_runs import Kill
-from sweep_runs import same_as_alone
 
+from harness import killed_runs, local_runs, sweep_runs
+from harness.killed_runs import Kill
+from harness.sweep_runs import same_as_alone
 from spillway.errors import ExitCode
 from spillway.job import JobFile
 from spillway.plan import MemberPlan, Turns

@@ -10,12 +10,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-import killed_runs
-import local_runs
 import pytest
-import sweep_runs
-from killed_runs import Kill
 
+from harness import killed_runs, local_runs, sweep_runs
+from harness.killed_runs import Kill
 from spillway.job import JobFile
 from spillway.plan import (
     ActivationPlan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from local_runs import complete, events, job_file, log_of, spread_plan, write_text
+from harness.local_runs import complete, events, job_file, log_of, spread_plan, write_text
 
 
 def test_a_plan_for_a_larger_node_runs_on_the_cores_that_are_here(tmp_path: Path) -> None:

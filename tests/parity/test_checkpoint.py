@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import flip_bit, training_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cases.checkpoint_cases import flip_bit, training_state
 from spillway.errors import CheckpointCorrupt, UserError
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 from spillway_trainer.checkpoint import (

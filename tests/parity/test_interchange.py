@@ -7,11 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "interchange_engines.py"
+from harness.places import IMPORTABLE
+
 NUM_RANKS = 2
 CASES = ("zero-1", "zero-2", "zero-3", "fsdp2", "fsdp2-flat")
 CLAIMS = {"zero": 7, "fsdp2": 6}
@@ -27,8 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, boo
     where = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(directory)],
-            env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "harness.interchange_engines", str(directory)],
+            env=os.environ | IMPORTABLE | where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_spill_file import FakeSpillFile
-from local_runs import PREDICTION
 from torch import Tensor
 
+from fakes.fake_spill_file import FakeSpillFile
+from harness.local_runs import PREDICTION
 from spillway.errors import SpillIOError
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Tier, TierBytes
 from spillway.progress import SpillVolume

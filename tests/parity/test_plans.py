@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import local_runs
 import pytest
 import torch
-from optimizer_cases import odd_chunk
 
+from cases.optimizer_cases import odd_chunk
+from harness import local_runs
 from spillway.api import parse_job
 from spillway.job import JobFile
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier, TierBytes

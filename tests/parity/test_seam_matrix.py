@@ -10,9 +10,9 @@ from functools import cache, partial
 
 import pytest
 import torch
-from parity_harness import ANSWERS, LANES, Outcome, Spilling, train
-from parity_models import PARITY_MODELS
 
+from cases.parity_models import PARITY_MODELS
+from harness.parity_harness import ANSWERS, LANES, Outcome, Spilling, train
 from spillway_trainer.spill_file import SpillFile
 
 MICRO_BATCHES = (1, 4)

@@ -273,7 +273,7 @@ class Course:
         """None where the answers break a limit, or cost more than `bound_seconds`.
 
         A search plays hundreds of answers, so each pass is one loop over numbers in local names. As objects and calls
-        it is in tests/unit/plain_play.py, and comes to the same numbers.
+        it is in tests/harness/plain_play.py, and comes to the same numbers.
         """
         limits = self.limits
         held_bytes = dict.fromkeys((KEEP, RECOMPUTE, HOST, NVME), 0)

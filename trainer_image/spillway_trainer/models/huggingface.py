@@ -3,7 +3,7 @@
     PreTrainedModel on device meta -> buffers real -> parameters in the compute type -> a leaf per use -> segments
 
 What the model's own forward computes beside the layers (masks, position tables) is computed here by the same functions
-and handed to the segments as arguments; tests/parity/test_huggingface.py holds loss and gradients against that forward.
+and handed to the segments as arguments; tests/parity/models/test_huggingface.py compares loss and gradients.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Steps of a model that branches, so that a parameter gets a gradient on some ranks only; one process a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cases.optimizer_cases import HOST_BYTES, SETTINGS, split
+from harness import local_runs
+from harness.no_techniques import NoTechniques
+from spillway_trainer import distributed
+from spillway_trainer.data import Batch
+from spillway_trainer.launch import free_ports
+from spillway_trainer.optimizer import Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.ranks import World
+from spillway_trainer.recorder import Recorder
+from spillway_trainer.schedule import LearningRate
+from spillway_trainer.segments import Position
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import CpuLanes
+from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train_step
+
+NUM_STEPS = 4
+
+
+class Branching(nn.Module):
+    """An even token goes through `even`, an odd one through `odd`, of another size; every fourth through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.even = nn.Parameter(torch.randn(3, 5, generator=generator))
+        self.odd = nn.Parameter(torch.randn(7, generator=generator))
+        self.both = nn.Parameter(torch.randn(5, generator=generator))
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        token = int(tokens_BT[0, 0])
+        value = (self.both * (token + 1)).sin().sum()
+        if token % 2 == 0:
+            value = value + (self.even * token).cos().sum()
+        if token % 2 == 1 or token % 4 == 0:
+            value = value + (self.odd * self.both[0]).sin().sum()
+        return value / num_tokens
+
+
+class CountedTokens:
+    """Sample i is the token i."""
+
+    def batch(self, samples: range) -> Batch:
+        tokens = torch.tensor([[sample] for sample in samples])
+        return Batch(tokens, tokens, tokens.numel())
+
+    def num_unmasked(self, samples: range) -> int:
+        return len(samples)
+
+
+def optimizer_of(model: nn.Module, shares: tuple[float, float, float] | None) -> Optimizer:
+    ledger, parameters = DeviceLedger(None), list(model.named_parameters())
+    if shares is None:
+        return ResidentOptimizer(parameters, {}, SETTINGS, ledger)
+    lanes = CpuLanes(HostSlab(HOST_BYTES), ledger)
+    return OptimizerOffload(parameters, {}, SETTINGS, split(*shares, 4), lanes, ledger)
+
+
+def states_after(directory: Path, world: World, shares: tuple[float, float, float] | None) -> dict[str, Tensor]:
+    model, ledger = Branching(), DeviceLedger(None)
+    optimizer = optimizer_of(model, shares)
+
+    def take(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        optimizer.take(name, gradient)
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))  # type: ignore[no-untyped-call]
+    progress = Progress()
+    settings = LoopSettings(NUM_STEPS, 1, 2 // world.size, 0.5, True, 100, 0, 1)
+    with distributed.joined(world) as ranks:
+        num_values = sum(p.numel() for p in model.parameters())
+        run = Run(
+            model=model,
+            optimizer=optimizer,
+            techniques=NoTechniques(),
+            position=Position(0),
+            batches=CountedTokens(),  # type: ignore[arg-type]
+            learning_rate=LearningRate("Constant", 0.01, NUM_STEPS),
+            checkpoints=None,  # type: ignore[arg-type]
+            recorder=Recorder(directory / f"run-{world.rank}.jsonl"),
+            ranks=ranks,
+            sum_gradients=ranks.gradient_sum(num_values, torch.float32, ledger, 1),
+        )
+        for _ in range(NUM_STEPS):
+            train_step(run, settings, progress, StopRequest())
+        return dict(optimizer.state())
+
+
+def rank(directory: Path, world: World, shares: tuple[float, float, float] | None) -> None:
+    torch.save(states_after(directory, world, shares), directory / f"{world.rank}.pt")
+
+
+def states_of_ranks(directory: Path, shares: tuple[float, float, float] | None) -> Iterator[dict[str, Tensor]]:
+    (port,) = free_ports(1)
+    worlds = [World(rank=number, local_rank=number, size=2, master_port=port) for number in range(2)]
+    processes = [local_runs.CONTEXT.Process(target=rank, args=(directory, world, shares)) for world in worlds]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    for number in range(2):
+        yield torch.load(directory / f"{number}.pt")

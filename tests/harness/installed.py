@@ -1,0 +1,245 @@
+"""Spillway installed by its chart on the test bed, and jobs for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testbed.bed import Wanted
+from testbed.client import Bed, Request
+from testbed.layout import PROMETHEUS, REPOSITORY
+
+FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+"""as in `make faults`"""
+long_form = pytest.mark.skipif(not FULL, reason="left out of the reduced form: SPILLWAY_SWEEPS=full runs it")
+CHART = REPOSITORY / "charts" / "spillway"
+EXAMPLES = REPOSITORY / "examples"
+WANTED = Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
+"""of the test bed"""
+RELEASE = "spillway"
+SYSTEM_NAMESPACE = "spillway-system"
+OF_THE_OPERATOR = "app.kubernetes.io/name=spillway"
+OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
+HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
+"""this machine's programs and this checkout's Python: quick, and said so in results"""
+KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
+TRAINERS = (
+    "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
+    "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
+)
+"""sends a signal to the ranks of a pod, not to the launcher"""
+REPLICAS = 2
+"""of the operator, as the chart has them"""
+LONG = 100_000
+"""steps: it runs until it is made to end"""
+PAIR_SECONDS = 90.0
+"""two ranks of a tiny model on two shared cores, from creation to Complete"""
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The release, and what a test asks about jobs."""
+
+    bed: Bed
+
+    def create(self, job: Document) -> Document:
+        """Create it; the object as the API server has it."""
+        text = self.bed.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(job))
+        found: Document = json.loads(text)
+        return found
+
+    def job(self, namespace: str, name: str) -> Document:
+        """As the API server has it; a job that the operator has not looked at yet has an empty status."""
+        found: Document = self.bed.get("trainingjobs.spillway.dev", name, "--namespace", namespace)
+        found.setdefault("status", {})
+        return found
+
+    def change(self, namespace: str, name: str, spec: Document) -> None:
+        """Merge `spec` into the job's."""
+        kind_and_name, merge = f"trainingjobs.spillway.dev/{name}", ("--type=merge", "-p", json.dumps({"spec": spec}))
+        self.bed.kubectl("patch", kind_and_name, "-n", namespace, *merge)
+
+    def condition(self, namespace: str, name: str, kind: str) -> Document:
+        conditions = self.job(namespace, name)["status"].get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def wait(self, namespace: str, name: str, condition: str, seconds: float = PAIR_SECONDS) -> Document:
+        """The job, once the condition is True."""
+        self.bed.kubectl(
+            "wait", f"--for=condition={condition}", f"trainingjobs.spillway.dev/{name}", "--namespace", namespace,
+            f"--timeout={int(seconds)}s",
+        )  # fmt: skip
+        return self.job(namespace, name)
+
+    def until(
+        self, what: Callable[[Document], bool], namespace: str, name: str, seconds: float = PAIR_SECONDS
+    ) -> Document:
+        """The job, once `what` holds of it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.job(namespace, name)
+            if what(found):
+                return found
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s; status: {yaml.safe_dump(found['status'])}"
+            time.sleep(0.3)
+
+    def children(self, kind: str, namespace: str, name: str) -> list[Document]:
+        found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
+        return found
+
+    def signal(self, namespace: str, name: str, signal: str) -> None:
+        """To the ranks in a job's pod."""
+        pod = self.children("pod", namespace, name)[0]["metadata"]["name"]
+        self.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
+
+    def writes(self, since: int, namespace: str, user: str = OPERATOR_USER) -> list[Request]:
+        """What the operator wrote in a namespace, events and memory profiles apart."""
+        return [
+            request
+            for request in self.bed.requests(since, user)
+            if request.mutating
+            and request.namespace == namespace
+            and request.resource not in ("events", "memoryprofiles", "tokenreviews")
+        ]
+
+    def logs(self) -> str:
+        return self.bed.kubectl("logs", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE, "--tail=60", "--prefix")
+
+    def operator_pods(self) -> list[Document]:
+        """That are not about to end."""
+        found = self.bed.read(f"/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector={OF_THE_OPERATOR}")
+        return [pod for pod in found.get("items", []) if "deletionTimestamp" not in pod["metadata"]]
+
+    def lease(self) -> Document:
+        """Its spec."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases/{RELEASE}"
+        found: Document = self.bed.read(path).get("spec", {})
+        return found
+
+    def leader(self, seconds: float = 60.0, other_than: str = "") -> str:
+        """Name of the pod that leads, once there is one."""
+        deadline = time.monotonic() + seconds
+        while True:
+            holder = self.lease().get("holderIdentity")
+            names = [pod["metadata"]["name"] for pod in self.operator_pods() if pod["metadata"]["uid"] == holder]
+            if names and names[0] != other_than:
+                return str(names[0])
+            assert time.monotonic() < deadline, f"no leader in {seconds:.0f} s: {self.lease()}\n{self.logs()}"
+            time.sleep(0.1)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """No operator in the cluster meanwhile."""
+        with self.scaled(0):
+            yield
+
+    @contextmanager
+    def scaled(self, replicas: int) -> Iterator[None]:
+        self._scale(replicas)
+        try:
+            yield
+        finally:
+            self._scale(REPLICAS)
+
+    def _scale(self, replicas: int) -> None:
+        deployment = f"deployment/{RELEASE}"
+        self.bed.kubectl("scale", deployment, "-n", SYSTEM_NAMESPACE, f"--replicas={replicas}")
+        self.bed.kubectl("rollout", "status", deployment, "-n", SYSTEM_NAMESPACE, "--timeout=90s")
+        deadline = time.monotonic() + 60
+        while len(self.bed.get("pods", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE)["items"]) != replicas:
+            assert time.monotonic() < deadline, "pods of the operator that should be gone are there"
+            time.sleep(0.2)
+        if replicas:
+            self.leader()
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorImage:
+    """As imported into the bed's containerd."""
+
+    name: str
+    """repository:tag"""
+    layers: tuple[int, ...]
+    """uncompressed bytes"""
+
+
+def install(bed: Bed, image: OperatorImage) -> Installed:
+    bed.helm(
+        "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
+        "--values", write_values(bed, image), "--wait", "--timeout", "90s",
+    )  # fmt: skip
+    return Installed(bed)
+
+
+def write_values(bed: Bed, image: OperatorImage) -> Path:
+    """A values file for this bed."""
+    repository, tag = image.name.rsplit(":", 1)
+    values = {
+        "image": {"repository": repository, "tag": tag},
+        "trainer": {"image": HOST_MOUNT_IMAGE},
+        "prometheus": {"url": PROMETHEUS, "intervalSeconds": 2},
+    }
+    file = bed.state.data / "values.json"
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return file
+
+
+def example(name: str, namespace: str, **changes: object) -> Document:
+    """A job of examples/ in a namespace; `changes` are dotted fields below spec, `__` for the dot."""
+    documents = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
+    job: Document = next(document for document in documents if document["kind"] == "TrainingJob")
+    return changed(job, namespace, **changes)
+
+
+def changed(job: Document, namespace: str, **changes: object) -> Document:
+    job = copy.deepcopy(job)
+    job["metadata"]["namespace"] = namespace
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = job["spec"]
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    return job
+
+
+def named(job: Document, name: str) -> Document:
+    return {**job, "metadata": {**job["metadata"], "name": name}}
+
+
+def running_for_an_hour(job: Document) -> Document:
+    """On fake nodes, and its pods outlast the test: an end would be a reason to write."""
+    delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
+    job = copy.deepcopy(job)
+    job["spec"]["podOverrides"] = {"annotations": delays}
+    return on_fake_nodes(job)
+
+
+def on_fake_nodes(job: Document) -> Document:
+    """For KWOK: the pods exist for the API server only, and end as annotations say."""
+    job = copy.deepcopy(job)
+    scheduling = job["spec"].setdefault("scheduling", {})
+    scheduling["nodeSelector"] = {"type": "kwok", **scheduling.get("nodeSelector", {})}
+    scheduling["tolerations"] = [KWOK_TOLERATION]
+    job["spec"]["resources"] = {"cpu": "100m"}  # else each asks for a quarter of the node's 96 cores
+    return job
+
+
+def read_json(path: Path) -> Document:
+    found: Document = json.loads(path.read_text(encoding="utf-8"))
+    return found

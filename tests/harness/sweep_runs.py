@@ -1,0 +1,131 @@
+"""Small sweeps for tests: members of different rates, seeds and sizes on real text, and the solo run of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from harness import local_runs
+from spillway.api import parse_job
+from spillway.job import JobFile
+from spillway.members import member_job
+from spillway.plan import MemberPlan, MemoryPlan, Turns
+from spillway.units import MIB
+
+JOB = """
+apiVersion: spillway.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: small-sweep}
+spec:
+  model:
+    config: {architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, vocabSize: 512,
+             tieWordEmbeddings: true, dropout: "0.1"}
+  data:
+    text: {path: TEXT}
+    evaluation: {fraction: "0.05", everySteps: 2}
+  training: {steps: 8, sequenceLength: 32, globalBatchSize: 8, microBatchSize: 4, gradientClipping: "0.5",
+             optimizer: {learningRate: "2e-3"}, schedule: {name: Cosine, warmupSteps: 3}}
+  checkpoint: {everySteps: 3}
+  objective: {OBJECTIVE}
+  members:
+  - {name: slow, overrides: {training.optimizer.learningRate: "1e-5"}}
+  - {name: other-seed, overrides: {training.seed: "7"}}
+  - {name: deeper, overrides: {model.config.numLayers: "3", training.optimizer.name: Lion,
+                               training.optimizer.learningRate: "1e-3"}}
+"""
+
+
+def sweep_file(output: Path, text: Path, corpus: Path, epoch: int, job: str = JOB, objective: str = "") -> JobFile:
+    spec = parse_job(job.replace("TEXT", str(text)).replace("OBJECTIVE", objective), "small sweep").spec
+    output.mkdir(parents=True, exist_ok=True)
+    return JobFile(
+        name="small-sweep",
+        uid="test",
+        epoch=epoch,
+        spec=spec,
+        output_directory=str(output),
+        corpus_directory=str(corpus),
+        checkpoint_directory=str(output / "checkpoints"),
+        spill_directory=str(output),
+        termination_message_path=str(output / f"termination-{epoch}.json"),
+        compute_threads=1,
+    )
+
+
+def sweep_plan(job: JobFile, turn_steps: int) -> MemoryPlan:
+    """Every member under a plan that uses every tier."""
+    members = tuple(
+        MemberPlan(
+            name=one.name,
+            plan=local_runs.spread_plan(member_job(job, one).spec.model.transformer.num_layers),
+            parked_bytes=4 * MIB,
+            num_steps=member_job(job, one).spec.training.steps,
+        )
+        for one in job.spec.members
+    )
+    turns = Turns(policy="RoundRobin", num_steps=turn_steps, seconds=1.0, bound_seconds=1.0)
+    return members[0].plan.model_copy(update={"members": members, "turns": turns})
+
+
+def solo_file(job: JobFile, name: str, output: Path) -> JobFile:
+    """What `spillway run` of that member alone reads."""
+    member = next(one for one in job.spec.members if one.name == name)
+    output.mkdir(parents=True, exist_ok=True)
+    own = {"output_directory": str(output), "checkpoint_directory": str(output / "checkpoints")}
+    return member_job(job, member).model_copy(update={**own, "corpus_directory": job.corpus_directory})
+
+
+def member_output(job: JobFile, name: str) -> Path:
+    return Path(job.output_directory) / "members" / name
+
+
+def member_checkpoints(job: JobFile, name: str) -> Path:
+    return Path(job.checkpoint_directory) / "members" / name
+
+
+def losses(output: Path) -> dict[int, float]:
+    """By step; of a step that was repeated the last one."""
+    return {event["step"]: event["loss"] for event in local_runs.events(output, "step")}
+
+
+def evaluations(output: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in local_runs.events(output, "evaluation")}
+
+
+def final_tensors(checkpoints: Path, step: int) -> dict[str, Tensor]:
+    """Of the newest checkpoint of `step`."""
+    newest = max(checkpoints.glob(f"step-{step}.e*"))
+    found: dict[str, Tensor] = {}
+    for file in sorted(newest.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same_as_alone(job: JobFile, name: str, alone: Path, steps: int | None = None) -> None:
+    """`alone`: the output directory of its solo run. `steps`: that it made in the sweep; none = all of them."""
+    last = solo_file(job, name, alone).spec.training.steps
+    steps = last if steps is None else steps
+    output = member_output(job, name)
+    assert losses(output) == {step: loss for step, loss in losses(alone).items() if step <= steps}
+    found = evaluations(output)
+    expected = {step: loss for step, loss in evaluations(alone).items() if step <= steps}
+    assert {step: found[step] for step in expected} == expected
+    if steps == last:
+        now, then = final_tensors(member_checkpoints(job, name), last), final_tensors(alone / "checkpoints", last)
+        assert now.keys() == then.keys()
+        for tensor in now:
+            assert torch.equal(now[tensor], then[tensor]), tensor
+
+
+def states(output: Path) -> dict[str, dict[str, Any]]:
+    """The last event of each member in the sweep's own run.jsonl."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in ("member_started", "member_parked", "member_stopped", "member_failed", "member_completed"):
+        for event in local_runs.events(output, kind):
+            if event["member"] not in found or event["time"] >= found[event["member"]]["time"]:
+                found[event["member"]] = event
+    return found

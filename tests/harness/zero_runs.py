@@ -1,0 +1,207 @@
+"""Divided models for tests: one process imports DeepSpeed, which takes seconds, and forks every rank of every case.
+
+python tests/harness/zero_runs.py cases.json directory        what came of the cases, as JSON on the last line
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors.torch import load_file
+
+from harness import local_runs, rank_runs
+from harness.places import IMPORTABLE
+from spillway.api import parse_job
+from spillway.footprint import Strategy
+from spillway.hardware import local_node
+from spillway.job import JobFile
+from spillway.plan import ActivationPlan, MemoryPlan, Tier
+from spillway.planner import Overrides, make_plan
+from spillway.units import GIB
+from spillway_trainer.checkpoint_directory import choose_resume
+
+SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 2"}
+ONE_MICRO_BATCH = {"globalBatchSize: 8": "globalBatchSize: 4"}
+"""a rank, of two"""
+UNTIED = {'tieWordEmbeddings: true, dropout: "0.1"': 'tieWordEmbeddings: false, dropout: "0.1"'}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a case."""
+
+    strategy: str
+    placement: str | None = None
+    world: int = 2
+    stop_at: int = 0
+    """SIGTERM to the last rank once this step is done"""
+    kill_at: int = 0
+    """SIGKILL, likewise"""
+    block_step: int = 0
+    """the checkpoint of this step cannot be written"""
+    overlap: str = "None"
+    keeps: bool = False
+    """activations stay where they are: a model that the placement's answers are not for"""
+    planned: dict[str, str] = field(default_factory=dict)
+    """spec.memory.optimizer and activations of a plan by the planner; the run may hold no byte more"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attempts of one run, one after the other."""
+
+    attempts: list[Attempt]
+    changes: Mapping[str, str] = field(default_factory=lambda: SHORT)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a case."""
+
+    exit_codes: list[list[int]]
+    """by attempt and rank"""
+    terminations: list[list[dict[str, Any]]]
+    logs: list[str]
+    """of each rank in the last attempt"""
+    losses: dict[str, float]
+    evaluations: dict[str, float]
+    norms: dict[str, float]
+    tensors: dict[str, str]
+    """digests; of the last checkpoint"""
+    checkpoints: list[int]
+    missed: list[int]
+    tier_bytes: dict[str, int]
+    """of rank 0 in the last step"""
+    peaks: dict[str, int]
+    """of rank 0, the highest of all steps"""
+    planned: dict[str, int]
+    """of each tier, in the last attempt"""
+
+    @property
+    def figures(self) -> tuple[object, ...]:
+        """All that has to be equal, bit by bit, where only a placement differs."""
+        return self.losses, self.evaluations, self.norms, self.tensors
+
+
+def run_all(cases: Sequence[Case], directory: Path) -> list[Found]:
+    """Called by tests: run `cases` in a process of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "cases.json"
+    path.write_text(json.dumps([asdict(case) for case in cases]))
+    environment = {**os.environ, **IMPORTABLE, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "harness.zero_runs", str(path), str(directory)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return [Found(**found) for found in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def plan_for(job: JobFile, attempt: Attempt) -> MemoryPlan:
+    if attempt.planned:
+        return tight_plan(job, attempt)
+    plan = rank_runs.plan_for(job, attempt.placement)
+    optimizer = plan.optimizer.model_copy(update={"overlap": attempt.overlap})
+    activations = ActivationPlan() if attempt.keeps else plan.activations
+    changed = {"strategy": attempt.strategy, "optimizer": optimizer, "activations": activations}
+    return plan.model_copy(update=changed)
+
+
+def tight_plan(job: JobFile, attempt: Attempt) -> MemoryPlan:
+    """The planner's, with a budget of what it says and no more."""
+    document = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    memory = {"optimizer": {"placement": attempt.planned["placement"]}}
+    document["memory"] = {**memory, "activations": {"policy": attempt.planned["policy"]}}
+    head = {"apiVersion": "spillway.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "planned"}}
+    wanted = parse_job(json.dumps({**head, "spec": document}), "planned job")
+    overrides = Overrides(world_size=job.world_size, strategy=cast(Strategy, attempt.strategy))
+    plan = make_plan(wanted, local_node(1, GIB, GIB, GIB), overrides)
+    assert isinstance(plan, MemoryPlan), plan
+    slabs = {tier: plan.slab_bytes(tier) for tier in (Tier.HOST, Tier.NVME)}
+    return plan.model_copy(update={"budget": {Tier.DEVICE: plan.bytes[Tier.DEVICE].total, **slabs}})
+
+
+def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
+    ended: list[list[rank_runs.Ended]] = []
+    for epoch, attempt in enumerate(case.attempts, start=1):
+        job = rank_runs.job_file(directory, text, corpus, epoch, attempt.world, case.changes)
+        ended.append(run_attempt(attempt, job))
+    steps = local_runs.events(directory, "step")
+    last = choose_resume(directory / "checkpoints").checkpoint
+    files = sorted(last.path.glob("*.safetensors")) if last else []
+    return Found(
+        exit_codes=[[rank.exit_code for rank in ranks] for ranks in ended],
+        terminations=[[rank.termination for rank in ranks] for ranks in ended],
+        logs=[rank.log for rank in ended[-1]],
+        losses={str(entry["step"]): entry["loss"] for entry in steps},
+        evaluations={str(e["step"]): e["loss"] for e in local_runs.events(directory, "evaluation")},
+        norms={str(entry["step"]): entry["gradient_norm"] for entry in steps},
+        tensors={name: digest(value) for file in files for name, value in load_file(file).items()},
+        checkpoints=[entry["step"] for entry in local_runs.events(directory, "checkpoint")],
+        missed=[entry["step"] for entry in local_runs.events(directory, "checkpoint_missed")],
+        tier_bytes=steps[-1]["tier_bytes"] if steps else {},
+        peaks={tier: max(entry["tier_peak_bytes"][tier] for entry in steps) for tier in Tier} if steps else {},
+        planned={tier: held.total for tier, held in plan_for(job, case.attempts[-1]).bytes.items()},
+    )
+
+
+def run_attempt(attempt: Attempt, job: JobFile) -> list[rank_runs.Ended]:
+    started = rank_runs.start(job, plan_for(job, attempt))
+    step = attempt.stop_at or attempt.kill_at or min(attempt.block_step, 1)
+    while step and max(rank_runs.losses(job), default=0) < step:
+        assert any(process.is_alive() for process in started.processes.values()), [one.log for one in started.join()]
+        started.look()
+        time.sleep(0.005)
+    if attempt.block_step:
+        (Path(job.checkpoint_directory) / f"step-{attempt.block_step}.e{job.epoch}").mkdir()
+    elif step:
+        os.kill(started.pid(attempt.world - 1), signal.SIGTERM if attempt.stop_at else signal.SIGKILL)
+    return started.join()
+
+
+def digest(value: Any) -> str:
+    import torch
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def imported_by(strategies: set[str]) -> Iterator[str]:
+    """What the ranks are forked with, or each of them would import it once more."""
+    yield "spillway_trainer.run_job"
+    if "Fsdp" in strategies:
+        yield from ("torch.distributed.fsdp", "torch._dynamo")
+    if any(strategy.startswith("Zero") for strategy in strategies):
+        yield from ("deepspeed", "spillway_trainer.zero.adopted", "torch._inductor.compile_fx")
+        yield "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def main(path: Path, directory: Path) -> None:
+    cases = [
+        Case([Attempt(**one) for one in case["attempts"]], case["changes"]) for case in json.loads(path.read_text())
+    ]
+    for module in imported_by({attempt.strategy for case in cases for attempt in case.attempts}):
+        importlib.import_module(module)
+    from spillway_trainer.text_source import text_source
+    from spillway_trainer.tokens import build_corpus
+
+    local_runs.CONTEXT = multiprocessing.get_context("fork")  # type: ignore[assignment]
+    text, corpus = local_runs.write_text(directory / "text"), directory / "corpus"
+    build_corpus(text_source(text), corpus, 300, lambda line: None)
+    found = []
+    for index, case in enumerate(cases):
+        found.append(asdict(run_case(case, directory / f"case-{index}", text, corpus)))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,136 @@
+"""`spillway plan`: what it prints, its exit codes, and that it is light."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.job_documents import EXAMPLE_JOBS, LLAMA_70B, text
+from spillway.plan import Infeasible, MemoryPlan
+from spillway_cli.__main__ import run_app
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(text(), encoding="utf-8")
+    return path
+
+
+def run(file: Path, node: str = "cpu", **options: str) -> int:
+    """`spillway plan` as from a shell."""
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return run_app(["plan", str(file), "--node", node, *flags])
+
+
+def test_exit_0_when_it_fits_on_the_device(manifest: Path) -> None:
+    assert run(manifest) == 0
+
+
+def test_exit_3_when_it_fits_with_spilling(manifest: Path) -> None:
+    assert run(manifest, device="100Mi") == 3
+
+
+def test_exit_4_when_it_does_not_fit(manifest: Path) -> None:
+    assert run(manifest, device="20Mi") == 4
+
+
+def test_the_table_holds_parts_budget_and_headroom(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, device="100Mi")
+    printed = capsys.readouterr().out
+    for words in (
+        "parameters",
+        "optimizer states",
+        "workspace",
+        "total",
+        "100 MiB",
+        "headroom",
+        "bound by",
+        "NVMe writes",
+    ):
+        assert words in printed
+
+
+def test_what_does_not_fit_comes_with_figures_and_the_nearest_that_fits(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(manifest, device="40Mi")
+    printed = capsys.readouterr().out
+    assert "missing" in printed
+    assert "fits with: spec.memory.budget.device: " in printed
+
+
+def test_text_without_a_terminal_is_plain(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, device="100Mi")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_no_line_ends_in_spaces(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, "cpu")
+    assert not [line for line in capsys.readouterr().out.splitlines() if line != line.rstrip()]
+
+
+def test_json_is_the_plan_itself(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, device="100Mi", format="json")
+    assert MemoryPlan.model_validate_json(capsys.readouterr().out).job == "tiny"
+
+
+def test_json_of_what_does_not_fit(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, device="20Mi", format="json")
+    assert Infeasible.model_validate_json(capsys.readouterr().out).missing_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "24GB"}, "--device: '24GB' is no quantity"),
+        ({"node": "h10"}, "did you mean h100"),
+    ],
+)
+def test_a_wrong_flag_is_exit_64_with_a_sentence(
+    manifest: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], words: str
+) -> None:
+    assert run(manifest, **options) == 64
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_manifest_is_exit_64_with_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text({"kind": "Job", "spec.training.steps": 0}), encoding="utf-8")
+    assert run(path) == 64
+    printed = capsys.readouterr().err
+    assert "kind = 'Job': must be TrainingJob" in printed
+    assert "spec.training.steps = 0: at least 1" in printed
+
+
+def test_a_missing_file_is_exit_64(tmp_path: Path) -> None:
+    assert run(tmp_path / "none.yaml") == 64
+
+
+@pytest.mark.parametrize("example", EXAMPLE_JOBS, ids=lambda path: path.name)
+def test_every_example_fits_where_its_comment_says(example: Path) -> None:
+    node = {"llama-70b": "8xh100", "gpu": "4xa100-40"}.get(example.stem, "cpu")
+    assert run(example, node) in (0, 3)
+
+
+def test_a_70b_plan_needs_no_torch(tmp_path: Path) -> None:
+    """In a fresh interpreter, so that no other test's imports count."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text(LLAMA_70B), encoding="utf-8")
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from spillway_cli.plan_command import plan\n"
+        "code = plan(Path(sys.argv[1]), '8xh100', None, None, None, 'json')\n"
+        "heavy = sorted({'torch', 'numpy', 'ctypes', 'asyncio'} & set(sys.modules))\n"
+        "print(json.dumps([code, heavy]), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    code, heavy = json.loads(done.stderr)
+    assert code == 3
+    assert {"torch", "numpy"} & set(heavy) == set()

@@ -1,0 +1,108 @@
+"""The check before the first step: sound lanes and kernels pass it, every kind of wrong one is told in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fakes.fake_streams import FakeStreams, recorded
+from harness import local_runs
+from spillway.errors import DeviceFault, ExitCode, UserError
+from spillway_trainer import device_check, kernels, reference, run_job
+from spillway_trainer.ranks import World
+from spillway_trainer.reference import SquareSum
+from spillway_trainer.tiers import cuda
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+
+CPU = torch.device("cpu")
+
+
+def check() -> FakeStreams:
+    host, ledger = HostSlab(1 << 20), DeviceLedger(None)
+    with recorded(host, ledger) as lanes:
+        device_check.check(lanes, CPU)
+    assert (host.held_bytes, ledger.held_bytes) == (0, 0)
+    return lanes.fake
+
+
+def test_sound_lanes_and_kernels_pass_and_the_check_has_no_race() -> None:
+    assert check().races == []
+
+
+def test_the_check_needs_no_more_host_memory_than_it_says() -> None:
+    with recorded(HostSlab(device_check.HOST_BYTES), DeviceLedger(None)) as lanes:
+        device_check.check_lanes(lanes)
+
+
+def one_more(tensor: torch.Tensor) -> None:
+    tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)[-7] += 1
+
+
+def test_a_copy_that_loses_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = kernels.copy
+
+    def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+        whole(dst, src)
+        dst[-1] = 0
+
+    monkeypatch.setattr(kernels, "copy", copy)
+    with pytest.raises(DeviceFault, match="chunk 0 of 6 came back from the device with other values"):
+        check()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_an_update_with_one_other_bit_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(scalars: Any, master: Any, moments: Any, gradient: Any, out: Any, **how: Any) -> None:
+        reference.update(scalars, master, moments, gradient, out)
+        changed = [master, *moments, *[out] * (3 - len(moments))]
+        one_more(changed[which])
+
+    monkeypatch.setattr(kernels, "update", update)
+    with pytest.raises(DeviceFault, match=r"an update by \w+ in torch\.\w+: 1 of 20003 values of \w+ are other ones"):
+        check()
+
+
+def test_a_wrong_half_of_a_master_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_split(*arguments: Any) -> None:
+        right(*arguments)
+        arguments[2][0] ^= 1
+
+    right = kernels.update_split
+    monkeypatch.setattr(kernels, "update_split", update_split)
+    with pytest.raises(DeviceFault, match="of masters in halves: 1 of 20003 values of master"):
+        check()
+
+
+def test_a_wrong_sum_of_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accumulate(accumulator: torch.Tensor, gradient: torch.Tensor, first: bool) -> None:
+        reference.accumulate(accumulator, gradient, first)
+        one_more(accumulator)
+
+    monkeypatch.setattr(kernels, "accumulate", accumulate)
+    with pytest.raises(DeviceFault, match="a sum of gradients: 1 of 20003 values of accumulator"):
+        check()
+
+
+def test_a_wrong_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "square_sum", lambda values: reference.square_sum(values) + SquareSum(1))
+    with pytest.raises(DeviceFault, match="the sum of the squares of 20003 gradients"):
+        check()
+
+
+def test_a_fault_has_its_exit_code() -> None:
+    assert DeviceFault("").exit_code is ExitCode.DEVICE_FAULT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_cuda_plan_is_refused_where_no_device_is() -> None:
+    plan = local_runs.spread_plan().model_copy(update={"device": "Cuda"})
+    with pytest.raises(UserError, match=r"for Cuda devices, and rank 3 of this node finds 0 of them: give the pod"):
+        run_job.device_for(plan, World(rank=3, size=4, local_rank=3))
+    assert run_job.device_for(local_runs.spread_plan(), World()) == CPU
+
+
+def test_the_cpu_has_the_generator_that_it_always_had() -> None:
+    assert cuda.generator(CPU) is torch.default_generator

@@ -1,0 +1,218 @@
+"""What one rank decides for itself: who it is, what is its share, what it tells, how it ends when others are gone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness import local_runs
+from spillway.errors import CheckpointCorrupt, Fenced, InvalidJob, SpillwayError, UserError
+from spillway.footprint import EXCHANGE_PARAMETERS, Workload, exchange_bytes
+from spillway.model_shape import model_shape
+from spillway_trainer import config, distributed, run_job
+from spillway_trainer.checkpoint_directory import CheckpointNotWritten
+from spillway_trainer.distributed import Decision, ExchangedSum, Limits, buckets, decided, header_of, read_header
+from spillway_trainer.ending import PeerLost, ending_of
+from spillway_trainer.exporter import Exporter
+from spillway_trainer.ranks import World, dealt
+from spillway_trainer.recorder import Recorder
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+
+
+def test_without_torchruns_variables_there_is_one_rank() -> None:
+    assert World.of({}) == World(rank=0, local_rank=0, size=1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 with WORLD_SIZE = 2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK = 'one': a number is needed"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1'"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(variables: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        World.of(variables)
+
+
+def test_a_job_of_two_ranks_is_not_trained_by_one(tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, tmp_path, tmp_path, 1).model_copy(update={"ranks_per_node": 2})
+    with pytest.raises(UserError, match=r"asks for 2 ranks \(1 x 2\), WORLD_SIZE says 1"):
+        config.check_world(job, World())
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan", "inf"])
+def test_a_time_limit_is_a_positive_number(text: str) -> None:
+    with pytest.raises(UserError, match="SPILLWAY_COLLECTIVE_SECONDS"):
+        Limits.of({"SPILLWAY_COLLECTIVE_SECONDS": text})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_micro_batches_are_dealt_out_in_turn_and_collected_in_order(size: int) -> None:
+    shares = [World(rank=rank, size=size).share(4) for rank in range(size)]
+    assert dealt([[float(number) for number in share] for share in shares]) == list(range(4 * size))
+
+
+def test_a_corpus_is_built_by_rank_0_then_by_the_first_rank_of_every_other_node() -> None:
+    worlds = [World(rank=rank, local_rank=rank % 2, size=6) for rank in range(6)]
+    assert [world.corpus_turn for world in worlds] == [0, 2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_buckets_hold_every_gradient_once_and_in_order(size: int) -> None:
+    gradients = [torch.arange(start, start + count) for start, count in ((0, 5), (5, 1), (6, 0), (6, 14), (20, 2))]
+    found = list(buckets(iter(gradients), size))
+    assert torch.cat([piece for pieces in found for piece in pieces]).tolist() == list(range(22))
+    assert [sum(map(len, pieces)) for pieces in found] == [size] * (22 // size) + [22 % size] * (22 % size > 0)
+    found[0][0][0] = 77
+    assert gradients[0][0] == 77, "pieces are the gradients' own memory"
+
+
+def refused(error: SpillwayError) -> SpillwayError:
+    """`error` of rank 0 as another rank raises it."""
+
+    def work() -> str:
+        raise error
+
+    with pytest.raises(SpillwayError) as raised:
+        Decision.from_json(decided(work).to_json()).result()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Fenced("epoch 3 owns the run", epoch=1, newest_epoch=3),
+        CheckpointCorrupt("no checkpoint can be used", problems=["step-2.e1: bad"]),
+        CheckpointNotWritten("the disk is full"),
+        InvalidJob("job.yaml", []),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_error_of_rank_0_is_raised_by_the_others_as_it_is(error: SpillwayError) -> None:
+    theirs = refused(error)
+    assert (type(theirs), str(theirs), theirs.details) == (type(error), str(error), error.details)
+    assert ending_of(theirs) == ending_of(error)
+
+
+def test_what_rank_0_says_may_be_any_text() -> None:
+    assert Decision.from_json(decided(lambda: '{"ü": "\n"}').to_json()).result() == '{"ü": "\n"}'
+
+
+def test_a_tensor_is_announced_by_name_and_shape() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        header = header_of("exp_avg.läyers.0", (3, 0, 7), dtype)
+        assert read_header(header) == ("exp_avg.läyers.0", [3, 0, 7], dtype)
+
+
+def test_a_lost_peer_is_a_crash_that_says_it_is_not_the_cause() -> None:
+    def lose() -> None:
+        with distributed.peers("the other ranks' gradients"):
+            raise RuntimeError(
+                "[/some/where/pair.cc:561] Connection closed by peer [127.0.0.1]:10904. Go and look.\nmore"
+            )
+
+    with pytest.raises(PeerLost) as lost:
+        lose()
+    ending = ending_of(lost.value)
+    said = json.loads(ending.to_json(rank=3, step=8))
+    assert (said["reason"], said["exitCode"], said["follower"], said["rank"]) == ("RankCrashed", 1, True, 3)
+    assert said["message"] == (
+        "waited for the other ranks' gradients, and a rank was gone: Connection closed by peer [127.0.0.1]:10904"
+    )
+    assert ending.expected, "no traceback: the sentence says all"
+
+
+def test_other_errors_among_peers_keep_their_names() -> None:
+    with pytest.raises(ZeroDivisionError), distributed.peers("nobody"):
+        raise ZeroDivisionError
+
+
+def test_an_interface_that_is_not_there_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        distributed.check_device()
+
+
+@pytest.mark.parametrize(("address", "local"), [("127.0.0.1", True), ("localhost", True), ("job-1-0.job-1", False)])
+def test_ranks_of_one_machine_meet_where_nobody_else_can_come(address: str, local: bool) -> None:
+    listener = distributed.local_listener(World(size=2, master_address=address))
+    assert (listener is not None) == local
+    if listener is not None:
+        with socket.socket(fileno=listener) as opened:
+            assert opened.getsockname()[0] == "127.0.0.1"
+
+
+def families(rank: int) -> Iterator[tuple[str, dict[str, str]]]:
+    exporter = Exporter("small", rank, 12, local_runs.spread_plan(), "threads")
+    exporter.evaluation(2.0)
+    for family in exporter.collect():
+        for sample in family.samples:
+            yield sample.name, sample.labels
+
+
+def test_ranks_other_than_0_export_only_what_they_alone_know() -> None:
+    names, others = dict(families(0)), list(families(1))
+    assert {"spillway_evaluation_loss", "spillway_steps_planned", "spillway_tier_budget_bytes"} <= names.keys()
+    assert others
+    assert all(labels["rank"] == "1" for _, labels in others)
+
+
+def test_the_launcher_gives_a_rank_its_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    exporter: Any = SimpleNamespace(serve=lambda *where: asked.append(where))
+    job: Any = SimpleNamespace(metrics_port=9400)
+    run_job.serve_metrics(exporter, job)
+    monkeypatch.setenv("SPILLWAY_METRICS_PORT", "40001")
+    run_job.serve_metrics(exporter, job)
+    assert asked == [(9400,), (40001, "127.0.0.1")]
+
+
+def test_a_port_of_the_launchers_that_was_taken_since_costs_the_series_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporter = Exporter("small", 0, 12, local_runs.spread_plan(), "threads")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("SPILLWAY_METRICS_PORT", str(port))
+        run_job.serve_metrics(exporter, SimpleNamespace(metrics_port=9400))  # type: ignore[arg-type]
+    assert f"without the metrics of this rank: metrics port {port}" in capsys.readouterr().out
+
+
+def test_a_recorder_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(None)
+    recorder.start(job="small")
+    recorder.end(1, "Completed", 0, "done")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_the_footprint_counts_the_buffers_of_the_exchange(size: int, wire: torch.dtype, tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, tmp_path, tmp_path, 1)
+    shape = model_shape(job.spec.model.transformer, "bfloat16")
+    for num_values in (shape.num_accumulated, 10**9):
+        work = Workload(shape, 4, 64, 2, world_size=size)
+        ledger = DeviceLedger(None)
+        held = ExchangedSum(World(size=size), num_values, wire, ledger, 1)
+        tensors = [value for value in vars(held).values() if isinstance(value, torch.Tensor)]
+        assert ledger.held_bytes == sum(tensor.nbytes for tensor in tensors)
+        if num_values < EXCHANGE_PARAMETERS:
+            assert ledger.held_bytes <= exchange_bytes(work)
+            assert wire != torch.float32 or ledger.held_bytes == exchange_bytes(work)
+        else:
+            assert ledger.held_bytes <= 14 * 2**20
+
+
+def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, tmp_path, tmp_path, 1)
+    assert exchange_bytes(Workload(model_shape(job.spec.model.transformer, "bfloat16"), 4, 64, 2)) == 0

@@ -1,0 +1,390 @@
+"""The step loop's own decisions, with a model of one parameter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.no_techniques import NoTechniques
+from spillway.errors import NonFinite, Preempted
+from spillway.metrics import Phase
+from spillway_trainer.checkpoint_directory import CheckpointNotWritten
+from spillway_trainer.data import Batch
+from spillway_trainer.loss_scale import LossScale, ScaleRule
+from spillway_trainer.ranks import ONE_RANK, World
+from spillway_trainer.recorder import Recorder
+from spillway_trainer.schedule import LearningRate
+from spillway_trainer.segments import Position
+from spillway_trainer.trainer import (
+    LoopSettings,
+    Progress,
+    Run,
+    StopRequest,
+    Stopwatch,
+    clip_factor_of,
+    train,
+)
+
+
+class OneWeight(nn.Module):
+    """loss = weight x number of tokens / num_tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        return self.weight * tokens_BT.numel() / num_tokens
+
+
+class CountingOptimizer:
+    """Reports the norms it is given, and what the loop asked for."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms, self.calls, self.begun = norms, list[tuple[Any, ...]](), list[float]()
+
+    def arrived(self) -> Collection[str]:
+        return ()
+
+    def gradients(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def norm(self) -> float:
+        return self.norms.pop(0) if self.norms else 1.0
+
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        self.begun.append(gradient_scale)
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self.calls.append(("step", learning_rate, gradient_scale))
+
+    def skip(self) -> None:
+        self.calls.append(("skip",))
+
+    def flush(self) -> None:
+        self.calls.append(("flush",))
+
+
+class NumberedBatches:
+    """Sample i is a sequence of four tokens i; remembers which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def batch(self, samples: range) -> Batch:
+        self.asked += samples
+        tokens = torch.tensor([[sample] * 4 for sample in samples])
+        return Batch(tokens, tokens, tokens.numel())
+
+    def num_unmasked(self, samples: range) -> int:
+        return 4 * len(samples)
+
+    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+        yield Batch(torch.zeros(1, 4), torch.zeros(1, 4), 4)
+
+
+class ListedCheckpoints:
+    def __init__(self, refuse: bool = False) -> None:
+        self.steps: list[int] = []
+        self.refuse = refuse
+
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        if self.refuse:
+            raise CheckpointNotWritten("the disk is full")
+        self.steps.append(progress.step)
+        return 1, 0.0
+
+
+class Loop:
+    """A run whose parts can be looked at."""
+
+    def __init__(
+        self,
+        path: Path,
+        norms: list[float] | None = None,
+        refuse: bool = False,
+        loss_scale: LossScale | None = None,
+        loss: float | None = None,
+        **settings: Any,
+    ) -> None:
+        self.optimizer = CountingOptimizer(norms or [])
+        self.batches = NumberedBatches()
+        self.checkpoints = ListedCheckpoints(refuse)
+        self.progress, self.stop = Progress(), StopRequest()
+        defaults: dict[str, Any] = {
+            "num_steps": 5, "micro_batch_size": 2, "num_micro_batches": 3, "gradient_clipping": None,
+            "skip_non_finite": True, "checkpoint_every": 2, "evaluate_every": 0, "evaluation_batches": 1,
+        }  # fmt: skip
+        self.settings = LoopSettings(**{**defaults, **settings})
+        self.run = Run(
+            model=OneWeight() if loss is None else Loss(loss),
+            loss_scale=loss_scale or LossScale(),
+            optimizer=self.optimizer,  # type: ignore[arg-type]
+            techniques=NoTechniques(),
+            position=Position(0),
+            batches=self.batches,  # type: ignore[arg-type]
+            learning_rate=LearningRate("Constant", 0.5, 5),
+            checkpoints=self.checkpoints,
+            recorder=Recorder(path / "run.jsonl"),
+        )
+
+    def train(self) -> None:
+        train(self.run, self.settings, self.progress, self.stop)
+
+
+def test_every_sample_is_consumed_once_and_in_order(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.train()
+    assert loop.batches.asked == list(range(5 * 2 * 3))
+    assert loop.progress == Progress(step=5, samples=30)
+
+
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.train()
+    assert loop.checkpoints.steps == [2, 4, 5]
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_default(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[1.0, math.inf], num_steps=2)
+    loop.train()
+    assert loop.optimizer.calls == [("step", 0.5, 1.0), ("skip",), ("flush",)]
+
+
+@pytest.mark.parametrize(
+    ("evaluate_every", "expected"),
+    [(0, ["step", "step", "flush", "step", "flush"]), (3, ["step", "step", "flush", "step", "flush", "flush"])],
+)
+def test_an_update_is_awaited_by_checkpoints_and_evaluations_and_by_no_other_step(
+    evaluate_every: int, expected: list[str], tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, num_steps=3, checkpoint_every=2, evaluate_every=evaluate_every)
+    loop.train()
+    assert [name for name, *_ in loop.optimizer.calls] == expected
+
+
+def test_a_step_that_is_not_finite_ends_the_run_when_asked(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[1.0, math.nan], skip_non_finite=False)
+    with pytest.raises(NonFinite, match="step 2"):
+        loop.train()
+    assert loop.progress.step == 1
+
+
+SCALED = ScaleRule(1024.0, growth_interval=1, minimum=256.0)
+
+
+class Loss(OneWeight):
+    """Whose losses are told."""
+
+    def __init__(self, loss: float) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.weight.sum() * 0.0 + self.loss
+
+
+def test_the_update_takes_the_loss_scale_out_and_the_norm_has_none(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, [1024.0, 8192.0], num_steps=2, gradient_clipping=2.0, loss_scale=LossScale(SCALED))
+    loop.train()
+    assert loop.optimizer.begun == [1 / 1024, 1 / 2048]
+    assert loop.optimizer.calls[:2] == [("step", 0.5, 1 / 1024), ("step", 0.5, 2.0 / (4.0 + 1e-6) / 2048)]
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_gradients_that_overflow_in_float16_are_left_out_whatever_the_policy(
+    skip_non_finite: bool, tmp_path: Path
+) -> None:
+    scale = LossScale(SCALED)
+    loop = Loop(tmp_path, [math.inf, 1.0], num_steps=2, skip_non_finite=skip_non_finite, loss_scale=scale)
+    loop.train()
+    assert loop.optimizer.calls == [("skip",), ("step", 0.5, 1 / 512), ("flush",)]
+    assert scale.value == 1024.0, "halved, and doubled again"
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
+    skip_non_finite: bool, tmp_path: Path
+) -> None:
+    scale = LossScale(SCALED)
+    loop = Loop(tmp_path, [math.nan], num_steps=1, skip_non_finite=skip_non_finite, loss_scale=scale, loss=math.nan)
+    if skip_non_finite:
+        loop.train()
+        assert (loop.optimizer.calls[0], scale.value) == (("skip",), 512.0)
+    else:
+        with pytest.raises(NonFinite, match="step 1: loss nan"):
+            loop.train()
+
+
+@pytest.mark.parametrize("skip_non_finite", [True, False])
+def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite: bool, tmp_path: Path) -> None:
+    norms, scale = [math.inf] * 3, LossScale(SCALED)
+    loop = Loop(tmp_path, norms, skip_non_finite=skip_non_finite, loss_scale=scale, checkpoint_every=100)
+    with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16") as ended:
+        loop.train()
+    assert "lossScale.minimum" in str(ended.value)
+    assert "learning rate" not in str(ended.value), "nobody knows that it is at fault"
+    assert loop.optimizer.calls == [("skip",), ("skip",)]
+
+
+@pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller one is tr")])
+def test_the_end_at_a_scale_of_1_says_what_is_known_and_offers_no_smaller_scale(
+    loss: float, said: str, tmp_path: Path
+) -> None:
+    scale = LossScale(ScaleRule(1.0, 2000, 1.0))
+    with pytest.raises(NonFinite, match=f"at the least loss scale, 1: {said}.*compute: bfloat16") as ended:
+        Loop(tmp_path, [math.inf], loss_scale=scale, loss=loss).train()
+    assert "lossScale.minimum" not in str(ended.value)
+
+
+def test_the_clip_factor_reaches_the_optimizer(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[8.0], num_steps=1, gradient_clipping=2.0)
+    loop.train()
+    assert loop.optimizer.calls[0] == ("step", 0.5, 2.0 / (8.0 + 1e-6))
+
+
+@pytest.mark.parametrize(("norm", "limit", "factor"), [(0.5, 1.0, 1.0), (4.0, None, 1.0), (4.0, 1.0, 1 / 4.000001)])
+def test_clip_factor_never_grows_gradients(norm: float, limit: float | None, factor: float) -> None:
+    assert clip_factor_of(norm, limit) == factor
+
+
+def test_a_step_records_what_all_threads_of_the_process_took_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100, 3))
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    Loop(tmp_path, num_steps=2).train()
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [event["cpu_seconds"] for event in events if event["event"] == "step"] == [3.0, 3.0]
+
+
+def test_a_stop_request_commits_the_step_under_way_and_ends_as_preempted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, checkpoint_every=100)
+    loop.stop.requested = True
+    with pytest.raises(Preempted) as stopped:
+        loop.train()
+    assert loop.checkpoints.steps == [1]
+    assert stopped.value.details == {"savedStep": 1}
+
+
+def test_a_stop_request_in_the_last_step_is_completion(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=1)
+    loop.stop.requested = True
+    loop.train()
+    assert loop.checkpoints.steps == [1]
+
+
+class TwoRanks:
+    """The other rank always says the same as this one."""
+
+    world = World(rank=0, size=2)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values), list(values)]
+
+
+class StoppingBatches(NumberedBatches):
+    """SIGTERM comes in the middle of an evaluation."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+        self.stop.requested = True
+        return super().evaluation_batches(micro_batch_size, max_batches)
+
+
+class StoppingCheckpoints(ListedCheckpoints):
+    """SIGTERM comes while a checkpoint is written."""
+
+    def __init__(self, stop: StopRequest, refuse: bool = False) -> None:
+        super().__init__(refuse)
+        self.stop = stop
+
+    def commit(self, progress: Progress) -> tuple[int, float]:
+        self.stop.requested = True
+        return super().commit(progress)
+
+
+@pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
+def test_a_stop_request_in_an_evaluation_costs_no_further_step(tmp_path: Path, ranks: Any) -> None:
+    loop = Loop(tmp_path, evaluate_every=2, checkpoint_every=100)
+    loop.run = replace(loop.run, batches=StoppingBatches(loop.stop), ranks=ranks)  # type: ignore[arg-type]
+    with pytest.raises(Preempted):
+        loop.train()
+    assert loop.checkpoints.steps == [2]
+
+
+@pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
+def test_a_stop_request_while_a_checkpoint_is_written_ends_with_that_checkpoint(tmp_path: Path, ranks: Any) -> None:
+    loop = Loop(tmp_path, checkpoint_every=2)
+    checkpoints = StoppingCheckpoints(loop.stop)
+    loop.run = replace(loop.run, checkpoints=checkpoints, ranks=ranks)
+    with pytest.raises(Preempted) as stopped:
+        loop.train()
+    assert (checkpoints.steps, stopped.value.details) == ([2], {"savedStep": 2})
+
+
+def test_a_stop_request_while_a_checkpoint_is_refused_takes_the_next_one(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, checkpoint_every=2)
+    loop.run = replace(loop.run, checkpoints=StoppingCheckpoints(loop.stop, refuse=True))
+    with pytest.raises(CheckpointNotWritten):  # that of step 3: a stop without a checkpoint is none
+        loop.train()
+    assert loop.progress.step == 3
+
+
+@pytest.fixture
+def listening() -> Iterator[StopRequest]:
+    stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
+    stop.listen()
+    yield stop
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_in_training_waits_for_the_end_of_the_step(listening: StopRequest) -> None:
+    listening.wait_for_step()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert listening.requested
+
+
+def test_sigterm_before_training_ends_the_attempt_at_once(listening: StopRequest) -> None:
+    with pytest.raises(Preempted, match="before training went on"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=3, refuse=True)
+    with pytest.raises(CheckpointNotWritten):  # the last one is not optional
+        loop.train()
+    assert loop.progress.step == 3
+    assert "checkpoint_missed" in (tmp_path / "run.jsonl").read_text()
+
+
+def test_evaluation_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=1, evaluate_every=1)
+    loop.train()
+    assert loop.run.model.training
+    assert '"event": "evaluation"' in (tmp_path / "run.jsonl").read_text()
+
+
+def test_waiting_is_taken_out_of_the_phase_it_fell_into() -> None:
+    waited = iter([0.0, 0.0, 1e6])
+    watch = Stopwatch(lambda: next(waited))
+    next(waited)
+    with watch.phase(Phase.FORWARD):
+        pass
+    assert watch.seconds[Phase.WAIT] == 1e6
+    assert watch.seconds[Phase.FORWARD] < 0
