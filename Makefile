@@ -1,4 +1,4 @@
-# `make demo` or `make test` alone is enough on a fresh machine with Python 3.11+, make and g++.
+# `make demo` or `make test` alone is enough on a fresh machine with Python 3.11+ and make.
 PYTHON ?= python3
 TOOLS  := .tools
 UV     := $(TOOLS)/bin/uv
@@ -6,7 +6,7 @@ RUN    := .venv/bin/
 OUTPUT ?= demo
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help env demo test check format crds faults bench cluster-up cluster-down cluster-status images clean
+.PHONY: help env demo test test-ci test-cluster test-all check format crds bench cluster-up cluster-down cluster-status images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -26,8 +26,23 @@ env: .venv/.in-step ## .venv from the lock file, native library built
 demo: env ## from nothing to a finished training run under a memory budget (OUTPUT=demo)
 	$(RUN)spillway demo --output $(OUTPUT)
 
-test: env ## every test that runs on this machine; the long sweeps reduced
-	$(RUN)pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
+# A worker a core, a file a worker; whatever is left running at the end, or at Ctrl-C, is ended (hack/supervised.py).
+SUPERVISED := $(RUN)python hack/supervised.py
+PYTEST     := $(RUN)pytest --durations 20 $(ARGS)
+PARALLEL   := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+test: env ## minutes: any user, no cluster, no compiler (ARGS="-k lanes tests/parity" for some of it)
+	$(SUPERVISED) $(PYTEST) $(PARALLEL)
+
+test-ci: env ## the same tests and more, deeper: real processes, sanitizers, ranks; what CI runs besides the cluster's
+	SPILLWAY_DEPTH=ci $(SUPERVISED) $(PYTEST) $(PARALLEL)
+
+test-cluster: env ## on a real Kubernetes that it boots and removes; root on Linux
+	SPILLWAY_DEPTH=$${SPILLWAY_DEPTH:-ci} $(SUPERVISED) $(PYTEST) tests/cluster
+
+test-all: env ## everything and every sweep in full, on the cluster, too: hours
+	SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) $(PARALLEL)
+	SPILLWAY_DEPTH=all $(MAKE) --no-print-directory test-cluster
 
 check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)ruff check .
@@ -45,10 +60,8 @@ crds: env ## crds/*.yaml from api.py
 	$(RUN)python -m spillway.crd
 	$(RUN)python charts/chart_files.py
 
-faults: env ## the long sweeps in full: kills, faults, lost nodes, releases, 4,800 cells of streamed models
-	SPILLWAY_SWEEPS=full $(RUN)pytest tests/faults tests/local tests/unit/spillway_operator/on_a_cluster_model/test_crashes.py tests/unit/spillway/test_fuzzed_jobs.py tests/parity/model_spill/test_model_spill.py tests/parity/parallel/test_zero.py tests/parity/parallel/test_fsdp.py tests/cluster
-
 bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, and with 1,000 jobs; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last)
+	SPILLWAY_DEPTH=ci $(PYTEST) tests/unit/benchmarks
 	@mkdir -p build/bench
 	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill placement lying_metrics operator_scale; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 

@@ -1,0 +1,97 @@
+"""python hack/supervised.py COMMAND …: run it, and leave nothing of it behind, however it ends.
+
+Every process that COMMAND starts, in whatever session, is a descendant of this one, which takes over orphans
+(PR_SET_CHILD_SUBREAPER). SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to COMMAND as SIGINT, once; it gets
+GRACE_SECONDS to end, less after a second one. Then what is left is killed, and a test bed that was not there before is
+taken down. The exit code is COMMAND's; 1 where it succeeded and left processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from testbed import bed
+from testbed.layout import state
+from testbed.processes import kill, start_ticks_of
+
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_SECONDS, SHORT_GRACE_SECONDS = 60.0, 1.0
+POLL_SECONDS = 0.05
+
+
+def main(command: list[str]) -> int:
+    if not command:
+        sys.exit(__doc__)
+    if sys.platform != "linux":
+        return subprocess.run(command, check=False).returncode
+    assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    had_bed = bed.runs(state())
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: signals.append(received))
+    child = subprocess.Popen(command, start_new_session=True)
+    code = _wait(child, signals)
+    left = _end_all()
+    if not had_bed and state().machine.exists():
+        bed.down(state())
+    if signals:
+        return 128 + signals[0]
+    for line in left:
+        print(f"supervised: left running and killed: {line}", file=sys.stderr)
+    return code or (1 if left else 0)
+
+
+def _wait(child: subprocess.Popen[bytes], signals: list[int]) -> int:
+    """The child's exit code; 137 where it did not end in time after a signal."""
+    passed_on, deadline = 0, float("inf")
+    while child.poll() is None:
+        if len(signals) > passed_on:
+            if not passed_on:
+                child.send_signal(signal.SIGINT)
+            passed_on = len(signals)
+            deadline = time.monotonic() + (GRACE_SECONDS if passed_on == 1 else SHORT_GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            return 137
+        time.sleep(POLL_SECONDS)
+    return child.returncode
+
+
+def _end_all() -> list[str]:
+    """Kill all descendants, those too that they start meanwhile; their command lines."""
+    left = {}
+    while living := _descendants(os.getpid()):
+        for pid in living:
+            ticks = start_ticks_of(pid)
+            if ticks is not None:
+                left[pid, ticks] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+                kill(pid, ticks)
+        while True:  # bury them
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                break
+    return [line for line in left.values() if line]
+
+
+def _descendants(pid: int) -> list[int]:
+    """Living ones, children before their own."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in task.read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *_descendants(child)]
+    return [child for child in found if start_ticks_of(child) is not None]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
