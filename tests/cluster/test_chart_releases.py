@@ -3,8 +3,8 @@
 The earlier chart is frozen in tests/fixtures/chart-0.0.9; its CRD lacks `spec.lifecycle.stallSeconds` and a few status
 fields, and its roles a right. Both charts run the operator of this checkout: no image of an earlier one is kept.
 
-In `make test` Helm 4 goes with fake pods; under SPILLWAY_SWEEPS=full Helm 3 and Helm 4 go with trainers on the real
-kubelet, and through ten upgrades and ten rollbacks each.
+In `make test-cluster` Helm 4 goes with fake pods; under SPILLWAY_DEPTH=all Helm 3 and Helm 4 go with trainers on
+the real kubelet, and through ten upgrades and ten rollbacks each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.depth import FULL
 from harness.installed import (
     CHART,
-    FULL,
     LONG,
     RELEASE,
     SYSTEM_NAMESPACE,
@@ -298,13 +298,13 @@ def life(request: pytest.FixtureRequest, testbed: Bed, operator_image: OperatorI
     finally:
         Release(testbed, request.param, Path()).uninstall()
         install(testbed, operator_image)
-    reduced = "" if FULL else "; reduced, SPILLWAY_SWEEPS=full runs ten of each, with trainers and with Helm 3, too"
+    reduced = "" if FULL else "; reduced, SPILLWAY_DEPTH=all runs ten of each, with trainers and with Helm 3, too"
     with_ = "trainers and fake pods" if FULL else "fake pods"
     print(f"\n{request.param}: {ROUNDS} upgrades and rollbacks over {with_} in {found.seconds:.0f} s{reduced}")
     return found
 
 
-def test_upgrade_rollback_uninstall_and_installing_again_start_no_attempt_and_end_none(life: Life) -> None:
+def test_upgrade_rollback_and_reinstall_start_and_end_no_attempt(life: Life) -> None:
     first = life.stages["earlier chart"]
     for stage, jobs in life.stages.items():
         assert jobs.keys() == first.keys(), stage
@@ -322,15 +322,15 @@ def test_every_job_keeps_its_state_through_all_of_it(life: Life) -> None:
 
 def test_training_goes_on_under_every_chart_and_without_one(life: Life) -> None:
     if TRAINS not in life.stages["earlier chart"]:
-        pytest.skip("fake pods only; SPILLWAY_SWEEPS=full has trainers here, too")
+        pytest.skip("fake pods only; SPILLWAY_DEPTH=all has trainers here, too")
     heard = [jobs[TRAINS].step for stage, jobs in life.stages.items() if not stage.startswith("without CRDs")]
     later = [step for stage, step in zip(life.stages, heard, strict=False) if stage != "uninstalled"]
     assert sorted(set(later)) == later, heard
 
 
-def test_a_job_that_ends_while_there_is_no_operator_is_complete_once_there_is_one(life: Life) -> None:
+def test_job_that_ends_without_an_operator_is_complete_once_one_is_back(life: Life) -> None:
     if ENDS not in life.stages["earlier chart"]:
-        pytest.skip("fake pods only; SPILLWAY_SWEEPS=full has trainers here, too")
+        pytest.skip("fake pods only; SPILLWAY_DEPTH=all has trainers here, too")
     assert life.stages["uninstalled"][ENDS].state == "Running", "nobody was there to say more"
     assert life.stages["installed again"][ENDS].state == "Complete"
 
@@ -352,7 +352,8 @@ def test_an_operator_whose_crd_lacks_its_fields_does_not_write_for_ever(life: Li
     assert {stage: writes for stage, writes in life.writes_when_quiet.items() if writes} == {}
 
 
-def test_uninstall_leaves_crds_jobs_and_the_certificate_that_running_trainers_trust(life: Life) -> None:
+def test_uninstall_leaves_only_the_crds_and_the_certificate(life: Life) -> None:
+    """Running trainers trust the certificate."""
     crds = {("CustomResourceDefinition", "", name) for name in CRDS}
     assert life.left == crds | {("Secret", SYSTEM_NAMESPACE, CERTIFICATE)}
 

@@ -132,9 +132,7 @@ def test_a_job_that_somebody_suspends_or_empties_is_not_left_so(spillway: Instal
 # --- forged -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_strangers_children_are_left_alone_and_the_job_starts_when_they_are_gone(
-    spillway: Installed, namespace: str
-) -> None:
+def test_foreign_children_are_left_alone_and_the_job_starts_once_they_go(spillway: Installed, namespace: str) -> None:
     foreign = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "taken-1", "namespace": namespace}}
     spillway.bed.apply(foreign)
     image = {"containers": [{"name": "a", "image": "a"}], "restartPolicy": "Never", "tolerations": [KWOK_TOLERATION]}
@@ -210,9 +208,7 @@ def test_deletion_leaves_nothing_but_the_checkpoint_claim(spillway: Installed, n
     assert [claim["metadata"]["name"] for claim in spillway.bed.get("pvc", "-n", namespace)["items"]] == ["kept"]
 
 
-def test_children_that_were_orphaned_are_in_the_way_of_a_namesake_until_somebody_removes_them(
-    spillway: Installed, namespace: str
-) -> None:
+def test_orphaned_children_block_a_namesake_until_they_are_removed(spillway: Installed, namespace: str) -> None:
     running(spillway, steady(namespace, "orphans"))
     spillway.bed.kubectl("delete", "tjob", "orphans", "-n", namespace, "--cascade=orphan")
     pods = uids(spillway, "pods", namespace, "orphans")
@@ -244,9 +240,7 @@ def test_a_namesake_made_at_once_takes_nothing_of_the_job_before(spillway: Insta
     assert directory.endswith(f"again-{after['metadata']['uid'][:8]}"), "never that of the stranger before"
 
 
-def test_a_namespace_ends_with_jobs_in_it_and_the_operator_goes_on_with_the_others(
-    spillway: Installed, namespace: str
-) -> None:
+def test_namespace_with_jobs_can_be_deleted_while_other_jobs_go_on(spillway: Installed, namespace: str) -> None:
     doomed = f"{namespace}-doomed"
     spillway.bed.kubectl("create", "namespace", doomed)
     spillway.bed.kubectl("wait", "--for=create", "serviceaccount/default", "-n", doomed, "--timeout=30s")

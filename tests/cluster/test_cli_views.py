@@ -131,7 +131,7 @@ def test_doctor_leaves_nothing_behind(spillway: Installed, namespace: str) -> No
     assert created <= {"pods", "serviceaccounts", "configmaps", "events"}, created
 
 
-def test_a_node_is_measured_by_a_job_and_its_profile_is_written_and_written_again(
+def test_node_is_measured_by_a_job_and_rewriting_its_profile_keeps_edits(
     spillway: Installed, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile of a node that KWOK plays is written: one of the real node would change other tests' plans."""

@@ -43,7 +43,7 @@ def test_the_server_accepts_the_file(testbed: Bed, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_every_constraint_accepts_at_its_edge_and_refuses_beyond_in_words_that_help(
+def test_constraints_accept_their_edge_and_reject_beyond_with_clear_errors(
     server: Server, kind: Kind, eventually: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     eventually(f"{kind.plural} are served", lambda: server.request("GET", server.path(kind), None)[0] == 200, 30)

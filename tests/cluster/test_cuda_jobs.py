@@ -36,9 +36,7 @@ def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Install
     assert "Cuda" in failed["message"] or "CUDA" in failed["message"], failed
 
 
-def test_more_devices_than_are_free_stay_pending_with_the_schedulers_reason(
-    spillway: Installed, namespace: str
-) -> None:
+def test_job_pends_with_the_schedulers_reason_when_too_few_gpus_are_free(spillway: Installed, namespace: str) -> None:
     """Another pod holds three of the node's four devices."""
     spillway.bed.apply(holder(namespace, devices=3))
     spillway.bed.kubectl("wait", "--for=condition=Ready", "pod/holder", "-n", namespace, "--timeout=30s")

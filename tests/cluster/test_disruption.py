@@ -2,7 +2,7 @@
 
 The lost node is `node-1`, a second containerd and kubelet on this machine in a mount namespace and cgroups of their own
 (hack/testbed/second_node.py). Its kubelet is killed with kill -9 and its containers live on: they are the zombies.
-The next attempt runs on `node-0`, on the same claim. Reduced in `make test`; SPILLWAY_SWEEPS=full runs all of it.
+The next attempt runs on `node-0`, on the same claim. Reduced in `make test-cluster`; SPILLWAY_DEPTH=all runs all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.installed import FULL, LONG, WANTED, Document, Installed, changed, example, long_form, named, on_fake_nodes
+from harness.depth import FULL
+from harness.installed import LONG, WANTED, Document, Installed, changed, example, long_form, named, on_fake_nodes
 from spillway.errors import ExitCode
 from spillway.metrics import STEP, TIER_BYTES
 from spillway.retries import EVICTED, NODE_LOST, POD_DELETED
@@ -259,7 +260,7 @@ def assert_fenced(spillway: Installed, namespace: str, trial: Trial) -> str:
 
 def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Installed, namespace: str) -> None:
     spillway, moments = two_nodes, random.Random(SEED)
-    reduced = "" if FULL else " of 30 (SPILLWAY_SWEEPS=full)"
+    reduced = "" if FULL else " of 30 (SPILLWAY_DEPTH=all)"
     print(f"\n{TRIALS} trials{reduced}, {AT_ONCE} jobs a lost node, seed {SEED}")
     trials: list[Trial] = []
     # Whether two trainers are alive at once is up to chance, in three trials of four.
@@ -394,7 +395,7 @@ def delete_and_see(spillway: Installed, namespace: str, name: str, folder: Path,
 def test_a_deleted_pod_commits_within_its_grace_and_is_no_failure(spillway: Installed, namespace: str) -> None:
     """Five deletions of each job: the pauses between attempts that are short in a row grow."""
     of_each, at_once = 5, 4 if FULL else 2
-    print(f"\n{DELETIONS} deletions{'' if FULL else ' of 100 (SPILLWAY_SWEEPS=full)'}, {at_once} jobs at once")
+    print(f"\n{DELETIONS} deletions{'' if FULL else ' of 100 (SPILLWAY_DEPTH=all)'}, {at_once} jobs at once")
     seen: list[Deleted] = []
     for first in range(0, DELETIONS // of_each, at_once):
         names = [f"taken-{number}" for number in range(first, min(first + at_once, DELETIONS // of_each))]
@@ -477,9 +478,7 @@ def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillw
 
 
 @long_form
-def test_a_drained_node_is_left_at_a_checkpoint_and_a_job_that_waits_is_left_alone(
-    two_nodes: Installed, namespace: str
-) -> None:
+def test_drain_checkpoints_a_running_job_and_leaves_a_waiting_one_alone(two_nodes: Installed, namespace: str) -> None:
     spillway, bed = two_nodes, two_nodes.bed
     with cordoned(bed, NODE):
         job, folder = on_claim(spillway, namespace, "drained", training__steps=LONG, checkpoint__everySteps=LONG)

@@ -112,9 +112,7 @@ for _ in range(200):
 """many small processes: the rank stays the largest, and that is the one that the kernel takes"""
 
 
-def test_out_of_memory_of_a_rank_alone_is_named_and_followed_by_a_larger_pod(
-    spillway: Installed, namespace: str
-) -> None:
+def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: Installed, namespace: str) -> None:
     """Process 1, the launcher, lives on: it ends the pod with the rank's code."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
     pod = running(spillway, namespace, job)

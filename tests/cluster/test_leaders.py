@@ -95,9 +95,7 @@ def test_a_leader_that_is_deleted_hands_over_and_progress_follows(spillway: Inst
     assert writes_beside_the_leader(spillway, since) == []
 
 
-def test_a_leader_that_stands_still_longer_than_its_lease_writes_nothing_when_it_goes_on(
-    spillway: Installed, namespace: str
-) -> None:
+def test_leader_paused_beyond_its_lease_writes_nothing_when_resumed(spillway: Installed, namespace: str) -> None:
     names = ["before", "meanwhile", "after"]
     first, since = spillway.leader(), spillway.bed.audit_position()
     process = spillway.bed.container_process(SYSTEM_NAMESPACE, first)

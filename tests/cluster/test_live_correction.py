@@ -81,7 +81,7 @@ def volumes(spillway: Installed, namespace: str, volume: Path) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("volumes")
-def test_activations_move_to_host_memory_when_a_neighbour_takes_the_spill_volume(
+def test_activations_move_to_host_when_a_neighbour_fills_the_spill_volume(
     spillway: Installed, namespace: str, volume: Path, eventually: Callable[..., None]
 ) -> None:
     checkpoints = spillway.bed.claim(CLAIM, namespace)

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from fakes.crash_proxy import Crash, CrashProxy
+from harness.depth import FULL
 from harness.installed import (
-    FULL,
     OPERATOR_USER,
     RELEASE,
     SYSTEM_NAMESPACE,
@@ -45,7 +45,7 @@ WRITES_OF_A_START = 5
 MANY_JOBS = 100
 LARGEST_RESIDENT_BYTES = 120_000_000
 STEADY_SECONDS = {"reduced": 60, "full": 600}
-"""SPILLWAY_SWEEPS=full, as in `make faults`"""
+"""SPILLWAY_DEPTH=all, as in `make test-all`"""
 SWEEPS = "full" if FULL else "reduced"
 CONTAINER_KILLS = {"reduced": 20, "full": 200}
 CONTAINER_CONVERGENCE_SECONDS = {"reduced": 30.0, "full": 10.0}
@@ -243,9 +243,7 @@ def served(spillway: Installed, namespace: str, names: set[str]) -> bool:
     )
 
 
-def test_a_container_that_is_killed_again_and_again_takes_its_lease_back_and_converges(
-    spillway: Installed, namespace: str
-) -> None:
+def test_repeatedly_killed_container_retakes_its_lease_and_converges(spillway: Installed, namespace: str) -> None:
     """Jobs begin and are deleted before each kill and while no operator runs."""
     kills, rng = CONTAINER_KILLS[SWEEPS], random.Random(SEED)
     seconds: list[float] = []

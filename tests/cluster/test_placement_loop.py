@@ -150,7 +150,7 @@ def describe(spillway: Installed, namespace: str, name: str) -> str:
     return shown
 
 
-def test_measured_memory_moves_the_next_job_and_the_reason_names_the_figure(
+def test_measured_memory_moves_the_next_job_and_the_reason_says_how_much(
     spillway: Installed, nodes: dict[str, NodeSeries], measured_bytes: int, namespace: str
 ) -> None:
     first, second = NODES

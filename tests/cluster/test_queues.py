@@ -194,7 +194,7 @@ def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
     assert (ended["status"]["attempts"]["total"], ended["status"]["attempts"]["restarts"]) == (2, 0)
 
 
-def test_a_suspended_job_gives_its_quota_back_and_says_when_the_queue_is_too_small_for_it(
+def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
     """The new attempt's Job is another one, and so is its Workload: it asks for what the new plan needs."""

@@ -210,9 +210,7 @@ def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_refusal_is_a_condition_with_the_servers_sentence_and_ends_when_its_cause_does(
-    seen: dict[str, Seen], case: str
-) -> None:
+def test_rejection_is_a_condition_with_the_server_message_until_resolved(seen: dict[str, Seen], case: str) -> None:
     refusing, job = CASES[case], seen[case].refused
     found = scheduled(job)
     assert (found.get("status"), found.get("reason")) == ("False", refusing.reason), job["status"]
@@ -238,9 +236,7 @@ def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, name
     assert pod["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "2"
 
 
-def test_a_namespace_that_enforces_the_strictest_pod_security_refuses_nothing(
-    spillway: Installed, namespace: str
-) -> None:
+def test_namespace_with_restricted_pod_security_rejects_nothing(spillway: Installed, namespace: str) -> None:
     """`restricted`, here of the newest version and with every volume and field that a job can ask for."""
     labels = (f"pod-security.kubernetes.io/{mode}-version=latest" for mode in ("enforce", "warn", "audit"))
     spillway.bed.kubectl("label", "namespace", namespace, *labels)

@@ -141,9 +141,7 @@ def test_no_field_of_a_pod_that_lets_it_out_can_be_given(spillway: Installed, sm
     print(f"\n{len(given)} ways out of the pod: all refused at admission, by path")
 
 
-def test_without_strict_validation_the_fields_are_dropped_before_they_are_stored(
-    spillway: Installed, smallest: Document
-) -> None:
+def test_without_strict_validation_escalating_fields_are_dropped(spillway: Installed, smallest: Document) -> None:
     given = [with_value(smallest, path, value) for path, value in ESCALATIONS.items()]
     *kept, plain = stored(tried(spillway.bed, [*numbered(given), smallest], "--validate=ignore", "-o", "json"))
     assert len(kept) == len(given)
@@ -193,9 +191,7 @@ def test_a_spec_that_is_too_long_as_a_whole_is_refused_by_a_condition(spillway: 
     assert spillway.children("job", namespace, "one-pod") == []
 
 
-def test_a_pod_with_everything_that_a_job_may_ask_for_is_restricted_and_has_no_api_token(
-    spillway: Installed, namespace: str
-) -> None:
+def test_pod_with_every_allowed_option_is_restricted_and_has_no_api_token(spillway: Installed, namespace: str) -> None:
     bed = spillway.bed
     bed.kubectl("create", "serviceaccount", "team", "-n", namespace)
     bed.kubectl("create", "secret", "generic", "keys", "--from-literal=token=x", "-n", namespace)
@@ -459,7 +455,7 @@ def least(spillway: Installed, operator_image: OperatorImage, namespace: str) ->
             bed.kubectl("delete", "namespace", own, "--wait=false")
 
 
-def test_with_roles_in_one_namespace_alone_a_job_runs_and_nothing_is_asked_in_vain(
+def test_job_runs_with_roles_in_one_namespace_and_no_request_is_denied(
     spillway: Installed, least: tuple[str, int], namespace: str
 ) -> None:
     own, since = least

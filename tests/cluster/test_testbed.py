@@ -285,7 +285,7 @@ def test_a_process_that_took_over_a_recorded_id_is_left_alone(tmp_path: Path) ->
         stranger.wait()
 
 
-def test_a_condition_that_a_dead_process_cannot_make_true_is_not_waited_for(tmp_path: Path) -> None:
+def test_wait_fails_early_when_the_process_it_depends_on_is_dead(tmp_path: Path) -> None:
     state = State(tmp_path)
     for folder in (state.logs, state.processes):
         folder.mkdir()

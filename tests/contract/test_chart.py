@@ -35,7 +35,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 FULL_NAME = "demo-spillway"
 MAX_CONFIG_MAP_BYTES = 2**20
 
-pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not HELMS, reason=NO_HELM)]
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
@@ -147,7 +147,7 @@ def test_two_operators_run_and_a_new_one_is_ready_before_an_old_one_goes(major: 
     assert operator_environment(rendered(major))["SPILLWAY_LEASE_NAME"] == FULL_NAME
 
 
-def test_a_drain_takes_one_of_two_operators_and_is_not_held_up_by_a_single_one(major: str) -> None:
+def test_disruption_budget_allows_one_eviction_and_is_absent_for_one_pod(major: str) -> None:
     budget = only(rendered(major), "PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1
     assert budget["selector"] == only(rendered(major), "Deployment")["spec"]["selector"]
@@ -267,7 +267,7 @@ def test_a_secret_of_the_users_is_mounted_and_none_is_made(major: str) -> None:
     assert tls["secret"]["secretName"] == "own-certificate"
 
 
-def test_without_progress_there_is_no_certificate_no_port_and_no_token_review(major: str) -> None:
+def test_disabling_progress_removes_certificate_port_and_token_reviews(major: str) -> None:
     objects = rendered(major, ("progress.enabled=false",))
     assert not of_kind(objects, "Secret")
     assert [port["name"] for port in only(objects, "Service")["spec"]["ports"]] == ["metrics"]
@@ -346,7 +346,7 @@ def test_with_watched_namespaces_the_same_rights_end_at_their_borders(major: str
     }
 
 
-def test_the_least_the_operator_can_do_with_is_one_role_in_one_namespace_and_its_lease(major: str) -> None:
+def test_minimal_operator_has_one_namespaced_role_and_one_for_its_lease(major: str) -> None:
     found = {
         (namespace, part): rules_of(role) for namespace, part, role in operator_roles(rendered(major, MATRIX["least"]))
     }
@@ -410,7 +410,7 @@ def test_monitors_are_made_on_request_with_the_labels_that_select_them(major: st
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_the_recording_rules_are_made_with_the_monitors_as_they_are_in_the_file(major: str) -> None:
+def test_recording_rules_come_with_the_monitors_and_equal_the_file(major: str) -> None:
     made = only(rendered(major, MATRIX["most"]), "PrometheusRule")
     assert made["metadata"]["labels"]["release"] == "prometheus"
     file = CHART / "files" / "rules" / "nodes.yaml"

@@ -52,7 +52,7 @@ def test_crds_holds_no_other_file() -> None:
 
 
 @each_kind
-def test_every_constraint_has_a_manifest_that_is_accepted_and_one_that_is_refused(kind: Kind) -> None:
+def test_every_constraint_has_an_accepted_and_a_rejected_manifest(kind: Kind) -> None:
     """The manifests meet a real API server in tests/cluster/test_crds_on_the_server.py."""
     tried = cases(kind)
     assert {case.constraint for case in tried if case.accepted} == set(constraints(kind))

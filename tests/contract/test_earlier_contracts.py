@@ -53,7 +53,7 @@ def test_this_version_and_the_one_before_have_a_fixture() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_running_attempt_of_an_earlier_operator_is_understood_and_left_alone(version: int) -> None:
+def test_running_attempt_of_an_older_operator_is_read_and_left_alone(version: int) -> None:
     files = read_contract(contract(version))
     assert files is not None
     assert (files.name, files.job.uid, files.job.num_nodes) == (f"{NAME}-1", UID, 2)
@@ -85,7 +85,7 @@ def newer(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["job", "plan"])
-def test_an_attempt_that_a_newer_operator_began_goes_on_and_the_status_says_what_is_the_matter(name: str) -> None:
+def test_attempt_of_a_newer_operator_runs_on_and_status_names_its_version(name: str) -> None:
     """After a rollback."""
     desired = running(contract(VERSIONS[-1], **{f"{name}_json": newer(name)}), generation=2)
     assert (desired.creates, desired.deletes) == ((), ())
@@ -95,14 +95,14 @@ def test_an_attempt_that_a_newer_operator_began_goes_on_and_the_status_says_what
     assert f"ConfigMap {NAME}-1: {name}.json has version 99, and this operator reads up to 1" in accepted["message"]
 
 
-def test_the_next_attempt_after_one_of_a_newer_operator_is_begun_with_a_number_of_its_own() -> None:
+def test_attempt_after_one_of_a_newer_operator_gets_the_next_number() -> None:
     unread = contract(VERSIONS[-1], job_json=newer("job"))
     ended = {"attempts": {"total": 1, "ended": 1}}
     desired = decide(observed(SPEC, status=ended, contracts=(unread,), claims=CLAIMS))
     assert desired.creates[0]["metadata"]["name"] == f"{NAME}-2"
 
 
-def test_a_report_of_a_newer_trainer_is_refused_with_the_versions_that_are_read() -> None:
+def test_report_of_a_newer_trainer_is_rejected_with_the_supported_versions() -> None:
     """The trainer goes on, says so in its log once, and its job is never taken for stalled."""
     report = json.loads(text(VERSIONS[-1], "progress"))
     report["spillway"]["version"] = 99

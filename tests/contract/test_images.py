@@ -67,7 +67,7 @@ def test_packages_come_from_the_lock_with_their_hashes(recipe: images.Recipe) ->
     assert "--require-hashes" in text
 
 
-def test_the_operator_is_built_without_a_compiler_and_the_trainer_shipped_without_one() -> None:
+def test_operator_build_and_final_trainer_image_contain_no_compiler() -> None:
     assert "g++" not in " ".join(instructions(images.RECIPES["operator"]))
     trainer = " ".join(instructions(images.RECIPES["trainer"]))
     assert "g++" not in trainer.rpartition("FROM ${BASE}")[2]

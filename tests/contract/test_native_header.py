@@ -122,7 +122,7 @@ def test_every_number_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("source", BENCHMARKS, ids=lambda source: source.name)
-def test_what_benchmarks_compile_against_the_header_compiles_without_a_warning(source: Path) -> None:
+def test_benchmark_sources_compile_against_the_header_without_warnings(source: Path) -> None:
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")

@@ -17,7 +17,7 @@ import yaml
 from harness.places import GOLDEN
 from harness.rendered_chart import HELMS, MATRIX, NAMESPACE, NO_HELM, Object, of_kind, only, rendered
 
-pytestmark = pytest.mark.skipif(not HELMS, reason=NO_HELM)
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not HELMS, reason=NO_HELM)]
 CHILDREN = GOLDEN / "children-two-pods.yaml"
 OPEN = ("networkPolicies.enabled=false",)
 PROMETHEUS = "prometheus.url=http://prometheus.monitoring.svc:9090"

@@ -71,6 +71,7 @@ LAUNCHES = [
 rule"""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("rule", "architecture", "moments", "gradient", "out", "aligned"), sorted(LAUNCHES))
 def test_an_update_rounds_every_operation_once(
     rule: UpdateRule, architecture: int, moments: str, gradient: str, out: str, aligned: bool
@@ -91,6 +92,7 @@ def test_an_update_rounds_every_operation_once(
         assert found["ld.global.v4.b32"] > 0, "sixteen bytes an access"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -63,7 +63,8 @@ class FakeApi:
     failures: list[Failure] = field(default_factory=list)
     review: Callable[[str], Object] = lambda _token: {"authenticated": False}
     """status of the TokenReview of a token"""
-    delay_seconds: float = 0.0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    """set; while it is cleared, requests arrive and nothing is answered"""
     deaf: bool = False
     """watches stay open and report nothing"""
     thinks: set[str] = field(default_factory=set)
@@ -77,6 +78,9 @@ class FakeApi:
     authorizations: list[str] = field(default_factory=list)
     _versions: Any = field(default_factory=lambda: itertools.count(1000))
     _watchers: list[tuple[str, str, dict[str, str], asyncio.Queue[Object]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     # --- what a test does ---
 
@@ -136,6 +140,7 @@ class FakeApi:
         try:
             yield self
         finally:
+            self.answers.set()
             await runner.cleanup()
 
     # --- what it answers ---
@@ -144,7 +149,7 @@ class FakeApi:
         path = request.path
         self.requests.append((request.method, path))
         self.authorizations.append(request.headers.get("Authorization", ""))
-        await asyncio.sleep(self.delay_seconds)
+        await self.answers.wait()
         failure = next((f for f in self.failures if f.method == request.method and f.path in path), None)
         if failure is not None:
             self.failures.remove(failure)

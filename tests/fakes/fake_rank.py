@@ -2,8 +2,9 @@
 
     python fake_rank.py DIRECTORY        {"0": {"wait": "SIGTERM", "end": 75}, "1": {"end": "SIGKILL"}}
 
-`wait`: "SIGTERM" (for it), "for ever" (SIGTERM is ignored), seconds. `end`: an exit code or a signal's name.
-`say`: its termination message. `print`: a line for its output. `orphan`: leave a process without a parent.
+`wait`: "SIGTERM" (for it), "for ever" (SIGTERM is ignored), "unready" (SIGTERM ends it), a number (until that rank has
+ended and the launcher knows). `end`: an exit code or a signal's name. `say`: its termination message. `print`: a line
+for its output. `orphan`: leave a process without a parent.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 STARTED = "started-{}"
+LONGEST_SECONDS = 600
+"""that a rank lives of which nobody takes care"""
 
 
 def main() -> None:
     directory, rank = Path(sys.argv[1]), os.environ["RANK"]
     script: dict[str, Any] = json.loads((directory / "script.json").read_text())
     mine = script.get(rank, {})
+    signal.alarm(LONGEST_SECONDS)
     if mine.get("wait") == "SIGTERM":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if mine.get("wait") == "for ever":
@@ -32,7 +36,8 @@ def main() -> None:
     if mine.get("orphan"):
         leave_an_orphan()
     begin(directory, rank, len(script))
-    wait(mine.get("wait", 0.0))
+    if "wait" in mine:
+        wait(directory, mine["wait"])
     if "say" in mine:
         Path(os.environ["SPILLWAY_TERMINATION_PATH"]).write_text(json.dumps(mine["say"]))
     end = mine.get("end", 0)
@@ -51,21 +56,27 @@ def begin(directory: Path, rank: str, num_ranks: int) -> None:
 
 
 def leave_an_orphan() -> None:
+    """It ends after its parent, which the pipe's other end tells."""
+    parent_lives, parents_end = os.pipe()
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
-            time.sleep(0.1)
+            os.close(parents_end)
+            os.read(parent_lives, 1)
         os._exit(0)
+    os.close(parents_end)
     os.waitpid(child, 0)
 
 
-def wait(what: str | float) -> None:
+def wait(directory: Path, what: str | int) -> None:
     if what == "SIGTERM":
         signal.sigwait({signal.SIGTERM})
-    elif what == "for ever":
-        time.sleep(600)
+    elif isinstance(what, int):
+        process = Path("/proc", str(json.loads((directory / STARTED.format(what)).read_text())["pid"]))
+        while process.exists():
+            time.sleep(0.01)
     else:
-        time.sleep(float(what))
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_power_cut_after_an_epoch_started_keeps_its_fence(tmp_path: Path) -> Non
         Epoch.start(tmp_path, 1)
 
 
-def test_full_disk_at_every_operation_of_a_commit_costs_only_that_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_at_any_operation_of_a_commit_costs_only_that_checkpoint(tmp_path: Path) -> None:
     def prepared(directory: Path) -> Epoch:
         epoch = Epoch.start(directory, 1)
         commit(epoch, 10)

@@ -56,7 +56,7 @@ def test_no_block_of_what_was_written_lies_in_the_file(tmp_path: Path) -> None:
     file.close()
 
 
-def test_equal_blocks_and_equal_writes_are_never_encrypted_to_the_same_bytes(tmp_path: Path) -> None:
+def test_equal_blocks_and_repeated_writes_never_encrypt_to_the_same_bytes(tmp_path: Path) -> None:
     file = opened(tmp_path)
     same = memory(4).fill_(7)
     found: Counter[bytes] = Counter()

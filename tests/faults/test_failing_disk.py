@@ -87,7 +87,7 @@ def test_a_disk_that_fails_at_any_write_changes_no_bit(
         assert faults["write_failed"] == (1 if full else 3)
 
 
-def test_memory_that_runs_out_after_a_failed_write_is_the_failure_of_that_write(laboratory: Laboratory) -> None:
+def test_out_of_memory_after_a_failed_write_is_reported_as_the_write_error(laboratory: Laboratory) -> None:
     model = Model()
     plan: MemoryPlan = ON_NVME.plan(model)
     tight = plan.model_copy(
@@ -112,7 +112,7 @@ def test_memory_that_runs_out_after_a_failed_write_is_the_failure_of_that_write(
 
 @pytest.mark.parametrize("good", [0, 7, 40])
 @pytest.mark.parametrize("full", [False, True], ids=["EIO", "ENOSPC"])
-def test_states_that_cannot_be_written_stay_in_host_memory_and_change_no_bit(good: int, full: bool) -> None:
+def test_states_that_cannot_be_written_stay_in_host_memory_bit_for_bit(good: int, full: bool) -> None:
     case = Case(torch.bfloat16, clipping=1.0)
     host, ledger, said = HostSlab(HOST_BYTES), DeviceLedger(None), list[str]()
     nvme = NvmeSlab(

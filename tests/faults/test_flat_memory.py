@@ -1,16 +1,16 @@
 """A step holds what the step before it held: host slab, spill file, device and bookkeeping, over 1,000 steps in
-`make faults`. Whatever leaks a byte or a record a step ends a run of days."""
+`make test-all`. Whatever leaks a byte or a record a step ends a run of days."""
 
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.depth import FULL
 from spillway.plan import ActivationPlan, Answer
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import Spilling
@@ -22,9 +22,8 @@ from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 NUM_STEPS = 1000 if FULL else 40
-REDUCED = "" if FULL else " (of 1,000 with SPILLWAY_SWEEPS=full)"
+REDUCED = "" if FULL else " (of 1,000 with SPILLWAY_DEPTH=all)"
 KIB = 1 << 10
 ANSWERS = (Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP)
 SAVED_BYTES = 3 * 4 * KIB

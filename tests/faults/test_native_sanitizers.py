@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from harness.depth import FULL
+from harness.native_builds import built
 from harness.places import ROOT
+
+pytestmark = pytest.mark.ci
 
 COMPILER = os.environ.get("CXX", "c++")
 
 
-IO_OPERATIONS = "1000000" if os.environ.get("SPILLWAY_SWEEPS") == "full" else "10000"
+IO_OPERATIONS = "1000000" if FULL else "10000"
 """with random faults, in io_test"""
 
 
@@ -44,11 +48,8 @@ def test_native_tests_pass_without_a_warning(tmp_path: Path, sanitizers: str) ->
             pytest.skip(f"{tool} is not installed: the C++ tests cannot be built")
     if sanitizers:
         check_that_it_links(tmp_path, sanitizers)
-    build = str(tmp_path / "build")
-    options = ["-DSPILLWAY_TESTS=ON", "-DSPILLWAY_WERROR=ON", f"-DSPILLWAY_SANITIZE={sanitizers}"]
-    run("cmake", "-S", str(ROOT), "-B", build, *options)
-    run("cmake", "--build", build, "--parallel", "2")
-    tests = sorted(Path(build, "csrc", "tests").glob("*_test"))
+    folder = built(COMPILER, [f"-DSPILLWAY_SANITIZE={sanitizers}"])
+    tests = sorted(folder.glob("*_test"))
     assert [test.name for test in tests] == sorted(path.stem for path in (ROOT / "csrc/tests").glob("*_test.cpp"))
     for test in tests:
         run(str(test), *([IO_OPERATIONS] if test.name == "io_test" else []))

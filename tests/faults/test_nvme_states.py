@@ -51,9 +51,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_step_fails_with_the_chunk_in_its_error_and_so_does_every_later_look_at_the_states(
-    fault: str, tmp_path: Path
-) -> None:
+def test_nvme_fault_fails_the_step_and_every_later_read_of_the_states(fault: str, tmp_path: Path) -> None:
     kind, code, words = FAULTS[fault]
     disk, case = Disk(fault), Case(torch.bfloat16, clipping=1.0)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)

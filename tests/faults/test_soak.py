@@ -1,5 +1,5 @@
 """The whole slab, on two real files, under one percent of faults of every kind: what comes back is what was written, or
-an error was raised. Reduced in `make test`, a million operations in `make faults`."""
+an error was raised. Reduced in `make test`, a million operations in `make test-all`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.depth import FULL
 from harness.places import ROOT
 from spillway.errors import SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
@@ -31,7 +32,6 @@ from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Buffer
 from spillway_trainer.tiers.nvme_slab import Kept, NvmeExtent, NvmeSlab, OpenFile, PlannedRates, Stored
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 NUM_OPERATIONS, SEED, FAULTY_PER_MILLION = (1_000_000 if FULL else 4_000), 1, 10_000
 PAGE, NUM_CONTENTS, NUM_EXTENTS = 4096, 16, 24
 KINDS = ("short", "interrupted", "eio", "enospc", "edquot", "flip", "delay")
@@ -40,7 +40,7 @@ REPORTED_EACH = 100_000
 SOURCE = Path(__file__).with_name("faulty_calls.c")
 HEADERS = ROOT / "csrc" / "include"
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("engine")]
 
 
 class FaultyCalls:
@@ -238,7 +238,7 @@ def test_a_soak_with_one_percent_of_faults_has_no_silent_error(
     soak = Soak(tmp_path, SEED, faulty_calls, engine, encrypts=encrypts)
     soak.run(NUM_OPERATIONS)
     soak.reopen()
-    reduced = "" if FULL else " (of 1,000,000 with SPILLWAY_SWEEPS=full, some 4 minutes of a core, 5 encrypted)"
+    reduced = "" if FULL else " (of 1,000,000 with SPILLWAY_DEPTH=all, some 4 minutes of a core, 5 encrypted)"
     print(f"\n{engine}{', encrypted' * encrypts}, seed {SEED}{reduced}: {soak.found()}")
     injected = faulty_calls.counts()
     assert min(injected.values()) > 0

@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.depth import FULL
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway_trainer import native, spill_file
 from spillway_trainer.io_engine import Direction, Failure, SystemCall, Transfer, system_call
 from spillway_trainer.spill_file import BLOCK_BYTES, Read, SpillFile, Write
 
 MIB = 1 << 20
-NUM_OPERATIONS, SEED = (1_000_000 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 10_000), 1
+NUM_OPERATIONS, SEED = (1_000_000 if FULL else 10_000), 1
 
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -397,9 +398,7 @@ def test_more_bytes_than_the_volume_has_are_refused_and_nothing_is_left(tmp_path
     assert (os.listdir(tmp_path), set(os.listdir("/proc/self/fd"))) == ([], open_files)
 
 
-def test_more_bytes_than_the_process_may_write_to_a_file_are_refused_and_nothing_is_left(
-    tmp_path: Path, open_files: set[str]
-) -> None:
+def test_file_larger_than_rlimit_fsize_is_rejected_and_leaves_nothing(tmp_path: Path, open_files: set[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
     try:
@@ -432,7 +431,7 @@ def test_an_allocation_that_fails_says_what_helps(
         opened(tmp_path)
 
 
-def test_a_volume_that_fills_up_during_allocation_is_refused_and_nothing_is_left(
+def test_volume_that_fills_during_allocation_is_rejected_and_cleaned_up(
     tmp_path: Path, open_files: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, offset: int, nbytes: int) -> None:

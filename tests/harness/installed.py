@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.depth import FULL
+from harness.patience import wait_until
 from testbed.bed import Wanted
 from testbed.client import Bed, Request
 from testbed.layout import PROMETHEUS, REPOSITORY
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-"""as in `make faults`"""
-long_form = pytest.mark.skipif(not FULL, reason="left out of the reduced form: SPILLWAY_SWEEPS=full runs it")
+long_form = pytest.mark.skipif(not FULL, reason="left out of the reduced form: SPILLWAY_DEPTH=all runs it")
 CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
 WANTED = Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
@@ -87,13 +85,15 @@ class Installed:
         self, what: Callable[[Document], bool], namespace: str, name: str, seconds: float = PAIR_SECONDS
     ) -> Document:
         """The job, once `what` holds of it."""
-        deadline = time.monotonic() + seconds
-        while True:
+        found: Document = {}
+
+        def reached() -> bool:
+            nonlocal found
             found = self.job(namespace, name)
-            if what(found):
-                return found
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s; status: {yaml.safe_dump(found['status'])}"
-            time.sleep(0.3)
+            return what(found)
+
+        wait_until(reached, why=lambda: yaml.safe_dump(found["status"]), seconds=seconds, pause=0.3)
+        return found
 
     def children(self, kind: str, namespace: str, name: str) -> list[Document]:
         found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
@@ -130,14 +130,16 @@ class Installed:
 
     def leader(self, seconds: float = 60.0, other_than: str = "") -> str:
         """Name of the pod that leads, once there is one."""
-        deadline = time.monotonic() + seconds
-        while True:
+        names: list[str] = []
+
+        def reached() -> bool:
+            nonlocal names
             holder = self.lease().get("holderIdentity")
             names = [pod["metadata"]["name"] for pod in self.operator_pods() if pod["metadata"]["uid"] == holder]
-            if names and names[0] != other_than:
-                return str(names[0])
-            assert time.monotonic() < deadline, f"no leader in {seconds:.0f} s: {self.lease()}\n{self.logs()}"
-            time.sleep(0.1)
+            return bool(names) and names[0] != other_than
+
+        wait_until(reached, why=lambda: f"no leader: {self.lease()}\n{self.logs()}", seconds=seconds, pause=0.1)
+        return names[0]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -157,10 +159,11 @@ class Installed:
         deployment = f"deployment/{RELEASE}"
         self.bed.kubectl("scale", deployment, "-n", SYSTEM_NAMESPACE, f"--replicas={replicas}")
         self.bed.kubectl("rollout", "status", deployment, "-n", SYSTEM_NAMESPACE, "--timeout=90s")
-        deadline = time.monotonic() + 60
-        while len(self.bed.get("pods", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE)["items"]) != replicas:
-            assert time.monotonic() < deadline, "pods of the operator that should be gone are there"
-            time.sleep(0.2)
+        wait_until(
+            lambda: len(self.bed.get("pods", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE)["items"]) == replicas,
+            why=lambda: "pods of the operator that should be gone are there",
+            pause=0.2,
+        )
         if replicas:
             self.leader()
 

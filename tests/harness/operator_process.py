@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness.patience import wait_until
 
 READY_SECONDS = 30.0
 
@@ -48,16 +49,17 @@ class OperatorProcess:
         return cls(process, log, health_port)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
+        def look() -> None:
             assert self.process.poll() is None, f"the operator ended with {self.process.returncode}: {self.tail()}"
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/readyz", timeout=1) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                time.sleep(0.1)
-        raise AssertionError(f"the operator was not ready in {READY_SECONDS:.0f} s: {self.tail()}")
+
+        wait_until(self.is_ready, look, self.tail, READY_SECONDS)
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/readyz", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def kill(self) -> None:
         """kill -9, by recorded id; nothing is flushed."""

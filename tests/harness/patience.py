@@ -6,9 +6,10 @@ was frozen, passes time without any of it being theirs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ LEAST_CPU_SECONDS = 0.5
 """in that time count as running: a thread that looks around every now and then does not"""
 LONGEST_LOOK_SECONDS = 1.0
 """that count between two looks: of more, whoever looks did not run either"""
+HANG_SECONDS = 120.0
+"""for what is waited for without a look at processes: far more than it takes on the busiest machine"""
+POLL_SECONDS = 0.01
 STOPPED = ("T", "t")
 """states of a process that somebody froze"""
 
@@ -52,6 +56,39 @@ class Patience:
         self._looked = now
         assert self._idle_seconds < IDLE_SECONDS, f"{self._waits_for}: none ran for {IDLE_SECONDS:.0f} s"
         assert taken.cpu_seconds < CPU_SECONDS, f"{self._waits_for}: took {CPU_SECONDS:.0f} CPU-seconds"
+
+
+def nothing() -> None:
+    """Where nothing but time tells that waiting is in vain."""
+
+
+def wait_until(
+    reached: Callable[[], object],
+    look: Callable[[], object] = nothing,
+    why: Callable[[], object] = nothing,
+    seconds: float = HANG_SECONDS,
+    pause: float = POLL_SECONDS,
+) -> None:
+    """Poll. `look` raises when what is waited for cannot come any more; `why` says what is there instead of it."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        look()
+        assert time.monotonic() < deadline, f"not reached in {seconds:.0f} s: {why() or ''}"
+        time.sleep(pause)
+
+
+async def until(
+    reached: Callable[[], object | Awaitable[object]],
+    look: Callable[[], object] = nothing,
+    why: Callable[[], object] = nothing,
+    seconds: float = HANG_SECONDS,
+) -> None:
+    """As `wait_until`, while the event loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not (await found if isinstance(found := reached(), Awaitable) else found):
+        look()
+        assert time.monotonic() < deadline, f"not reached in {seconds:.0f} s: {why() or ''}"
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def taken_by(pids: Iterable[int]) -> Taken:

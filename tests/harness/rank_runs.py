@@ -36,6 +36,8 @@ spec:
   checkpoint: {everySteps: 100}
 """
 LOOK_SECONDS = 1.0
+GATHERS = "this rank begins to wait for the others"
+"""a line of its log"""
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
 POST_VARIABLE = "TEST_POST_SECONDS"
@@ -159,6 +161,11 @@ def log_path(job: JobFile, rank: int) -> Path:
     return Path(job.output_directory) / f"rank-{rank}.{job.epoch}.log"
 
 
+def gathers(job: JobFile, rank: int) -> bool:
+    """Whether it waits for its peers, or has."""
+    return GATHERS in _text(log_path(job, rank))
+
+
 def termination_path(job: JobFile, rank: int) -> Path:
     return Path(job.output_directory) / f"rank-{rank}.{job.epoch}.json"
 
@@ -172,6 +179,13 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     from spillway_trainer import distributed, progress_client, run_job
     from spillway_trainer.__main__ import attempt, leave
 
+    meet = distributed.meet
+
+    def gather(*given: Any) -> Any:
+        print(GATHERS, flush=True)
+        return meet(*given)
+
+    distributed.meet = gather
     distributed.EXCHANGE_PARAMETERS = int(environment.get(BUCKET_VARIABLE, distributed.EXCHANGE_PARAMETERS))
     progress_client.POST_INTERVAL_SECONDS = float(environment.get(POST_VARIABLE, progress_client.POST_INTERVAL_SECONDS))
     train = run_job.train

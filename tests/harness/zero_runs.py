@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, cast
 from safetensors.torch import load_file
 
 from harness import local_runs, rank_runs
+from harness.patience import wait_until
 from harness.places import IMPORTABLE
 from spillway.api import parse_job
 from spillway.footprint import Strategy
@@ -157,10 +157,12 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
 def run_attempt(attempt: Attempt, job: JobFile) -> list[rank_runs.Ended]:
     started = rank_runs.start(job, plan_for(job, attempt))
     step = attempt.stop_at or attempt.kill_at or min(attempt.block_step, 1)
-    while step and max(rank_runs.losses(job), default=0) < step:
+
+    def look() -> None:
         assert any(process.is_alive() for process in started.processes.values()), [one.log for one in started.join()]
         started.look()
-        time.sleep(0.005)
+
+    wait_until(lambda: max(rank_runs.losses(job), default=0) >= step, look)
     if attempt.block_step:
         (Path(job.checkpoint_directory) / f"step-{attempt.block_step}.e{job.epoch}").mkdir()
     elif step:

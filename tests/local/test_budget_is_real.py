@@ -132,6 +132,7 @@ def job_file(job: TrainingJob, directory: Path, corpus: Path) -> JobFile:
     )
 
 
+@pytest.mark.ci
 def test_peak_rss_stays_within_device_and_host_budget(
     idle_bytes: int, corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ def test_peak_rss_stays_within_device_and_host_budget(
     assert above_idle <= allowed < plain_above_idle
 
 
+@pytest.mark.ci
 def test_plain_run_needs_more_than_twice_the_device_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
     plan = MemoryPlan.model_validate_json((write_run(tmp_path / "x", corpus, disabled=True) / "plan.json").read_text())
     assert plan.bytes[Tier.DEVICE].total > 2 * DEVICE_BYTES
@@ -198,6 +200,7 @@ def cgroup() -> Iterator[MemoryCgroup]:
     group.path.rmdir()
 
 
+@pytest.mark.ci
 def test_job_finishes_under_a_cgroup_limit_that_kills_the_plain_run(
     cgroup: MemoryCgroup, corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

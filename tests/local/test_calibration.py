@@ -8,15 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.local_runs import write_text
+from harness.patience import wait_until
 from spillway_cli.__main__ import run_app
 from spillway_cli.node_profile import read_profile
+
+pytestmark = pytest.mark.ci
 
 COMMAND = [sys.executable, "-m", "spillway_cli", "calibrate", "--quick"]
 JOB = """
@@ -126,17 +128,13 @@ def test_an_interrupted_command_says_so_and_writes_no_profile(tmp_path: Path) ->
         text=True, process_group=0,
     )  # fmt: skip
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while process.poll() is None and not children.read_text():
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None or children.read_text())
     (child,) = children.read_text().split()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75
     assert said.startswith("spillway: stopped") and len(said.splitlines()) == 1  # which of its sentences: that moment's
-    deadline = time.monotonic() + 60.0  # one that had just been started ends when it sees that we are gone
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
+    wait_until(lambda: not Path(f"/proc/{child}").exists())  # one just started ends when it sees that we are gone
     assert [*(tmp_path / "state").rglob("*.yaml")] == []
 
 

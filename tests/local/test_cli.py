@@ -139,7 +139,7 @@ def test_ckpt_ls_shows_the_kept_checkpoints(finished: Finished, capsys: pytest.C
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [6, 4]
 
 
-def test_run_goes_on_from_an_imported_export_of_itself_as_if_it_had_never_stopped(
+def test_run_resumes_from_its_own_imported_export_as_if_never_stopped(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
@@ -165,7 +165,7 @@ def test_run_goes_on_from_an_imported_export_of_itself_as_if_it_had_never_stoppe
     assert files[0] == files[1]
 
 
-def test_ckpt_import_refuses_a_directory_that_exists_and_leaves_none_behind(
+def test_ckpt_import_rejects_an_existing_directory_and_leaves_none_behind(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, job, _, _, _, claim, *_ = finished.arguments
@@ -224,6 +224,7 @@ def test_report_can_be_written_elsewhere(finished: Finished, tmp_path: Path) -> 
     assert "tiny" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 def test_stopped_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
     """SIGTERM in the middle: 75 and a checkpoint; the second invocation ends the job, each step trained once."""
     arguments = command(*make_job(tmp_path, steps=200, every=100), tmp_path / "out")

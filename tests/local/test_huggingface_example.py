@@ -11,6 +11,8 @@ import torch
 
 from harness.places import ROOT
 
+pytestmark = pytest.mark.ci
+
 EXAMPLE = ROOT / "examples" / "huggingface_spilling.py"
 TEXT = "It is a truth universally acknowledged that activations want room. " * 120
 STEPS = 3
@@ -49,9 +51,7 @@ def losses(model_directory: Path, folder: Path, *options: str) -> tuple[list[str
     return steps, last
 
 
-def test_the_example_spills_and_its_losses_are_those_of_a_run_that_keeps_everything(
-    model_directory: Path, tmp_path: Path
-) -> None:
+def test_example_spills_with_the_losses_of_a_run_that_keeps_everything(model_directory: Path, tmp_path: Path) -> None:
     spilled, said = losses(model_directory, tmp_path, "--keep-gib", "0")
     kept, said_of_kept = losses(model_directory, tmp_path, "--keep-gib", "4")
     assert len(spilled) == STEPS

@@ -6,18 +6,19 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness import local_runs
+from harness.depth import at
+from harness.patience import wait_until
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.checkpoint_manifest import Checkpoint
 
-TRIALS = 100 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 20
+TRIALS = at(2, 12, 100)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def test_sigterm_commits_and_exits_75_and_the_next_attempt_goes_on(reference: Re
 def test_sigterm_while_the_corpus_is_built_ends_the_attempt_at_once(reference: Reference, tmp_path: Path) -> None:
     job = local_runs.job_file(tmp_path, reference.text, tmp_path / "corpus", epoch=1)
     process = local_runs.start_attempt(job, local_runs.spread_plan())
-    wait_until(tmp_path, (tmp_path / "checkpoints" / "epoch-1.json").exists)
+    wait_until((tmp_path / "checkpoints" / "epoch-1.json").exists, why=lambda: local_runs.log_of(tmp_path, 1))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     process.join()
@@ -104,17 +105,10 @@ def test_sigterm_while_the_corpus_is_built_ends_the_attempt_at_once(reference: R
 
 
 def wait_for_step(output: Path, step: int) -> None:
-    wait_until(output, lambda: any(entry["step"] >= step for entry in local_runs.events(output, "step")))
-
-
-def wait_until(output: Path, reached: Callable[[], bool]) -> None:
-    """Poll until the run has come there."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if reached():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"not reached: {local_runs.log_of(output, 1)}")
+    wait_until(
+        lambda: any(entry["step"] >= step for entry in local_runs.events(output, "step")),
+        why=lambda: local_runs.log_of(output, 1),
+    )
 
 
 def test_an_earlier_epoch_is_fenced(reference: Reference, tmp_path: Path) -> None:
@@ -147,4 +141,4 @@ def test_killed_at_a_random_moment_the_curve_is_the_same(reference: Reference, t
 
 def test_print_how_many_kills_were_tried(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\nkill -9 at {TRIALS} random moments (100 in `make faults`)")
+        print(f"\nkill -9 at {TRIALS} random moments (100 in `make test-all`)")

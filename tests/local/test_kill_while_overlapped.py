@@ -3,7 +3,6 @@ nobody interrupts, without overlap and with everything on the device."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from dataclasses import dataclass
@@ -12,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from harness import killed_runs, local_runs
+from harness.depth import FULL
 from harness.killed_runs import Kill
 from spillway.api import parse_job
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, OptimizerPlan, Overlap
 from spillway_trainer.checkpoint_directory import choose_resume
 
-TRIALS = 10 if os.environ.get("SPILLWAY_SWEEPS") == "full" else 1
+pytestmark = pytest.mark.ci
+
+TRIALS = 10 if FULL else 1
 CHANGES = {
     "steps: 12": "steps: 7",
     "everySteps: 7": "everySteps: 4",
@@ -98,7 +100,7 @@ def test_an_overlapped_run_comes_to_every_point_in_every_step(reference: Referen
 
 @pytest.mark.parametrize("trial", range(TRIALS))
 @pytest.mark.parametrize(("overlap", "point"), KILLED)
-def test_killed_in_the_middle_of_an_overlapped_update_the_curve_is_the_same(
+def test_kill_during_an_overlapped_update_leaves_the_curve_unchanged(
     reference: Reference, tmp_path: Path, overlap: Overlap, point: str, trial: int
 ) -> None:
     call = random.Random(f"{overlap} {point} {trial}").randint(1, reference.calls[overlap, point])
@@ -116,5 +118,5 @@ def test_killed_in_the_middle_of_an_overlapped_update_the_curve_is_the_same(
 def test_print_how_many_kills_were_tried(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(
-            f"\nkill -9 at {TRIALS * len(KILLED)} moments of overlapped updates ({10 * len(KILLED)} in `make faults`)"
+            f"\nkill -9 at {TRIALS * len(KILLED)} moments of overlapped updates ({10 * len(KILLED)} in `make test-all`)"
         )

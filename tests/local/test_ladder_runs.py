@@ -72,6 +72,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, s
     return directory, run(directory, TIGHT, text, 2.0)
 
 
+@pytest.mark.ci
 def test_a_prediction_that_is_wrong_by_two_costs_tries_and_no_bit(
     twice: tuple[Path, subprocess.CompletedProcess[str]], text: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_prediction_that_is_wrong_by_two_costs_tries_and_no_bit(
     assert losses(directory) == losses(tmp_path)
 
 
+@pytest.mark.ci
 def test_each_plan_asks_for_less_of_the_device(twice: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     found = plans(twice[0])
     predicted = [plan.bytes[Tier.DEVICE].predicted for plan in found]
@@ -94,6 +96,7 @@ def test_each_plan_asks_for_less_of_the_device(twice: tuple[Path, subprocess.Com
     assert all(plan.bytes[Tier.DEVICE].total <= 9 * MIB for plan in found)
 
 
+@pytest.mark.ci
 def test_the_same_command_begins_with_what_ran_out(twice: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     directory, found = twice[0], plans(twice[0])
     job = load_job(directory / "job.yaml")
@@ -108,6 +111,7 @@ def test_the_same_command_begins_with_what_ran_out(twice: tuple[Path, subprocess
     assert first_plan(job, 1, (), planned).bytes == found[0].bytes
 
 
+@pytest.mark.ci
 def test_mode_advise_names_the_plan_and_changes_nothing(text: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, ADVISED, text, 2.0)
     assert ended.returncode == ExitCode.DEVICE_OUT_OF_MEMORY, ended.stderr

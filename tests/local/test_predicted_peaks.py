@@ -7,7 +7,7 @@ Every cell is a fresh process (`harness/peak_run.py`) that assembles a real run 
                     (that tracker sees the main thread only) and, with the host slab, against the first row everywhere
     NVMe            extents in use, and blocks of the spill file on disk against the slab that the plan asks for
 
-Eight cells in `make test`, sixteen in `make faults`. The same yardsticks say what homes on NVMe are for: parameters
+Eight cells in `make test`, sixteen in `make test-all`. The same yardsticks say what homes on NVMe are for: parameters
 there train while memory holds less than half of them.
 """
 
@@ -25,6 +25,7 @@ import pytest
 
 from cases.job_documents import job
 from harness import peak_run
+from harness.depth import FULL
 from harness.places import IMPORTABLE
 from spillway.api import TrainingJob
 from spillway.hardware import NodeSpec, local_node
@@ -32,6 +33,8 @@ from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway.planner import make_plan
 from spillway.units import GIB, MIB
+
+pytestmark = pytest.mark.ci
 
 TOLERANCE = 0.10
 NODE = local_node(1, 8 * GIB, 8 * GIB, 16 * GIB)
@@ -114,12 +117,11 @@ CELLS = {
         forced("Host", "Recompute") | STREAM | T5, SLOW_LINK, ("streams", "stationary")
     ),
 }  # fmt: skip
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 DEAR = ("lean, float32",
         "bfloat16, all resident", "float32, all resident", "activations to host memory", "float32, interleaved, NVMe",
         "wide", "streamed, float32, activations to host", "streamed, partly resident",
         "t5, weight-stationary")  # fmt: skip
-"""measured in `make faults` only: each is near one of the others"""
+"""measured in `make test-all` only: each is near one of the others"""
 NAMES = [name for name in CELLS if FULL or name not in DEAR]
 
 
@@ -211,7 +213,7 @@ STREAMED_NAMES = [*STREAMED] if FULL else [*STREAMED][:1]
 
 
 @pytest.mark.parametrize("name", STREAMED_NAMES)
-def test_parameters_on_nvme_train_with_memory_holding_less_than_half_of_them(
+def test_nvme_parameters_train_with_less_than_half_of_them_in_memory(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same run twice, with homes in host memory and with a host budget that has no room for most of them. What the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness import local_runs, rank_runs
+from harness.depth import some
+from harness.patience import wait_until
 from spillway.errors import ExitCode
 from spillway.job import JobFile
 from spillway_trainer.checkpoint_directory import choose_resume
@@ -25,7 +26,6 @@ CHANGES: Mapping[str, str] = {
     "evaluation: {": "# {",
 }
 LOSS_TOLERANCE = 1e-5
-LONGEST_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,16 @@ def hashes(checkpoint: Checkpoint) -> list[str]:
 def started_until(job: JobFile, reached: Callable[[], bool], placement: str | None = None) -> rank_runs.Started:
     """Start all ranks and wait until the run has come there."""
     started = rank_runs.start(job, rank_runs.plan_for(job, placement))
-    wait_until(started, reached)
+    wait_until(reached, started.look)
     return started
-
-
-def wait_until(started: rank_runs.Started, reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline, [each.log for each in started.join()]
-        time.sleep(0.005)
 
 
 def at_step(job: JobFile, step: int) -> Callable[[], bool]:
     return lambda: max(rank_runs.losses(job), default=0) >= step
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_a_rank_is_killed_the_others_follow_and_all_restart_from_the_checkpoint(
+@pytest.mark.parametrize("victim", some([1, 0], 1))
+def test_killed_rank_ends_the_others_and_all_restart_from_the_checkpoint(
     reference: Reference, tmp_path: Path, victim: int
 ) -> None:
     first = reference.attempt(tmp_path, epoch=1)
@@ -152,6 +145,7 @@ def test_what_rank_0_may_not_do_no_rank_does(reference: Reference, tmp_path: Pat
     assert len({each.termination["message"] for each in ended}) == 1
 
 
+@pytest.mark.ci
 def test_a_checkpoint_that_rank_0_cannot_write_is_missed_by_all(reference: Reference, tmp_path: Path) -> None:
     job = reference.attempt(tmp_path, epoch=1)
     started = started_until(job, at_step(job, 1))
@@ -170,7 +164,7 @@ def one_of_two(reference: Reference, output: Path, rank: int, **environment: str
     """A rank whose peer never comes."""
     job = reference.attempt(output, epoch=1)
     started = rank_runs.start(job, rank_runs.plan_for(job), only=rank, **environment)
-    wait_until(started, rank_runs.log_path(job, rank).exists)
+    wait_until(lambda: rank_runs.gathers(job, rank), started.look)
     return started
 
 
@@ -183,10 +177,8 @@ def test_a_rank_that_never_comes_is_named(reference: Reference, tmp_path: Path, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_while_ranks_gather_ends_at_once(reference: Reference, tmp_path: Path, rank: int) -> None:
+    """A rank that went on waiting for its peer would be a hang."""
     started = one_of_two(reference, tmp_path, rank)
-    time.sleep(0.5)
-    told = time.monotonic()
     os.kill(started.pid(rank), signal.SIGTERM)
     (ended,) = started.join()
     assert ended.exit_code == ExitCode.PREEMPTED, json.dumps(ended.termination)
-    assert time.monotonic() - told < 60.0

@@ -24,6 +24,8 @@ from spillway_trainer.assemble import refuse_divided_statistics
 from spillway_trainer.inspect import inspect
 from spillway_trainer.models.build import build_model
 
+pytestmark = pytest.mark.ci
+
 STEPS = 7
 NUM_BLOCKS = 2
 """stages of sequential_models.resnet"""

@@ -3,7 +3,6 @@ all of them moves the bytes of the base once."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases.huggingface_models import spec_of
 from harness import killed_runs, local_runs, sweep_runs
+from harness.depth import FULL
 from harness.killed_runs import Kill
 from spillway.api import parse_job
 from spillway.errors import UserError
@@ -39,8 +39,9 @@ from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
 
+pytestmark = pytest.mark.ci
+
 LAYERS, STEPS = 2, 8
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 NAMES = ("low", "high", "other-seed")
 JOB = """
 apiVersion: spillway.dev/v1alpha1
@@ -188,7 +189,7 @@ def test_members_on_one_base_are_their_solo_runs_bit_for_bit(
     all_as_alone(job, solo)
 
 
-def test_a_round_of_all_members_loads_the_base_as_often_as_a_step_of_one_and_reads_it_once(
+def test_members_attached_together_load_and_read_the_base_once_per_round(
     tmp_path: Path, text: Path, model: Path
 ) -> None:
     jobs, reads = dict[int, JobFile](), dict[int, int]()
@@ -211,7 +212,7 @@ KILLS = range(1, 9 * 2 * LAYERS * len(NAMES), 5) if FULL else (25,)
 
 
 @pytest.mark.parametrize("call", KILLS)
-def test_members_that_are_killed_between_two_segments_train_the_same_curves(
+def test_members_killed_between_two_segments_train_the_same_curves(
     call: int, tmp_path: Path, text: Path, model: Path, solo: dict[str, Path]
 ) -> None:
     job = sweep_file(tmp_path, text, model)
@@ -234,7 +235,7 @@ def test_a_member_that_fails_ends_alone_and_the_others_on_its_base_go_on(
     assert "NonFinite" in states["exploding"]["reason"]
 
 
-def test_a_member_that_is_stopped_by_a_round_leaves_the_others_as_they_are_alone(
+def test_member_stopped_by_a_round_leaves_the_others_as_they_train_alone(
     tmp_path: Path, text: Path, model: Path, solo: dict[str, Path]
 ) -> None:
     job = sweep_file(tmp_path, text, model, objective="halving: 4")

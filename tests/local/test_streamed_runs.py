@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness import local_runs
+from harness.patience import wait_until
 from spillway.api import parse_job
 from spillway.errors import ExitCode
 from spillway.job import JobFile
@@ -123,6 +123,7 @@ def test_a_model_four_times_the_device_ends_with_the_same_bits(reference: Refere
     assert min(peak["nvme"] for peak in peaks) >= PARAMETER_BYTES
 
 
+@pytest.mark.ci
 def test_a_slab_on_three_volumes_gives_the_same_bits_and_leaves_nothing(reference: Reference, tmp_path: Path) -> None:
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     further = [tmp_path / name for name in ("second", "third")]
@@ -141,15 +142,16 @@ def test_the_resident_run_does_not_fit_into_that_device(reference: Reference, tm
     assert local_runs.complete(job, plan("Disabled", DEVICE_BYTES)) == ExitCode.DEVICE_OUT_OF_MEMORY
 
 
-def test_kill_leaves_no_byte_of_the_parameters_and_the_next_attempt_goes_on(
-    reference: Reference, tmp_path: Path
-) -> None:
+@pytest.mark.ci
+def test_kill_leaves_no_parameter_bytes_and_the_next_attempt_resumes(reference: Reference, tmp_path: Path) -> None:
     """The homes are in the same nameless file as spilled activations: what ends the process frees them."""
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     process = local_runs.start_attempt(job, STREAMED)
-    while len(local_runs.events(tmp_path, "step")) < STEPS - 2:
+
+    def look() -> None:
         assert process.is_alive(), local_runs.log_of(tmp_path, 1)
-        time.sleep(0.02)
+
+    wait_until(lambda: len(local_runs.events(tmp_path, "step")) >= STEPS - 2, look)
     assert list(Path(job.spill_directory).iterdir()) == []
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from harness import killed_runs, local_runs, sweep_runs
+from harness.depth import FULL
 from harness.killed_runs import Kill
 from harness.sweep_runs import same_as_alone
 from spillway.errors import ExitCode
@@ -43,7 +43,6 @@ def run(job: JobFile, turn_steps: int) -> None:
     assert local_runs.complete(job, plan) == 0, local_runs.log_of(Path(job.output_directory), job.epoch)
 
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 KILLS = [Kill("a step", 6), Kill("parking", 2)]
 """one attempt each, after which another one goes on; test_sweep_kills.py has one for every moment"""
 
@@ -61,7 +60,8 @@ def test_each_member_of_a_sweep_is_its_solo_run_bit_for_bit(
     assert turns[:6] == ["slow", "other-seed", "deeper"] * 2
 
 
-def test_a_sweep_that_is_killed_trains_the_same_curves_and_stops_the_same_members(
+@pytest.mark.ci
+def test_killed_sweep_trains_the_same_curves_and_stops_the_same_members(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
     for epoch, kill in enumerate(KILLS, 1):
@@ -79,7 +79,7 @@ def test_a_sweep_that_is_killed_trains_the_same_curves_and_stops_the_same_member
         same_as_alone(job, name, alone, 8 if name == best else 4)
 
 
-def test_halving_stops_the_worse_half_and_leaves_the_others_as_they_are_alone(
+def test_halving_stops_the_worse_half_and_others_match_training_alone(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 3")
@@ -111,6 +111,7 @@ FAILING = """
 """
 
 
+@pytest.mark.ci
 def test_members_that_fail_end_alone_and_the_job_completes_and_names_them(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
@@ -127,7 +128,8 @@ def test_members_that_fail_end_alone_and_the_job_completes_and_names_them(
     assert "exploding failed: step" in end["message"] and "textless failed: " in end["message"]
 
 
-def test_a_sweep_whose_members_all_fail_ends_with_the_exit_code_of_the_first(
+@pytest.mark.ci
+def test_sweep_with_only_failed_members_exits_with_the_code_of_the_first(
     tmp_path: Path, text: Path, corpus: Path
 ) -> None:
     listed = sweep_runs.JOB[: sweep_runs.JOB.index("  members:")] + f"  members:{FAILING}"
@@ -143,6 +145,7 @@ DRAWN = """
 """
 
 
+@pytest.mark.ci
 def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
     tmp_path: Path, text: Path, corpus: Path
 ) -> None:
@@ -162,6 +165,7 @@ def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
         same_as_alone(job, one.name, tmp_path / one.name)
 
 
+@pytest.mark.ci
 def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Path, text: Path, corpus: Path) -> None:
     """The best member's checkpoint is beyond the round: it will not report there again."""
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4")
@@ -174,7 +178,8 @@ def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Pa
     assert "wait for a round of halving" in local_runs.log_of(tmp_path, 2)
 
 
-def test_a_directory_that_takes_no_member_is_the_jobs_failure_and_costs_nothing_once_it_is_mended(
+@pytest.mark.ci
+def test_unwritable_member_directory_fails_the_job_and_costs_no_member(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
     """Not each member's own: with rounds of halving such a member would stay out for good."""
@@ -193,6 +198,7 @@ def test_a_directory_that_takes_no_member_is_the_jobs_failure_and_costs_nothing_
     ]
 
 
+@pytest.mark.ci
 def test_a_log_that_no_disk_has_room_for_ends_the_attempt_and_no_member(
     tmp_path: Path, text: Path, corpus: Path
 ) -> None:
@@ -205,9 +211,7 @@ def test_a_log_that_no_disk_has_room_for_ends_the_attempt_and_no_member(
     assert "ended alone" not in local_runs.log_of(tmp_path, 1)
 
 
-def test_a_sweep_that_goes_on_by_another_metric_compares_by_no_value_of_the_first(
-    tmp_path: Path, text: Path, corpus: Path
-) -> None:
+def test_sweep_resumed_with_another_metric_past_its_round_is_rejected(tmp_path: Path, text: Path, corpus: Path) -> None:
     """All are beyond the round: by the loss it was decided, of evaluations there it has none."""
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4, metric: Loss")
     process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [Kill("a step", 15)])

@@ -3,7 +3,6 @@ after it ends with is what a sweep that nobody interrupts ends with, and each me
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import killed_runs, local_runs, sweep_runs
+from harness.depth import FULL
 from harness.killed_runs import Kill
 from spillway.job import JobFile
 from spillway.plan import (
@@ -29,7 +29,8 @@ from spillway.plan import (
 from spillway.units import MIB
 from spillway_trainer.checkpoint_directory import choose_resume
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+pytestmark = pytest.mark.ci
+
 JOB = """
 apiVersion: spillway.dev/v1alpha1
 kind: TrainingJob
@@ -193,4 +194,4 @@ def same_after_kill(reference: Reference, output: Path, kill: Kill) -> bool:
 def test_print_how_many_moments_were_tried(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     total = sum(reference.calls.values())
     with capsys.disabled():
-        print(f"\nkill -9 of a sweep at {total if FULL else len(REDUCED)} moments ({total} in `make faults`)")
+        print(f"\nkill -9 of a sweep at {total if FULL else len(REDUCED)} moments ({total} in `make test-all`)")

@@ -161,7 +161,7 @@ def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
         check_same_run(state, **(now | {changed: "other"}))  # type: ignore[arg-type]
 
 
-def test_the_manifest_names_every_rule_and_type_but_those_that_older_trainers_expect() -> None:
+def test_manifest_names_rule_and_moments_unless_older_trainers_assume_them() -> None:
     assert not {"rule", "moments"} & set(training_state(10).to_json())
     assert training_state(10, rule="Lion").to_json()["rule"] == "Lion"
     narrow = training_state(10, moments="bfloat16")

@@ -12,6 +12,8 @@ import pytest
 
 from harness.places import IMPORTABLE
 
+pytestmark = pytest.mark.ci
+
 NUM_RANKS = 2
 CASES = ("zero-1", "zero-2", "zero-3", "fsdp2", "fsdp2-flat")
 CLAIMS = {"zero": 7, "fsdp2": 6}

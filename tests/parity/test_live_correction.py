@@ -91,7 +91,7 @@ def test_a_smaller_slab_gives_the_volume_its_bytes_and_keeps_what_is_held(
     slab.close()
 
 
-def test_a_file_system_that_takes_nothing_back_costs_the_place_and_not_the_run() -> None:
+def test_file_system_that_cannot_free_space_costs_capacity_but_not_the_run() -> None:
     class Stubborn(FakeSpillFile):
         def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
             raise SpillIOError("/spill: Operation not supported")
@@ -347,7 +347,7 @@ def test_what_is_held_at_a_correction_is_given_back_at_a_later_look(tmp_path: Pa
     assert run.nvme.capacity_bytes == STATES
 
 
-def test_every_rank_takes_what_the_first_heard_in_the_same_step_and_within_the_least_room(tmp_path: Path) -> None:
+def test_rank_applies_a_correction_heard_by_another_within_the_least_room(tmp_path: Path) -> None:
     """This one hears nothing, and has more room than the other."""
     run = Run(tmp_path, ranks=OneOfTwo(other=seen(tmp_path, wanted=0.0)))
     run.step()

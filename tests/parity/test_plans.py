@@ -173,6 +173,7 @@ def plain(text: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", MODELS)
@@ -191,6 +192,7 @@ def test_the_plan_changes_no_bit(
     assert outcome(job, plan_of(job, *PLANS[plan]), corpus).differences(plain[model]) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("plan", ["host, all streamed", "recomputed, a third each", "mixed"])
 @pytest.mark.parametrize("model", ["tied, dropout, bfloat16", "Lion, groups", "bfloat16 moments"])

@@ -28,6 +28,7 @@ def plain(model: str, micro_batches: int) -> Outcome:
     return train(model, None, micro_batches=micro_batches)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("answers", ANSWERS)

@@ -122,7 +122,7 @@ def expected(size: int = SIZE) -> Tensor:
     return gradient
 
 
-def test_host_memory_and_nvme_take_storages_in_turn_once_a_few_steps_were_watched() -> None:
+def test_host_memory_and_nvme_take_turns_after_a_few_watched_steps() -> None:
     run = Run()
     gradients = [run.step() for _ in range(WATCHED_STEPS + 2)]
     assert all(torch.equal(gradient, expected()) for gradient in gradients)
@@ -161,7 +161,7 @@ def test_no_bit_depends_on_the_choice_and_nothing_is_left(lanes: type) -> None:
     assert run.nvme.held_bytes == 0
 
 
-def test_a_forward_that_saves_other_storages_fills_what_is_left_of_the_tiers() -> None:
+def test_forward_that_saves_other_storages_stays_within_the_tier_limits() -> None:
     run = Run()
     for _ in range(WATCHED_STEPS):
         run.step()
@@ -192,7 +192,7 @@ def test_limits_that_nothing_fits_leave_the_plans_answers() -> None:
     assert run.held[-1] == run.held[0]
 
 
-def test_steps_that_take_another_time_are_watched_again_and_what_is_as_fast_stands() -> None:
+def test_steps_that_slow_down_are_watched_again_and_an_equal_choice_stands() -> None:
     run = Run()
     for _ in range(WATCHED_STEPS + 2 * WINDOW_STEPS):
         run.step()

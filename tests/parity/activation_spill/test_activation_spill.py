@@ -359,7 +359,7 @@ def test_where_host_memory_is_full_too_activations_stay_on_the_device(lanes: typ
     assert sum(pipeline.technique.held_bytes().values()) == pipeline.ledger.held_bytes == 0
 
 
-def test_an_activation_that_stays_is_still_found_out_when_it_is_changed_in_place() -> None:
+def test_in_place_change_of_a_resident_activation_is_still_detected() -> None:
     pipeline = Pipeline(Answer.NVME, keeps=True, host_bytes=0)
     pipeline.nvme._devices[0].writes = DeviceHealth(is_retired=True)
     pipeline.nvme.first_failure = SpillIOError("write failed", errno=errno.EIO)
@@ -386,7 +386,7 @@ def test_a_slow_disk_has_activations_go_to_host_memory_while_it_has_room(lanes: 
     assert full.said == []
 
 
-def test_a_failed_write_that_nobody_reads_is_reported_at_the_end_of_the_step() -> None:
+def test_failed_write_that_is_never_read_is_raised_at_the_end_of_the_step() -> None:
     pipeline = Pipeline(Answer.NVME)
     pipeline.file.failing.add("write")
     loss = pipeline.forward()

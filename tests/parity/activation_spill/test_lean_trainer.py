@@ -64,6 +64,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lanes", ["cpu", "lazy"])
 @pytest.mark.parametrize("answers", ANSWERS)
 @pytest.mark.parametrize("model", PARITY_MODELS)
@@ -145,6 +146,7 @@ def outcome(model: str, answers: str | None, *, lean: bool) -> Outcome:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("answers", BLOCKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_lean_plan_changes_no_bit(model: str, answers: str, runs: list[int]) -> None:

@@ -157,9 +157,7 @@ def test_a_lazily_conjugated_or_negated_tensor_comes_back_as_it_was(
         assert all(torch.equal(ours, plain) for ours, plain in zip(found(spilling), found(nullcontext()), strict=True))
 
 
-def test_what_is_rebuilt_is_nowhere_between_forward_and_backward_and_counted_while_it_is_there(
-    make: Callable[..., Spilling],
-) -> None:
+def test_recomputed_tensors_are_freed_in_forward_and_counted_in_backward(make: Callable[..., Spilling]) -> None:
     spilling, (x, w) = make(), (start(), weight())
     for lean in (spilling, make(lean=False)):
         with lean:
@@ -347,7 +345,7 @@ def test_operators_are_looked_at_only_while_there_is_need(
     assert seen == expected
 
 
-def test_a_larger_forward_after_one_with_nothing_to_rebuild_is_looked_at_again(make: Callable[..., Spilling]) -> None:
+def test_larger_forward_is_recorded_again_after_one_without_recomputation(make: Callable[..., Spilling]) -> None:
     spilling, rebuilt = make(), []
     for loss in (lambda x, _: x.sin().sum(), *[function_then_product] * 3):
         x, w = start(), weight()
@@ -360,7 +358,7 @@ def test_a_larger_forward_after_one_with_nothing_to_rebuild_is_looked_at_again(m
     assert rebuilt == [1, 3, 2, 2]
 
 
-def test_only_so_much_is_rebuilt_as_may_not_stay_and_nothing_is_moved_for_it(make: Callable[..., Spilling]) -> None:
+def test_only_what_cannot_stay_is_recomputed_and_nothing_is_moved(make: Callable[..., Spilling]) -> None:
     # Of 9 activations 4 are functions. 7 may stay beside two transfers.
     spilling = make(device_bytes=9 * NBYTES)
 

@@ -132,7 +132,7 @@ def test_a_gradient_taken_inside_the_segment_is_exact(answer: Answer) -> None:
     assert all_equal(gradients(run(partial(penalised, run.w), x), x), gradients(penalised(run.w, x), x))
 
 
-def test_a_recomputed_segment_that_takes_gradients_inside_its_forward_is_refused() -> None:
+def test_recomputed_segment_that_takes_gradients_in_forward_is_rejected() -> None:
     run = Run(Answer.RECOMPUTE)
     with pytest.raises(RuntimeError, match=r"gradients inside its own forward.*policy: Keep"):
         run(partial(penalised, run.w), leaf())
@@ -274,6 +274,7 @@ def live() -> int:
     return sum(type(found) in kinds for found in gc.get_objects())
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("without_collector")
 @EVERY_LANES
 @EVERY_ANSWER

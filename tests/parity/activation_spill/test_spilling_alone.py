@@ -234,6 +234,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("device_bytes", "lean"), [(0, False), (20 * KIB, False), (0, True), (20 * KIB, True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_spilled_forward_trains_to_the_same_bits(
@@ -265,9 +266,7 @@ def grad(x: Tensor) -> Tensor:
     return x.grad
 
 
-def test_the_last_saved_stay_and_the_first_leave_once_a_forward_has_told_how_many_there_are(
-    make: Callable[..., Spilling],
-) -> None:
+def test_after_one_forward_the_last_saved_tensors_stay_and_the_first_leave(make: Callable[..., Spilling]) -> None:
     spilling = make(nn.Module(), device_bytes=20 * KIB, ahead_bytes=4 * KIB, transfer_bytes=4 * KIB)
     held = []
     for _ in range(2):
@@ -330,7 +329,7 @@ class Shared(nn.Module):
         return x.sum()
 
 
-def test_what_all_layers_need_brings_no_neighbours_and_leaves_between_two_needs(make: Callable[..., Spilling]) -> None:
+def test_tensors_shared_by_all_layers_reload_alone_and_leave_between_uses(make: Callable[..., Spilling]) -> None:
     spilling, peaks = make(Shared(), ahead_bytes=4 * KIB, transfer_bytes=4 * KIB), []
     for _ in range(3):
         x, plain = leaf(), leaf()
@@ -475,9 +474,7 @@ def test_two_graphs_alive_go_backward_in_any_order(make: Callable[..., Spilling]
         assert torch.equal(x.grad, torch.autograd.grad(chain((y := leaf()) * (index + 1)), y)[0])
 
 
-def test_an_exception_in_the_forward_leaves_nothing_and_the_next_forward_is_exact(
-    make: Callable[..., Spilling],
-) -> None:
+def test_exception_in_a_forward_leaves_nothing_held_and_the_next_is_exact(make: Callable[..., Spilling]) -> None:
     spilling, x = make(nn.Module()), leaf()
     with pytest.raises(ValueError, match="bad batch"), spilling:
         raise ValueError(f"bad batch: {chain(x)}")
@@ -502,7 +499,7 @@ def test_a_forward_without_gradients_between_changes_nothing(make: Callable[...,
 
 
 @pytest.mark.parametrize("good", [0, 5])
-def test_what_a_failing_disk_refuses_stays_where_it_is_and_the_log_says_so_once(
+def test_unwritten_tensors_stay_in_place_and_retirement_is_logged_once(
     good: int, make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Checkpointed(use_reentrant=False)
@@ -558,14 +555,14 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("said", GIVEN)
-def test_arguments_that_make_no_sense_are_refused_by_name_before_there_is_a_file(said: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_by_name_before_a_file_is_opened(said: str, tmp_path: Path) -> None:
     given = {"module": nn.Linear(2, 2), "nvme_bytes": 1 << 20, **GIVEN[said]}
     with pytest.raises(UserError, match=said):
         Spilling(directory=tmp_path, **given)
     assert open_files(tmp_path) == 0
 
 
-def test_a_file_that_is_too_small_for_a_forward_says_which_argument_to_raise(make: Callable[..., Spilling]) -> None:
+def test_error_for_a_too_small_file_names_the_argument_to_raise(make: Callable[..., Spilling]) -> None:
     spilling = make(nn.Module(), nvme_bytes=8 * KIB)
     with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes: the file holds what a forward saves"), spilling:
         chain(leaf())

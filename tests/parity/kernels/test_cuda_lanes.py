@@ -41,6 +41,7 @@ def streams() -> Iterator[FakeStreams]:
     assert made.races == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("shares", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -60,6 +61,7 @@ def test_every_split_has_the_plain_optimizers_bits_and_no_race(
     assert found.difference(oracle(case)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("answers", ANSWERS)
 @pytest.mark.parametrize("model", PARITY_MODELS)
 def test_no_answer_changes_a_bit_or_has_a_race(model: str, answers: str, streams: FakeStreams) -> None:
@@ -94,7 +96,7 @@ def test_parameters_that_stream_have_no_race_and_the_bits_of_resident_ones(
     assert found.differences(laboratory.resident(model)) == []
 
 
-def test_a_slot_is_refilled_while_the_host_has_not_heard_that_its_load_is_complete(
+def test_slot_is_refilled_before_the_host_sees_that_its_load_completed(
     laboratory: Laboratory, streams: FakeStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load's operation still holds views of the slot: no view of a parameter that outlives its segment."""

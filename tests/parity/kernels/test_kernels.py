@@ -105,7 +105,7 @@ def test_forcing_an_unknown_instruction_set_names_those_there_are() -> None:
 
 
 @needs_library
-def test_functions_work_in_a_forked_child_after_the_parent_used_its_threads() -> None:
+def test_kernels_work_in_a_forked_child_after_the_parent_used_threads() -> None:
     values = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
     wanted = native.square_sum(values, num_threads=4)
     child = os.fork()

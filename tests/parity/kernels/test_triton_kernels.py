@@ -19,6 +19,7 @@ from spillway_trainer import triton_kernels
 CASES = TESTS / "cases" / "triton_cases.py"
 
 
+@pytest.mark.ci
 def test_the_interpreter_gives_the_bits_of_the_reference() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run([sys.executable, CASES], env=environment, capture_output=True, text=True, check=False)

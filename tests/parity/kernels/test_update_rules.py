@@ -128,6 +128,7 @@ TYPES = [
 """of gradient and out"""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("gradient_type", "out_type"), TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_ten_steps_have_the_bits_of_the_reference(
@@ -155,7 +156,7 @@ def test_ten_steps_with_narrow_moments_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_a_bfloat16_moment_is_that_of_float32_rounded_and_no_master_sees_the_rounding(rule: UpdateRule) -> None:
+def test_bfloat16_moments_are_rounded_float32_and_masters_are_unaffected(rule: UpdateRule) -> None:
     generator, n = torch.Generator().manual_seed(3), 20_000
     master, gradient = extreme_values(n, generator), gradients(n, generator)
     kept = [extreme_values(n, generator).abs().bfloat16() for _ in rule.moments]
@@ -178,7 +179,7 @@ def test_the_extreme_values_reach_denormal_infinite_and_nan_states(rule: UpdateR
 
 @pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_leaves_what_it_read(
+def test_out_of_place_update_matches_in_place_and_keeps_its_inputs(
     isa: str, rule: UpdateRule, moment_type: torch.dtype
 ) -> None:
     """Aligned to lines (written past the cache), and not."""
@@ -218,6 +219,7 @@ def small_states(
     return states, torch.randn(n, generator=generator)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("moment_type", MOMENT_TYPES, ids=str)
 @pytest.mark.parametrize("rule", UpdateRule)
 def test_every_length_and_alignment_has_the_bits_of_the_reference(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from cases.model_spill_cases import ANSWERS, HOMES, LANES, RATES, RESIDENT, Laboratory, Model, Outcome, Technique
 from harness import local_runs
+from harness.depth import at, sweep
 from spillway.errors import DeviceOutOfMemory
 from spillway.plan import Answer, MemoryPlan, Tier
 from spillway_trainer.assemble import Assembly
@@ -26,18 +26,19 @@ from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes
 from spillway_trainer.tiers.tracing import RaceKind, Schedule, TracingLanes
 from spillway_trainer.trainer import Run
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-CELLS_PER_MODEL = 40 if FULL else 2
+CELLS_PER_MODEL = at(2, 2, 40)
 """ways to run each model, drawn by its number"""
 
 MODELS = [
     Model(num_segments, num_micro_batches, dropout, tied, clipping, lora, dtype)
-    for num_segments, num_micro_batches, dropout, tied, (lora, dtype) in itertools.product(
+    for num_segments, num_micro_batches, dropout, tied, (lora, dtype) in sweep(
         (1, 2, 4, 8),
         (1, 2, 4),
         (0.0, 0.1),
         (False, True),
         ((False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)),
+        quick=2,
+        ci=0,
     )
     for clipping in (None if num_micro_batches == 2 else 0.3,)
     if not (tied and lora)
@@ -115,6 +116,7 @@ def schedule_of(outcome: Outcome) -> Schedule:
     return outcome.lanes.schedule()
 
 
+@pytest.mark.ci
 def test_no_schedule_has_a_race(laboratory: Laboratory, capsys: pytest.CaptureFixture[str]) -> None:
     lines = []
     for technique in TRACED:

@@ -81,6 +81,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     return Laboratory(root, local_runs.write_text(root / "text"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_streaming_changes_no_bit(name: str, technique: str, laboratory: Laboratory) -> None:

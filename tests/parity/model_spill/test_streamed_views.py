@@ -174,7 +174,7 @@ def test_a_tied_parameter_changed_through_its_owner_raises() -> None:
         loss.backward()
 
 
-def test_a_save_without_our_hooks_raises_instead_of_reading_another_segment() -> None:
+def test_tensor_saved_without_hooks_raises_and_reads_no_other_segment() -> None:
     streaming = Streaming(PARITY_MODELS["transformer"], "lazy", num_slots=1)
     weight, x = streaming.model.get_parameter("layers.0.mlp.up_proj.weight"), torch.ones(1, HIDDEN, requires_grad=True)
     with streaming.parameters.pinned("block0"):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from transformers import (
 
 from cases.huggingface_models import VOCABULARY, batch_for, filled, small_model, spec_of
 from harness import local_runs
+from harness.depth import FULL
 from spillway.job import JobFile
 from spillway.plan import ActivationPlan, Answer, OptimizerPlan, ParameterPlan, Tier
 from spillway_trainer import config, export
@@ -138,7 +138,7 @@ def test_a_family_has_the_loss_and_gradients_of_its_own_forward(architecture: st
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_model_from_a_directory_has_the_loss_and_gradients_of_its_own_forward(source: str, tmp_path: Path) -> None:
+def test_model_from_a_directory_matches_its_own_loss_and_gradients(source: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     theirs = SOURCES[source]().eval()
     theirs.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ UNTIED: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("architecture", UNTIED)
-def test_an_untied_model_is_exported_as_other_programs_and_this_one_load_it(architecture: str, tmp_path: Path) -> None:
+def test_exported_untied_model_loads_in_transformers_and_in_spillway(architecture: str, tmp_path: Path) -> None:
     """Every value moved, as by training; nothing is missing, nothing too much, and the logits are equal."""
     theirs = UNTIED[architecture]()
     values = {name: torch.randn(p.shape) for name, p in theirs.named_parameters()}
@@ -229,7 +229,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5, adapters": {"architecture": "t5", "lora": {"rank": 4}},
 }
 MICRO_BATCHES = 2
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 
 
 @dataclass
@@ -322,6 +321,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: train(dict(model), None, tmp_path_factory.mktemp("plain")) for name, model in MODELS.items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_plan_changes_a_bit(model: str, plan: str, plain: dict[str, Outcome], tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_no_plan_changes_a_bit(model: str, plan: str, plain: dict[str, Outcome],
 
 
 FLOAT16_PLANS = PLANS if FULL else {name: PLANS[name] for name in list(PLANS)[-1:]}
-"""under SPILLWAY_SWEEPS=full all"""
+"""under SPILLWAY_DEPTH=all all"""
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -185,6 +185,7 @@ def inspect_command(document: dict[str, Any], tmp_path: Path) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.ci
 def test_the_command_prints_the_shape_as_json(tmp_path: Path) -> None:
     document = yaml.safe_load(SPEC)
     document["spec"]["model"]["config"]["architecture"] = "gpt2"
@@ -212,6 +213,7 @@ def failing():
 """
 
 
+@pytest.mark.ci
 def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_chain.py").write_text(OWN_CHAIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -264,7 +266,7 @@ WRITES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(("wrap", "words"), WRITES.values(), ids=WRITES)
-def test_a_segment_that_writes_is_refused_before_the_run_and_in_its_first_step(
+def test_mutating_segment_is_rejected_by_inspection_and_the_first_step(
     wrap: Callable[[nn.Module], nn.Module], words: str
 ) -> None:
     def made() -> Chain:
@@ -280,6 +282,7 @@ def test_a_segment_that_writes_is_refused_before_the_run_and_in_its_first_step(
         chain(*batch_for(chain.objective))
 
 
+@pytest.mark.ci
 def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
     document = yaml.safe_load(SPEC)
     document["spec"]["model"] = {"source": {"claim": "models", "subPath": "gpt2"}}

@@ -78,6 +78,7 @@ def split_plan(model: UserModel, split: str) -> MemoryPlan:
     return RESIDENT.model_copy(update=update)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("block", BLOCKS)

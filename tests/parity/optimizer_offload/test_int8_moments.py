@@ -131,7 +131,7 @@ def test_a_block_has_a_scale_and_a_byte_a_value_and_zeros_are_bytes_of_0(kind: s
     assert torch.equal(dequantized(zeros, KINDS[kind]), torch.zeros(size))
 
 
-def test_blocks_know_nothing_of_each_other_and_a_chunk_that_begins_at_one_has_its_bytes() -> None:
+def test_quantizing_block_aligned_chunks_equals_quantizing_the_whole() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-30, 30, 1000)
     whole = quantized(values, SIGNED)
     parts = [quantized(values[begin:end], SIGNED) for begin, end in ((0, 256), (256, 768), (768, 1000))]
@@ -139,7 +139,7 @@ def test_blocks_know_nothing_of_each_other_and_a_chunk_that_begins_at_one_has_it
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_block_with_a_value_that_is_no_number_is_none_and_its_neighbours_are(bad: float) -> None:
+def test_non_finite_value_turns_only_its_own_block_into_nan(bad: float) -> None:
     values = torch.ones(600)
     values[300] = bad
     kept = quantized(values, SIGNED)

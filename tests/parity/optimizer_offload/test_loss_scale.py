@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from harness import local_runs
+from harness.depth import FULL
 from spillway.api import parse_job
 from spillway.errors import NonFinite, Preempted, UserError
 from spillway.job import JobFile
@@ -33,7 +33,6 @@ from spillway_trainer.trainer import Progress, StopRequest
 torch.set_num_threads(1)
 
 STEPS = 8
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 RESUMES = tuple(range(1, STEPS)) if FULL else (1, 3, 4)
 """steps after which a run is resumed: after an overflow, after a growth, and between"""
 CHANGES = {
@@ -202,7 +201,7 @@ class WithoutFloat16(torch.autograd.Function):
         raise NotImplementedError("\"special_cpu\" not implemented for 'Half'")
 
 
-def test_an_operation_without_a_float16_form_is_told_before_the_first_update(
+def test_error_for_an_op_without_float16_support_suggests_bfloat16(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embed = Embedding.forward

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,6 +24,7 @@ from cases.optimizer_cases import (
     resident,
     split,
 )
+from harness.depth import FULL
 from spillway.footprint import REST_BITS
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import kernels, master_halves, reference
@@ -36,7 +36,6 @@ from spillway_trainer.tiers.lanes import Lane, LazyLanes
 
 torch.set_num_threads(1)
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 STREAMED = split(0, 1, 0, 1024)
 LOWER = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
@@ -57,7 +56,7 @@ def rest_of(master: Tensor, weights: Tensor) -> Tensor:
 
 
 def patterns() -> Iterator[Tensor]:
-    """Every upper half with the lower halves around a tie; `SPILLWAY_SWEEPS=full`: all 2^32."""
+    """Every upper half with the lower halves around a tie; `SPILLWAY_DEPTH=all`: all 2^32."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int64) << 16
     step = 1 if FULL else 4099
     for lower in {*LOWER, *range(0, 2**16, step)}:
@@ -72,14 +71,14 @@ def test_every_master_is_joined_from_its_weight_and_its_rest() -> None:
         assert torch.equal(bits(master_halves.join(weights, rest_of(master, weights))), bits(master))
 
 
-def test_a_weight_that_was_never_updated_is_its_master_even_as_a_nan_with_a_payload() -> None:
+def test_weight_never_updated_equals_its_master_even_for_nan_payloads() -> None:
     weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     nothing = torch.zeros(master_halves.rest_bytes(weights.numel()), dtype=torch.uint8)
     upper = weights.view(torch.int16).to(torch.int32) << 16
     assert torch.equal(bits(master_halves.join(weights, nothing)), upper)
 
 
-def test_the_lower_half_alone_does_not_say_which_side_of_an_even_weight_a_tie_came_from() -> None:
+def test_lower_half_alone_does_not_tell_which_way_a_tie_was_rounded() -> None:
     """Why a rest has a bit more: these two masters have one weight and one lower half."""
     two = master_of(torch.tensor([0x3F818000, 0x3F828000]))
     weights = reference.bfloat16(two)
@@ -139,7 +138,7 @@ def strange(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", UpdateRule)
-def test_masters_of_any_bits_are_loaded_updated_and_given_back_as_the_plain_optimizer_does(rule: UpdateRule) -> None:
+def test_masters_of_any_bits_load_update_and_save_like_the_plain_optimizer(rule: UpdateRule) -> None:
     """Also those of a parameter without a gradient, which are only carried; a step is skipped."""
     case, found = Case(torch.bfloat16, tied=True, rule=rule), []
     of_resident = case.parameters()

@@ -5,15 +5,15 @@ The loss is finite, so the norm of all ranks' gradients alone can tell. Two rank
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from harness import zero_runs
+from harness.depth import FULL
 from harness.zero_runs import ONE_MICRO_BATCH, Attempt, Case, Found
 from spillway.errors import ExitCode
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+pytestmark = pytest.mark.ci
+
 STRATEGIES = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
 MODELS = {"bfloat16": "infinite", "float32": "undefined"}
 """by compute type; what the second step's gradients are"""

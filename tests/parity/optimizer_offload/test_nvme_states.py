@@ -3,7 +3,6 @@ what was written, or the step ends with an error."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from cases.optimizer_cases import (
 )
 from fakes.fake_spill_file import FakeSpillFile
 from harness import local_runs
+from harness.depth import sweep
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull
 from spillway.plan import ActivationPlan, OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
@@ -60,6 +60,7 @@ def memory() -> tuple[HostSlab, DeviceLedger]:
     return HostSlab(HOST_BYTES), DeviceLedger(None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lanes_name", LANES)
 @pytest.mark.parametrize("shares", SPLITS, ids=str)
@@ -67,7 +68,7 @@ def test_every_share_on_nvme_leaves_the_bits_of_the_plain_optimizer(
     shares: Shares, lanes_name: str, dtype: torch.dtype
 ) -> None:
     """Over 5 steps with a skipped one, and with a parameter that has no gradient in most of them."""
-    for num_micro_batches, tied, chunk, overlap in itertools.product((1, 4), (False, True), CHUNKS, OVERLAPS):
+    for num_micro_batches, tied, chunk, overlap in sweep((1, 4), (False, True), CHUNKS, OVERLAPS, quick=2, ci=3):
         case = Case(dtype, num_micro_batches, clipping=1.0 if tied else None, tied=tied)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
@@ -142,7 +143,7 @@ def test_what_one_plan_saved_another_continues_bitwise(before: Shares, after: Sh
     assert result.difference(oracle(case)) == []
 
 
-def test_states_can_be_loaded_again_after_updates_and_asked_for_between_steps() -> None:
+def test_states_can_be_reloaded_after_updates_and_read_between_steps() -> None:
     """As a run is put back: what the file holds is replaced, and reading it changes nothing."""
     case = Case(torch.bfloat16, clipping=1.0)
     host, ledger = memory()
@@ -261,7 +262,7 @@ def test_a_fault_while_a_checkpoint_is_read_is_raised() -> None:
     lanes.close()
 
 
-def test_a_volume_too_small_is_refused_before_the_first_step_with_its_numbers() -> None:
+def test_volume_too_small_is_rejected_before_any_step_with_both_sizes() -> None:
     case = Case(torch.bfloat16)
     host, ledger = memory()
     with pytest.raises(

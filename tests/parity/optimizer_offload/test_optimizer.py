@@ -207,7 +207,7 @@ def test_gradients_in_flight_never_exceed_the_largest_one() -> None:
     assert ledger.peak_bytes - held == 2 * 83 * 37
 
 
-def test_device_budget_too_small_for_resident_states_is_refused_before_the_first_step() -> None:
+def test_device_budget_too_small_for_states_is_rejected_before_any_step() -> None:
     case, host, ledger = Case(torch.bfloat16), HostSlab(HOST_BYTES), DeviceLedger(50_000)
     with pytest.raises(DeviceOutOfMemory):
         offload(case.parameters(), case, split(0, 0, 1, 1024), LazyLanes(host, ledger), ledger)

@@ -28,6 +28,7 @@ from cases.optimizer_cases import (
     resident,
     split,
 )
+from harness.depth import sweep
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import kernels
@@ -57,6 +58,7 @@ def run(case: Case, plan: OptimizerPlan, lanes: Lanes, ledger: DeviceLedger, *, 
     return outcome(optimizer, parameters, drive(optimizer, case))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lanes_name", LANES)
 @pytest.mark.parametrize("shares", SPLITS, ids=str)
@@ -64,8 +66,8 @@ def test_every_split_leaves_the_bits_of_the_plain_optimizer(
     shares: tuple[float, float, float], lanes_name: str, dtype: torch.dtype
 ) -> None:
     """Over 5 steps with a skipped one: parameters, masters, moments and norms; 72 combinations each."""
-    for num_micro_batches, clipping, tied, chunk, (num_threads, overlap) in itertools.product(
-        (1, 4), (None, 1.0), (False, True), CHUNKS, MODES
+    for num_micro_batches, clipping, tied, chunk, (num_threads, overlap) in sweep(
+        (1, 4), (None, 1.0), (False, True), CHUNKS, MODES, quick=2, ci=3
     ):
         case = Case(dtype, num_micro_batches, clipping, tied)
         host, ledger = memory()
@@ -76,15 +78,12 @@ def test_every_split_leaves_the_bits_of_the_plain_optimizer(
         assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == (), (case, chunk)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", ["None", "Forward", "Backward"])
 @pytest.mark.parametrize("lanes_name", LANES)
-def test_an_update_that_writes_the_parameter_itself_leaves_the_same_bits_and_sends_nothing_up(
-    lanes_name: str, overlap: Overlap
-) -> None:
+def test_in_place_update_is_bit_identical_and_uploads_nothing(lanes_name: str, overlap: Overlap) -> None:
     """Also not what backward has updated, which the CPU copies when it counts."""
-    for shares, dtype, chunk, tied in itertools.product(
-        (SPLITS[0], SPLITS[3], SPLITS[5]), DTYPES, CHUNKS, (False, True)
-    ):
+    for shares, dtype, chunk, tied in sweep((SPLITS[0], SPLITS[3], SPLITS[5]), DTYPES, CHUNKS, (False, True)):
         case = Case(dtype, num_micro_batches=2, tied=tied)
         host, ledger = memory()
         lanes = LANES[lanes_name](host, ledger)
@@ -98,6 +97,7 @@ def test_an_update_that_writes_the_parameter_itself_leaves_the_same_bits_and_sen
         assert not any("uploads" in label for label in host.by_label())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("moments", MomentType)
 @pytest.mark.parametrize("rule", UpdateRule)
@@ -242,6 +242,7 @@ def test_the_cpu_never_touches_the_memory_of_the_device(dtype: torch.dtype) -> N
     assert touched == {host.allocate(1, "probe").untyped_storage().data_ptr()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lanes_name", ["cpu", "lazy"])
 @pytest.mark.parametrize("shares", SPLITS, ids=str)
@@ -278,7 +279,7 @@ def test_a_segment_waits_for_its_own_parameters_alone() -> None:
     }  # fmt: skip
 
 
-def test_error_of_an_update_is_raised_by_the_forward_that_needs_it_and_by_flush() -> None:
+def test_failed_update_raises_in_the_forward_that_needs_it_and_in_flush() -> None:
     case = Case(torch.bfloat16)
     host, ledger = memory()
     lanes = CpuLanes(host, ledger)

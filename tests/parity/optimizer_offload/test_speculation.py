@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from cases.optimizer_cases import HOST_BYTES, LANES, Case, Named, Outcome, offload, outcome, resident, split
 from cases.planted_races import Defect, LanesThatGoOn, LanesWithDefect
+from harness.depth import sweep
 from spillway.plan import OptimizerPlan
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import kernels
@@ -87,13 +87,14 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return steps
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("lanes_name", LANES)
 @pytest.mark.parametrize("shares", [(1, 0, 0), (0.5, 0.3, 0.2)], ids=str)
 def test_speculation_leaves_the_bits_of_the_plain_optimizer(
     shares: tuple[float, float, float], lanes_name: str, dtype: torch.dtype, commits: list[list[str]]
 ) -> None:
-    for tied, chunk, window in itertools.product((False, True), (257, 4096), (700, EVERYTHING)):
+    for tied, chunk, window in sweep((False, True), (257, 4096), (700, EVERYTHING)):
         case = Case(dtype, tied=tied)
         ledger = DeviceLedger(None)
         lanes = LANES[lanes_name](HostSlab(HOST_BYTES), ledger)

@@ -13,6 +13,8 @@ from harness import adopted_engines
 from harness.adopted_engines import PLANS, STAGES
 
 Found = dict[str, list[dict[str, Any]]]
+pytestmark = pytest.mark.ci
+
 TRAINED = [f"stage {stage}, {name}" for stage in STAGES for name in PLANS]
 FACTS = (
     "accessors",

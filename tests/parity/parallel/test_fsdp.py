@@ -5,16 +5,16 @@ Every case runs with two or three ranks and the real `fully_shard`. All cases ar
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from harness import rank_runs, zero_runs
+from harness.depth import FULL
 from harness.zero_runs import ONE_MICRO_BATCH, SHORT, UNTIED, Attempt, Case, Found
 from spillway.errors import ExitCode
 from spillway.plan import Tier
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+pytestmark = pytest.mark.ci
+
 ALL_PLACEMENTS = [name for name in rank_runs.PLACEMENTS if name not in rank_runs.STREAMED]
 FEW = ["half and half, NVMe", "interleaved, mixed"]
 PLACEMENTS = ALL_PLACEMENTS if FULL else FEW
@@ -147,7 +147,8 @@ def test_every_rank_holds_less_than_with_ddp(found: dict[str, Found]) -> None:
 
 if FULL:
 
-    def test_several_micro_batches_are_added_after_the_ranks_whatever_the_placement(found: dict[str, Found]) -> None:
+    def test_fsdp_sums_micro_batches_alike_whatever_the_placement(found: dict[str, Found]) -> None:
+        """Micro-batches are added after the ranks."""
         assert found["several, placed"].exit_codes == [[0, 0]], found["several, placed"].logs
         assert found["several, placed"].figures == found["several"].figures
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from cases.optimizer_cases import HOST_BYTES, LANES, SKIPPED_STEP, Case, offload, outcome, resident, split
 from harness import local_runs, rank_runs
+from harness.depth import some
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.distributed import buckets
 from spillway_trainer.models.objective import Objective
@@ -118,7 +119,7 @@ WIRES: dict[str, Mapping[str, str]] = {"bfloat16": {}, "float32": FLOAT32_WIRE}
 
 @pytest.mark.parametrize(
     ("wire", "placement"),
-    [*(("bfloat16", placement) for placement in rank_runs.PLACEMENTS), *(("float32", each) for each in BUSIEST)],
+    some([*(("bfloat16", each) for each in rank_runs.PLACEMENTS), *(("float32", each) for each in BUSIEST)], 4),
 )
 def test_two_ranks_give_the_same_bits_in_every_placement(laboratory: Laboratory, wire: str, placement: str) -> None:
     """Dropout, tied embeddings, clipping, two micro-batches a rank; against memory.mode Disabled in one bucket."""
@@ -156,7 +157,7 @@ FLOAT16 = {
 }
 
 
-def test_ranks_in_float16_leave_out_the_same_steps_and_have_the_bits_of_one_rank(laboratory: Laboratory) -> None:
+def test_float16_ranks_skip_the_same_steps_and_match_one_rank_bit_for_bit(laboratory: Laboratory) -> None:
     """The scale is the same on all of them, or their sums would not be; `complete` compares what they hold."""
     two, one = laboratory.run(2, FLOAT16), laboratory.run(1, FLOAT16)
     left_out = [norm is None for norm in two.norms]

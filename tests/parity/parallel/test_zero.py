@@ -5,17 +5,17 @@ Every case runs with two ranks and real DeepSpeed. All cases are run first, by o
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from harness import rank_runs, zero_runs
+from harness.depth import FULL
 from harness.zero_runs import ONE_MICRO_BATCH, SHORT, UNTIED, Attempt, Case, Found
 from spillway.errors import ExitCode
 from spillway.footprint import SHARDS
 from spillway.update_rules import UpdateRule
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
+pytestmark = pytest.mark.ci
+
 STRATEGIES = ("Zero1", "Zero2", "Zero3")
 ALL_PLACEMENTS = [name for name in rank_runs.PLACEMENTS if name not in rank_runs.STREAMED]
 FEW = {
@@ -119,7 +119,7 @@ def test_a_stopped_run_goes_on_under_another_strategy_and_placement(found: dict[
     assert stopped.figures == found["uninterrupted"].figures
 
 
-def test_bfloat16_moments_of_a_divided_run_are_stored_and_resumed_as_they_are(found: dict[str, Found]) -> None:
+def test_sharded_bfloat16_moments_are_saved_and_resumed_unchanged(found: dict[str, Found]) -> None:
     placed, plain = found["narrow, placed and resumed"], found["narrow"]
     assert placed.exit_codes == [[ExitCode.PREEMPTED, ExitCode.PREEMPTED], [0, 0]], placed.logs
     assert placed.figures == plain.figures

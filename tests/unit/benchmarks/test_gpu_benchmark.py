@@ -12,11 +12,13 @@ import gpu_optimizer_offload as benchmark
 from gpu_optimizer_offload import Cell, Setting
 from spillway.plan import OptimizerPlan
 
+pytestmark = pytest.mark.ci
+
 SETTING = Setting("tiny", "cpu", steps=1, warm_ups=0)
 RATES = {"cpu_update": 120e9, "h2d": 50e9, "d2h": 40e9, "both_ways": 80e9, "on_device": 3e12}
 
 
-def test_a_rehearsal_runs_its_cells_resumes_and_says_that_it_measures_nothing(
+def test_rehearsal_runs_its_cells_resumes_and_says_it_measures_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = [Cell("bare", 1), Cell("ours", 1, True), Cell("bitsandbytes paged 8 bit", 1)]

@@ -12,6 +12,8 @@ import paired
 from measured_sweep import Outcome, differences, in_rotation
 from model_parallel import are_same
 
+pytestmark = pytest.mark.ci
+
 LOSSES, EVALUATIONS = {1: 6.0, 2: 5.5, 3: 5.25, 4: 5.0}, {2: 5.6, 4: 5.1}
 ALONE = Outcome(
     seconds=4.0, reported_seconds=3.0, best="a", curves=dict.fromkeys("ab", (LOSSES, EVALUATIONS)),

@@ -13,6 +13,8 @@ import paired
 from synthetic_trainers import Statuses, is_progress
 from testbed.client import Request
 
+pytestmark = pytest.mark.ci
+
 RUNNING = {"type": "Running", "status": "True"}
 
 
@@ -28,7 +30,7 @@ def status(step: int = 0, state: str = "Running", stepping: str = "Unknown") -> 
     return {"state": state, "progress": {"step": step}, "conditions": conditions}
 
 
-def test_children_status_and_what_counts_apart_are_told_from_each_other_and_reads_count_nothing() -> None:
+def test_writes_are_counted_by_kind_and_reads_are_not_counted() -> None:
     found = benchmark.written(
         [
             request("jobs"), request("services", namespace="b"), request("pods", verb="list"),

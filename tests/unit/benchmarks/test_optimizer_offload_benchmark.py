@@ -15,6 +15,8 @@ import optimizer_offload as benchmark
 import paired
 from published_optimizer_offload import MODELS, ROWS, Phases
 
+pytestmark = pytest.mark.ci
+
 GPUS = tuple(benchmark.CONSTANTS)
 
 
@@ -23,7 +25,7 @@ def test_the_model_reproduces_the_published_runs_within_a_fifth() -> None:
     assert benchmark.model_error() <= benchmark.AT_MOST["model_error_max"] == 0.20
 
 
-def test_published_phases_and_what_every_iteration_has_beside_them_are_the_logs_iterations() -> None:
+def test_published_phases_match_log_totals_up_to_a_small_overhead() -> None:
     """The logs' own totals (seconds) against a slip of the pen: 0.3 to 0.6 s are in no phase."""
     totals = [
         (7.28, 3.80, 2.96), (4.26, 2.55, 2.19), (4.47, 2.46, 2.00),

@@ -25,6 +25,8 @@ from spillway.placement import Placement, place
 from spillway.plan import Tier
 from spillway.units import GIB, MIB
 
+pytestmark = pytest.mark.ci
+
 POLICIES = {
     "Spillway": Spillway,
     "static": partial(Requests, 1.5, best_fit),
@@ -94,7 +96,7 @@ def test_what_is_remembered_is_what_the_planner_says() -> None:
     assert found.plan == plain.plan.model_copy(update={"alternatives": ()}), "but for the plans that lost"
 
 
-def test_an_attempt_runs_out_where_its_budget_ends_or_else_where_its_pod_does() -> None:
+def test_attempt_runs_out_at_its_budget_or_else_at_its_pod_limit() -> None:
     own = counted(jobs("recorded")[0].job, SMALL)
     assert own is not None
     assert why_it_runs_out(own, Truth()) is None
@@ -128,7 +130,7 @@ class Blind(Forgetful):
         return None if len(failed) > 3 else ask
 
 
-def test_who_asks_for_too_little_has_fewer_first_attempts_and_who_asks_for_too_much_wastes_and_waits() -> None:
+def test_small_requests_fail_first_attempts_and_large_ones_waste_and_wait() -> None:
     careful, greedy, mean_one = (
         played("recorded", Requests(factor, best_fit)) for factor in (1.5, 4.0, 0.5)
     )  # fmt: skip
@@ -154,7 +156,7 @@ def test_an_operator_without_its_ladder_completes_fewer_jobs() -> None:
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_recorded_trace_holds_at_least_twenty_real_runs_of_the_recorders_jobs_and_no_path_of_a_machine() -> None:
+def test_recorded_trace_has_20_or_more_real_runs_and_no_local_paths() -> None:
     found = json.loads(traces.RECORDED.read_text(encoding="utf-8"))
     written = [record_placement.document(number, job, "docs") for number, job in enumerate(record_placement.JOBS)]
     assert [run["job"] for run in found["runs"]] == written
@@ -182,7 +184,7 @@ def test_errors_are_drawn_as_they_are_published() -> None:
     assert mean(errors["dnnmem"]) == pytest.approx(0.16, rel=0.1)
 
 
-def test_the_adversarial_trace_comes_in_bursts_is_wrong_by_two_and_no_model_comes_twice() -> None:
+def test_adversarial_trace_is_bursty_wrong_by_2x_and_repeats_no_model() -> None:
     found = jobs(traces.ADVERSARIAL)
     assert len({one.seconds for one in found}) == traces.NUM_BURSTS
     assert len({one.job.spec.model.model_dump_json() for one in found}) == NUM_JOBS

@@ -50,6 +50,6 @@ def test_processes_that_go_round_in_circles_are_a_hang() -> None:
         Machine().passes(looks=int(CPU_SECONDS) + 1, seconds=0.5, cpu_seconds=1.0)
 
 
-def test_what_this_process_has_taken_is_seen_and_one_that_is_gone_takes_nothing() -> None:
+def test_own_cpu_time_is_measured_and_a_dead_process_has_none() -> None:
     assert taken_by([os.getpid()]).cpu_seconds > 0.0
     assert taken_by([2**30]) == Taken(0.0, False)

@@ -353,7 +353,7 @@ def test_deepspeed_divides_no_adapters_and_fsdp_does() -> None:
     assert refusals_in_cluster(job(adapters | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
-def test_an_update_beside_the_next_forward_is_for_fsdp_and_not_for_deepspeed() -> None:
+def test_overlap_with_forward_is_accepted_for_fsdp_and_rejected_for_zero3() -> None:
     forward = {"spec.memory.optimizer": {"placement": "Host", "overlap": "Forward"}}
     (problem,) = refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Zero3"}))
     assert (problem.path, problem.problem[-16:]) == ("spec.memory.optimizer.overlap", "or strategy Fsdp")

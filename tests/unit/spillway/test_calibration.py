@@ -174,7 +174,7 @@ def test_the_disk_is_corrected_by_the_time_its_lane_worked() -> None:
     assert after.nvme_read_bytes_per_second == pytest.approx(400 * MIB)
 
 
-def test_copies_have_rates_of_their_own_on_a_gpu_and_share_those_of_compute_on_a_cpu() -> None:
+def test_copies_have_own_rates_on_a_gpu_and_those_of_compute_on_a_cpu() -> None:
     lanes = {"lane_seconds": {"h2d": 1.0}, "moved_bytes": {"h2d": 10 * GIB}}
     on_gpu = rank_rates(resolve_node("h100"), 1, 1, "bfloat16")
     assert factors(corrections({}, on_gpu, as_measured({}, **lanes))) == pytest.approx({"h2d": 50e9 / (10 * GIB)})
@@ -208,7 +208,7 @@ def beside_forward(phases: Mapping[str, float]) -> dict[str, float]:
 
 
 @given(compute=st.floats(0.5, 2.0), update=st.floats(0.5, 2.0))  # no copy bounds the update
-def test_known_factors_come_back_of_an_update_beside_forward_on_the_same_cores(compute: float, update: float) -> None:
+def test_known_factors_are_recovered_when_update_and_forward_share_cores(compute: float, update: float) -> None:
     slower = corrected(NODE, [Correction(COMPUTE, 1, 1, compute), Correction(UPDATE, 1, 1, update)])
     seconds = plan(IN_HOST, slower).prediction.phase_seconds
     work = plan(IN_HOST).prediction.work
@@ -228,7 +228,7 @@ def test_an_update_in_every_phase_shares_its_factor_with_compute() -> None:
     ("overlap", "told", "sentence"),
     [("Forward", {COMPUTE: 2.0}, "update: it ran"), ("Backward", {}, "compute, update")],
 )
-def test_where_forward_also_waits_for_copies_an_update_beside_it_is_not_told_apart(
+def test_overlapped_update_is_not_calibrated_if_forward_waits_for_copies(
     overlap: Overlap, told: dict[str, float], sentence: str
 ) -> None:
     """Only backward is free of the update, of which it says nothing."""
@@ -242,7 +242,7 @@ def test_where_forward_also_waits_for_copies_an_update_beside_it_is_not_told_apa
     assert said.startswith(sentence)
 
 
-def test_a_device_apart_computes_as_fast_beside_an_update_and_the_cpus_lane_tells_of_that() -> None:
+def test_gpu_compute_keeps_its_rate_and_the_cpu_lane_calibrates_the_update() -> None:
     prediction = plan(IN_HOST, H100).prediction
     on_h100 = rank_rates(H100, 1, 1, "bfloat16")
     phases = {**prediction.phase_seconds, Phase.OPTIMIZER: 0.0}
@@ -272,9 +272,7 @@ def with_states_on_nvme(read: float, write: float, update: float) -> MeasuredSte
 
 
 @pytest.mark.parametrize(("update", "together"), [(4.0, 4.0), (9.0, 6.0)], ids=["at once", "in turn"])
-def test_states_on_nvme_correct_both_rates_of_the_disk_by_what_reads_and_writes_took_together(
-    update: float, together: float
-) -> None:
+def test_nvme_states_correct_both_disk_rates_by_their_combined_time(update: float, together: float) -> None:
     work, step = plan(STATES_ON_NVME).prediction.work, with_states_on_nvme(3.0, 3.0, update)
     found = factors(corrections(work, rates(), step))
     expected = together / (GIB / NODE.nvme_read_bytes_per_second + GIB / NODE.nvme_write_bytes_per_second)
@@ -282,7 +280,8 @@ def test_states_on_nvme_correct_both_rates_of_the_disk_by_what_reads_and_writes_
     assert not_told(work, rates(), "None") == []
 
 
-def test_states_on_nvme_leave_the_update_to_the_cpus_lane_because_its_phase_waits_for_the_disk() -> None:
+def test_nvme_states_calibrate_the_update_by_its_cpu_lane_not_its_phase() -> None:
+    """The phase also waits for the disk."""
     work = plan(STATES_ON_NVME).prediction.work
     found = factors(corrections(work, rates(), with_states_on_nvme(3.0, 3.0, 99.0)))
     assert found[UPDATE] == pytest.approx(3.0)

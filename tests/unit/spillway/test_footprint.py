@@ -71,7 +71,7 @@ def test_accumulators_are_float32_per_use() -> None:
     assert cpu_accumulated(tied, ON_CPU) == tied.shape.num_parameters + 4096 * 256
 
 
-def test_states_are_twelve_bytes_and_eight_where_the_parameter_is_its_own_master() -> None:
+def test_states_take_12_bytes_or_8_where_the_parameter_is_its_own_master() -> None:
     assert states_bytes(work(), RESIDENT, 1.0, on_cpu=False) == 12 * P
     assert states_bytes(work("float32"), RESIDENT, 1.0, on_cpu=False) == 8 * P
     assert states_bytes(work("float32"), ON_CPU, 1.0, on_cpu=True) == pytest.approx(12 * P, rel=1e-3)
@@ -101,7 +101,7 @@ def test_gradients_and_parameters_pass_through_four_staging_buffers_each() -> No
         assert nbytes(work(), STREAMED) == 0
 
 
-def test_where_the_update_writes_the_parameter_itself_only_homes_on_nvme_are_staged() -> None:
+def test_in_place_update_stages_only_homes_on_nvme() -> None:
     in_place, chunk = work(in_place=True), ON_CPU.model_copy(update={"chunk_parameters": 1000})
     assert staging_bytes(in_place, chunk) == 4 * 4096
     assert [upload_bytes(in_place, chunk, Streaming(host, nvme)) for host, nvme in ((0, 0), (3, 0), (2, 1))] == [
@@ -207,9 +207,7 @@ def test_blocks_lie_in_the_order_in_which_backward_needs_them_last() -> None:
 
 
 @given(layers=st.integers(1, 12), data=st.data())
-def test_moving_or_recomputing_a_block_never_needs_more_than_keeping_it_and_two_reloads(
-    layers: int, data: st.DataObject
-) -> None:
+def test_moving_or_recomputing_exceeds_keeping_by_at_most_three_blocks(layers: int, data: st.DataObject) -> None:
     recomputed = data.draw(st.integers(0, layers))
     moved = data.draw(st.integers(0, layers - recomputed))
     w = work(numLayers=layers)

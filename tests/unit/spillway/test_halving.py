@@ -75,7 +75,7 @@ def random_sweep(seed: int) -> Sweep:
     return Sweep(members, curves, fails, objective)
 
 
-def test_rounds_stand_at_the_steps_of_halving_and_at_twice_the_one_before_and_never_at_the_last_step() -> None:
+def test_rounds_come_at_doubling_steps_and_never_at_the_last_step() -> None:
     assert round_steps(10, 80) == (10, 20, 40)
     assert round_steps(10, 81) == (10, 20, 40, 80)
     assert round_steps(80, 80) == ()
@@ -118,9 +118,7 @@ def test_of_equals_the_earlier_in_the_list_stays() -> None:
 
 @pytest.mark.parametrize("direction", ["Minimize", "Maximize"])
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_ranks_behind_every_other_and_a_failed_member_behind_that(
-    direction: str, bad: float
-) -> None:
+def test_non_finite_values_rank_last_but_ahead_of_failed_members(direction: str, bad: float) -> None:
     members = contenders(4)
     members[0] = replace(members[0], failed=True)
     found = standing(members, reports(10, 0, bad, 1.0, 2.0)[1:], halving(10, direction))
@@ -131,7 +129,7 @@ def test_a_value_that_is_not_finite_ranks_behind_every_other_and_a_failed_member
     assert found.best == "m2"
 
 
-def test_a_round_waits_until_every_member_that_goes_on_has_reported_at_its_step() -> None:
+def test_round_waits_until_every_running_member_has_reported_its_step() -> None:
     members, objective = contenders(3), halving(10)
     some = [*reports(9, 1.0, 2.0, 3.0), *reports(10, 1.0, 2.0)]
     waiting = standing(members, some, objective)
@@ -140,7 +138,7 @@ def test_a_round_waits_until_every_member_that_goes_on_has_reported_at_its_step(
     assert list(standing(failed, some, objective).until) == ["m0"]
 
 
-def test_a_member_with_fewer_steps_is_compared_by_its_last_value_and_is_never_stopped() -> None:
+def test_shorter_member_is_compared_by_its_last_value_and_never_stopped() -> None:
     short = [Contender("m0", 5), *contenders(3)[1:]]
     assert set(standing(short, reports(10, 0.0, 2.0, 1.0)[1:], halving(10)).until.values()) == {5, 10}
     values = [Value("m0", 5, 9.0), *reports(10, 0.0, 2.0, 1.0)[1:]]
@@ -159,7 +157,7 @@ def test_the_last_one_alive_trains_to_the_end() -> None:
     assert standing(members, [], halving(10)).until == {"m1": 80}
 
 
-def test_the_best_is_among_those_who_survived_most_rounds_and_never_one_that_failed() -> None:
+def test_best_member_survived_the_most_rounds_and_never_failed() -> None:
     members, values = contenders(2), [*reports(10, 2.0, 1.0), Value("m1", 20, 5.0)]
     assert standing(members, values, halving(10)).best == "m1"
     assert standing([members[0], replace(members[1], failed=True)], values, halving(10)).best == "m0"
@@ -167,7 +165,7 @@ def test_the_best_is_among_those_who_survived_most_rounds_and_never_one_that_fai
     assert standing(members, reports(10, NAN, math.inf), halving(0)).best == ""
 
 
-def test_the_newest_value_of_a_member_counts_and_of_a_repeated_step_the_last() -> None:
+def test_newest_value_of_a_member_counts_and_the_last_for_a_repeated_step() -> None:
     members = contenders(2)
     later = [*reports(5, 1.0, 2.0), *reports(6, 3.0, 2.5)]
     assert standing(members, later, halving(0)).best == "m1"
@@ -218,7 +216,7 @@ def test_the_last_one_has_all_its_steps_ahead_whatever_rounds_there_are() -> Non
     assert steps_ahead(rows((12, 80, "Running"), (10, 80, "Stopped")), 10) == {"m0": 68.0}
 
 
-def test_random_sweeps_make_no_more_steps_than_were_ahead_without_rounds_and_none_at_their_end() -> None:
+def test_random_sweeps_never_have_more_steps_ahead_than_without_rounds() -> None:
     for seed in range(NUM_SWEEPS):
         sweep = random_sweep(seed)
         sweep.run(random.Random(seed), most=seed % 30)
@@ -249,7 +247,7 @@ def test_random_sweeps_never_take_a_decision_back() -> None:
             assert set(after.until) <= set(before.until), seed
 
 
-def test_random_sweeps_always_end_with_everybody_complete_stopped_or_failed() -> None:
+def test_random_sweeps_end_with_every_member_complete_stopped_or_failed() -> None:
     for seed in range(NUM_SWEEPS):
         sweep = random_sweep(seed)
         end = sweep.run(random.Random(seed))
@@ -262,7 +260,7 @@ def test_random_sweeps_always_end_with_everybody_complete_stopped_or_failed() ->
         assert end.until or failed, seed
 
 
-def test_a_sweep_that_is_killed_anywhere_and_repeats_steps_decides_the_same() -> None:
+def test_sweep_killed_anywhere_repeats_steps_and_decides_the_same() -> None:
     for seed in range(NUM_SWEEPS):
         plain = random_sweep(seed).run(random.Random(seed))
         rng = random.Random(seed + 1)

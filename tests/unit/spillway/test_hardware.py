@@ -67,7 +67,7 @@ def test_a_local_node_has_the_given_capacities_and_the_catalogs_rates() -> None:
     assert node.bfloat16_flops_per_second == catalog.bfloat16_flops_per_second / catalog.num_cores * 2
 
 
-def test_ranks_on_a_cpu_share_its_one_device_and_ranks_on_gpus_have_one_each() -> None:
+def test_cpu_ranks_share_one_device_and_gpu_ranks_have_one_each() -> None:
     cpu, gpus = resolve_node("cpu"), resolve_node("8xh100")
     assert cpu.bytes_of_device(4) == cpu.device_bytes // 4
     assert gpus.bytes_of_device(8) == gpus.device_bytes
@@ -100,7 +100,7 @@ def test_a_gpu_is_found_by_its_product_or_by_its_memory(product: str, memory_mib
     assert (node.name, node.num_devices) == (expected, 2)
 
 
-def test_a_gpu_has_the_memory_that_its_driver_reports_less_what_is_reserved() -> None:
+def test_gpu_memory_is_what_the_driver_reports_minus_the_reserve() -> None:
     node, catalog = gpu_node("NVIDIA-H100-80GB-HBM3", 100_000 * 2**20, 1), resolve_node("1xh100")
     assert node.device_bytes - catalog.device_bytes == 100_000 * 2**20 - 85520809984
     assert gpu_node("", 2**20, 1).device_bytes == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.job_documents import job
+from harness.depth import at
 from spillway.candidates import Search, best, timed
 from spillway.cluster_view import ClusterView, NodeView
 from spillway.corrections import NO_CORRECTIONS, Corrections
@@ -34,8 +34,6 @@ from spillway.planner import Overrides, ask, make_plan
 from spillway.retries import OOM_KILLED
 from spillway.units import GIB, MIB
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
-"""4 of 200 examples in `make test`"""
 DEVICE, HOST, NVME = "DeviceOutOfMemory", "HostOutOfMemory", "SpillVolumeFull"
 REASON_OF = {Tier.DEVICE: DEVICE, Tier.HOST: HOST, Tier.NVME: NVME}
 NODE = local_node(2, 512 * MIB, GIB, 8 * GIB)
@@ -69,7 +67,7 @@ def test_nothing_is_corrected_before_memory_ran_out() -> None:
     assert planned() == planned(corrections=NO_CORRECTIONS)
 
 
-def test_each_further_failure_of_a_tier_adds_a_larger_margin_to_the_largest_bound() -> None:
+def test_each_failure_of_a_tier_adds_a_larger_margin_to_its_largest_bound() -> None:
     plan = planned()
     bytes_ = plan.bytes[Tier.DEVICE].predicted
     failures, factors = [], []
@@ -101,7 +99,7 @@ def test_host_memory_that_no_plan_uses_ran_out_beside_the_plan() -> None:
 # --- what is planned then ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200 if FULL else 4, deadline=None)
+@settings(max_examples=at(2, 4, 200), deadline=None)
 @given(st.integers(24, 400), st.floats(1.0, 4.0), st.floats(1.0, 4.0))
 def test_the_plan_is_the_fastest_of_all_candidates_whose_counted_bytes_fit(
     device: int, more_device: float, more_host: float
@@ -130,7 +128,7 @@ def _fits(held: dict[Tier, TierBytes], corrections: Corrections, budget: dict[Ti
     return all(held[tier].total <= int(budget[tier] / corrections.of(tier)) for tier in Tier)
 
 
-@settings(max_examples=200 if FULL else 4, deadline=None)
+@settings(max_examples=at(2, 4, 200), deadline=None)
 @given(st.integers(20, 200), st.sampled_from([DEVICE, HOST, NVME, OOM_KILLED]), st.booleans())
 def test_no_plan_follows_that_one_which_failed_dominates(device: int, reason: str, spills: bool) -> None:
     """Brute force beside the arithmetic: as many bytes of what ran out, and no more room, is a repetition."""
@@ -196,9 +194,7 @@ def _dominated(failure: MemoryFailure, found: Placement) -> bool:
 
 @pytest.mark.parametrize("times", [1.3, 3.0])
 @pytest.mark.parametrize("budget", [{}, {"spec.memory.budget.device": "120Mi"}], ids=["free", "device-budget"])
-def test_a_prediction_that_is_wrong_by_up_to_three_times_is_met_within_three_tries(
-    times: float, budget: dict[str, Any]
-) -> None:
+def test_prediction_off_by_up_to_3x_is_met_within_three_retries(times: float, budget: dict[str, Any]) -> None:
     failures = list[MemoryFailure]()
     for attempt in range(1, MOST_MEMORY_TRIES + 2):
         found = place(job(budget), cluster(corrections=corrections_after(failures)))
@@ -212,7 +208,7 @@ def test_a_prediction_that_is_wrong_by_up_to_three_times_is_met_within_three_tri
 
 
 @pytest.mark.parametrize("times", [1.2, 3.0])
-def test_a_pod_that_takes_up_to_three_times_what_is_counted_gets_it_within_three_tries(times: float) -> None:
+def test_pod_that_needs_up_to_3x_its_count_gets_it_within_three_retries(times: float) -> None:
     failures = list[MemoryFailure]()
     for attempt in range(1, MOST_MEMORY_TRIES + 2):
         found = place(job(), cluster(64 * GIB, corrections_after(failures)))
@@ -247,7 +243,7 @@ def test_where_a_budget_ends_bytes_leave_the_device() -> None:
     assert after.plan.bytes[Tier.DEVICE].total <= 64 * MIB
 
 
-def test_after_a_full_volume_fewer_bytes_are_spilled_whatever_the_node_says_it_has() -> None:
+def test_full_volume_reduces_spilling_whatever_space_the_node_reports() -> None:
     before = planned({"spec.memory.activations.policy": "Nvme"})
     corrections = corrections_after([failed(before, NVME)])
     assert corrections.nvme_most_bytes is not None

@@ -115,9 +115,7 @@ def test_what_was_corrected_is_not_corrected_again(said: SpillVolume) -> None:
 
 
 @given(POSSIBLE, st.floats(0, 1))
-def test_a_file_that_gives_back_less_than_asked_is_corrected_a_few_times_at_most(
-    said: SpillVolume, part: float
-) -> None:
+def test_corrections_end_even_if_the_file_frees_less_than_asked(said: SpillVolume, part: float) -> None:
     for _ in range(64):
         left = lowered(said)
         if left is None:
@@ -151,7 +149,7 @@ def test_the_reserve_is_a_ranks_part_and_no_more_than_its_activations() -> None:
     assert small.bytes[Tier.HOST].predicted == host.predicted
 
 
-def test_a_pod_requests_the_envelope_of_all_that_a_correction_can_make_of_its_plan() -> None:
+def test_pod_request_covers_every_plan_a_live_correction_can_lead_to() -> None:
     before, after_ = plan(ON_NVME), plan(reserved("64Mi"))
     more = after_.slab_bytes(Tier.HOST) - before.slab_bytes(Tier.HOST)
     assert more >= after_.bytes[Tier.HOST].reserve > 0
@@ -212,7 +210,7 @@ def test_activations_are_divided_so_that_the_reserve_has_room() -> None:
     assert any(not one.missing for one in divided)
 
 
-def test_observed_errors_count_for_what_is_predicted_not_for_what_stays_empty() -> None:
+def test_observed_errors_scale_the_prediction_but_not_the_reserve() -> None:
     found = plan(reserved("64Mi"), Overrides(corrections=Corrections(host=1.5)))
     host = found.bytes[Tier.HOST]
     assert host.correction == -(-host.predicted // 2)
@@ -232,7 +230,7 @@ def test_activations_that_moved_are_no_error_of_the_prediction() -> None:
     assert profile.peaks.host.max == host.predicted + 4096
 
 
-def test_a_pod_that_left_its_reserve_empty_does_not_lower_the_next_ones_request() -> None:
+def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
     assert may_be_seen(job(ON_NVME).spec)
     assert not may_be_seen(job(reserved("64Mi")).spec)
 

@@ -66,7 +66,7 @@ def overlaps(outcome: Outcome, key: str) -> bool:
     )
 
 
-def test_one_member_alone_takes_its_uploads_visits_and_updates_one_after_the_other() -> None:
+def test_single_member_runs_its_uploads_visits_and_updates_in_sequence() -> None:
     # Upload of the first segment, two steps of 4 segments of 1 + 3 s, download of the last gradient and update between
     # them, of which the visits of the second step hide three quarters, and at the end.
     outcome = simulate([member(num_steps=1)], ONE_DEVICE, Policy.READINESS)
@@ -89,7 +89,7 @@ def test_two_members_hide_one_anothers_updates() -> None:
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_no_schedule_beats_the_bound_or_runs_one_device_or_member_twice_at_a_time(policy: Policy) -> None:
+def test_no_schedule_beats_the_bound_or_double_books_a_device_or_member(policy: Policy) -> None:
     for seed in range(60):
         works, machine = random_members(seed)
         outcome = simulate(works, machine, policy)
@@ -165,7 +165,7 @@ def test_members_on_one_base_pay_its_upload_once() -> None:
         visited_together([apart[0], replace(apart[1], num_steps=6)])
 
 
-def test_micro_batches_are_shared_out_when_there_are_fewer_members_than_devices() -> None:
+def test_micro_batches_are_split_when_there_are_fewer_members_than_devices() -> None:
     machine = Machine(8, 1000.0, 1000.0, 1)
     works = [member("a", update=0.0), member("b", update=0.0)]
     parts = parted(works, machine, 16)
@@ -207,7 +207,7 @@ def test_who_is_updated_comes_before_who_waits_for_its_update() -> None:
     assert choose(Policy.SEQUENTIAL, [waits, begins, *ready, *others], 4, 1) is None
 
 
-def test_the_longest_chain_is_waited_for_and_only_who_fits_into_its_update_goes_between() -> None:
+def test_device_waits_for_the_longest_chain_unless_a_step_fits_the_wait() -> None:
     longest = candidate(0, 100.0, is_free=False, waits_seconds=2.0)
     short, long = candidate(1, 10.0, step_seconds=1.5), candidate(2, 20.0, step_seconds=2.5)
     assert choose(Policy.READINESS, [longest, short, long], 0, 2) == 1

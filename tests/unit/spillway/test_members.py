@@ -106,7 +106,7 @@ def test_member_spec_refuses_by_name() -> None:
         member_spec(job.spec, job.spec.members[0])
 
 
-def test_members_have_directories_of_their_own_and_share_the_corpus_of_one_vocabulary() -> None:
+def test_members_have_their_own_directories_and_one_corpus_per_vocabulary() -> None:
     job = sweep(THREE + ', {name: rich, overrides: {model.config.vocabSize: "1024"}}')
     file = JobFile(
         name="sweep", uid="u", epoch=1, spec=job.spec, output_directory="/out", corpus_directory="/out/corpus",
@@ -143,9 +143,7 @@ def test_the_plan_of_a_sweep_is_what_its_members_need_together() -> None:
 
 
 @pytest.mark.parametrize(("parking_share", "num_steps"), [(0.0, 5), (0.09, 5), (0.11, 10), (0.31, 20), (5.0, 20)])
-def test_turns_end_where_members_report_unless_parking_takes_more_than_a_tenth(
-    parking_share: float, num_steps: int
-) -> None:
+def test_turns_end_at_reports_unless_parking_takes_more_than_a_tenth(parking_share: float, num_steps: int) -> None:
     """`parking_share`: of the seconds between two evaluations, 5 steps; the members have 20."""
     members = [
         one.model_copy(update={"parking_seconds": parking_share * 5 * one.plan.prediction.step_seconds})
@@ -176,7 +174,7 @@ def test_members_that_have_no_room_to_park_are_refused_with_bytes() -> None:
     assert "3 members park" in found.nearest
 
 
-def test_the_plan_shows_a_row_for_each_member_and_the_total_beside_the_bound() -> None:
+def test_plan_shows_a_row_per_member_and_compares_the_total_with_the_bound() -> None:
     plan = planned(THREE)
     assert member_table(plan).row_count == 3
     assert plan.turns is not None

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.job_documents import job
+from harness.depth import examples
 from spillway import headroom
 from spillway.api import NodeProfileSpec
 from spillway.cluster_view import HeldDevices
@@ -84,7 +85,7 @@ def weights(found: Placement) -> dict[str, int]:
 # --- headroom ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_node_with_more_free_host_memory_is_preferred_and_the_sentence_names_both_figures() -> None:
+def test_node_with_more_free_memory_is_preferred_and_figures_are_named() -> None:
     found = placed(cluster(node("node-a", host=3.2), node("node-b", host=12.1)))
     planned = format_bytes(found.pod.memory_bytes)
     assert found.preferences[0] == Preference("node-b", 100)
@@ -97,9 +98,7 @@ IN_HOST_MEMORY = {"spec.memory.optimizer.placement": "Host"}
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.2, True), (0.5, True), (0.9, False)])
-def test_on_a_cpu_the_host_has_the_larger_part_of_the_memory_where_the_plan_needs_it_there(
-    share: float, fits: bool
-) -> None:
+def test_cpu_node_gives_the_host_most_of_its_memory_if_the_plan_needs_it(share: float, fits: bool) -> None:
     """benchmarks/placement.py: jobs ended as one that no node can carry, on nodes half of which were empty."""
     plan = placed(cluster(node("node-a")), IN_HOST_MEMORY).plan
     factor = share * 4 * plan.budget[Tier.HOST] / plan.bytes[Tier.HOST].predicted
@@ -267,7 +266,7 @@ def test_weights_never_contradict_headroom(free: list[int], age: float) -> None:
 # --- stalled memory ---------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_memory_stalls_is_not_preferred_however_much_of_it_is_free() -> None:
+def test_stalling_node_is_not_preferred_however_much_memory_is_free() -> None:
     found = placed(cluster(stalling(node("node-a", host=15.0), 0.12), node("node-b", host=3.0)))
     planned = format_bytes(found.pod.memory_bytes)
     assert found.preferences == (Preference("node-b", 100),)
@@ -282,7 +281,7 @@ def test_a_node_whose_memory_stalls_is_not_preferred_however_much_of_it_is_free(
     (0.05, 4.0, False), (0.051, 4.0, True), (0.0, 4.0, False), (1.0, 4.0, True),
     (0.09, 90.0, False), (0.11, 90.0, True), (1.0, 400.0, False),
 ])  # fmt: skip
-def test_a_stall_counts_above_a_twentieth_of_the_time_twice_that_when_stale_and_never_when_too_old(
+def test_stall_counts_above_5_percent_or_10_if_stale_and_never_if_too_old(
     share: float, age: float, stalls: bool
 ) -> None:
     found = placed(cluster(stalling(node("node-a", host=8.0), share), node("node-b", host=8.0), age=age))
@@ -290,7 +289,7 @@ def test_a_stall_counts_above_a_twentieth_of_the_time_twice_that_when_stale_and_
     assert ("memory stalls on node-a" in found.reason) is stalls
 
 
-def test_when_the_memory_of_every_node_stalls_none_is_preferred_and_the_job_is_placed() -> None:
+def test_job_is_placed_without_preference_when_every_node_stalls() -> None:
     found = placed(cluster(*(stalling(node(f"node-{name}", host=8.0), 0.5) for name in "abcde")))
     assert found.preferences == ()
     assert "no preference among 5 nodes" in found.reason
@@ -308,7 +307,7 @@ def test_a_stall_is_said_where_nothing_else_is_known() -> None:
     )
 
 
-def test_a_stall_changes_neither_plan_nor_class_nor_pod_and_requires_no_node() -> None:
+def test_stall_changes_neither_plan_class_nor_pod_and_requires_no_node() -> None:
     calm = (gpu_node("node-a", H100_LABELS, device=70.0), gpu_node("node-b", H100_LABELS, device=70.0))
     without = placed(cluster(*calm), CUDA)
     found = placed(cluster(*(stalling(view, 1.0) for view in calm)), CUDA)
@@ -316,14 +315,12 @@ def test_a_stall_changes_neither_plan_nor_class_nor_pod_and_requires_no_node() -
     assert (found.plan, found.node, found.pod) == (without.plan, without.node, without.pod)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     nodes=st.lists(st.tuples(st.integers(0, 16), st.floats(0.0, 1.0)), min_size=1, max_size=8),
     age=st.floats(0.0, 250.0),
 )
-def test_whatever_stalls_the_calm_nodes_are_preferred_as_if_they_were_alone(
-    nodes: list[tuple[int, float]], age: float
-) -> None:
+def test_calm_nodes_are_preferred_as_if_stalling_ones_did_not_exist(nodes: list[tuple[int, float]], age: float) -> None:
     views = [stalling(node(f"n{number}", host=free), share) for number, (free, share) in enumerate(nodes)]
     most = headroom.MOST_STALLED * (headroom.STALE_PATIENCE if age > headroom.FRESH_SECONDS else 1.0)
     calm = [view for view, (_, share) in zip(views, nodes, strict=True) if share <= most]
@@ -409,9 +406,9 @@ def test_what_is_held_changes_nothing_where_there_is_one_class() -> None:
     assert placed(replace(alone, held=(holding("8x-h100-80", 8, None),)), CUDA) == placed(alone, CUDA)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(waits=st.tuples(*[st.none() | st.floats(0.0, 1e7)] * 2))
-def test_no_class_is_taken_for_which_the_job_waits_longer_and_trains_longer(waits: tuple[float | None, ...]) -> None:
+def test_class_with_a_longer_wait_and_slower_training_is_never_chosen(waits: tuple[float | None, ...]) -> None:
     names = ("8x-h100-80", "8x-a100-40")
     held = tuple(holding(name, 8, wait) for name, wait in zip(names, waits, strict=True))
     found = placed(replace(TWO_CLASSES, held=held), CUDA)
@@ -420,14 +417,14 @@ def test_no_class_is_taken_for_which_the_job_waits_longer_and_trains_longer(wait
         assert found.node.name == names[0]
 
 
-def test_the_plan_of_the_chosen_class_is_explained_as_if_there_were_no_other() -> None:
+def test_plan_of_the_chosen_class_is_explained_as_if_it_were_the_only_one() -> None:
     alone = placed(cluster(gpu_node("node-h", H100_LABELS)), CUDA).plan
     among_others = placed(cluster(gpu_node("node-a", A100_LABELS), gpu_node("node-h", H100_LABELS)), CUDA).plan
     assert among_others == alone
     assert among_others.alternatives
 
 
-def test_a_class_that_can_carry_all_pods_goes_before_a_faster_one_that_cannot() -> None:
+def test_class_that_fits_all_pods_beats_a_faster_one_that_does_not() -> None:
     view = cluster(
         gpu_node("node-h", H100_LABELS, count=1), gpu_node("a-1", A100_LABELS, count=1),
         gpu_node("a-2", A100_LABELS, count=1),
@@ -447,7 +444,7 @@ def test_an_unknown_gpu_is_planned_for_as_the_smallest_of_the_catalog() -> None:
     assert (found.node.name, found.required_labels) == ("8x-rtx-4090", {})
 
 
-def test_an_unknown_product_is_planned_for_with_the_memory_that_its_driver_reports() -> None:
+def test_unknown_product_is_planned_with_the_memory_its_driver_reports() -> None:
     labels = {"nvidia.com/gpu.product": "NVIDIA-Z900", "nvidia.com/gpu.memory": "97000"}
     found = placed(cluster(gpu_node("node-x", labels)), CUDA)
     assert found.node.name == "8x-h100-80"
@@ -538,7 +535,7 @@ def test_the_same_view_gives_the_same_placement() -> None:
 # --- pods that the plan's node can carry ------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     memory=st.integers(GIB, 64 * GIB), disk=st.integers(GIB, 200 * GIB), cores=st.integers(1, 64),
     ranks=st.sampled_from([1, 2, 4]), policy=st.sampled_from(["Auto", "Host", "Nvme"]),
@@ -594,12 +591,12 @@ def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:
 # --- nodes that cannot ------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_not_ready_or_cordoned_is_left_aside_while_another_can() -> None:
+def test_unready_and_cordoned_nodes_are_avoided_while_another_will_do() -> None:
     view = cluster(node("node-a", host=15.0, ready=False), node("node-b", host=2.0), node("node-c", unschedulable=True))
     assert set(weights(placed(view))) == {"node-b"}
 
 
-def test_a_job_waits_for_a_node_that_is_not_ready_when_no_other_could_carry_it() -> None:
+def test_job_waits_for_an_unready_node_when_no_other_could_carry_it() -> None:
     taint = Taint("node.kubernetes.io/not-ready", "", "NoSchedule")
     found = placed(cluster(node("node-a", ready=False, taints=(taint,))))
     assert found.reason.startswith("none of 1 nodes that could carry it is ready and schedulable now, waiting for one")
@@ -666,7 +663,7 @@ def test_a_taint_that_only_asks_is_no_obstacle() -> None:
     placed(cluster(node("node-a", taints=(Taint("team", "b", "PreferNoSchedule"),))))
 
 
-def test_a_model_that_fits_no_class_is_answered_with_what_is_missing_and_what_would_fit() -> None:
+def test_unplaceable_model_error_says_what_is_missing_and_what_would_fit() -> None:
     large = {"spec.model.config.hiddenSize": 16384, "spec.checkpoint.claim": "checkpoints"}
     found = unplaceable(cluster(node("node-a", allocatable_memory_bytes=2 * GIB)), large)
     assert found.reason == "DoesNotFit"
@@ -686,7 +683,7 @@ def test_an_unplanned_pod_that_no_node_could_hold_is_not_placed() -> None:
 # --- what was observed before ---------------------------------------------------------------------------------------
 
 
-def test_a_memory_profile_of_the_same_plan_is_shown_as_evidence_and_changes_no_byte() -> None:
+def test_memory_profile_of_the_same_plan_is_shown_but_changes_no_byte() -> None:
     without = placed(cluster(node("node-a")))
     key = memory_fingerprint(job().spec, without.plan)
     found = placed(cluster(node("node-a"), observed_peaks={key: {"device": 5 * MIB}, "another": {"device": 7 * MIB}}))
@@ -706,7 +703,7 @@ def test_without_a_view_of_nodes_the_catalog_is_planned_for() -> None:
     assert found.reason == "planned for the catalog's cpu: the operator may not list nodes (NoNodeView)"
 
 
-def test_without_a_view_the_selected_gpu_is_planned_for_and_without_a_selector_the_smallest() -> None:
+def test_without_a_view_the_selected_or_else_the_smallest_gpu_is_planned() -> None:
     selected = {**CUDA, "spec.scheduling.nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}}
     assert placed(ClusterView(), selected).node.name == "1x-h100-80"
     assert placed(ClusterView(), CUDA).node.name == "1x-rtx-4090"
@@ -726,7 +723,7 @@ def test_the_catalogs_cpu_node_is_planned_for_with_all_its_memory() -> None:
 # --- what profiles of the model say -----------------------------------------------------------------------------------
 
 
-def test_a_job_begins_with_what_profiles_of_its_model_say_and_others_do_not() -> None:
+def test_corrections_from_profiles_apply_only_to_jobs_of_that_model() -> None:
     known = {model_fingerprint(job().spec, "Cpu"): Corrections(device=1.5, pod=1.2, reasons=("seen before",))}
     nodes = (node("node-a"),)
     plain, corrected = placed(cluster(*nodes)), placed(cluster(*nodes, model_corrections=known))

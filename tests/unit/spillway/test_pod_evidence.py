@@ -124,7 +124,7 @@ def test_a_high_peak_of_long_ago_is_forgotten() -> None:
 
 
 @given(st.lists(st.integers(1, 8 * GIB), min_size=1, max_size=20), st.integers(64 * MIB, 4 * GIB))
-def test_the_request_is_never_below_a_recent_peak_nor_far_from_what_is_counted(peaks: list[int], counted: int) -> None:
+def test_request_covers_recent_peaks_and_stays_near_the_counted_bytes(peaks: list[int], counted: int) -> None:
     known: ObservedPod | None = None
     for number, peak in enumerate(peaks):
         told = PodPeak(peak, counted, 16 * GIB, is_whole=True, workload=OWN)
@@ -205,7 +205,7 @@ def test_what_moves_no_byte_of_a_pod_is_no_other_workload(changes: dict[str, Any
     assert found.observed is not None and found.observed.runs == 1
 
 
-def test_a_job_without_an_image_gets_what_is_counted_once_the_operator_has_another() -> None:
+def test_job_without_an_image_gets_the_counted_bytes_after_an_upgrade() -> None:
     profile = after(whole(0.5))
     seen = {"observed_pods": observed_pods([profile]), "observed_peaks": {profile.fingerprint: {"device": MIB}}}
     upgraded = place(job(), replace(cluster(**seen), trainer_image="trainer:2"))
@@ -219,7 +219,7 @@ def test_a_node_whose_cores_give_more_threads_is_another_workload() -> None:
     assert workload(SPEC, PLAIN.plan.model_copy(update={"optimizer": more}), IMAGE) != OWN
 
 
-def test_where_more_is_counted_than_when_it_was_seen_so_much_more_is_requested() -> None:
+def test_bytes_counted_beyond_the_observed_ones_are_added_to_the_request() -> None:
     (evidence,) = observed_pods([after(whole(0.5))]).values()
     more = evidence.request_bytes(COUNTED + 100 * MIB) - evidence.request_bytes(COUNTED)
     assert more == 100 * MIB
@@ -294,7 +294,7 @@ def test_a_pod_that_ran_out_is_a_lower_bound_until_one_took_more(limit: float) -
     assert 1.3 * COUNTED <= request <= 1.3 * COUNTED / (1 - MOST_WASTE)
 
 
-def test_a_pod_that_got_less_than_is_counted_and_ran_out_makes_no_other_plan_larger() -> None:
+def test_pod_that_ran_out_below_its_count_enlarges_no_other_plan() -> None:
     bound = ran_out(int(0.6 * COUNTED))
     assert (bound.lower_bounds.pod.planned, bound.lower_bounds.pod.held) == (COUNTED, int(0.6 * COUNTED))
     assert observed_corrections([bound]).pod == 1.0
@@ -317,7 +317,7 @@ def test_a_job_that_ran_out_itself_is_not_lowered() -> None:
     assert found == placed(corrections=own)
 
 
-def test_a_prior_that_is_wrong_by_two_times_is_met_at_once_by_the_second_job() -> None:
+def test_second_job_is_sized_right_at_once_when_the_prior_is_off_by_2x() -> None:
     """Killed at what is counted and at 1.25 and 1.875 times that; the fourth attempt gets more and takes 2."""
     profile: MemoryProfileSpec | None = None
     for limit in (1.0, 1.25, 1.875):

@@ -189,6 +189,7 @@ def replace_total(decided: MemoryPlan, tier: Tier) -> Any:
     return held.model_copy(update={"workspace": held.workspace + decided.budget[tier] - held.total})
 
 
+@pytest.mark.ci
 @settings(deadline=None)
 @given(limit=st.integers(2 * GIB, 64 * GIB))
 def test_a_plan_for_what_a_disk_leaves_makes_a_pod_within_the_disk(limit: int) -> None:
@@ -280,7 +281,7 @@ def test_members_of_other_vocabularies_have_corpora_of_their_own() -> None:
     assert beside == pods.corpus_bytes(same, None)
 
 
-def test_a_sweep_may_write_its_largest_members_checkpoint_before_it_is_killed() -> None:
+def test_sweep_grace_period_covers_its_largest_members_checkpoint() -> None:
     asked = sweep(SEED, {"model.config.numLayers": "64", "model.config.hiddenSize": "1024"})
     plan = planned(sweep(SEED))
     largest = solo_specs(asked.spec)[1]

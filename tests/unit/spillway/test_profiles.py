@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,6 +45,11 @@ def plan(changes: dict[str, Any] | None = None, node: NodeSpec = NODE) -> Memory
 
 def fingerprint(changes: dict[str, Any] | None = None, node: NodeSpec = NODE) -> str:
     return memory_fingerprint(job(changes).spec, plan(changes, node))
+
+
+@cache
+def unchanged() -> str:
+    return fingerprint()
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -116,7 +122,7 @@ def test_rates_are_rounded_so_that_nodes_measured_alike_are_alike() -> None:
     ],
 )
 def test_what_the_bytes_depend_on_changes_the_fingerprint(changes: dict[str, Any]) -> None:
-    assert fingerprint(changes) != fingerprint()
+    assert fingerprint(changes) != unchanged()
 
 
 @pytest.mark.parametrize(
@@ -132,15 +138,15 @@ def test_what_the_bytes_depend_on_changes_the_fingerprint(changes: dict[str, Any
     ],
 )
 def test_what_they_do_not_depend_on_does_not(changes: dict[str, Any]) -> None:
-    assert fingerprint(changes) == fingerprint()
+    assert fingerprint(changes) == unchanged()
 
 
-def test_faster_hardware_is_the_same_memory_and_another_kind_of_device_is_not() -> None:
-    assert fingerprint(node=local_node(2, 8 * GIB, 8 * GIB, 64 * GIB)) == fingerprint()
-    assert fingerprint(node=resolve_node("1xh100")) != fingerprint()
+def test_faster_hardware_keeps_the_fingerprint_and_another_device_does_not() -> None:
+    assert fingerprint(node=local_node(2, 8 * GIB, 8 * GIB, 64 * GIB)) == unchanged()
+    assert fingerprint(node=resolve_node("1xh100")) != unchanged()
 
 
-def test_micro_batches_count_where_what_segments_hand_on_waits_for_all_of_them() -> None:
+def test_micro_batch_count_changes_only_weight_stationary_fingerprints() -> None:
     for order, counts in (("WeightStationary", True), ("InOrder", False)):
         made = plan()
         made = made.model_copy(update={"parameters": made.parameters.model_copy(update={"order": order})})
@@ -148,7 +154,7 @@ def test_micro_batches_count_where_what_segments_hand_on_waits_for_all_of_them()
         assert (memory_fingerprint(job().spec, made) != memory_fingerprint(job().spec, more)) is counts
 
 
-def test_a_sweep_has_profiles_of_its_own_whose_bytes_are_those_of_all_members() -> None:
+def test_sweep_has_memory_and_model_fingerprints_of_its_own() -> None:
     solo = plan()
     member = MemberPlan(name="a", plan=solo, parked_bytes=5, num_steps=7)
     swept = solo.model_copy(update={"members": (member, member)})
@@ -192,7 +198,7 @@ def test_the_first_report_makes_the_profile() -> None:
     assert (found.count, found.attempt, found.observed_time, found.clamped) == (1, "demo-1", NOW, False)
 
 
-def test_a_higher_peak_raises_and_a_lower_one_of_the_same_attempt_says_nothing() -> None:
+def test_higher_peak_of_an_attempt_is_kept_and_a_lower_one_ignored() -> None:
     first = updated(None, PLANNED)
     higher = updated(first, {**PLANNED, "device": PLANNED["device"] + MIB})
     assert observed_peaks(higher)["device"] == PLANNED["device"] + MIB
@@ -212,7 +218,7 @@ def test_another_attempt_counts_and_its_peak_is_the_last_one() -> None:
     assert (second.peaks.device.max, second.peaks.device.last) == (PLANNED["device"], PLANNED["device"] - MIB)
 
 
-def test_jobs_that_report_in_turn_count_once_each_and_an_unchanged_report_writes_nothing() -> None:
+def test_alternating_jobs_count_once_each_and_repeats_write_nothing() -> None:
     known = updated(updated(None, PLANNED, "a-1"), PLANNED, "b-1")
     assert (known.count, known.last_attempts) == (2, ("a-1", "b-1"))
     for attempt in ("a-1", "b-1", "a-1"):  # also from an operator that has just started
@@ -221,7 +227,7 @@ def test_jobs_that_report_in_turn_count_once_each_and_an_unchanged_report_writes
     assert (third.count, third.attempt, third.last_attempts) == (3, "a-2", ("b-1", "a-2"))
 
 
-def test_a_higher_peak_of_a_counted_attempt_raises_the_largest_and_counts_nothing() -> None:
+def test_higher_peak_of_a_counted_attempt_raises_max_but_not_the_count() -> None:
     known = updated(updated(None, PLANNED, "a-1"), PLANNED, "b-1")
     higher = updated(known, {"device": PLANNED["device"] + MIB}, "a-1")
     assert higher.peaks.device is not None
@@ -335,7 +341,7 @@ def test_a_bound_is_plausible_or_cut_and_marked() -> None:
     assert found.lower_bounds.device is not None and ratio(found.lower_bounds.device) == 4.0
 
 
-def test_a_plan_that_was_never_to_fit_its_limit_says_nothing_of_its_prediction() -> None:
+def test_plan_predicted_to_exceed_its_limit_yields_no_evidence() -> None:
     """Mode Advise and Disabled carry out what the spec says: running out was predicted."""
     assert profile_after_failure(None, job().spec, failure(times=0.5), NOW) is None
     assert profile_after_failure(None, job().spec, failure(times=1.0), NOW) is not None
@@ -350,7 +356,7 @@ def test_a_second_job_of_the_model_starts_where_the_first_one_ran_out() -> None:
     assert "ran out at 1.20" in corrections.reasons[0]
 
 
-def test_a_peak_that_was_seen_counts_in_the_place_of_the_bound_with_a_small_margin() -> None:
+def test_observed_peak_replaces_the_bound_with_a_small_margin() -> None:
     ran_out = after(failure(times=1.2))
     peaks = {"device": int(1.8 * DEVICE_BYTES)}
     seen = profile_update(ran_out, job().spec, plan(), peaks, "demo-2", LATER)
@@ -367,7 +373,7 @@ def test_peaks_below_the_prediction_make_no_plan_smaller() -> None:
     assert observed_corrections([]) == NO_CORRECTIONS
 
 
-def test_peaks_are_compared_with_the_prediction_not_with_what_was_counted_for_it() -> None:
+def test_peaks_are_compared_with_the_prediction_not_the_corrected_total() -> None:
     corrected = make_plan(job(), NODE, Overrides(corrections=Corrections(device=2.0)))
     assert isinstance(corrected, MemoryPlan)
     assert corrected.bytes[Tier.DEVICE].total == 2 * DEVICE_BYTES

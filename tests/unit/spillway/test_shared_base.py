@@ -44,7 +44,7 @@ def budget(device: int, host: int = GIB) -> dict[str, object]:
     return {"spec.memory.budget": {"device": device, "host": host, "nvme": 8 * GIB}}
 
 
-def test_adapters_of_one_model_share_it_whatever_their_rates_ranks_and_steps_are() -> None:
+def test_adapters_share_one_base_whatever_their_rates_ranks_and_steps() -> None:
     several = [*RATES[:2], {"model.lora.rank": "16"}, {"training.steps": "7"}, {"training.schedule.name": "Constant"}]
     assert bases_of(sweep(*several)) == {"m0": ("m0", "m1", "m2", "m3", "m4")}
 
@@ -65,7 +65,7 @@ def test_two_models_below_adapters_are_two_bases() -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_what_the_frozen_values_or_the_shape_of_a_step_depend_on_makes_another_base(other: dict[str, str]) -> None:
+def test_settings_that_change_frozen_values_or_step_shape_split_the_base(other: dict[str, str]) -> None:
     """A seed draws the values of a model that has no source."""
     assert bases_of(sweep({}, other)) == {}
 
@@ -81,7 +81,7 @@ def test_models_that_are_trained_whole_share_nothing() -> None:
     assert bases_of(sweep(*RATES, **{"spec.model.lora": None})) == {}
 
 
-def test_members_that_all_fit_are_attached_together_and_the_base_is_counted_once() -> None:
+def test_members_that_all_fit_attach_together_and_count_the_base_once() -> None:
     alone, of_eight = (planned(sweep(*rates, **budget(GIB))) for rates in (RATES[:1], RATES))
     assert of_eight.turns is not None
     assert of_eight.turns.num_attached == 8

@@ -152,7 +152,7 @@ def test_the_balanced_split_lets_cpu_and_link_end_together() -> None:
     assert 0.4 < share < 0.6
 
 
-def test_nothing_goes_up_where_the_update_writes_the_parameter_itself_but_a_copy_of_what_backward_updated() -> None:
+def test_in_place_update_uploads_nothing_and_copies_only_backward_updates() -> None:
     in_place, both = replace(WORK, in_place=True), ON_CPU.model_copy(update={"speculative_parameters": 10**9})
     assert update_loads(in_place, RATES, ON_CPU)[Resource.H2D] == 0.0 < update_loads(WORK, RATES, ON_CPU)[Resource.H2D]
     plain, copied = (update_loads(in_place, RATES, optimizer) for optimizer in (ON_CPU, both))
@@ -273,7 +273,7 @@ def test_one_rank_exchanges_nothing() -> None:
     assert exchange_loads(WORK, RATES)[Resource.NETWORK] == 0.0
 
 
-def test_ddp_sends_gradients_in_the_wires_type_and_gets_float32_sums_once_a_step() -> None:
+def test_ddp_sends_wire_type_gradients_and_receives_float32_sums_per_step() -> None:
     for wire_bytes in (2, 4):
         eight = replace(WORK, world_size=8, wire_bytes=wire_bytes)
         assert exchange_loads(eight, RATES)[Resource.NETWORK] == pytest.approx(7 / 8 * (wire_bytes + 4) * P / 300e9)

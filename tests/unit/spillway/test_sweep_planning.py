@@ -92,7 +92,7 @@ def test_a_turn_costs_states_out_and_in_and_a_model_made_anew() -> None:
         assert one.parking_seconds == pytest.approx(disk + memory + num_tensors * SECONDS_PER_TENSOR)
 
 
-def test_a_member_whose_largest_segment_fits_no_device_says_which_and_how_large() -> None:
+def test_segment_that_fits_no_device_is_named_with_its_member_and_size() -> None:
     wide = {"model.config.vocabSize": "65536"}
     found = planned(sweep(wide, {}, **{"spec.memory.budget": {"device": 16 * MIB, "host": 4 * GIB, "nvme": 60 * GIB}}))
     assert isinstance(found, Infeasible)
@@ -101,6 +101,7 @@ def test_a_member_whose_largest_segment_fits_no_device_says_which_and_how_large(
     assert found.segment in lacking(found, "this machine")
 
 
+@pytest.mark.ci
 def test_a_member_that_does_not_fit_is_explained() -> None:
     large = {"model.config.hiddenSize": "4096", "model.config.numLayers": "32"}
     found = planned(

@@ -42,7 +42,7 @@ def test_the_manifest_names_exactly_the_rules_that_there_are() -> None:
         assert set(rule.defaults) <= {"weightDecay", *RULE_FIELDS}
 
 
-def test_defaults_are_written_down_so_a_job_file_of_before_other_rules_is_the_same_job() -> None:
+def test_optimizer_defaults_are_explicit_so_older_job_files_mean_the_same() -> None:
     before = {"name": "AdamW", "learningRate": "0.0003", "betas": ["0.9", "0.95"], "eps": "1e-08", "weightDecay": "0.1"}
     assert job({OPTIMIZER: before}).spec == job().spec
     assert job({OPTIMIZER: {"betas": None, "weightDecay": None}}).spec == job().spec
@@ -76,7 +76,7 @@ def test_groups_reach_the_trainer_in_their_order() -> None:
     assert "layers.1.mlp.up_proj.weight" not in found
 
 
-def test_a_group_that_no_trained_parameter_of_the_model_belongs_to_is_refused() -> None:
+def test_group_that_matches_no_trained_parameter_is_rejected() -> None:
     with pytest.raises(
         UserError, match=r"groups\[0\]\.match = layers\.9\.\*: matches no trained parameter; .*layers\."
     ):
@@ -148,7 +148,7 @@ def test_a_plan_counts_the_bytes_of_the_declared_moments() -> None:
     assert short_blocks == 2 * 4 * shape.num_tensors
 
 
-def test_int8_moments_are_planned_for_cpus_and_ranks_that_share_whole_parameters() -> None:
+def test_int8_moments_are_planned_only_for_cpus_and_unsharded_parameters() -> None:
     with pytest.raises(UserError, match=r"moments = int8: node .*h100.* has Cuda devices"):
         planned("AdamW", "int8")
     ranks = {"spec.parallelism": {"devicesPerNode": 2}, f"{OPTIMIZER}.moments": "int8"}
@@ -157,7 +157,7 @@ def test_int8_moments_are_planned_for_cpus_and_ranks_that_share_whole_parameters
     assert decided.strategy == "Ddp"
 
 
-def test_a_budget_that_is_too_small_for_float32_moments_never_makes_them_smaller_by_itself() -> None:
+def test_small_budget_never_narrows_float32_moments_automatically() -> None:
     on_device = {"spec.memory.optimizer.placement": "Device", "spec.memory.activations.policy": "Keep"}
     decided = [
         make_plan(job(on_device | {"spec.memory.budget": {"device": "160Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
@@ -192,7 +192,7 @@ def test_what_rounding_would_hold_is_what_is_refused() -> None:
     assert (stays(most), stays(1 - (1 - most) / 1.01)) == (False, True)
 
 
-def test_what_was_observed_of_one_number_of_states_is_nothing_known_of_another() -> None:
+def test_peaks_observed_with_one_number_of_states_apply_to_no_other() -> None:
     specs = {rule: job({OPTIMIZER: {"name": rule.value}}).spec for rule in UpdateRule}
     digests = {rule: memory_fingerprint(spec, planned("AdamW")) for rule, spec in specs.items()}
     assert digests[UpdateRule.ADAM] == digests[UpdateRule.ADAMW]

@@ -81,7 +81,7 @@ def test_a_run_three_times_slower_makes_a_profile_three_times_slower(tmp_path: P
     assert spec.network_bytes_per_second is None, "nothing was measured of it"
 
 
-def test_the_document_says_what_was_corrected_and_what_a_step_is_predicted_now(
+def test_calibration_document_lists_corrections_and_new_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate("--from", str(run_directory(tmp_path / "run", 3.0)), "-o", "json")

@@ -563,7 +563,7 @@ def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
 
 
-def test_a_sweep_is_complete_when_every_member_that_the_job_names_has_ended(tmp_path: Path) -> None:
+def test_sweep_is_complete_only_when_every_listed_member_has_ended(tmp_path: Path) -> None:
     end = json.dumps({"event": "end", "time": 2.0, "step": 5, "reason": "Completed", "exit_code": 0, "message": ""})
     events = (member_event("a", "completed", 4), member_event("b", "stopped", 1), end + "\n")
     assert local_run.is_complete(trained_sweep(tmp_path, *events), sweep_job("ab"))
@@ -725,7 +725,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str], available_kib: int =
     return root
 
 
-def test_directories_on_one_volume_divide_what_it_has_and_the_smallest_share_decides(tmp_path: Path) -> None:
+def test_directories_on_one_volume_share_it_and_the_smallest_share_decides(tmp_path: Path) -> None:
     large, small = (1, 12 * GIB), (2, 5 * GIB)
     assert bytes_in_equal_shares([large]) == 12 * GIB
     assert bytes_in_equal_shares([large, large]) == 12 * GIB

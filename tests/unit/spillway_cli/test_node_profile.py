@@ -240,7 +240,8 @@ def test_without_a_home_the_output_must_be_named(monkeypatch: pytest.MonkeyPatch
     assert own_profile(2).spec is None
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_output_path_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
+    """Calibration checks this before it measures anything."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "node.yaml", Path("/proc/node.yaml"), tmp_path):
         with pytest.raises(UserError, match="name another file with --output"):

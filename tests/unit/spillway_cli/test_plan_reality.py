@@ -35,7 +35,7 @@ def test_every_tier_phase_and_counted_link_has_a_row() -> None:
                        "cores", "d2h", "h2d", "nvme_read", "nvme_write"]  # fmt: skip
 
 
-def test_cpu_seconds_and_bytes_of_every_lane_are_told_also_where_no_plan_predicts_them() -> None:
+def test_cpu_time_and_lane_bytes_are_reported_even_without_predictions() -> None:
     log = RunLog()
     for step in run_log((1, 9)).curve:
         metrics = replace(step.metrics, moved_bytes={"cpu": 3 * MIB}, cpu_seconds=0.5 + step.metrics.step)

@@ -199,7 +199,7 @@ def test_square_brackets_are_no_markup() -> None:
 
 
 @pytest.mark.parametrize(("isa", "is_said"), [("reference", True), ("avx2", False)])
-def test_a_run_without_the_native_library_says_that_it_uses_the_reference_path(isa: str, is_said: bool) -> None:
+def test_reference_path_is_reported_only_without_the_native_library(isa: str, is_said: bool) -> None:
     console = plain()
     with ProgressReporter(console, 10, BUDGET) as progress:
         progress.event(Start(0.0, 1, 0, isa, "none", 1), RunLog())

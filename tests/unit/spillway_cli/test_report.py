@@ -161,7 +161,7 @@ def event_line(event: str, time: float, **fields: object) -> str:
     return json.dumps({"event": event, "time": time, **(start if event == "start" else step), **fields})
 
 
-def test_summary_counts_steps_left_out_and_tells_attempts_from_what_lay_between() -> None:
+def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None:
     log, finite = RunLog(), {"skipped": True, "loss_scale": 2.0}
     log.add(event_line("start", 100, epoch=1))
     log.add(event_line("step", 105, step=1, **finite))

@@ -169,13 +169,13 @@ LEFT_SECONDS = 2 * 0.5 * 13.0 / 6.0
 """two steps of half a second; 13 s for 12 of them so far, from the beginning of the first to the end of the last"""
 
 
-def test_what_is_left_are_steps_at_their_members_pace_and_what_the_process_takes_beside_them(run: RunDirectory) -> None:
+def test_time_left_is_steps_at_member_pace_plus_process_overhead(run: RunDirectory) -> None:
     log = read_run_log(run.log)
     logs = read_member_logs(run, log)
     assert left_seconds(log, logs, views(run)) == pytest.approx(LEFT_SECONDS)
 
 
-def test_a_member_that_made_no_step_has_the_mean_pace_of_the_others_and_a_slow_one_its_own(tmp_path: Path) -> None:
+def test_member_pace_is_its_own_or_without_steps_the_mean_of_the_others(tmp_path: Path) -> None:
     pace, logs = SweepPace(100.0), {name: RunLog() for name in "abc"}
     for name, number, time, seconds in (("a", 1, 101.0, 1.0), ("b", 1, 104.0, 3.0)):
         line = {**step_line(number, time), "step_seconds": seconds}

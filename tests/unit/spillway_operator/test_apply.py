@@ -119,9 +119,7 @@ def test_a_deletion_names_the_uid_and_waits_for_the_pods() -> None:
     with_cluster(scenario)
 
 
-def test_a_job_that_was_told_to_go_is_known_to_be_going_before_the_watch_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deleted_job_is_known_to_be_deleting_before_the_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         store, applier = started(api, client)
         job = store.jobs.get(KEY)

@@ -90,7 +90,7 @@ def test_followers_alone_are_a_crash_that_says_so() -> None:
     assert (cause.reason, cause.message) == ("RankCrashed", "demo-1-0 on node-0: the reason")
 
 
-def test_within_one_second_out_of_memory_goes_before_the_peers_it_took_along() -> None:
+def test_out_of_memory_outranks_peer_failures_in_the_same_second() -> None:
     pods = [pod(0, ending(1, "")), pod(1, ending(137, "", "OOMKilled"))]
     assert cause_of_end(pods, 2).reason == "OOMKilled"
 
@@ -125,7 +125,7 @@ def follower(message: str, second: int = 5) -> PodObject:
     return pod(0, ending(1, said(1, follower=True, message=message), second=second))
 
 
-def test_a_rank_that_waited_in_vain_is_a_crash_with_its_sentence_also_when_its_peer_is_gone() -> None:
+def test_rank_that_waited_in_vain_is_a_crash_even_when_its_peer_is_gone() -> None:
     """The Job controller deletes the peer because the Job failed."""
     cause = cause_of_end([follower(VAIN)], 2)
     assert (cause.reason, cause.message) == ("RankCrashed", f"demo-1-0 on node-0: {VAIN}")
@@ -194,7 +194,7 @@ def test_a_failure_of_another_rank_goes_before_an_eviction() -> None:
     assert cause_of_end([evicted, pod(1, ending(72, second=1))], 2).reason == "SpillVolumeFull"
 
 
-def test_a_process_that_the_kernel_killed_for_the_nodes_want_did_not_reach_the_pods_limit() -> None:
+def test_kill_for_node_memory_pressure_is_not_the_pods_own_limit() -> None:
     evicted = pod(
         0, ending(137, "", "OOMKilled"), status_reason="Evicted", disruption="TerminationByKubelet",
         status_message="The node was low on resource: memory.",
@@ -242,7 +242,7 @@ values = st.none() | st.booleans() | st.integers() | st.text(max_size=30) | st.l
         max_size=3,
     )
 )  # fmt: skip
-def test_whatever_a_pod_says_the_cause_is_one_printable_line_of_a_known_reason(endings: list[ContainerEnding]) -> None:
+def test_cause_is_always_one_printable_line_with_a_known_reason(endings: list[ContainerEnding]) -> None:
     pods = [pod(index, ended) for index, ended in enumerate(endings)]
     cause = cause_of_end(pods, 3)
     assert cause.reason in CAUSES

@@ -131,7 +131,7 @@ def test_only_the_namespaces_that_are_served_are_compared() -> None:
     on_a_bench(scenario, namespaces=("team",))
 
 
-def test_two_corrections_in_a_row_mean_a_dead_watch_and_one_clean_list_clears_it() -> None:
+def test_two_corrections_in_a_row_mark_the_watch_dead_until_a_clean_list() -> None:
     async def scenario(api: FakeApi, bench: Bench) -> None:
         for _change in range(2):
             assert not bench.audit.watch_is_dead
@@ -144,7 +144,7 @@ def test_two_corrections_in_a_row_mean_a_dead_watch_and_one_clean_list_clears_it
     on_a_bench(scenario)
 
 
-def test_after_a_correction_the_next_list_comes_sooner_and_failures_are_put_off() -> None:
+def test_list_comes_sooner_after_a_correction_even_if_one_fails_meanwhile() -> None:
     async def scenario(api: FakeApi, bench: Bench) -> None:
         put_job(api)
         turns = 0

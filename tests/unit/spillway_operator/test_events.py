@@ -11,6 +11,7 @@ from collections import Counter
 
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, put_job, with_cluster
+from harness.patience import until
 from spillway_operator.api_client import ApiClient
 from spillway_operator.events import LONGEST_NOTE, MOST_WAITING, EventPoster
 from spillway_operator.log import JsonFormatter, about
@@ -19,17 +20,15 @@ from spillway_operator.observed import EventNote
 PLANNED = EventNote("Normal", "Planned", "Plan", "18 MiB on the device")
 
 
-async def posted(poster: EventPoster) -> None:
-    """Let it post what waits."""
+async def posted(poster: EventPoster, results: Counter[str], total: int) -> None:
+    """Let it post what waits, until so many events have come to something."""
     task = asyncio.create_task(poster.run())
-    while not poster._waiting.empty():
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    await until(lambda: results.total() >= total)
     assert not task.done()
     task.cancel()
 
 
-def test_an_event_regards_the_training_job_and_is_not_repeated_within_a_while() -> None:
+def test_event_regards_the_training_job_and_is_not_repeated_too_soon() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         now, results = 100.0, Counter[str]()
         poster = EventPoster(client, lambda result: results.update([result]), lambda: now)
@@ -39,7 +38,7 @@ def test_an_event_regards_the_training_job_and_is_not_repeated_within_a_while() 
         poster.note(job, EventNote("Warning", "Failed", "Fail", "é" * LONGEST_NOTE))
         now += 601.0
         poster.note(job, PLANNED)
-        await posted(poster)
+        await posted(poster, results, 4)
         assert results == {"posted": 3, "repeated": 1}
         first, long, _again = api.bodies
         assert first["regarding"]["uid"] == job.uid
@@ -61,8 +60,8 @@ def test_an_event_that_cannot_be_posted_is_counted_and_forgotten() -> None:
         assert results["failed"] == 3
         poster._waiting = asyncio.Queue()
         poster.note(job, PLANNED)
-        await posted(poster)
-        assert results["failed"] == 4
+        await posted(poster, results, 4)
+        assert results == {"failed": 4}
 
     with_cluster(scenario)
 

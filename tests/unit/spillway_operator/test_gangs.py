@@ -93,7 +93,7 @@ def test_a_moment_is_no_reason_to_yield() -> None:
     assert desired.status is None or condition(desired, "Running")["reason"] == "Starting"
 
 
-def test_half_an_attempt_ends_before_its_trainers_give_up_waiting_for_their_peers() -> None:
+def test_incomplete_gang_yields_before_its_trainers_give_up_on_their_peers() -> None:
     """That would count as a crash."""
     from spillway_trainer.distributed import RENDEZVOUS_SECONDS
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.virtual_time import run_in_virtual_time
+from harness.depth import examples
 from harness.operator_parts import credentials
 from spillway_operator.api_client import Conflict, NotFound, Resource, Unavailable
 from spillway_operator.lease import (
@@ -72,7 +73,7 @@ def test_what_is_done_follows_from_the_record_and_the_own_clock(standing: Standi
     assert decide(standing, now) is step
 
 
-def test_waiting_begins_anew_with_every_change_of_the_record_and_with_nothing_else() -> None:
+def test_wait_restarts_only_when_the_lease_record_changes() -> None:
     standing = seen(Standing("a"), lease("b", 1), 100.0)
     assert seen(standing, lease("b", 1), 108.0).changed == 100.0
     assert seen(standing, lease("b", 2), 108.0).changed == 108.0
@@ -137,7 +138,7 @@ def test_a_renewal_moves_the_renew_time_alone() -> None:
     assert after["spec"] == before["spec"] | {"renewTime": "2026-11-22T01:02:07.456789Z"}
 
 
-def test_a_change_of_holder_is_counted_and_what_others_wrote_into_the_object_stays() -> None:
+def test_change_of_holder_is_counted_and_foreign_metadata_is_kept() -> None:
     found = lease("b", 7, leaseTransitions=4)
     found["metadata"]["labels"] = {"team": "ml"}
     after = taken(found, "a", NOW)
@@ -243,7 +244,7 @@ def test_a_leader_costs_one_write_every_four_seconds() -> None:
     assert run_in_virtual_time(scenario()) == 15
 
 
-def test_who_leads_counts_from_before_it_sent_its_renewal_and_not_from_the_answer() -> None:
+def test_leadership_counts_from_sending_the_renewal_not_from_the_answer() -> None:
     async def scenario() -> float:
         ways = iter([0.0, 0.0, 0.0, 4.0])  # to read and back, to write and back
         leader = election(Server(lambda: next(ways, 0.0)), "a")
@@ -275,7 +276,7 @@ def test_a_handed_back_lease_is_taken_within_a_second_or_so() -> None:
     assert run_in_virtual_time(scenario()) < 1.2
 
 
-def test_a_lease_of_the_dead_is_taken_after_its_time_and_one_of_the_own_pod_at_once() -> None:
+def test_dead_leaders_lease_is_taken_on_expiry_and_ones_own_at_once() -> None:
     async def scenario() -> tuple[float, float]:
         loop = asyncio.get_running_loop()
         server = Server()
@@ -337,7 +338,7 @@ class Pauses:
         await asyncio.sleep(seconds + late)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     processes=st.integers(2, 4),

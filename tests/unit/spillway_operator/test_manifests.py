@@ -213,7 +213,7 @@ def test_what_kills_when_exceeded_is_requested_in_full() -> None:
 
 
 @pytest.mark.parametrize(("share", "given"), [(0.6, 0.6), (1.0, 1.0), (1.5, 1.0), (0.1, 1.0), (0.0, 1.0)])
-def test_a_pod_gets_what_evidence_left_of_the_counted_bytes_and_nothing_absurd(share: float, given: float) -> None:
+def test_pod_requests_the_memory_backed_by_evidence_unless_implausible(share: float, given: float) -> None:
     counted = files()
     asked = int(share * counted.counted.memory_bytes)
     status = counted.plan_status.model_copy(update={"pod_memory": asked})

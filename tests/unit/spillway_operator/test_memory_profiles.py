@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,10 +31,15 @@ START = 1_800_000_000.0
 """Unix seconds when the clock of a bench was 0"""
 
 
+@cache
+def plan_json() -> str:
+    plan = make_plan(job(), local_node(2, 4 * GIB, 4 * GIB, 64 * GIB))
+    assert isinstance(plan, MemoryPlan)
+    return plan.model_dump_json()
+
+
 def contract(number: int = 1) -> Object:
     made = job()
-    plan = make_plan(made, local_node(2, 4 * GIB, 4 * GIB, 64 * GIB))
-    assert isinstance(plan, MemoryPlan)
     job_file = JobFile(
         name="demo",
         uid="uid-demo",
@@ -48,7 +54,7 @@ def contract(number: int = 1) -> Object:
     )
     data = {
         "job.json": job_file.model_dump_json(),
-        "plan.json": plan.model_dump_json(),
+        "plan.json": plan_json(),
         "decision.json": json.dumps({"configMap": f"demo-{number}", "image": "trainer:1"}),
     }
     return child("ConfigMap", number, data=data)
@@ -102,7 +108,7 @@ def test_a_first_peak_makes_the_profile_and_a_repeated_one_asks_nothing() -> Non
     on_a_bench(scenario)
 
 
-def test_a_profile_is_written_at_most_once_in_half_a_minute_and_loses_nothing() -> None:
+def test_profile_is_written_at_most_every_half_minute_and_loses_nothing() -> None:
     async def scenario(bench: Bench) -> None:
         for peak in range(300, 310):
             await bench.reported(peak << 20)
@@ -191,7 +197,7 @@ def test_peaks_are_never_measured_against_the_contract_of_another_job(references
     on_a_bench(scenario)
 
 
-def test_a_namesake_with_the_same_peaks_is_measured_against_its_own_contract() -> None:
+def test_namesake_with_the_same_peaks_is_compared_with_its_own_contract() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.reported(300 << 20)
         assert len(bench.found) == 1
@@ -237,7 +243,7 @@ def test_a_whole_runs_pod_is_kept_and_its_growing_page_cache_asks_nothing() -> N
     on_a_bench(scenario)
 
 
-def test_a_contract_of_before_images_were_written_down_teaches_nothing_of_pods() -> None:
+def test_contract_without_a_recorded_image_teaches_nothing_about_pods() -> None:
     async def scenario(bench: Bench) -> None:
         old = contract(1)
         old["data"]["decision.json"] = json.dumps({"configMap": "demo-1"})

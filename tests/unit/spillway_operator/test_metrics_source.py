@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from harness.patience import HANG_SECONDS, until
 from spillway.placement import LiveBytes
 from spillway.progress import MAX_BYTES, TierFigures
 from spillway.units import GIB, MIB
@@ -32,7 +33,8 @@ class FakePrometheus:
         self.raw: bytes | None = None
         """sent instead of an answer"""
         self.status = 200
-        self.delay_seconds = 0.0
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.seconds_ago = 0.0
         """when it evaluated what it answers"""
 
@@ -57,7 +59,7 @@ class FakePrometheus:
     async def answer(self, request: web.Request) -> web.Response:
         query = request.query["query"]
         self.queries.append(query)
-        await asyncio.sleep(self.delay_seconds)
+        await self.answers.wait()
         if self.raw is not None:
             return web.Response(body=self.raw, status=self.status)
         found = [series for name, of_name in self.series.items() if name in query for series in of_name]
@@ -353,7 +355,7 @@ def test_nobody_listening_is_a_problem_that_shows_no_credentials(clock: Clock, u
 
 
 def test_a_prometheus_that_hangs_is_given_up(prometheus: FakePrometheus, clock: Clock) -> None:
-    prometheus.delay_seconds = 5.0
+    prometheus.answers.clear()
 
     async def run() -> MetricsSnapshot:
         application = web.Application()
@@ -361,7 +363,9 @@ def test_a_prometheus_that_hangs_is_given_up(prometheus: FakePrometheus, clock: 
         timeout = aiohttp.ClientTimeout(total=0.1)
         async with TestServer(application) as server, aiohttp.ClientSession(timeout=timeout) as session:
             source = MetricsSource(str(server.make_url("")), clock=clock)
-            await source.read(session)
+            async with asyncio.timeout(HANG_SECONDS):
+                await source.read(session)
+            prometheus.answers.set()
             return source.snapshot()
 
     assert "does not answer in time" in asyncio.run(run()).problem
@@ -397,18 +401,16 @@ def test_mappings_stay_the_same_objects_until_a_new_reading(prometheus: FakeProm
 def test_it_reads_again_every_interval(prometheus: FakePrometheus, clock: Clock) -> None:
     prometheus.node("node-a", 2.0)
 
-    async def run() -> int:
+    async def run() -> None:
         application = web.Application()
         application.router.add_get("/api/v1/query", prometheus.answer)
         async with TestServer(application) as server:
             reading = asyncio.create_task(MetricsSource(str(server.make_url("")), 0.01, clock=clock).run())
-            while len(prometheus.queries) < 3 * len(metrics_source.QUERIES):
-                await asyncio.sleep(0.001)
+            await until(lambda: len(prometheus.queries) >= 3 * len(metrics_source.QUERIES))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            return len(prometheus.queries)
 
-    assert asyncio.run(asyncio.wait_for(run(), 20.0)) >= 3 * len(metrics_source.QUERIES)
+    asyncio.run(run())
 
 
 # --- without Prometheus -----------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_what_was_heard_of_others_counts_only_while_others_run() -> None:
     with_cluster(scenario)
 
 
-def test_before_a_new_attempt_job_contracts_and_attempts_come_from_the_server() -> None:
+def test_new_attempt_reads_job_contracts_and_attempts_from_the_server() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
         bench.store.put_job(put_job(api, generation=1))
@@ -118,7 +118,7 @@ def test_an_attempt_that_only_the_store_remembers_is_gone() -> None:
     with_cluster(scenario)
 
 
-def test_an_attempt_that_lost_its_labels_is_found_by_its_name_and_watched_by_looking_again() -> None:
+def test_attempt_that_lost_its_labels_is_found_by_name_and_polled() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
         bench.store.put_job(put_job(api))
@@ -183,7 +183,9 @@ def refused_pod(job_uid: str, note: str, second: int, reason: str = "FailedCreat
     }
 
 
-def test_why_pods_are_missing_is_the_newest_event_of_their_job_without_the_name_that_changes_with_every_try() -> None:
+def test_missing_pods_are_explained_by_the_newest_event_of_their_job() -> None:
+    """Without the pod's name, which changes with every try."""
+
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
         bench.store.put_job(put_job(api))
@@ -261,7 +263,7 @@ def test_a_pod_whose_job_was_deleted_around_it_lives_and_explains_no_end(phase: 
 
 
 @pytest.mark.parametrize("name", ["../../victim/configmaps/secret-plan", "..", "a%2fb"])
-def test_a_claim_that_no_object_can_be_called_does_not_exist_and_is_not_asked_for(name: str) -> None:
+def test_claim_with_an_impossible_name_does_not_exist_and_is_not_requested(name: str) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
         bench.store.put_job(put_job(api, checkpoint={"claim": name}))
@@ -409,7 +411,7 @@ def test_old_nodes_are_used_while_the_server_does_not_list_them() -> None:
     with_cluster(scenario)
 
 
-def test_observed_peaks_of_namespaces_that_plan_nothing_any_more_are_dropped() -> None:
+def test_observed_peaks_of_namespaces_that_stopped_planning_are_dropped() -> None:
     async def scenario(_api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
         for number in range(10):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from fakes.fake_api import FakeApi
 from harness.operator_parts import Counts, with_cluster
+from harness.patience import until
 from spillway_operator import progress_address
 from spillway_operator.api_client import ApiClient
 from spillway_operator.progress_address import ProgressAddress
@@ -22,11 +24,9 @@ def addresses(api: FakeApi, name: str = "spillway-leader-ipv4") -> list[str]:
     return [address for endpoint in found["endpoints"] for address in endpoint["addresses"]]
 
 
-async def runs_until(address: ProgressAddress, holds: object) -> None:
+async def runs_until(address: ProgressAddress, reached: Callable[[], object]) -> None:
     task = asyncio.create_task(address.run())
-    async with asyncio.timeout(10):
-        while not holds():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
+    await until(reached)
     task.cancel()
 
 
@@ -50,20 +50,22 @@ def test_the_slice_names_the_leaders_pod_and_belongs_to_the_service() -> None:
     with_cluster(scenario)
 
 
-def test_a_slice_that_says_so_already_is_not_written_again() -> None:
+def test_a_slice_that_says_so_already_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look has ended when the next one reads."""
+    monkeypatch.setattr(progress_address, "LOOK_SECONDS", 0.0)
+
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         service(api)
         address = ProgressAddress(client, "system", "spillway", "10.1.2.3", 8443)
         for _ in range(2):
             reads = api.count("GET", "endpointslices")
-            await runs_until(address, lambda reads=reads: api.count("GET", "endpointslices") > reads)
-            await asyncio.sleep(0.05)
+            await runs_until(address, lambda reads=reads: api.count("GET", "endpointslices") > reads + 1)
         assert api.count("PATCH", "endpointslices") == 1
 
     with_cluster(scenario)
 
 
-def test_the_next_leader_takes_the_address_over_and_one_that_ends_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_leader_takes_the_address_over_and_a_leaving_one_withdraws_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_address, "RETRY_SECONDS", 0.01)
 
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:

@@ -63,7 +63,7 @@ def test_the_estimate_of_the_trainer_goes_before_ours() -> None:
     assert progress(after(NOTHING, said)).eta == "3h12m"
 
 
-def test_before_a_step_was_measured_there_is_neither_a_rate_nor_an_estimate() -> None:
+def test_no_rate_or_estimate_is_shown_before_a_step_was_measured() -> None:
     found = progress(after(NOTHING, report(step=0, stepSeconds=0.0, tokensPerSecond=0.0)))
     assert (found.eta, found.tokens_per_second) == ("", "")
     said = ProgressReport.model_validate(

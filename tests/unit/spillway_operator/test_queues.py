@@ -40,7 +40,7 @@ def test_a_queued_job_says_what_the_queue_says() -> None:
     assert condition(decide(waiting(queue_says="")), "QuotaReserved")["message"] == WAITS
 
 
-def test_the_queue_is_not_asked_in_the_first_ten_seconds_and_what_it_said_stands() -> None:
+def test_queue_is_not_asked_for_ten_seconds_and_its_last_answer_stands() -> None:
     young = decide(waiting(f"{WAITS}: {SAID}", "2026-11-21T10:00:25Z", queue_says=None))
     assert not young.needs
     assert condition(young, "QuotaReserved")["message"] == f"{WAITS}: {SAID}"

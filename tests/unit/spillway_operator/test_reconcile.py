@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +30,13 @@ from harness.cluster_model import (
     timestamp,
     writes,
 )
+from harness.depth import examples
 from harness.observations import NOW, attempt, condition, decide, follow_up, observed
 from spillway.cluster_view import ClusterView
 from spillway.placement import Unplaceable
 from spillway.progress import ProgressReport
 from spillway.status import MAX_ATTEMPTS, TrainingJobStatus
-from spillway_operator.observed import Claim, Contract, Desired, Observed, PodObject
+from spillway_operator.observed import Claim, Contract, Desired, PodObject
 from spillway_operator.progress_outbox import Received
 from spillway_operator.reconcile import pause_seconds, reconcile
 
@@ -84,9 +88,7 @@ def test_nothing_is_written_in_a_steady_state_or_after_a_restart() -> None:
 @pytest.mark.parametrize("writes_before", range(4))
 @pytest.mark.parametrize("landed", [True, False])
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_start_that_is_cut_short_anywhere_is_carried_on_as_it_was_decided(
-    writes_before: int, landed: bool, dies: bool
-) -> None:
+def test_start_interrupted_anywhere_continues_as_decided(writes_before: int, landed: bool, dies: bool) -> None:
     world = World(num_nodes=2)
     world.look(Fault(writes_before, landed, dies))
     committed = world.server.get("configmaps", "demo-1")
@@ -117,7 +119,7 @@ def test_a_retry_that_is_cut_short_anywhere_is_charged_once(writes_before: int, 
 
 
 @pytest.mark.parametrize("code", [64, 71])
-def test_a_failure_that_would_only_repeat_ends_the_job_with_the_trainers_sentence(code: int) -> None:
+def test_failure_that_would_repeat_ends_the_job_with_the_trainers_message(code: int) -> None:
     world = running()
     fail(world, code, "lower spec.memory.budget.device")
     failed = world.condition("Failed")
@@ -147,7 +149,7 @@ def test_restarts_end_with_their_budget() -> None:
     assert "ValueError: again" in failed["message"]
 
 
-def test_short_attempts_in_a_row_make_the_pauses_longer_whatever_ended_them() -> None:
+def test_short_attempts_in_a_row_lengthen_the_pause_whatever_ended_them() -> None:
     assert [pause_seconds(count) for count in (0, 1, 2, 3, 4, 10, 11, 10**6)] == [0, 0, 1, 2, 4, 256, 300, 300]
     world = running()
     for _ in range(200):
@@ -199,7 +201,7 @@ def test_the_next_attempt_waits_for_the_pods_of_the_last() -> None:
     assert world.status["attempts"]["total"] == 2
 
 
-def test_the_pods_that_are_waited_for_are_those_of_the_attempt_that_is_gone() -> None:
+def test_only_pods_of_the_attempt_that_is_gone_are_waited_for() -> None:
     """An earlier attempt's Job is still there, and its pods have ended long ago."""
     world = running()
     fail(world, 1)
@@ -262,7 +264,7 @@ def test_what_was_decided_before_a_suspension_is_decided_anew() -> None:
     assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"]
 
 
-def test_a_contract_that_a_resumption_left_open_is_void_when_the_job_is_suspended_again() -> None:
+def test_contract_left_open_by_a_resumption_is_void_after_a_new_suspension() -> None:
     world = World()
     world.suspend(True)
     rounds(world, 1)
@@ -278,7 +280,7 @@ def test_a_contract_that_a_resumption_left_open_is_void_when_the_job_is_suspende
     assert [job["metadata"]["name"] for job in world.attempts()] == ["demo-2"]
 
 
-def test_an_attempt_that_a_crash_hid_from_the_status_is_not_shown_as_suspended() -> None:
+def test_attempt_hidden_from_the_status_by_a_crash_is_not_shown_suspended() -> None:
     world = running()
     world.suspend(True)
     rounds(world)
@@ -342,7 +344,7 @@ def test_a_foreign_namesake_is_left_alone_and_named(plural: str) -> None:
     assert world.status["state"] == "Running"
 
 
-def test_a_refusal_of_the_api_server_is_shown_and_tried_again_ever_more_seldom() -> None:
+def test_api_server_rejection_is_shown_and_retried_with_growing_waits() -> None:
     world = World()
     world.server.refuses = {"jobs"}
     rounds(world, 1)
@@ -388,7 +390,7 @@ def report(world: World, step: int, attempt: int = 1, release: bool = True) -> N
         world.operator.outbox.release(now)
 
 
-def test_an_attempt_of_which_nothing_is_heard_is_said_once_and_looked_at_in_time() -> None:
+def test_silent_attempt_is_reported_once_and_checked_in_time() -> None:
     world = running(lifecycle={"stallSeconds": 0})
     report(world, 42)
     world.look()
@@ -443,7 +445,7 @@ def test_a_saved_step_in_the_termination_message_reaches_the_status() -> None:
     assert (found["step"], found["epoch"], found["path"]) == (57, 1, "/checkpoints/step-57.e1")
 
 
-def test_a_wrong_image_is_mended_by_the_job_that_the_message_says_to_delete() -> None:
+def test_wrong_image_is_fixed_by_deleting_the_job_the_message_names() -> None:
     world = World()
     world.look()
     world.control()
@@ -860,9 +862,7 @@ def test_only_the_newest_attempt_lives() -> None:
 
 
 @pytest.mark.parametrize(("storage_class", "deleted"), [("fast", [f"{NAME}-1"]), ("", [])])
-def test_an_ended_attempt_whose_pods_hold_volumes_goes_when_the_next_one_has_begun(
-    storage_class: str, deleted: list[str]
-) -> None:
+def test_ended_attempt_holding_volumes_is_deleted_when_the_next_begins(storage_class: str, deleted: list[str]) -> None:
     """Its spill claims go with its pods. The last one stays, for its logs."""
     changes = {"spec.spill": {"storageClassName": storage_class}}
     status = {"attempts": {"total": 2, "ended": 1}}
@@ -950,7 +950,7 @@ def test_an_attempt_without_pods_is_shown() -> None:
     assert "kubectl describe job demo-1 -n team" in scheduled["message"]
 
 
-def test_pods_that_the_api_server_refuses_are_a_condition_with_its_sentence_and_a_warning() -> None:
+def test_rejected_pods_give_a_warning_and_a_condition_with_the_message() -> None:
     desired = not_ready((), refusal="exceeded quota: small, requested: limits.memory=2Gi")
     scheduled = condition(desired, "Scheduled")
     assert (scheduled["status"], scheduled["reason"]) == ("False", "PodsRefused")
@@ -974,7 +974,7 @@ def test_a_refusal_of_long_ago_says_nothing_once_every_pod_is_there() -> None:
     assert condition(not_ready((pod,), refusal="of long ago"), "Scheduled")["reason"] == "Scheduled"
 
 
-def test_a_pod_with_a_node_is_not_unschedulable_and_a_waiting_container_is_said_beside_one_that_is() -> None:
+def test_pod_with_a_node_counts_as_scheduled_and_its_wait_is_reported() -> None:
     waiting = PodObject("a", "p", 0, "node-0", "Pending", waiting="ErrImagePull", unschedulable="of long ago")
     assert condition(not_ready((waiting,)), "Scheduled")["reason"] == "Scheduled"
     desired = not_ready((waiting, PodObject("b", "q", 1, "", "Pending", unschedulable="no room")))
@@ -1027,7 +1027,7 @@ changes_of_spec = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(changes_of_spec, documents, st.booleans(), st.sampled_from(["", "Complete", "Failed"]), st.text(max_size=12))
 def test_reconcile_is_total(spec: Any, status: Any, lives: bool, outcome: Any, created: str) -> None:
     seen = observed()
@@ -1038,18 +1038,27 @@ def test_reconcile_is_total(spec: Any, status: Any, lives: bool, outcome: Any, c
         TrainingJobStatus.model_validate(desired.status)
 
 
-def test_a_running_job_is_decided_in_less_than_a_millisecond() -> None:
+def test_the_decision_about_a_running_job_is_little_work() -> None:
     seen = observed(status={"attempts": {"total": 1}}, attempts=(attempt(ready=1, active=1),))
     seen = follow_up(seen, decide(seen))
     assert decide(seen).changes_nothing
-    fastest = min(_seconds(seen) for _ in range(200))
-    assert fastest < 1e-3
+    assert num_calls(lambda: decide(seen)) < MOST_CALLS
 
 
-def _seconds(seen: Observed) -> float:
-    began = time.perf_counter()
-    decide(seen)
-    return time.perf_counter() - began
+MOST_CALLS = 1000
+"""it takes 300, and a plan takes a million"""
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """Of functions written in Python."""
+    calls: Counter[str] = Counter()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls["call"]
 
 
 def test_grace_of_the_model_is_that_of_a_pod() -> None:

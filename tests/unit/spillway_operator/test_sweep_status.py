@@ -99,7 +99,7 @@ def test_a_member_that_fails_or_is_stopped_is_one_event() -> None:
     assert member_notes(after, after) == ()
 
 
-def test_many_members_that_end_at_once_are_few_events_with_the_failures_first() -> None:
+def test_many_members_ending_at_once_make_few_events_with_failures_first() -> None:
     after = tuple(status_row(f"m{index:02d}", "Failed" if index > 60 else "Stopped") for index in range(MAX_MEMBERS))
     found = member_notes((), after)
     assert len(found) == MOST_MEMBER_NOTES + 1
@@ -116,7 +116,7 @@ def test_when_an_attempt_has_ended_nobodys_turn_it_is() -> None:
 # --- in the decision --------------------------------------------------------------------------------------------------
 
 
-def test_members_and_the_best_reach_the_status_in_the_one_write_of_a_report() -> None:
+def test_members_and_the_best_reach_the_status_in_one_write_per_report() -> None:
     said = report(row("a", objective=2.0), row("b", 5, "Parked"), best="a")
     desired = decide(seen(said))
     assert desired.status is not None
@@ -138,7 +138,7 @@ def test_a_failing_member_is_an_event_and_changes_no_condition() -> None:
     assert decide(follow_up(failed, desired)).events == ()
 
 
-def test_a_sweep_is_complete_when_its_pod_ended_well_whatever_became_of_a_member() -> None:
+def test_sweep_is_complete_when_its_pod_succeeds_even_if_a_member_failed() -> None:
     said = report(
         row("a", 100, "Complete"), row("b", 12, "Failed"), row("c", 20, "Stopped"), best="a", step=132, steps=132
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from cases.job_documents import document
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, pod, with_cluster
+from harness.patience import HANG_SECONDS
 from spillway.progress import ProgressReport
 from spillway.status import PlanStatus
 from spillway_operator import reservations as reservations_module
@@ -24,7 +25,7 @@ from spillway_operator.events import EventPoster
 from spillway_operator.exporter import Exporter
 from spillway_operator.key_queue import KeyQueue
 from spillway_operator.metrics_source import MetricsSource
-from spillway_operator.observe import Observer
+from spillway_operator.observe import Observer, Sight
 from spillway_operator.observed import Desired, Observed, OperatorFacts
 from spillway_operator.progress_outbox import ProgressOutbox, Received
 from spillway_operator.reconcile import reconcile
@@ -33,6 +34,17 @@ from spillway_operator.store import Key, Store, project_attempt, project_job
 from spillway_operator.worker import MOST_ROUNDS, Told, Worker
 
 PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})
+
+
+class Clock:
+    """Of the worker, set by hand."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
 
 
 class Bench:
@@ -148,9 +160,7 @@ def test_a_retry_is_a_contract_a_job_and_one_status() -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "configmaps"), ("POST", "jobs"), ("PATCH", "trainingjobs")])
 @pytest.mark.parametrize("after", [False, True], ids=["before it is done", "after it is done"])
-def test_a_crash_of_the_api_server_at_any_write_neither_loses_nor_doubles_an_attempt(
-    method: str, path: str, after: bool
-) -> None:
+def test_api_server_crash_at_a_write_neither_loses_nor_repeats_an_attempt(method: str, path: str, after: bool) -> None:
     async def scenario(bench: Bench) -> None:
         bench.api.fail(method, path, 504, after=after)
         await bench.look()
@@ -188,7 +198,7 @@ def test_a_refused_child_is_said_in_the_servers_words() -> None:
     on_a_bench(scenario)
 
 
-def test_a_due_report_is_written_and_one_that_is_not_due_goes_along_with_another_write() -> None:
+def test_due_report_is_written_and_an_early_one_joins_the_next_write() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.look()
         bench.attempt(active=1, ready=1)
@@ -263,7 +273,7 @@ def test_a_namesake_of_a_job_inherits_nothing() -> None:
     on_a_bench(scenario)
 
 
-def test_an_attempt_whose_job_was_deleted_around_its_pods_is_not_followed_while_they_live() -> None:
+def test_no_new_attempt_starts_while_pods_of_a_deleted_job_live() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.look()
         bench.attempt(active=1, ready=1)
@@ -310,53 +320,62 @@ def test_a_deletion_is_asked_for_once_in_a_look(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_long_plan_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = 0.3
-
-    def slow(observed: Observed, now: str) -> Desired:
-        if observed.contracts is not None:
-            time.sleep(seconds)
-        return reconcile(observed, now)
-
-    async def tick() -> None:
-        while True:
-            ticks.append(time.monotonic())
-            await asyncio.sleep(0.005)
-
-    ticks: list[float] = []
+    """No plan is made before the event loop has turned; the clock goes on by 20 s meanwhile."""
+    clock, turns = Clock(), list[threading.Event]()
 
     async def scenario(bench: Bench) -> None:
-        await bench.look()  # what is loaded at the first plan is loaded
-        monkeypatch.setattr(worker_module, "reconcile", slow)
-        bench.attempt(failed=1, conditions=[{"type": "Failed", "status": "True"}])
-        ticking = asyncio.create_task(tick())
+        loop = asyncio.get_running_loop()
+
+        def slow(observed: Observed, now: str) -> Desired:
+            if observed.contracts is not None:
+                turns.append(threading.Event())
+                loop.call_soon_threadsafe(turns[-1].set)
+                assert turns[-1].wait(HANG_SECONDS)
+                clock.now += 20.0
+            return reconcile(observed, now)
+
         await bench.look()
-        ticking.cancel()
+        monkeypatch.setattr(worker_module, "reconcile", slow)
+        monkeypatch.setattr(worker_module, "time", clock)
+        bench.attempt(failed=1, conditions=[{"type": "Failed", "status": "True"}])
+        before = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
+        await bench.look()
         assert bench.status["attempts"]["total"] == 2
-        assert len(ticks) > 10
-        total = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
-        assert total is not None
-        assert total >= seconds
+        after = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
+        assert turns and before is not None and after == pytest.approx(before + 20.0 * len(turns))
 
     on_a_bench(scenario)
 
 
-def test_plans_are_made_one_after_the_other_and_each_sees_what_the_one_before_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plans_are_made_in_turn_and_each_sees_the_previous_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is done before both jobs have been observed as for a plan."""
     seen: dict[str, int] = {}
+    observed_keys: set[Key] = set()
+    both_are_observed = threading.Event()
 
     def watched(observed: Observed, now: str) -> Desired:
         desired = reconcile(observed, now)
         if desired.creates:
-            time.sleep(0.05)
+            assert both_are_observed.wait(HANG_SECONDS)
             seen[observed.job.name] = len(observed.cluster.reservations)
         return desired
+
+    observe = Observer.observe
+
+    async def watched_observe(observer: Observer, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
+        sight = await observe(observer, key, needs)
+        if sight is not None and sight.observed.contracts is not None:
+            observed_keys.add(key)
+        if len(observed_keys) == 2:
+            asyncio.get_running_loop().call_soon(both_are_observed.set)  # after the next step of the caller
+        return sight
 
     async def scenario(bench: Bench) -> None:
         other = document()
         other["metadata"] = {"name": "other"}
         bench.store.put_job(project_job(bench.api.put("trainingjobs", other)))
         monkeypatch.setattr(worker_module, "reconcile", watched)
+        monkeypatch.setattr(Observer, "observe", watched_observe)
         monkeypatch.setattr(reservations_module, "_decided_plan", lambda _: PLAN)
         await asyncio.gather(bench.worker.look(KEY), bench.worker.look(("team", "other")))
         assert sorted(seen.values()) == [0, 1]

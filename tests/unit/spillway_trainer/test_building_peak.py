@@ -32,7 +32,7 @@ def test_nothing_is_kept_where_nothing_limits_the_process(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_takes_no_file_costs_the_next_attempt_its_evidence_and_nothing_else(
+def test_unwritable_directory_costs_only_the_next_attempts_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(building_peak, "peak_memory_bytes", lambda root: 700)

@@ -112,7 +112,7 @@ def test_epoch_superseded_while_it_writes_cannot_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-10.e1"]
 
 
-def test_superseded_epoch_whose_files_were_cleared_learns_that_it_is_fenced(tmp_path: Path) -> None:
+def test_superseded_epoch_is_fenced_when_its_files_were_deleted(tmp_path: Path) -> None:
     zombie = history(tmp_path, (1, (10,)))
 
     def write() -> None:

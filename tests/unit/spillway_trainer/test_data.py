@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.depth import examples
 from spillway.errors import UserError
 from spillway_trainer.data import Batch, TokenBatches, permuted
 from spillway_trainer.durable_files import FileEntry, describe_file
@@ -92,7 +93,7 @@ def test_short_last_window_is_padded_and_masked(tmp_path: Path) -> None:
     assert batch.num_unmasked == 11
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(num_tokens=st.integers(20, 400), cuts=st.lists(st.integers(1, 40), max_size=20))
 def test_resuming_anywhere_repeats_and_skips_nothing(
     tmp_path_factory: pytest.TempPathFactory, num_tokens: int, cuts: list[int]
@@ -167,7 +168,7 @@ def test_token_beyond_the_vocabulary_names_the_corpus(tmp_path: Path) -> None:
 # --- hidden tokens ----------------------------------------------------------------------------------------------------
 
 
-def test_a_hidden_token_is_the_label_of_its_own_place_and_all_others_are_as_they_were(tmp_path: Path) -> None:
+def test_masked_token_is_the_label_at_its_place_and_others_are_unchanged(tmp_path: Path) -> None:
     batch = masked_batches(tmp_path, num_tokens=4000, T=200).batch(range(20))
     hidden = batch.labels_BT != IGNORED_LABEL
     whole = torch.where(hidden, batch.labels_BT, batch.tokens_BT)
@@ -195,7 +196,7 @@ def test_hidden_places_differ_between_samples_epochs_and_seeds(tmp_path: Path) -
     assert len(set(places)) == 60
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cuts=st.lists(st.integers(1, 15), max_size=8))
 def test_a_resumed_run_hides_the_same_tokens(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     directory = tmp_path_factory.mktemp("corpus")
@@ -223,7 +224,7 @@ def test_labels_are_counted_without_reading_them(tmp_path: Path) -> None:
         assert batch.num_unmasked == batches.num_unmasked(samples) == len(labels_of(batch))
 
 
-def test_a_corpus_without_a_mask_token_is_refused_where_tokens_are_to_be_hidden(tmp_path: Path) -> None:
+def test_masked_objective_rejects_a_corpus_without_a_mask_token(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no mask token"):
         TokenBatches(corpus_of(tmp_path, 100), 8, 0.0, 0, Objective.MASKED)
 

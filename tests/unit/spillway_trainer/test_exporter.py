@@ -73,7 +73,7 @@ def test_before_the_first_step_only_the_plan_is_shown() -> None:
 
 
 @pytest.mark.parametrize("loss_scale", [65536.0, None])
-def test_every_declared_metric_but_the_launchers_own_is_exported_and_no_other(loss_scale: float | None) -> None:
+def test_every_declared_metric_but_the_launchers_is_exported_and_no_other(loss_scale: float | None) -> None:
     """Also the loss scale's where there is none: dashboards of every job have the same panels."""
     exporter = new_exporter()
     exporter.step(step(loss_scale=loss_scale))
@@ -84,7 +84,7 @@ def test_every_declared_metric_but_the_launchers_own_is_exported_and_no_other(lo
     assert samples[metrics.LOSS_SCALE.name, (("training_job", "small"),)] == (loss_scale or 1.0)
 
 
-def test_a_sweep_exports_a_series_for_every_member_and_counts_their_steps_together() -> None:
+def test_sweep_exports_series_per_member_and_sums_their_steps() -> None:
     exporter = new_exporter()
     exporter.step(step())
     exporter.sweep(

@@ -111,7 +111,7 @@ def test_universal_leaves_the_settings_of_the_loading_run_alone(tmp_path: Path) 
     assert common["param_groups"] == [{"params": []}] * len(SHAPES)
 
 
-def test_llama_is_exported_in_the_names_of_its_class_with_both_names_of_a_tied_one(tmp_path: Path) -> None:
+def test_llama_export_uses_class_names_and_both_names_of_tied_weights(tmp_path: Path) -> None:
     tensors = {f"{kind}.{name}": torch.ones(2, 2) for kind in KINDS for name in ("embed_tokens.weight", "layers.0.w")}
     model = {"hidden_size": 2, "tie_word_embeddings": True}
     state = training_state(4, scalars=POWERS, model=model)

@@ -15,7 +15,16 @@ import pytest
 from spillway.errors import UserError
 from spillway.job import JobFile
 from spillway_trainer import launch
-from spillway_trainer.launch import COMMIT_SECONDS, FOLLOW_SECONDS, Layout, patience, plan_ranks, read_layout
+from spillway_trainer.launch import (
+    COMMIT_SECONDS,
+    FOLLOW_SECONDS,
+    STOP_SECONDS,
+    Layout,
+    patience,
+    plan_ranks,
+    read_layout,
+    supervise,
+)
 from spillway_trainer.launch_ending import LONGEST_TERMINATION, RankEnd, decisive
 from spillway_trainer.launch_output import LONGEST_LINE, Stream, cut, write_all
 from spillway_trainer.merged_metrics import RankMetrics, merge
@@ -109,6 +118,53 @@ def test_sigterm_from_a_stranger_is_a_crash() -> None:
 )
 def test_ranks_wait_for_one_another_only_as_long_as_it_can_help(ends: list[RankEnd], seconds: float) -> None:
     assert patience(ends) == seconds
+
+
+class Clockwork:
+    """Ranks that end when they are killed, or at a given second; waiting is what moves the clock."""
+
+    def __init__(self, ends: dict[float, RankEnd]) -> None:
+        self.now, self.ends_to_come, self.ends = 0.0, ends, list[RankEnd]()
+        self.running = {end.rank for end in ends.values()}
+        self.sent: list[tuple[float, int]] = []
+        self.asked = self.stopped = self.stop_requested = False
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def reap(self) -> None:
+        for second in [second for second in self.ends_to_come if second <= self.now]:
+            self.ends.append(self.ends_to_come.pop(second))
+            self.running.discard(self.ends[-1].rank)
+
+    def signal(self, number: int) -> None:
+        self.sent.append((self.now, number))
+        if number == signal.SIGKILL:
+            self.running.clear()
+
+
+@pytest.mark.parametrize(
+    ("ends", "sent"),
+    [
+        (
+            {0.0: ended(1, 70), NEVER: ended(0, 0)},
+            [(FOLLOW_SECONDS, signal.SIGTERM), (FOLLOW_SECONDS + STOP_SECONDS, signal.SIGKILL)],
+        ),
+        ({0.0: ended(1, 70), FOLLOW_SECONDS: follower(0)}, []),
+        ({0.0: ended(1, 75), COMMIT_SECONDS - 1.0: ended(0, 75)}, []),
+        ({0.0: ended(1, 75), 1.0: ended(2, 70), 20.0: ended(0, 75)}, [(1.0 + FOLLOW_SECONDS, signal.SIGTERM)]),
+    ],
+)
+def test_the_ranks_that_are_left_get_time_then_sigterm_then_sigkill(
+    ends: dict[float, RankEnd], sent: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clockwork: Any = Clockwork(dict(ends))
+    monkeypatch.setattr(launch, "time", clockwork)
+    supervise(clockwork, clockwork)
+    assert clockwork.sent == sent
 
 
 # --- places -----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_several_members_are_parked_at_once_and_each_may_be_read_again(place: Pa
         assert same(list(place.tensors(parked[name])), expected[name]), name
 
 
-def test_held_bytes_are_whole_blocks_of_those_who_are_parked_and_nothing_once_all_have_left(place: Parking) -> None:
+def test_held_bytes_are_the_whole_blocks_of_the_members_still_parked(place: Parking) -> None:
     assert place.held_bytes == 0
     one = place.park([("a", torch.zeros(BLOCK + 1, dtype=torch.uint8))], "one")
     assert place.held_bytes == 2 * BLOCK

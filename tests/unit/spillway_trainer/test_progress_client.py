@@ -8,10 +8,11 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ import pytest
 
 from fakes.progress_endpoint import Operator
 from harness import local_runs
+from harness.patience import HANG_SECONDS, wait_until
 from spillway.api import Evaluation
 from spillway.errors import UserError
 from spillway.field_types import MAX_MEMBERS
@@ -31,7 +33,6 @@ from spillway_trainer.ending import shortened
 from spillway_trainer.progress_client import Endpoint, Figures, ProgressClient, endpoint, progress_report
 
 PLAN = local_runs.spread_plan()
-PATIENCE_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -46,15 +47,26 @@ def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 0.05)
 
 
+class Watched(threading.Event):
+    """Says how long it was waited for at most, each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.limits.append(timeout)
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's two events are."""
+    monkeypatch.setattr(progress_client, "threading", SimpleNamespace(Event=Watched, Thread=threading.Thread))
+
+
 def wait_for(operator: Operator, num_reports: int) -> None:
     wait_until(lambda: len(operator.reports) >= num_reports)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def job(tmp_path: Path) -> JobFile:
@@ -92,17 +104,15 @@ def step(number: int, **changes: Any) -> StepMetrics:
 
 
 def test_beginning_and_end_are_told_at_once_and_nothing_between(
-    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
 ) -> None:
     monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 600.0)
     started = start(operator, tmp_path, resumed_step=3)
-    wait_for(operator, 1)
+    pause: Any = started.client._closing
+    wait_until(lambda: pause.limits == [600.0])
     for number in range(4, 9):
         started.client.step(step(number))
-    time.sleep(0.1)
-    began = time.monotonic()
     started.client.close()
-    assert time.monotonic() - began < 60.0
     assert operator.steps == [3, 8]
 
 
@@ -118,12 +128,19 @@ def test_the_newest_figures_win(operator: Operator, tmp_path: Path) -> None:
     started.client.close()
 
 
-def test_nothing_new_is_not_told(operator: Operator, tmp_path: Path) -> None:
+def test_nothing_new_is_not_told(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
+) -> None:
+    """Without a pause: who told it would tell it many times before the next step is there."""
+    monkeypatch.setattr(progress_client, "POST_INTERVAL_SECONDS", 0.0)
     started = start(operator, tmp_path)
-    wait_for(operator, 1)
-    time.sleep(0.3)
-    assert operator.steps == [0]
+    for number in range(1, 11):
+        wait_for(operator, number)
+        started.client.step(step(number))
     started.client.close()
+    assert operator.steps in ([*range(11)], [*range(11), 10])
+    news: Any = started.client._news
+    assert set(news.limits) == {None}, "it waits for news as long as there are none"
 
 
 def test_a_report_says_all_that_the_operator_shows(operator: Operator, tmp_path: Path) -> None:
@@ -156,7 +173,7 @@ def test_a_report_says_all_that_the_operator_shows(operator: Operator, tmp_path:
     ],
     ids=["all", "an-earlier-pod-built", "nobody-knows", "resumed-late", "not-over", "no-checkpoint"],
 )
-def test_a_pods_peak_is_that_of_a_whole_run_when_all_was_done_that_takes_memory(
+def test_pod_peak_is_whole_only_after_all_memory_heavy_work_was_done(
     operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     built_in_bytes: int, first_step: int, committed: int, peak: int, is_whole: bool,
 ) -> None:  # fmt: skip
@@ -445,15 +462,16 @@ def test_nobody_listening_costs_a_line(operator: Operator, tmp_path: Path) -> No
 def test_an_operator_that_never_answers_does_not_delay_the_end(
     operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_client, "END_SECONDS", 0.2)
+    """Who waited for its answer would give it up in the end, and post once more."""
+    monkeypatch.setattr(progress_client, "END_SECONDS", 0.0)
+    monkeypatch.setattr(progress_client, "POST_TIMEOUT_SECONDS", HANG_SECONDS)
     operator.answers.clear()
     started = start(operator, tmp_path)
-    began = time.monotonic()
+    wait_for(operator, 1)
     for number in range(1, 1001):
         started.client.step(step(number))
-    assert time.monotonic() - began < 20.0
     started.client.close()
-    assert time.monotonic() - began < 30.0
+    assert operator.steps == [0]
 
 
 def test_a_newer_attempt_is_said_once(operator: Operator, tmp_path: Path) -> None:

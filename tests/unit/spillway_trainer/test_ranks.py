@@ -61,7 +61,7 @@ def test_micro_batches_are_dealt_out_in_turn_and_collected_in_order(size: int) -
     assert dealt([[float(number) for number in share] for share in shares]) == list(range(4 * size))
 
 
-def test_a_corpus_is_built_by_rank_0_then_by_the_first_rank_of_every_other_node() -> None:
+def test_corpus_is_built_by_rank_0_then_the_first_rank_of_each_other_node() -> None:
     worlds = [World(rank=rank, local_rank=rank % 2, size=6) for rank in range(6)]
     assert [world.corpus_turn for world in worlds] == [0, 2, 1, 2, 1, 2]
 
@@ -176,7 +176,7 @@ def test_the_launcher_gives_a_rank_its_metrics_port(monkeypatch: pytest.MonkeyPa
     assert asked == [(9400,), (40001, "127.0.0.1")]
 
 
-def test_a_port_of_the_launchers_that_was_taken_since_costs_the_series_and_not_the_run(
+def test_taken_metrics_port_costs_the_metrics_but_not_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exporter = Exporter("small", 0, 12, local_runs.spread_plan(), "threads")

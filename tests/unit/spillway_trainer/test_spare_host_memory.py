@@ -42,7 +42,7 @@ V1 = "sys/fs/cgroup/memory/p/memory"
                            f"{V1}.stat": f"total_inactive_file {MIB}\n"}, 2 * GIB + MIB),
     ],
 )  # fmt: skip
-def test_a_limit_of_either_version_binds_and_page_cache_that_can_go_is_free(
+def test_cgroup_v1_and_v2_limits_bind_and_reclaimable_cache_is_free(
     tmp_path: Path, cgroups: str, files: dict[str, str], free: int
 ) -> None:
     (tmp_path / "sys/fs/cgroup/pod/c").mkdir(parents=True)

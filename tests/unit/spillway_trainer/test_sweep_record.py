@@ -57,14 +57,14 @@ def test_who_failed_has_failed_whatever_the_metric(tmp_path: Path) -> None:
     assert SweepRecord.read(tmp_path, 2, "EvaluationLoss").failures == {"c": FAILED}
 
 
-def test_a_reader_takes_what_all_attempts_wrote_and_of_one_value_the_newest_attempts(tmp_path: Path) -> None:
+def test_reader_merges_all_attempts_and_the_newest_wins_for_each_value(tmp_path: Path) -> None:
     for epoch in (10, 9, 2):  # as numbers, not as text
         written(tmp_path, epoch, a=float(epoch), **{f"m{epoch}": 1.0})
     found = SweepRecord.read(tmp_path, 11, "Loss").values
     assert found == {("a", 10): 10.0, ("m10", 10): 1.0, ("m9", 10): 1.0, ("m2", 10): 1.0}
 
 
-def test_values_are_in_the_order_of_members_and_steps_and_of_those_who_are_asked_for(tmp_path: Path) -> None:
+def test_values_of_requested_members_are_ordered_by_member_and_step(tmp_path: Path) -> None:
     record = SweepRecord(tmp_path, 1, "Loss", {("b", 20): 4.0, ("b", 3): 3.0, ("a", 100): 2.0, ("c", 1): 1.0})
     assert record.of(["a", "b"]) == [Value("a", 100, 2.0), Value("b", 3, 3.0), Value("b", 20, 4.0)]
 

@@ -146,7 +146,7 @@ def test_values_of_earlier_attempts_are_in_the_rows_before_anybody_trains() -> N
     assert [(one.name, one.step, one.objective) for one in told.rows] == [("a", 10, 2.0), ("b", 0, None)]
 
 
-def test_steps_of_a_sweep_are_those_made_and_those_that_are_left_for_who_goes_on() -> None:
+def test_sweep_steps_are_those_made_plus_those_left_for_running_members() -> None:
     rows = (
         MemberProgress(name="a", step=4, num_steps=10, state=MemberState.RUNNING),
         MemberProgress(name="b", step=2, num_steps=10, state=MemberState.STOPPED),

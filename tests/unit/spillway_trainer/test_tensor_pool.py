@@ -78,6 +78,7 @@ def found(switch: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.ci
 def test_a_step_like_the_one_before_it_faults_no_page() -> None:
     assert found("on")["faults"] < 8  # of 48 MiB, which are 24 huge pages
 
@@ -110,6 +111,7 @@ def test_what_nothing_holds_goes_back_when_spilling_is_closed() -> None:
     assert held <= resident <= held + native.POOL_SLACK_BYTES < found("on")["spilled_resident"]
 
 
+@pytest.mark.ci
 def test_switched_off_torch_allocates_as_ever() -> None:
     seen = found("off")
     assert not seen["pooled"]

@@ -369,7 +369,7 @@ def test_slower_of_two_builders_leaves_the_faster_ones_corpus(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "text"]
 
 
-def test_a_builder_whose_files_a_faster_one_cleared_away_leaves_that_ones_corpus(
+def test_slower_corpus_builder_keeps_the_corpus_of_the_faster_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child of a killed attempt may still build while the next attempt's child does."""

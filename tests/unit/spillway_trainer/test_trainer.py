@@ -166,7 +166,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_default(tmp_path: Path) -> None
     ("evaluate_every", "expected"),
     [(0, ["step", "step", "flush", "step", "flush"]), (3, ["step", "step", "flush", "step", "flush", "flush"])],
 )
-def test_an_update_is_awaited_by_checkpoints_and_evaluations_and_by_no_other_step(
+def test_only_checkpoints_and_evaluations_wait_for_the_update(
     evaluate_every: int, expected: list[str], tmp_path: Path
 ) -> None:
     loop = Loop(tmp_path, num_steps=3, checkpoint_every=2, evaluate_every=evaluate_every)
@@ -203,9 +203,7 @@ def test_the_update_takes_the_loss_scale_out_and_the_norm_has_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("skip_non_finite", [True, False])
-def test_gradients_that_overflow_in_float16_are_left_out_whatever_the_policy(
-    skip_non_finite: bool, tmp_path: Path
-) -> None:
+def test_float16_overflow_skips_the_step_whatever_the_non_finite_policy(skip_non_finite: bool, tmp_path: Path) -> None:
     scale = LossScale(SCALED)
     loop = Loop(tmp_path, [math.inf, 1.0], num_steps=2, skip_non_finite=skip_non_finite, loss_scale=scale)
     loop.train()
@@ -239,9 +237,7 @@ def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite:
 
 
 @pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller one is tr")])
-def test_the_end_at_a_scale_of_1_says_what_is_known_and_offers_no_smaller_scale(
-    loss: float, said: str, tmp_path: Path
-) -> None:
+def test_failure_at_scale_1_names_its_cause_and_offers_no_smaller_scale(loss: float, said: str, tmp_path: Path) -> None:
     scale = LossScale(ScaleRule(1.0, 2000, 1.0))
     with pytest.raises(NonFinite, match=f"at the least loss scale, 1: {said}.*compute: bfloat16") as ended:
         Loop(tmp_path, [math.inf], loss_scale=scale, loss=loss).train()
@@ -328,7 +324,7 @@ def test_a_stop_request_in_an_evaluation_costs_no_further_step(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
-def test_a_stop_request_while_a_checkpoint_is_written_ends_with_that_checkpoint(tmp_path: Path, ranks: Any) -> None:
+def test_stop_request_during_a_checkpoint_ends_with_that_checkpoint(tmp_path: Path, ranks: Any) -> None:
     loop = Loop(tmp_path, checkpoint_every=2)
     checkpoints = StoppingCheckpoints(loop.stop)
     loop.run = replace(loop.run, checkpoints=checkpoints, ranks=ranks)

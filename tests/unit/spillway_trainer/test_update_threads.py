@@ -101,8 +101,9 @@ print(torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not native.available(), reason="the native library has the threads")
-def test_omp_num_threads_of_a_launcher_changes_neither_computes_nor_the_updates_threads() -> None:
+def test_omp_num_threads_of_the_launcher_changes_no_thread_count() -> None:
     """Launchers set it to 1, and leave most cores idle."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(

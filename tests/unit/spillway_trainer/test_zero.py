@@ -137,7 +137,7 @@ def of_segments(peers: Any, ledger: DeviceLedger, taken: dict[str, Tensor], mark
     return SegmentGradients(SEGMENTS, LIKES, peers, reduced, marked.append, ledger)
 
 
-def test_a_segments_gradients_are_added_when_backward_has_left_it_and_held_until_then() -> None:
+def test_gradients_are_held_until_backward_leaves_a_segment_then_summed() -> None:
     ledger, taken, marked = DeviceLedger(None), dict[str, Tensor](), list[str]()
     gradients = of_segments(Together(World(rank=0, size=2)), ledger, taken, marked)
     held = ledger.held_bytes
@@ -156,7 +156,7 @@ def test_a_segments_gradients_are_added_when_backward_has_left_it_and_held_until
         marked.clear()
 
 
-def test_a_gradient_that_only_another_rank_has_counts_as_0_and_one_that_none_has_is_none() -> None:
+def test_gradient_only_another_rank_has_is_zero_and_one_nobody_has_is_none() -> None:
     taken, marked = dict[str, Tensor](), list[str]()
     peers = Together(World(rank=0, size=2), elsewhere=(True, False))
     gradients = of_segments(peers, DeviceLedger(None), taken, marked)
@@ -292,7 +292,7 @@ def test_only_these_strategies_import_deepspeed_and_fsdp2() -> None:
 
 
 @pytest.mark.parametrize(("rank", "calls"), [(0, 2), (1, 2)])
-def test_every_rank_runs_as_many_forwards_in_an_evaluation_whose_last_round_is_short(rank: int, calls: int) -> None:
+def test_evaluation_with_a_short_last_round_runs_equal_forwards_per_rank(rank: int, calls: int) -> None:
     """Three batches, two ranks: a forward that gathers parameters needs them both in the last round too."""
     batch = SimpleNamespace(num_unmasked=1, tokens_BT=None, labels_BT=None, on=lambda device: batch)
     run: Any = MagicMock(runs_together=True)

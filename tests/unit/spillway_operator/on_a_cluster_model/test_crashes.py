@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -33,8 +32,8 @@ from harness.cluster_model import (
     seconds_of,
     termination,
 )
+from harness.depth import at
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 CODES = (1, 1, 75, 75, 74, 137, 143, 64, 70)
 COUNTS = ("restarts", "disruptions", "memoryErrors", "activeSeconds")
 faults = st.builds(Fault, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans())
@@ -430,8 +429,8 @@ def test_one_live_attempt_and_rising_epochs_whatever_happens() -> None:
     run_state_machine_as_test(
         ClusterMachine,
         settings=settings(
-            max_examples=3000 if FULL else 150,
-            stateful_step_count=60 if FULL else 40,
+            max_examples=at(25, 150, 3000),
+            stateful_step_count=at(30, 40, 60),
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
@@ -491,7 +490,7 @@ def fault(chance: Random) -> Fault:
 
 
 def test_long_histories_keep_every_promise() -> None:
-    for seed in range(2000 if FULL else 40):
+    for seed in range(at(8, 40, 2000)):
         chance, machine = Random(seed), ClusterMachine()
         lifecycle = {"stallSeconds": chance.choice([0, 60, 1800])}
         machine.begin(chance.randint(1, 2), chance.choice(["", "", "team-a"]), 50, 2, lifecycle)

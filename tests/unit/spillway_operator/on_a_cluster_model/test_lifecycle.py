@@ -41,7 +41,7 @@ def attempts_of(world: World) -> dict[str, Any]:
 # --- the active deadline ----------------------------------------------------------------------------------------------
 
 
-def test_an_active_deadline_ends_the_job_after_its_attempt_wrote_a_checkpoint() -> None:
+def test_active_deadline_ends_the_job_after_its_attempt_checkpointed() -> None:
     world = running(lifecycle={"activeDeadlineSeconds": 60})
     before = len(writes(world))
     assert world.operator.due is not None and world.operator.due - world.server.now <= 60
@@ -63,7 +63,7 @@ def test_an_active_deadline_ends_the_job_after_its_attempt_wrote_a_checkpoint() 
     assert writes(world)[before:] == ["patch trainingjobs", "delete jobs", "patch trainingjobs"]
 
 
-def test_active_seconds_are_accumulated_over_restarts_and_suspensions_and_waiting_is_not_counted() -> None:
+def test_active_seconds_span_restarts_and_suspensions_but_exclude_waiting() -> None:
     world = World(queue="team-a", max_restarts=9, lifecycle={"activeDeadlineSeconds": 300})
     rounds(world)
     world.advance(1000)  # queued
@@ -165,7 +165,7 @@ def test_a_time_that_cannot_be_ends_no_job(active_time: str) -> None:
 # --- the pending deadline ---------------------------------------------------------------------------------------------
 
 
-def test_a_pending_deadline_fails_a_job_with_the_sentence_of_what_was_in_the_way() -> None:
+def test_pending_deadline_fails_the_job_and_says_what_was_in_the_way() -> None:
     world = World(lifecycle={"pendingDeadlineSeconds": 60})
     world.server.refuses = {"jobs"}
     course(world, 50)
@@ -259,7 +259,7 @@ def test_every_wait_begins_anew_once_an_attempt_ran() -> None:
 # --- the stall --------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_without_a_step_for_stall_seconds_ends_and_counts_as_a_restart() -> None:
+def test_attempt_without_a_step_for_stall_seconds_counts_as_a_restart() -> None:
     world = running(lifecycle={"stallSeconds": 60})
     world.report(42)
     rounds(world, 1)
@@ -330,7 +330,7 @@ def test_a_job_that_was_never_heard_is_not_stalled_but_said_to_be_unheard() -> N
     assert len(writes(world)) == before
 
 
-def test_an_attempt_that_never_reported_is_stalled_where_an_earlier_one_was_heard() -> None:
+def test_silent_attempt_counts_as_stalled_if_an_earlier_one_reported() -> None:
     world = running(max_restarts=9, lifecycle={"stallSeconds": 60})
     world.report(42)
     rounds(world, 1)
@@ -475,14 +475,14 @@ def test_a_finished_job_is_deleted_when_its_time_to_live_is_over() -> None:
     assert writes(world)[-1] == "delete trainingjobs"
 
 
-def test_a_failed_job_is_deleted_too_and_at_once_when_its_time_to_live_is_zero() -> None:
+def test_failed_job_with_a_ttl_of_zero_is_deleted_at_once() -> None:
     world = running(lifecycle={"ttlSecondsAfterFinished": 0})
     world.end_pod(world.pods()[0], 64, termination(64, "wrong"))
     rounds(world, 4)
     assert world.is_gone
 
 
-def test_a_finished_job_is_never_run_again_after_its_ttl_or_when_the_controller_restarts() -> None:
+def test_finished_job_never_runs_again_after_its_ttl_or_a_restart() -> None:
     """Kubeflow Trainer ran a finished job again when the child's own time to live had taken its record away."""
     world = complete()
     created = writes(world).count("create jobs")
@@ -648,7 +648,7 @@ def test_more_restarts_after_the_end_change_nothing() -> None:
 # --- changes of the spec ----------------------------------------------------------------------------------------------
 
 
-def test_a_change_of_the_lifecycle_is_no_restart_and_says_nothing_of_fields() -> None:
+def test_lifecycle_change_causes_no_restart_and_no_message_about_fields() -> None:
     world = running()
     pods = [pod["metadata"]["uid"] for pod in world.pods()]
     world.edit(lifecycle={"maxRestarts": 7, "stallSeconds": 900, "activeDeadlineSeconds": 10**6})
@@ -752,7 +752,7 @@ def test_a_namesake_inherits_nothing() -> None:
 
 
 @pytest.mark.parametrize("plural", ["configmaps", "services"])
-def test_an_attempt_whose_configmap_or_service_somebody_deleted_runs_on_and_the_next_has_its_own(plural: str) -> None:
+def test_deleted_configmap_or_service_returns_only_with_the_next_attempt(plural: str) -> None:
     world = running(num_nodes=2)
     world.server.take(plural, "demo-1")
     before = len(writes(world))
@@ -763,7 +763,7 @@ def test_an_attempt_whose_configmap_or_service_somebody_deleted_runs_on_and_the_
     assert world.server.get(plural, "demo-2") is not None
 
 
-def test_a_configmap_that_is_deleted_between_job_and_status_does_not_begin_the_epoch_again() -> None:
+def test_configmap_deleted_before_the_status_write_starts_no_new_attempt() -> None:
     world = World()
     world.look(Fault(2, landed=False, dies=True))
     world.server.take("configmaps", "demo-1")
@@ -844,7 +844,7 @@ def test_a_contract_of_an_older_operator_is_carried_on() -> None:
     assert {child["metadata"]["name"] for child in desired.creates} == {"demo-2"}
 
 
-def test_an_end_is_counted_once_whatever_the_contract_of_the_next_attempt_says_of_it() -> None:
+def test_end_is_counted_once_whatever_the_next_attempts_contract_says() -> None:
     """Its Job was refused, so that the status was written by a later look, which saw another end than the contract:
     a crash where the contract has a disruption. Carrying the contract on must not give the restart back."""
     at_first = {"total": 1, "ended": 1, "disruptions": 1, "lastReason": "PodDeleted", "activeSeconds": 5}

@@ -42,7 +42,7 @@ def killed(world: World) -> None:
     rounds(world, 6)
 
 
-def test_an_attempt_that_ran_out_of_memory_is_followed_by_one_with_another_plan() -> None:
+def test_attempt_that_ran_out_of_memory_is_followed_by_another_plan() -> None:
     world = running(max_restarts=0)
     out_of_memory(world)
     before, after = plans(world)
@@ -201,9 +201,7 @@ def test_an_attempt_trains_while_its_pods_run_not_while_it_waits_for_nodes(monke
     assert 2400 <= seconds < 2460
 
 
-def test_peaks_of_an_earlier_attempt_are_not_taken_for_those_of_one_that_never_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peaks_of_an_earlier_attempt_are_not_credited_to_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     world = running(max_restarts=9)
     world.report(5)
     rounds(world)

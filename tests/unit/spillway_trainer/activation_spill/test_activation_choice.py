@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from harness.depth import FULL
 from harness.plain_play import PlainCourse
 from spillway.plan import Answer, Tier
 from spillway_trainer.activation_spill import choice
 from spillway_trainer.activation_spill.choice import Choice, Course, Limits, NoChoice, Played, SavedStorage, choose
 
-FULL = os.environ.get("SPILLWAY_SWEEPS") == "full"
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
 MIB = 1 << 20
 GAP = 0.02
@@ -169,7 +168,7 @@ def test_a_slow_write_is_waited_for_where_the_device_has_no_room() -> None:
     assert (found.stall_seconds, found.peak_bytes) == (2.0, 2 * MIB)
 
 
-def test_what_backward_needs_before_its_write_has_begun_is_used_where_it_is() -> None:
+def test_storage_needed_before_its_write_begins_is_used_in_place() -> None:
     limits = replace(ROOMY, device_bytes=4 * MIB, window_bytes=4 * MIB, nvme_write=MIB / 100)
     found = Course(FOUR, limits).play((NVME, NVME, NVME, KEEP))
     assert found is not None
@@ -193,7 +192,7 @@ def test_what_is_rebuilt_costs_its_seconds_and_no_byte_on_any_link() -> None:
     assert found.price == pytest.approx(0.25 / MIB)
 
 
-def test_what_is_cheap_to_rebuild_is_rebuilt_where_the_disk_is_slow_and_spilled_where_it_is_not() -> None:
+def test_cheap_storages_are_recomputed_only_where_the_disk_is_slow() -> None:
     storages = [replace(each, rebuild_seconds=0.25) for each in FOUR]
     assert RECOMPUTE not in chosen(storages, ROOMY).answers
     assert NVME not in chosen(storages, replace(ROOMY, nvme_write=MIB / 50)).answers
@@ -296,9 +295,7 @@ def test_storages_of_no_bytes_and_of_no_time_are_chosen_for() -> None:
 
 
 @pytest.mark.parametrize("num_storages", [1, 7, 40, 300])
-def test_a_play_in_one_loop_comes_to_the_numbers_of_the_plain_one_and_ends_early_only_beyond_its_bound(
-    num_storages: int,
-) -> None:
+def test_fast_play_matches_the_plain_one_and_stops_only_beyond_its_bound(num_storages: int) -> None:
     played = 0
     for seed in range(60 if FULL else 12):
         storages, limits = drawn(seed, num_storages, ALL)
@@ -322,7 +319,7 @@ def test_a_play_in_one_loop_comes_to_the_numbers_of_the_plain_one_and_ends_early
 
 
 @pytest.mark.parametrize("num_storages", [6, 60, 400])
-def test_a_search_that_ends_plays_early_has_the_answers_of_one_that_does_not(
+def test_search_that_stops_plays_early_finds_the_same_answers(
     num_storages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = 0

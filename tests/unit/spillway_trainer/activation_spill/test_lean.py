@@ -33,7 +33,7 @@ def test_a_chain_costs_what_its_links_cost_and_its_own_pass() -> None:
     ],
     ids=str,
 )
-def test_cheap_is_few_kernels_little_traffic_and_nothing_made_from_what_is_much_larger(cost: Cost, cheap: bool) -> None:
+def test_cheap_means_few_kernels_little_traffic_and_no_large_operand(cost: Cost, cheap: bool) -> None:
     assert is_cheap(cost, 10) is cheap
 
 

@@ -21,7 +21,7 @@ def test_what_is_needed_again_soon_stays_and_is_reloaded_once() -> None:
     assert known.leaves == frozenset()
 
 
-def test_what_is_needed_again_after_much_else_leaves_in_between_and_is_reloaded_before_its_need() -> None:
+def test_tensor_needed_much_later_leaves_and_is_reloaded_before_its_use() -> None:
     known = foreseen([0, 4, 3, 2, 0, 1], [4] * 5, ahead_bytes=4, group_bytes=4)
     assert known.leaves == frozenset({0})  # three others come in before step 4
     assert known.groups == [Group(step, (number,), 4) for step, number in enumerate([0, 4, 3, 2, 0, 1])]

@@ -86,7 +86,7 @@ def test_what_modules_of_a_segment_share_they_still_share_wherever_it_is() -> No
         assert not one.weight.is_meta and [name for name, _ in model.named_parameters()] == ["layers.0.one.weight"]
 
 
-def test_parameters_are_bound_while_their_segment_is_in_a_slot_and_nan_afterwards() -> None:
+def test_parameters_are_bound_while_in_a_slot_and_nan_afterwards() -> None:
     model = meta([(4, 4), (4, 4)])
     slots, _, _ = slots_of(model, 1)
     first, second = model.layers[0].weight, model.layers[1].weight
@@ -233,7 +233,7 @@ def test_a_plan_that_streams_nothing_attaches_nothing() -> None:
 # --- shares beside streamed parameters
 
 
-def test_streamed_parameters_are_updated_by_the_cpu_and_the_others_share_the_rest() -> None:
+def test_cpu_updates_streamed_parameters_and_the_others_share_the_rest() -> None:
     counts = {"a": 4000, "b": 4000, "c": 2000}
     chunks = assign_chunks(counts, 100, Shares(0.6, 0.2, 0.2), streamed={"b"})
     sizes = {path: sum(chunk.size for chunk in chunks if chunk.path is path) for path in Path}
@@ -241,6 +241,6 @@ def test_streamed_parameters_are_updated_by_the_cpu_and_the_others_share_the_res
     assert all(abs(sizes[path] - expected) <= 100 for path, expected in zip(Path, (6000, 2000, 2000, 0), strict=True))
 
 
-def test_no_free_parameter_takes_the_cpu_when_the_streamed_ones_are_its_share() -> None:
+def test_free_parameters_avoid_the_cpu_when_streamed_ones_fill_its_share() -> None:
     chunks = assign_chunks({"a": 3000, "b": 1000}, 100, Shares(0.25, 0.0, 0.75), streamed={"b"})
     assert {chunk.path for chunk in chunks if chunk.parameter == "a"} == {Path.RESIDENT}

@@ -87,7 +87,7 @@ def test_half_precision_files_are_read_too(gpt2: Path, tmp_path: Path) -> None:
     assert all(torch.equal(rounded[name], whole[name].half().float()) for name in whole)
 
 
-def test_the_model_without_its_head_is_enough_where_the_head_is_the_embedding(tmp_path: Path) -> None:
+def test_headless_checkpoint_is_enough_when_the_head_is_the_embedding(tmp_path: Path) -> None:
     torch.manual_seed(1)
     directory = saved(GPT2Model(GPT2), tmp_path / "base")
     change_config(directory, architectures=["GPT2LMHeadModel"])
@@ -126,7 +126,7 @@ def test_a_head_of_its_own_is_not_tied_where_the_configuration_says_so(tmp_path:
     assert values_of(built(directory))["lm_head.weight"].eq(1).all()
 
 
-def test_other_weights_have_another_digest_and_the_same_ones_in_shards_the_same(gpt2: Path, tmp_path: Path) -> None:
+def test_digest_depends_on_the_weights_but_not_on_their_shards(gpt2: Path, tmp_path: Path) -> None:
     sharded = saved(GPT2LMHeadModel.from_pretrained(gpt2), tmp_path / "sharded", max_shard_size="9KB")
     digest = open_model_directory(gpt2).digest()
     assert open_model_directory(sharded).digest() == digest

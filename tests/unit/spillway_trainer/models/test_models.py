@@ -174,7 +174,7 @@ REFUSED = {
 }
 
 
-def test_a_parameter_without_elements_and_a_layer_that_is_used_twice_are_refused() -> None:
+def test_empty_parameters_and_layers_used_twice_are_rejected() -> None:
     with pytest.raises(UserError, match=r"parameter head\.nothing has no elements"):
         made_by("with_empty_parameter")
     with pytest.raises(UserError, match=r"GPT2LMHeadModel: transformer\.h\.0\S+ does not belong to exactly one layer"):

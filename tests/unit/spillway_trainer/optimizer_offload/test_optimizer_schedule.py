@@ -62,7 +62,7 @@ def bound_seconds(cpu: float, streamed: float, resident: float, nvme: float = 0.
     ],
     ids=lambda shares: "-".join(f"{share:.2f}" for share in shares),
 )
-def test_update_of_a_5b_rank_takes_at_most_four_percent_more_than_its_bound(
+def test_update_of_a_5b_rank_is_within_four_percent_of_its_bound(
     shares: tuple[float, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds, schedule_races = trace_update(shares)

@@ -87,9 +87,7 @@ def test_small_chunks_are_the_cpus_where_its_share_has_room(sizes: list[int], sh
 
 
 @given(SIZES, splits())
-def test_the_shares_of_all_chunks_are_met_within_one_chunk_whatever_their_sizes(
-    sizes: list[int], shares: Shares
-) -> None:
+def test_shares_are_met_within_one_chunk_whatever_the_chunk_sizes(sizes: list[int], shares: Shares) -> None:
     taken = dict.fromkeys(Path, 0)
     for size, path in zip(sizes, assign_by_size(sizes, shares), strict=True):
         taken[path] += size

@@ -233,7 +233,7 @@ def test_crossed_edges_between_all_lanes_do_not_lock_up() -> None:
     assert len(count) == 120
 
 
-def test_device_memory_that_is_not_there_is_refused_with_what_the_run_holds() -> None:
+def test_failed_device_allocation_reports_what_the_run_holds() -> None:
     host, ledger = host_and_ledger()
     with recorded(host, ledger, FakeStreams(room_bytes=PAGE)) as lanes:
         kept = lanes.acquire(Tier.DEVICE, PAGE, "kept")
@@ -253,7 +253,7 @@ def test_the_whole_host_slab_is_registered_and_given_back() -> None:
     assert lanes.fake.pinned_bytes == 0
 
 
-def test_time_that_the_compute_stream_waits_is_counted_once_the_device_has_come_so_far() -> None:
+def test_compute_stream_wait_is_counted_once_the_device_has_passed_it() -> None:
     host, ledger = host_and_ledger()
     held = threading.Event()
     with recorded(host, ledger, HeldLane(Lane.H2D, held)) as lanes:
@@ -364,7 +364,7 @@ def test_memory_that_is_dropped_while_a_stream_uses_it_is_found() -> None:
     assert any("dropped in use" in race for race in races_of(schedule, CompleteWhenLaunched))
 
 
-def test_a_buffer_that_other_streams_take_before_compute_has_left_it_is_found() -> None:
+def test_buffer_taken_by_other_streams_before_compute_is_done_is_detected() -> None:
     class Unborn(RecordedLanes):
         def acquire(self, tier: Tier, nbytes: int, label: str) -> Any:
             buffer = super().acquire(tier, nbytes, label)
@@ -395,7 +395,7 @@ def test_a_copy_is_cut_where_registrations_end(address: int, nbytes: int) -> Non
     assert len(found) <= nbytes // PINNED_BYTES + 2
 
 
-def test_host_memory_that_cannot_be_registered_is_refused_before_anything_runs() -> None:
+def test_host_memory_that_cannot_be_pinned_fails_before_a_thread_starts() -> None:
     class Unregistered(FakeStreams):
         def pin(self, memory: torch.Tensor) -> None:
             raise HostOutOfMemory("registered")

@@ -62,7 +62,7 @@ def test_a_saved_storage_is_charged_once_until_its_last_holder_leaves() -> None:
     assert ledger.held_bytes == 0
 
 
-def test_a_saved_storage_waits_for_releases_in_flight_and_is_refused_where_none_helps() -> None:
+def test_saved_storage_waits_for_pending_releases_and_raises_if_none_help() -> None:
     ledger, saved, in_flight = DeviceLedger(1000), storage(256), [1000]
     ledger.charge("buffers", 1000)
 

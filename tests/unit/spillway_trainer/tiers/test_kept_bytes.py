@@ -49,7 +49,7 @@ def pattern(nbytes: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_write_that_fails_stays_in_host_memory_and_comes_back_bit_for_bit() -> None:
+def test_failed_write_stays_in_host_memory_and_reads_back_bit_for_bit() -> None:
     setup = Setup()
     extent = setup.slab.allocate(2 * PAGE, "block0")
     setup.file.failing.add("write")
@@ -62,7 +62,7 @@ def test_a_write_that_fails_stays_in_host_memory_and_comes_back_bit_for_bit() ->
     assert setup.host.held_bytes == 0
 
 
-def test_the_log_names_tensor_offset_and_errno_once_per_bad_extent_and_once_the_device() -> None:
+def test_log_names_each_bad_extent_once_and_the_retired_device_once() -> None:
     setup = Setup()
     setup.file.failing.add("write")
     extents = [setup.slab.allocate(PAGE, f"block{index}") for index in range(10)]
@@ -120,7 +120,7 @@ def test_what_is_kept_is_overwritten_in_place() -> None:
     assert setup.slab.faults() == {"write_failed": 1}
 
 
-def test_without_room_the_error_of_the_write_is_raised_with_tensor_offset_and_errno() -> None:
+def test_write_error_without_host_room_names_tensor_offset_and_errno() -> None:
     setup = Setup(host_pages=1)
     extent = setup.slab.allocate(2 * PAGE, "block0")
     setup.file.failing.add("write")
@@ -130,7 +130,7 @@ def test_without_room_the_error_of_the_write_is_raised_with_tensor_offset_and_er
     assert (setup.said, setup.slab.faults()) == ([], {})  # nothing was survived
 
 
-def test_without_room_on_a_retired_device_the_error_is_that_of_the_first_failure() -> None:
+def test_retired_device_without_host_room_reports_the_first_failure() -> None:
     setup = Setup(host_pages=3)
     setup.file.failing.add("write")
     for index in range(3):

@@ -174,7 +174,7 @@ def test_a_lazy_release_takes_effect_with_its_last_event_and_poisons(tier: Tier)
     assert freed == [True]
 
 
-def test_a_released_device_buffer_that_autograd_still_shows_is_not_poisoned() -> None:
+def test_released_device_buffer_still_held_by_autograd_is_not_poisoned() -> None:
     lanes = make_lanes(LazyLanes)
     buffer = lanes.acquire(Tier.DEVICE, 256, "reload")
     gradient = buffer.tensor.zero_().view(torch.float32)

@@ -36,7 +36,7 @@ def test_a_volume_that_is_full_or_gone_is_retired_at_once(error: SpillIOError | 
     assert after_failed_write(HEALTHY, error).is_retired
 
 
-def test_a_device_is_slow_after_ten_seconds_of_transfers_more_than_five_times_slower_than_planned() -> None:
+def test_device_is_slow_after_ten_seconds_below_a_fifth_of_planned_rate() -> None:
     health, seconds = HEALTHY, 0.0
     while not health.is_slow:
         health = after_transfer(health, 100, 0.51, 1000.0)

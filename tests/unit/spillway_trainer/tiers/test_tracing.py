@@ -109,7 +109,7 @@ def test_use_after_release_is_a_race(lanes: TracingLanes) -> None:
     assert kinds(lanes) == [RaceKind.USE_AFTER_RELEASE]
 
 
-def test_makespan_is_that_of_the_pipeline_and_the_bound_that_of_the_busiest_lane(lanes: TracingLanes) -> None:
+def test_makespan_is_the_pipelines_and_the_bound_is_the_busiest_lanes(lanes: TracingLanes) -> None:
     for _ in range(3):
         copied = lanes.submit(Lane.D2H, nothing, nbytes=100)  # 1 s each
         lanes.submit(Lane.NVME_WRITE, nothing, nbytes=100, after=[copied])  # 2 s each
