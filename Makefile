@@ -26,10 +26,10 @@ env: .venv/.in-step ## .venv from the lock file, native library built
 demo: env ## from nothing to a finished training run under a memory budget (OUTPUT=demo)
 	$(RUN)spillway demo --output $(OUTPUT)
 
-# A worker a core, a file a worker; whatever is left running at the end, or at Ctrl-C, is ended (hack/supervised.py).
+# A worker a core, four at most; a file a worker; whatever is left running at the end, or at Ctrl-C, is ended (hack/supervised.py).
 SUPERVISED := $(RUN)python hack/supervised.py
 PYTEST     := $(RUN)pytest --durations 20 $(ARGS)
-PARALLEL   := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+PARALLEL   := --numprocesses logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: env ## minutes: any user, no cluster, no compiler (ARGS="-k lanes tests/parity" for some of it)
 	$(SUPERVISED) $(PYTEST) $(PARALLEL)
