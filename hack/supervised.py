@@ -2,8 +2,8 @@
 
 Every process that COMMAND starts, in whatever session, is a descendant of this one, which takes over orphans
 (PR_SET_CHILD_SUBREAPER). SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to COMMAND as SIGINT, once; it gets
-GRACE_SECONDS to end, less after a second one. Then what is left is killed, and a test bed that was not there before is
-taken down. The exit code is COMMAND's; 1 where it succeeded and left processes.
+GRACE_SECONDS to end, less after a second one. Then what is left is killed, and what a test bed without processes left
+on the machine is put back. The exit code is COMMAND's; 1 where it succeeded and left processes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def main(command: list[str]) -> int:
     if sys.platform != "linux":
         return subprocess.run(command, check=False).returncode
     assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    had_bed = bed.runs(state())
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: signals.append(received))
     child = subprocess.Popen(command, start_new_session=True)
     code = _wait(child, signals)
     left = _end_all()
-    if not had_bed and state().machine.exists():
+    ended_early = bool(left or signals)
+    if ended_early and os.access(state().machine, os.W_OK) and not bed.runs(state()):
         bed.down(state())
     if signals:
         return 128 + signals[0]
