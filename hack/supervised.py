@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from testbed import bed
@@ -50,7 +51,10 @@ def main(command: list[str]) -> int:
 def _wait(child: subprocess.Popen[bytes], signals: list[int]) -> int:
     """The child's exit code; 137 where it did not end in time after a signal."""
     passed_on, deadline = 0, float("inf")
-    while child.poll() is None:
+    while True:
+        _bury(all_but=child.pid)
+        if child.poll() is not None:
+            return child.returncode
         if len(signals) > passed_on:
             if not passed_on:
                 child.send_signal(signal.SIGINT)
@@ -59,7 +63,13 @@ def _wait(child: subprocess.Popen[bytes], signals: list[int]) -> int:
         if time.monotonic() > deadline:
             return 137
         time.sleep(POLL_SECONDS)
-    return child.returncode
+
+
+def _bury(all_but: int | None = None) -> None:
+    """Reap orphans that have ended, as init does: who waits for one of them would see a zombie for ever."""
+    with suppress(ChildProcessError):
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != all_but:
+            os.waitpid(dead.si_pid, 0)
 
 
 def _end_all() -> list[str]:
@@ -71,12 +81,7 @@ def _end_all() -> list[str]:
             if ticks is not None:
                 left[pid, ticks] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
                 kill(pid, ticks)
-        while True:  # bury them
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    break
-            except ChildProcessError:
-                break
+        _bury()
     return [line for line in left.values() if line]
 
 

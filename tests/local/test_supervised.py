@@ -48,5 +48,10 @@ def test_a_signal_lets_the_command_end_and_kills_the_rest(tmp_path: Path, number
     assert [start_ticks_of(pid) for pid in pids] == [None, None]
 
 
+def test_an_orphan_that_ends_is_buried_at_once(tmp_path: Path) -> None:
+    script = "sh -c 'sleep 0 & echo $! > orphan'; while [ -e /proc/$(cat orphan) ]; do :; done"
+    assert start(tmp_path, script).wait() == 0
+
+
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     assert [start(tmp_path, f"exit {code}").wait() for code in (0, 7)] == [0, 7]
