@@ -80,6 +80,7 @@ def volumes(spillway: Installed, namespace: str, volume: Path) -> Iterator[None]
     spillway.bed.kubectl("delete", "persistentvolume", *names, "--wait=false")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("volumes")
 def test_activations_move_to_host_when_a_neighbour_fills_the_spill_volume(
     spillway: Installed, namespace: str, volume: Path, eventually: Callable[..., None]

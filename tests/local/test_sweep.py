@@ -151,7 +151,7 @@ def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
 ) -> None:
     """In every turn: no checkpoint and no parked member holds such a buffer."""
     before, _, after = sweep_runs.JOB.partition("    config:")
-    document = f"{before}    entrypoint: user_models:drawing\n{after[after.index('  data:') :]}"
+    document = f"{before}    entrypoint: cases.user_models:drawing\n{after[after.index('  data:') :]}"
     document = document[: document.index("  members:")] + f"  members:{DRAWN}"
     job = sweep_runs.sweep_file(tmp_path / "sweep", text, corpus, 1, job=document)
     plan = local_runs.disabled_plan(2).model_copy(update={"num_segments": 4})
