@@ -78,8 +78,10 @@ def _end_all() -> list[str]:
     while living := _descendants(os.getpid()):
         for pid in living:
             ticks = start_ticks_of(pid)
+            with suppress(OSError):  # it ended meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                left[pid, ticks] = command.decode(errors="replace")[:120]
             if ticks is not None:
-                left[pid, ticks] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
                 kill(pid, ticks)
         _bury()
     return [line for line in left.values() if line]

@@ -15,7 +15,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from harness.depth import DEPTH, Depth, at, covering, examples
-from harness.places import TESTS
+from harness.places import ROOT, TESTS
 from spillway_trainer.volumes import memory_kind
 
 # No example is too slow: machines that run tests are shared.
@@ -31,7 +31,7 @@ atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 
 # What would spill into memory is refused: where /tmp lies there, tests use a disk.
 if memory_kind(Path(tempfile.gettempdir())):
-    ON_DISK = TESTS.parent / "build" / "tmp"
+    ON_DISK = ROOT / "build" / "tmp"
     ON_DISK.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = str(ON_DISK)
 

@@ -26,7 +26,6 @@ from harness.installed import (
     OperatorImage,
     example,
     install,
-    long_form,
     named,
     running_for_an_hour,
     write_values,
@@ -291,7 +290,7 @@ def second_release(release: Release) -> str:
     return ""
 
 
-@pytest.fixture(scope="module", params=["helm", pytest.param("helm3", marks=long_form)])
+@pytest.fixture(scope="module", params=["helm", pytest.param("helm3", marks=pytest.mark.full)])
 def life(request: pytest.FixtureRequest, testbed: Bed, operator_image: OperatorImage, module_namespace: str) -> Life:
     try:
         found = lived(testbed, operator_image, request.param, module_namespace, trainers=FULL)

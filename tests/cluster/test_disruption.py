@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 from harness.depth import FULL
-from harness.installed import LONG, WANTED, Document, Installed, changed, example, long_form, named, on_fake_nodes
+from harness.installed import LONG, WANTED, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import ExitCode
 from spillway.metrics import STEP, TIER_BYTES
 from spillway.retries import EVICTED, NODE_LOST, POD_DELETED
@@ -439,7 +439,7 @@ def test_one_deleted_pod_of_two_stops_both_ranks_at_a_checkpoint(spillway: Insta
     spillway.until(lambda job: attempts_of(job)["total"] == 2 and step_of(job) >= saved, namespace, "two-pod", SLOW)
 
 
-@long_form
+@pytest.mark.full
 def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, namespace: str) -> None:
     """While it imports torch or prepares the text: there is nothing to save, and nothing to complain of."""
     for number, seconds in enumerate((0.0, 1.0, 3.0)):
@@ -461,7 +461,7 @@ def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, 
         spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", name, "-n", namespace, "--wait=false")
 
 
-@long_form
+@pytest.mark.full
 def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillway: Installed, namespace: str) -> None:
     """A checkpoint after every step: a request comes while one is written, more often than not."""
     job, folder = on_claim(spillway, namespace, "twice", training__steps=LONG, checkpoint__everySteps=1)
@@ -477,7 +477,7 @@ def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillw
     assert found["status"]["checkpoint"]["step"] == commits(directory, 1)[-1].step
 
 
-@long_form
+@pytest.mark.full
 def test_drain_checkpoints_a_running_job_and_leaves_a_waiting_one_alone(two_nodes: Installed, namespace: str) -> None:
     spillway, bed = two_nodes, two_nodes.bed
     with cordoned(bed, NODE):
@@ -507,7 +507,7 @@ def test_drain_checkpoints_a_running_job_and_leaves_a_waiting_one_alone(two_node
 FILL = "import os; f = os.open('/tmp/fill', os.O_CREAT | os.O_WRONLY); os.posix_fallocate(f, 0, {size})"
 
 
-@long_form
+@pytest.mark.full
 def test_a_pod_that_fills_its_disk_is_evicted_and_the_job_says_so(spillway: Installed, namespace: str) -> None:
     job, _ = on_claim(spillway, namespace, "fills", training__steps=LONG)
     spillway.create(job)

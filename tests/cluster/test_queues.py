@@ -14,7 +14,6 @@ from harness.installed import (
     Installed,
     changed,
     example,
-    long_form,
     named,
     on_fake_nodes,
 )
@@ -176,7 +175,7 @@ def test_a_preempted_job_checkpoints_queues_again_and_resumes(
     spillway.bed.kubectl("delete", "workloadpriorityclass", high)
 
 
-@long_form
+@pytest.mark.full
 def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
@@ -223,7 +222,7 @@ def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     assert (resumed["status"]["attempts"]["total"], resumed["status"]["attempts"]["restarts"]) == (2, 0)
 
 
-@long_form
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["deactivated", "drained"])
 def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     spillway: Installed, namespace: str, queue: Callable[..., None], how: str
@@ -250,7 +249,7 @@ def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     assert resumed["status"]["attempts"]["total"] == 2
 
 
-@long_form
+@pytest.mark.full
 def test_the_plan_of_a_queued_job_holds_in_every_flavor_it_can_get(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:

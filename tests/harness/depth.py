@@ -4,7 +4,9 @@
 @pytest.mark.full     this test runs at depth all only
 @pytest.mark.sweep    of its parameters' product: each value once at quick, each pair of values at ci
 sweep(*axes)          the same for a product that a test goes through itself
+some(values, 12)      twelve of a list at quick, evenly spread; all of it from ci on
 at(1, 20, 100)        a number (or anything) for each depth
+examples(100)         so many of Hypothesis' examples at all, fewer below
 """
 
 from __future__ import annotations

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from harness.depth import FULL
 from harness.patience import wait_until
 from testbed.bed import Wanted
 from testbed.client import Bed, Request
 from testbed.layout import PROMETHEUS, REPOSITORY
 
-long_form = pytest.mark.skipif(not FULL, reason="left out of the reduced form: SPILLWAY_DEPTH=all runs it")
 CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
 WANTED = Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 from harness.places import ROOT
+from testbed.layout import cache
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spillway" / "native-tests"
+CACHE = cache().with_name("native-tests")
 MOST_BUILDS = 12
 """kept, the newest; a build is some 40 MB"""
 
@@ -27,9 +27,7 @@ def built(compiler: str, options: list[str], targets: list[str] | None = None) -
     """The folder of the built tests; `targets`: these only."""
     sources = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
     parts = [run(compiler, "--version"), *options, *(targets or ())]
-    parts += [
-        f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in [ROOT / "CMakeLists.txt", *sources]
-    ]
+    parts += [f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in sources]
     build = CACHE / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     done = build / "done"
     CACHE.mkdir(parents=True, exist_ok=True)
