@@ -43,6 +43,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# A command of a test writes to its pipe as it does for a user: what Python holds back may fail at its end.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 
 LEAST = {"ci": Depth.CI, "full": Depth.ALL}
 FOLDERS = ("cluster", "local", "faults", "parity", "contract", "unit")

@@ -355,6 +355,12 @@ def main() -> None:
     """Entry point: exit codes as documented, no traceback on the terminal."""
     prepare_streams()
     code = run_app(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_reader(sys.stdout)
+    except OSError as error:
+        code = refused_by_the_system(error, wants_json(sys.argv[1:]))
     interrupts.finish()
     sys.exit(code)
 
@@ -398,6 +404,8 @@ def refused_by_the_system(error: OSError, as_json: bool) -> int:
     refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
     with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
         say_expected(refusal, as_json)
+    if error.filename is None:
+        leave_reader(sys.stdout)  # or Python's end would try to write the rest
     return refusal.exit_code
 
 

@@ -24,7 +24,7 @@ from rich.live import Live
 from spillway.errors import UserError
 
 from .cluster import Gone, Unreachable, connect
-from .console import Format, print_json, result_console
+from .console import Format, leave_reader, print_json, result_console
 from .run_directory import RunDirectory, existing_run
 from .top_cluster import FleetSource, JobSource
 from .top_run import RunSource
@@ -70,8 +70,8 @@ def top(options: TopOptions) -> int:
                 show(look, options, result_console())
         except KeyboardInterrupt:
             pass
-        except BrokenPipeError:  # `| head`: whatever is still buffered is nobody's
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:
+            leave_reader(sys.stdout)
     return 0
 
 

@@ -69,7 +69,7 @@ def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, nam
         assert curve == {step: expected[step] for step in curve}
     assert files_of(folder, "first", STEPS) == files_of(folder, "plain", STEPS)
 
-    profile = profile_of_a_whole_run(spillway, namespace, "first")
+    profile = profile_with(spillway, namespace, f"first-{first['attempts']['total']}")
     spillway.create(named(larger, "second"))
     with watched(spillway, namespace, "second") as witness:
         second = spillway.wait(namespace, "second", "Complete", 120)["status"]
@@ -112,13 +112,13 @@ def with_ballast(job: Document, folder: Path) -> Document:
     return {**job, "spec": {**job["spec"], "env": [path]}}
 
 
-def profile_of_a_whole_run(spillway: Installed, namespace: str, job: str, seconds: float = 100.0) -> str:
-    """Name of the MemoryProfile, once it holds what the pod took: it is written twice a minute at most."""
+def profile_with(spillway: Installed, namespace: str, attempt: str, seconds: float = 100.0) -> str:
+    """Name of the MemoryProfile, once it holds what the pod of `attempt` took: it is written twice a minute at most."""
     deadline = time.monotonic() + seconds
     while True:
         found = spillway.bed.get("memoryprofiles.spillway.dev", "-n", namespace)["items"]
         for one in found:
-            if any(attempt.startswith(f"{job}-") for attempt in one["spec"].get("pod", {}).get("attempts", [])):
+            if attempt in one["spec"].get("pod", {}).get("attempts", []):
                 return str(one["metadata"]["name"])
         assert time.monotonic() < deadline, f"no pod in {[one['spec'] for one in found]}"
         time.sleep(0.5)

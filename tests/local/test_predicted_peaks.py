@@ -7,7 +7,9 @@ Every cell is a fresh process (`harness/peak_run.py`) that assembles a real run 
                     (that tracker sees the main thread only) and, with the host slab, against the first row everywhere
     NVMe            extents in use, and blocks of the spill file on disk against the slab that the plan asks for
 
-Eight cells in `make test`, sixteen in `make test-all`. The same yardsticks say what homes on NVMe are for: parameters
+Host memory may be less where activations wait for NVMe: how many buffers do at once depends on the machine.
+
+Eleven cells in CI, twenty in `make test-all`. The same yardsticks say what homes on NVMe are for: parameters
 there train while memory holds less than half of them.
 """
 
@@ -177,6 +179,11 @@ def tiny(cell: Cell) -> tuple[TrainingJob, MemoryPlan]:
     return wanted, plan
 
 
+def staging_bytes(plan: MemoryPlan) -> int:
+    """How many of these buffers wait for the volume at once depends on the machine: the plan counts them all."""
+    return plan.bytes[Tier.HOST].buffers if Answer.NVME in plan.activations.answers else 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tiers_predicted_peak_is_what_is_measured(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -195,7 +202,9 @@ def test_every_tiers_predicted_peak_is_what_is_measured(
                    for what, predicted, real in rows]  # fmt: skip
         print(f"\n{name}: predicted / measured: {', '.join(figures)}")
     for what, predicted, real in rows:
-        assert abs(predicted / real - 1) <= TOLERANCE, what
+        assert real <= predicted * (1 + TOLERANCE), what
+        untouched = staging_bytes(plan) if what in ("device + host", "host") else 0
+        assert real >= (predicted - untouched) / (1 + TOLERANCE), what
     assert found["own_host"] <= host
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from cases.checkpoint_cases import training_state
 from cases.interchange_cases import BETAS, GROUPS, KINDS, SHAPES, bits, states, write_zero
@@ -197,6 +199,29 @@ def test_no_pickle_of_distributed_metadata_is_run(tmp_path: Path, distributed: P
     with pytest.raises(UserError, match=r"\.metadata: refused, .*mkdir"):
         open_foreign(distributed)
     assert not (tmp_path / "ran").exists()
+
+
+def test_members_of_an_enum_may_be_pickled_by_getattr(distributed: Path) -> None:
+    """As some Pythons do it (3.11.0 to 3.11.3 among them), whichever runs."""
+    metadata = dcp.FileSystemReader(distributed).read_metadata()
+    with (distributed / ".metadata").open("wb") as file:
+        pickler = pickle.Pickler(file)
+        by_getattr = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (_MEM_FORMAT_ENCODING, member.name))}
+        pickler.dispatch_table = {**copyreg.dispatch_table, **by_getattr}
+        pickler.dump(metadata)
+    assert b"getattr" in (distributed / ".metadata").read_bytes()
+    assert_holds(open_foreign(distributed))
+
+
+@pytest.mark.parametrize("owner", [os, _MEM_FORMAT_ENCODING], ids=["os", "enum"])
+def test_no_other_getattr_of_a_pickle_is_run(distributed: Path, owner: Any) -> None:
+    name = "system" if owner is os else "__class__"
+    reference = pickle.GLOBAL + b"torch.distributed.checkpoint.metadata\n" + owner.__name__.encode() + b"\n"
+    value = pickle.BINUNICODE + len(name).to_bytes(4, "little") + name.encode()
+    call = pickle.GLOBAL + b"builtins\ngetattr\n" + pickle.MARK + reference + value + pickle.TUPLE + pickle.REDUCE
+    (distributed / ".metadata").write_bytes(call + pickle.STOP)
+    with pytest.raises(UserError, match=r"\.metadata: refused, "):
+        open_foreign(distributed)
 
 
 def test_no_pickle_of_a_distributed_chunk_is_run(tmp_path: Path, distributed: Path) -> None:

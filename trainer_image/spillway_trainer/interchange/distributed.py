@@ -59,11 +59,21 @@ _METADATA_CLASSES = (
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
+
+
+def _enum_member(owner: Any, name: str) -> Any:
+    """`getattr` as far as it is allowed: some Pythons (3.11.0 to 3.11.3 among them) pickle members of an enum by it."""
+    if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r})")
+
+
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in _METADATA_CLASSES},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
+    ("builtins", "getattr"): _enum_member,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
