@@ -6,9 +6,9 @@
 NUMBER mutants, by cosmic-ray's operators, are drawn with SEED from the sources of AREAS: a place first, then one of its
 mutations. Annotations, and `frozen` and `slots` of dataclasses, do not count. Each is written into a clone of this
 checkout, one a worker; only tests that execute the mutated line are run (coverage.py's contexts, from one run of the
-suite at depth ci), shortest first, until one fails: those of `make test`, then of CI, then the same at depth all, with
-MOST_SECONDS for all of it. A mutant in whose line no test of the process itself comes is counted apart: it runs in
-trainers, operators and images that tests start. A run that takes three times as long as it should is a kill, too.
+suite at depth ci, in FOLDERS), shortest first, until one fails: those of `make test`, then of CI, then the same at depth
+all, with MOST_SECONDS for all of it. A mutant whose line no test executes in its own process is counted apart: it runs in
+the trainers, operators and images that tests start. A run that takes three times as long as it should is a kill, too.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ OPERATORS = re.compile(
     r"|ReplaceContinueWithBreak|ExceptionReplacer|NumberReplacer|RemoveDecorator|ZeroIterationForLoop)"
 )
 """without those that nearly always raise a TypeError, such as a shift of a float: they would flatter the suite"""
+FOLDERS = ("tests/parity", "tests/contract", "tests/unit")
+"""tests/local, faults and cluster mostly start processes: what they would kill besides is not counted"""
 TIERS = ("quick", "ci", "all")
 NAMES = {"quick": "make test", "ci": "CI", "all": "everything"}
 
@@ -192,7 +194,7 @@ def record(tree: Path) -> None:
     for old in folder.iterdir():
         old.unlink()
     parallel = ["--numprocesses", str(NUM_WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
-    code = pytest(tree, "ci", "-p", "mutants", *parallel, SPILLWAY_LINES=str(folder))
+    code = pytest(tree, "ci", "-p", "mutants", *parallel, *FOLDERS, SPILLWAY_LINES=str(folder))
     if code not in (0, 1):
         sys.exit(f"the suite did not run: exit code {code}, {WORK}/pytest-{tree.name}.log")
     (folder / "complete").touch()
@@ -324,7 +326,7 @@ def main() -> None:
     if options.again or not (WORK / "lines" / "complete").exists():
         record(trees[0])
     todo = [one for one in mutants if one.name not in known or (options.again and known[one.name]["killed_by"] is None)]
-    lines = {tree: Lines(trees[0]) for tree in trees[:1]}[trees[0]]
+    lines = Lines(trees[0])
 
     def work(tree: Path) -> None:
         while todo:
