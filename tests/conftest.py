@@ -48,6 +48,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 LEAST = {"ci": Depth.CI, "full": Depth.ALL}
+ALONE = "tests/cluster/alone/"
 FOLDERS = ("cluster", "local", "faults", "parity", "contract", "unit")
 """in this order: the many short files of the last ones fill what the long ones of the first leave of a worker"""
 
@@ -75,17 +76,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if item not in later), key=place)
 
 
-def place(item: pytest.Item) -> int:
-    """Of its folder below tests/ in FOLDERS."""
+def place(item: pytest.Item) -> tuple[int, bool]:
+    """Of its folder below tests/ in FOLDERS; on the cluster what needs it alone comes last."""
     folder = item.path.relative_to(TESTS).parts[0]
-    return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+    return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS), item.nodeid.startswith(ALONE)
 
 
 class OneFileInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
     """Its fixtures are made once. (Groups by mark need pytest < 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::", 1)[0]
+        return ALONE if nodeid.startswith(ALONE) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)

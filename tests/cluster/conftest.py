@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from harness.installed import WANTED, Installed, OperatorImage, install, read_json
+from harness.installed import WANTED, Document, Installed, OperatorImage, install, read_json
 from harness.places import ROOT
 from testbed import bed as whole_bed
 from testbed import packages
 from testbed.client import Bed
 from testbed.errors import ExitCode, Unavailable
-from testbed.layout import state
+from testbed.layout import cache, state
 from testbed.machine import PODS, SYSCTLS
 
 HACK = ROOT / "hack"
@@ -26,12 +29,50 @@ CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
 
 
 @pytest.fixture(scope="session")
-def testbed() -> Iterator[Bed]:
-    """Started if it does not run, with fake nodes, fake GPUs, Prometheus and Kueue; ended only if started here."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this session have."""
+    mine = tmp_path_factory.getbasetemp()
+    return mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+
+
+@contextmanager
+def locked(file: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    with file.open("a", encoding="ascii") as opened:
+        fcntl.flock(opened, how)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def turn(request: pytest.FixtureRequest, shared: Path) -> Iterator[None]:
+    """While a file of alone/ runs no other one does."""
+    is_alone = request.path.parent.name == "alone"
+    with locked(shared / "turn", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
+        yield
+
+
+@pytest.fixture(scope="session")
+def testbed(shared: Path) -> Iterator[Bed]:
+    """Started if it does not run, with fake nodes, fake GPUs, Prometheus and Kueue, by the first worker that needs it;
+    ended by the last one, and only if started here."""
     if os.environ.get("SPILLWAY_NO_CLUSTER"):
         pytest.skip("no control plane: SPILLWAY_NO_CLUSTER is set")
-    running = whole_bed.runs(state())
-    if not running:
+    record = shared / "bed.json"
+    with locked(shared / "bed"):
+        known = read_json(record) if record.exists() else {"workers": 0, **started()}
+        record.write_text(json.dumps({**known, "workers": known["workers"] + 1}), encoding="utf-8")
+    yield Bed(state())
+    with locked(shared / "bed"):
+        known = read_json(record)
+        record.write_text(json.dumps({**known, "workers": known["workers"] - 1}), encoding="utf-8")
+        if known["workers"] == 1 and not known["was running"]:
+            assert testbed_command("down").returncode == 0
+            assert machine_state() == known["machine"], "the test bed did not put the machine back"
+
+
+def started() -> Document:
+    """What the machine was like before."""
+    was_running = whole_bed.runs(state())
+    if not was_running:
         testbed_command("down")  # what a bed that was killed has left is not how the machine was
     before = machine_state()
     # Pods mount this environment and keep no bytecode: without it, each start of a trainer would compile torch.
@@ -42,13 +83,10 @@ def testbed() -> Iterator[Bed]:
     if ended.returncode in CANNOT:
         pytest.skip(f"no control plane: {ended.stderr.strip()}")
     if ended.returncode:
-        if not running:
+        if not was_running:
             testbed_command("down")
         pytest.fail(f"the test bed did not start:\n{ended.stdout}\n{ended.stderr}")
-    yield Bed(state())
-    if not running:
-        assert testbed_command("down").returncode == 0
-        assert machine_state() == before, "the test bed did not put the machine back"
+    return {"was running": was_running, "machine": before}
 
 
 @pytest.fixture
@@ -109,28 +147,35 @@ def firewall(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def operator_image(testbed: Bed) -> OperatorImage:
+def operator_image(testbed: Bed, shared: Path) -> OperatorImage:
     """The operator's own image, built from this checkout and imported; skipped aloud where none can be built."""
-    try:
-        packages.ensure(packages.IMAGES)
-    except Unavailable as error:
-        pytest.skip(f"no operator image: {error}")
-    ended = subprocess.run(
-        [sys.executable, str(HACK / "images.py"), "operator", "--folder", str(testbed.state.data / "built")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, f"the operator's image was not built:\n{ended.stdout}\n{ended.stderr}"
-    built = read_json(testbed.state.data / "built" / "operator.json")
-    testbed.import_images(Path(built["archive"]))
-    print(f"\noperator image: {sum(built['layers']) / 1e6:.0f} MB in {len(built['layers'])} layers")
+    record = shared / "operator.json"
+    with locked(shared / "image"):
+        if not record.exists():
+            try:
+                packages.ensure(packages.IMAGES)
+            except Unavailable as error:
+                pytest.skip(f"no operator image: {error}")
+            command = [sys.executable, str(HACK / "images.py"), "operator"]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, f"the operator's image was not built:\n{ended.stdout}\n{ended.stderr}"
+            built = read_json(cache() / "images" / "operator.json")
+            testbed.import_images(Path(built["archive"]))
+            record.write_text(json.dumps(built), encoding="utf-8")
+    built = read_json(record)
     return OperatorImage(built["image"], tuple(built["layers"]))
 
 
 @pytest.fixture(scope="session")
-def spillway(testbed: Bed, operator_image: OperatorImage) -> Installed:
+def spillway(testbed: Bed, operator_image: OperatorImage, shared: Path) -> Installed:
     """The chart installed on it. The operator runs in its own image; trainers run in the quick one (this machine's
     Python, this checkout's code), because theirs has five gigabytes: `make images` builds and tries it."""
-    return install(testbed, operator_image)
+    with locked(shared / "release"):
+        if (shared / "installed").exists():
+            return Installed(testbed)
+        found = install(testbed, operator_image)
+        (shared / "installed").touch()
+        return found
 
 
 @pytest.fixture(scope="module")

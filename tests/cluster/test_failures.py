@@ -134,8 +134,7 @@ def test_out_of_memory_of_process_1_is_named(spillway: Installed, namespace: str
 
 def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, namespace: str) -> None:
     folder = spillway.bed.claim("two-pod", namespace)
-    # Long enough for the status to tell of step 10, at its own pace, while both ranks still train.
-    job = example("two-pod", namespace, training__steps=300)
+    job = example("two-pod", namespace, training__steps=LONG)
     name = job["metadata"]["name"]
     spillway.create(job)
     spillway.until(lambda found: found["status"].get("checkpoint", {}).get("step", 0) >= 10, namespace, name)
@@ -148,7 +147,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     assert job["status"]["attempts"]["lastReason"] == RANK_CRASHED
     assert job["status"]["attempts"]["restarts"] == 1
     saved = job["status"]["checkpoint"]["step"]
-    job = spillway.wait(namespace, name, "Complete", 300)
+    job = spillway.until(lambda found: found["status"]["progress"]["step"] > saved, namespace, name)
     assert job["status"]["attempts"]["total"] == 2
     (epoch,) = folder.rglob("epoch-2.json")
     resumes_from = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])

@@ -10,7 +10,7 @@ from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALL
 
 SECONDS = 60.0
 """for each test"""
-ACTIVE_SECONDS = 25
+ACTIVE_SECONDS = 10
 """of an attempt, those before its first step included"""
 
 
@@ -58,12 +58,10 @@ def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installe
     job = named(changed(job, namespace, lifecycle={"stallSeconds": 15, "maxRestarts": 1}), "stopped")
     training(spillway, namespace, job)
     spillway.signal(namespace, "stopped", "SIGSTOP")
-    began = time.monotonic()
     spillway.until(
         lambda found: any(c["type"] == "Running" and c["reason"] == STALLED for c in found["status"]["conditions"]),
         namespace, "stopped", SECONDS,
     )  # fmt: skip
-    assert time.monotonic() - began > 10
     said = spillway.condition(namespace, "stopped", "Running")["message"]
     assert "no step after step" in said and "lifecycle.stallSeconds = 15" in said
     spillway.signal(namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: the grace period is idle time

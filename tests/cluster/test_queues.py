@@ -12,7 +12,6 @@ from harness.installed import (
     OPERATOR_USER,
     Document,
     Installed,
-    changed,
     example,
     named,
     on_fake_nodes,
@@ -289,39 +288,3 @@ def _went_on_from(saved: int) -> Callable[[Document], bool]:
 
 def _suspend(spillway: Installed, namespace: str, name: str, wanted: bool) -> None:
     spillway.change(namespace, name, {"suspend": wanted})
-
-
-def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Installed, namespace: str) -> None:
-    """Without a queue: each gets nodes for one or two of its pods, and the younger gives them back."""
-    since = spillway.bed.audit_position()
-    made = []
-    for name in ("older", "younger"):
-        spillway.bed.claim(name, namespace)
-        made.append(
-            changed(
-                named(example("two-pod", namespace), name),
-                namespace,
-                checkpoint__claim=name,
-                resources={"cpu": _two_fifths_of_the_node(spillway)},
-            )
-        )
-    for each in made:
-        spillway.create(each)
-    for name in ("older", "younger"):
-        ended = spillway.wait(namespace, name, "Complete", 2 * SECONDS)
-        assert ended["status"]["attempts"]["restarts"] == 0
-        assert ended["status"]["plan"]["gang"] == "Yield"
-    assert writes_of_jobs(spillway, since, namespace) <= {"create", "delete"}
-
-
-def _two_fifths_of_the_node(spillway: Installed) -> str:
-    """CPU that three pods fit the free rest of the real node and four do not."""
-    node = spillway.bed.get("node", "node-0")
-    cores = node["status"]["allocatable"]["cpu"]
-    total = int(cores[:-1]) if cores.endswith("m") else int(cores) * 1000
-    used = 0
-    for pod in spillway.bed.get("pods", "-A", "--field-selector=spec.nodeName=node-0,status.phase=Running")["items"]:
-        for container in pod["spec"]["containers"]:
-            asked = container.get("resources", {}).get("requests", {}).get("cpu", "0")
-            used += int(asked[:-1]) if asked.endswith("m") else int(float(asked) * 1000)
-    return f"{(total - used) * 2 // 7}m"

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 
 from harness.installed import (
-    CHART,
-    HOST_MOUNT_IMAGE,
     KWOK_TOLERATION,
     LONG,
     SYSTEM_NAMESPACE,
     Document,
     Installed,
-    OperatorImage,
     changed,
     example,
     named,
@@ -419,58 +416,3 @@ def test_who_may_edit_creates_jobs_and_writes_no_status_and_no_profile(spillway:
     with pytest.raises(Failed, match='User "view" cannot delete resource "trainingjobs"'):
         bed.kubectl("delete", KIND, "one-pod", "-n", people, "--as", "view")
     bed.kubectl("delete", KIND, "one-pod", "-n", people, "--as", "edit", "--wait=false")
-
-
-# --- the least that an operator needs ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def least(spillway: Installed, operator_image: OperatorImage, namespace: str) -> Iterator[tuple[str, int]]:
-    """A second release that serves one namespace with Roles only; the first one is away meanwhile. Its namespace, and
-    where the audit log stood."""
-    bed, own = spillway.bed, f"{namespace}-system"
-    repository, tag = operator_image.name.rsplit(":", 1)
-    values: Document = {
-        "image": {"repository": repository, "tag": tag},
-        "trainer": {"image": HOST_MOUNT_IMAGE},
-        "watchNamespaces": [namespace],
-        "crds": {"enabled": False},
-        "nodeReader": {"enabled": False},
-        "progress": {"enabled": False},
-        "userRoles": {"enabled": False},
-        "dashboards": {"enabled": False},
-    }
-    file = bed.state.data / "least.json"
-    file.write_text(json.dumps(values), encoding="utf-8")
-    since = bed.audit_position()
-    with spillway.stopped():
-        try:
-            bed.helm(
-                "install", "least", CHART, "--namespace", own, "--create-namespace", "--values", file, "--wait",
-                "--timeout", "120s",
-            )  # fmt: skip
-            yield own, since
-        finally:
-            bed.helm("uninstall", "least", "--namespace", own, "--wait", "--timeout", "60s")
-            bed.kubectl("delete", "namespace", own, "--wait=false")
-
-
-def test_job_runs_with_roles_in_one_namespace_and_no_request_is_denied(
-    spillway: Installed, least: tuple[str, int], namespace: str
-) -> None:
-    own, since = least
-    bed = spillway.bed
-    bindings = bed.get("clusterrolebindings", "-l", "app.kubernetes.io/instance=least")["items"]
-    assert bindings == [], "no right outside the namespace"
-    spillway.create(on_fake_nodes(example("one-pod", namespace)))  # the catalog's node is larger than the bed's
-    job = spillway.wait(namespace, "one-pod", "Complete", SECONDS)
-    metrics = spillway.condition(namespace, "one-pod", "MetricsAvailable")
-    assert (metrics["status"], metrics["reason"]) == ("False", "NoNodeView")
-    assert job["status"]["plan"]["podMemory"], "planned from the catalog"
-    user = f"system:serviceaccount:{own}:least-spillway"
-    requests = [one for one in bed.requests(since, user) if not one.resource.startswith("selfsubject")]
-    assert requests
-    forbidden = {(one.verb, one.resource, one.namespace) for one in requests if not one.allowed}
-    assert forbidden == set()
-    elsewhere = {(one.resource, one.namespace) for one in requests if one.namespace != namespace}
-    assert elsewhere == {("leases", own)}, "who leads is a matter of its own namespace"

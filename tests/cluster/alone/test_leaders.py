@@ -7,6 +7,7 @@ import signal
 import time
 
 from harness.installed import (
+    LONG,
     OPERATOR_USER,
     RELEASE,
     SYSTEM_NAMESPACE,
@@ -21,8 +22,6 @@ from testbed.client import Request
 
 SECONDS = 180.0
 """for the cluster to do what it does in a few, on a busy machine"""
-STEPS = 600
-"""a minute or so of training, in which operators change"""
 
 
 def fake_job(namespace: str, name: str) -> Document:
@@ -121,7 +120,7 @@ def test_leader_paused_beyond_its_lease_writes_nothing_when_resumed(spillway: In
 
 def test_a_new_version_of_the_operator_leaves_what_runs_alone(spillway: Installed, namespace: str) -> None:
     """Every pod of the operator is replaced while a real job trains and posts."""
-    job = named(example("one-pod", namespace, training__steps=STEPS), "through")
+    job = named(example("one-pod", namespace, training__steps=LONG), "through")
     since = spillway.bed.audit_position()
     spillway.create(job)
     spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, "through", SECONDS)
@@ -134,12 +133,9 @@ def test_a_new_version_of_the_operator_leaves_what_runs_alone(spillway: Installe
     assert not operators & {pod["metadata"]["uid"] for pod in spillway.operator_pods()}
     wait_for_address(spillway, leader)
     step = spillway.job(namespace, "through")["status"]["progress"]["step"]
-    if step < STEPS:
-        spillway.until(lambda found: found["status"]["progress"]["step"] > step, namespace, "through", SECONDS)
-    ended = spillway.wait(namespace, "through", "Complete", 3 * SECONDS)
+    found = spillway.until(lambda found: found["status"]["progress"]["step"] > step, namespace, "through", SECONDS)
     assert {pod["metadata"]["uid"] for pod in spillway.children("pod", namespace, "through")} == pods
-    attempts = ended["status"]["attempts"]
+    attempts = found["status"]["attempts"]
     assert (attempts["total"], attempts["restarts"], attempts["disruptions"]) == (1, 0, 0)
-    assert ended["status"]["progress"]["step"] == STEPS
     assert writes_beside_the_leader(spillway, since) == []
-    print(f"\noperators replaced at step {step} of {STEPS}")
+    print(f"\noperators replaced at step {step}")

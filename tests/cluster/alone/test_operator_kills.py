@@ -37,17 +37,16 @@ from spillway_trainer.launch import free_ports
 from testbed.layout import API_SERVER
 from testbed.processes import start_ticks_of
 
-RANDOM_KILLS = 20
-JOBS = 20
+RANDOM_KILLS = JOBS = 20 if FULL else 8
 SEED = 20261121
 CONVERGENCE_SECONDS = 60.0
 WRITES_OF_A_START = 5
 MANY_JOBS = 100
 LARGEST_RESIDENT_BYTES = 120_000_000
-STEADY_SECONDS = {"reduced": 60, "full": 600}
+STEADY_SECONDS = {"reduced": 20, "full": 600}
 """SPILLWAY_DEPTH=all, as in `make test-all`"""
 SWEEPS = "full" if FULL else "reduced"
-CONTAINER_KILLS = {"reduced": 20, "full": 200}
+CONTAINER_KILLS = {"reduced": 6, "full": 200}
 CONTAINER_CONVERGENCE_SECONDS = {"reduced": 30.0, "full": 10.0}
 """p99, from the new process's start; the reduced form shares its two cores with other tests"""
 MOST_LIVING = 12
