@@ -6,9 +6,10 @@
 NUMBER mutants, by cosmic-ray's operators, are drawn with SEED from the sources of AREAS: a place first, then one of its
 mutations. Annotations, and `frozen` and `slots` of dataclasses, do not count. Each is written into a clone of this
 checkout, one a worker; only tests that execute the mutated line are run (coverage.py's contexts, from one run of the
-suite at depth ci, in FOLDERS), shortest first, until one fails: those of `make test`, then of CI, then the same at depth
-all, with MOST_SECONDS for all of it. A mutant whose line no test executes in its own process is counted apart: it runs in
-the trainers, operators and images that tests start. A run that takes three times as long as it should is a kill, too.
+suite at depth ci, in FOLDERS), shortest first, until one fails: those of `make test`, then of CI, then the same at
+depth all, with MOST_SECONDS for all of it. A mutant whose line no test executes in its own process is counted apart:
+it runs in the trainers, operators and images that tests start. A run that takes three times as long as it should is a
+kill, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ProgressOutbox: the newest report of each job, and when it may be written. Pure: time is an argument.
 
-At most one write per job and 15 s, and ten per second in all; who waits longest goes first. The first report of an
-attempt and the one after its last step do not wait for their job's turn.
+At most one write per job and 15 s, and ten per second in all; who waits longest goes first. Three reports of an attempt
+do not wait for their job's turn: the first, the first after a step of it, and the one after its last step.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Mailbox:
     turn: int = 0
     """its entry in the queue; 0 = it does not wait. Other entries of the job are void"""
     last_release: float = float("-inf")
-    hurried: tuple[int, bool] = (0, False)
-    """attempt whose first report went out, and whether its last one did"""
+    hurried: tuple[int, int] = (0, 0)
+    """attempt, and how many of its three reports that do not wait went out"""
 
 
 class ProgressOutbox:
@@ -112,13 +112,12 @@ class ProgressOutbox:
 
 
 def _hurry(mailbox: Mailbox, received: Received) -> bool:
-    """Whether `received` is the first of its attempt, or the one after its last step; once each."""
-    attempt, finished = mailbox.hurried
-    if received.attempt != attempt:
-        mailbox.hurried = (received.attempt, False)
-        return True
+    """Whether `received` is one of the three of its attempt that do not wait; once each."""
     training = received.report.spillway
-    if finished or training is None or not 0 < training.steps <= training.step:
+    stage = 1
+    if training is not None and training.last_step_time:
+        stage = 3 if 0 < training.steps <= training.step else 2
+    if (received.attempt, stage) <= mailbox.hurried:
         return False
-    mailbox.hurried = (attempt, True)
+    mailbox.hurried = (received.attempt, stage)
     return True

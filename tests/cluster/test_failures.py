@@ -147,8 +147,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     assert job["status"]["attempts"]["lastReason"] == RANK_CRASHED
     assert job["status"]["attempts"]["restarts"] == 1
     saved = job["status"]["checkpoint"]["step"]
-    job = spillway.until(lambda found: found["status"]["progress"]["step"] > saved, namespace, name)
-    assert job["status"]["attempts"]["total"] == 2
+    spillway.until(lambda _: any(folder.rglob("epoch-2.json")), namespace, name)
     (epoch,) = folder.rglob("epoch-2.json")
     resumes_from = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])
     assert resumes_from is not None and resumes_from.epoch == 1 and resumes_from.step >= saved

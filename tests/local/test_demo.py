@@ -33,7 +33,7 @@ def test_a_shortened_demo_is_killed_resumes_and_proves_its_claims(
     assert (code, len(verdict["claims"])) == (ExitCode.COMPLETED, 7)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_every_claim_of_the_demo_holds_and_nothing_is_left_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

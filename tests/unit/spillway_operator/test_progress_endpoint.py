@@ -464,8 +464,11 @@ def test_the_cache_of_tokens_is_bounded() -> None:
 # --- when a report is written -----------------------------------------------------------------------------------------
 
 
-def received(step: int, attempt: int = 1, steps: int = 1000, uid: str = "uid-demo") -> Received:
-    report = ProgressReport.model_validate({"spillway": {"epoch": attempt, "step": step, "steps": steps}})
+def received(
+    step: int, attempt: int = 1, steps: int = 1000, uid: str = "uid-demo", last_step_time: float = 1e9
+) -> Received:
+    said = {"epoch": attempt, "step": step, "steps": steps, "lastStepTime": last_step_time}
+    report = ProgressReport.model_validate({"spillway": said})
     return Received(report, uid, attempt, "2026-11-21T12:00:00Z")
 
 
@@ -503,6 +506,19 @@ def test_the_report_after_the_last_step_does_not_wait() -> None:
     write(outbox, KEY, 101.0)
     outbox.put(KEY, received(1000), now=102.0)  # but only once
     assert outbox.release(102.0) is None
+
+
+def test_the_report_after_the_first_step_of_an_attempt_does_not_wait() -> None:
+    """Also of one that resumes: its first report says where it begins."""
+    outbox = ProgressOutbox()
+    for attempt, begins_at, now in ((1, 0, 100.0), (2, 71, 103.0)):
+        for step, at, last_step_time in ((begins_at, now, 0.0), (begins_at + 1, now + 1, 1e9)):
+            outbox.put(KEY, received(step, attempt, last_step_time=last_step_time), now=at)
+            assert outbox.release(at) == KEY
+            write(outbox, KEY, at)
+    outbox.put(KEY, received(73, 2), now=105.0)
+    assert outbox.release(105.0) is None
+    assert outbox.release(104.0 + JOB_SECONDS) == KEY
 
 
 def test_a_job_is_written_four_times_a_minute_however_often_it_posts() -> None:
