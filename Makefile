@@ -31,8 +31,8 @@ SUPERVISED := $(RUN)python hack/supervised.py
 PYTEST     := $(RUN)pytest --durations 20 $(ARGS)
 BY_FILES   := --dist loadscope --no-loadscope-reorder
 PARALLEL   := --numprocesses logical --maxprocesses 4 $(BY_FILES)
-# On the cluster tests mostly wait, beside each other but for tests/cluster/alone.
-SIDE_BY_SIDE := --numprocesses 3 $(BY_FILES)
+# Files beside each other, but for tests/cluster/alone (CLUSTER_WORKERS=1 beside other work).
+CLUSTER_WORKERS ?= 3
 
 test: env ## minutes: any user, no cluster, no compiler (ARGS="-k lanes tests/parity" for some of it)
 	$(SUPERVISED) $(PYTEST) $(PARALLEL)
@@ -41,7 +41,7 @@ test-ci: env ## the same tests and more, deeper: real processes, sanitizers, ran
 	SPILLWAY_DEPTH=ci $(SUPERVISED) $(PYTEST) $(PARALLEL)
 
 test-cluster: env ## on a real Kubernetes that it boots and removes; root on Linux
-	SPILLWAY_DEPTH=$${SPILLWAY_DEPTH:-ci} $(SUPERVISED) $(PYTEST) $(SIDE_BY_SIDE) tests/cluster
+	SPILLWAY_DEPTH=$${SPILLWAY_DEPTH:-ci} $(SUPERVISED) $(PYTEST) --numprocesses $(CLUSTER_WORKERS) $(BY_FILES) tests/cluster
 
 test-all: env ## everything and every sweep in full, on the cluster, too: hours
 	SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) $(PARALLEL)

@@ -41,8 +41,7 @@ from testbed.client import Bed
 from testbed.layout import ADDRESS, NODE, PROMETHEUS, REPOSITORY, SECOND_NODE
 from testbed.machine import pod_cgroups
 
-TRIALS = 30 if FULL else 3
-AT_ONCE = 3
+TRIALS, AT_ONCE = (30, 3) if FULL else (1, 1)
 """jobs on the node that is lost: so many trials share one loss"""
 DELETIONS, OF_EACH_JOB = (100, 5) if FULL else (4, 2)
 OUTAGE_SECONDS = 60.0 if FULL else 30.0
