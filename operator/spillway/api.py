@@ -32,6 +32,7 @@ from spillway.field_types import (
     SomeBytes,
     SomeCores,
     StringMap,
+    SubPath,
     Text,
     Written,
     exactly_one,
@@ -138,7 +139,7 @@ class Location(Fields):
     """A directory: on a claim, or a path as the trainer sees it."""
 
     claim: ClaimName | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
-    sub_path: Text = Field(default="", description="Directory on the claim.")
+    sub_path: SubPath = Field(default="", description="Directory on the claim.")
     path: Annotated[Text, Field(min_length=1)] | None = Field(
         default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
     )
@@ -608,7 +609,7 @@ class Checkpoint(Fields):
     claim: ClaimName | None = Field(
         default=None, description="PersistentVolumeClaim for checkpoints. Default: none, they end with the pod."
     )
-    sub_path: Text = Field(
+    sub_path: SubPath = Field(
         default="", description="Directory on the claim. Default: <name>-<first 8 characters of the uid>."
     )
     resume: Literal["OwnOnly", "Never"] = Field(

@@ -38,6 +38,7 @@ from spillway.field_types import (
     MAX_DOMAIN_LENGTH,
     NATIVE_RESOURCES,
     QUOTA_PREFIX,
+    STAYS_ON_CLAIM,
     quoted,
 )
 from spillway.status import TrainingJobStatus
@@ -99,6 +100,14 @@ def _no_reserved_keys() -> Schema:
     )
 
 
+_SUB_PATH = [
+    _rule(
+        "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
+        STAYS_ON_CLAIM,
+        f"%s {STAYS_ON_CLAIM}",
+        "self",
+    )
+]
 _LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")
 _CHANGED = ", ".join(map(_if_changed, _LOCKED_UNLESS_SUSPENDED))
 _WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
@@ -161,9 +170,13 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
     ],
     "spec.model.source": [_one_of("claim", "path")],
+    "spec.model.source.subPath": _SUB_PATH,
     "spec.data": [_immutable("data", Data), _one_of("text", "tokens", "huggingFace", "entrypoint", "builtin")],
     "spec.data.text": [_one_of("claim", "path")],
+    "spec.data.text.subPath": _SUB_PATH,
     "spec.data.tokens": [_one_of("claim", "path")],
+    "spec.data.tokens.subPath": _SUB_PATH,
+    "spec.checkpoint.subPath": _SUB_PATH,
     "spec.training": [
         _immutable("training", Training),
         _rule(

@@ -125,6 +125,16 @@ ClaimName = Annotated[
     Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
 ]
 """a DNS subdomain: it becomes part of a request's path and of a mount's"""
+STAYS_ON_CLAIM = 'must be a relative path on the claim, without ".."'
+
+
+def _on_the_claim(value: str) -> str:
+    if value.startswith("/") or ".." in value.split("/"):
+        raise ValueError(STAYS_ON_CLAIM)
+    return value
+
+
+SubPath = Annotated[Text, AfterValidator(_on_the_claim)]
 MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH = 244, 63
 """of an extended resource: a quota writes `requests.` before it, and that domain has 253 characters at most"""
 RESOURCE_PATTERN = (

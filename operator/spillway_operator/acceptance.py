@@ -94,7 +94,7 @@ def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """Names that the attempt sets itself, and paths that leave their directory."""
+    """Names that the attempt sets itself."""
     for variable in spec.env:
         if variable.name in RESERVED_VARIABLES:
             yield FieldProblem("spec.env", variable.name, "the operator sets this variable itself; leave it out")
@@ -102,12 +102,6 @@ def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
         for key in keys:
             if is_own_key(key):
                 yield FieldProblem(f"spec.podOverrides.{field}", key, "has a meaning of its own; use another key")
-    paths: list[tuple[str, str]] = [("spec.checkpoint.subPath", spec.checkpoint.sub_path)]
-    if spec.data.text is not None:
-        paths.append(("spec.data.text.subPath", spec.data.text.sub_path))
-    for path, given in paths:
-        if given.startswith("/") or ".." in given.split("/"):
-            yield FieldProblem(path, given, "a directory on the claim is needed: no leading '/', no '..'")
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------

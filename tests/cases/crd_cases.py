@@ -300,6 +300,18 @@ def _one_of(path: str, inside: Changes, outside: Changes, found: str) -> RuleCas
     return RuleCase(inside, outside, (path, "exactly one of", f"found {found}"))
 
 
+def _stays_on_its_claim(owner: str) -> RuleCase:
+    """`owner`: a field that holds a claim and a subPath."""
+    above, _, name = owner.rpartition(".")
+
+    def at(sub_path: str) -> Changes:
+        location = {"claim": "any", "subPath": sub_path}
+        return {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
+
+    words = (f"{owner}.subPath", "en/../../other must be a relative path on the claim")
+    return RuleCase(at("en/..wiki"), at("en/../../other"), words)
+
+
 RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},
@@ -339,6 +351,10 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.model.source", 0): _one_of(
         "spec.model.source", {"spec.model": {"source": {"claim": "models"}}}, {"spec.model": {"source": {}}}, "[]"
     ),
+    **{
+        (TRAINING_JOB.kind, f"{owner}.subPath", 0): _stays_on_its_claim(owner)
+        for owner in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.checkpoint")
+    },
     (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
     (TRAINING_JOB.kind, "spec.data", 1): _one_of("spec.data", {}, {"spec.data": {}}, "[]"),
     (TRAINING_JOB.kind, "spec.data.text", 0): _one_of(

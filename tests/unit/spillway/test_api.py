@@ -227,6 +227,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.data.text.subPath",
         "belongs to a claim",
     ),
+    "text outside its claim": (
+        {"spec.data": {"text": {"claim": "c", "subPath": "en/../../other"}}},
+        "spec.data.text.subPath",
+        'must be a relative path on the claim, without ".."',
+    ),
+    "a model outside its claim": (
+        {"spec.model": {"source": {"claim": "c", "subPath": "/etc"}}},
+        "spec.model.source.subPath",
+        'must be a relative path on the claim, without ".."',
+    ),
     "a warm-up longer than the run": (
         {"spec.training.schedule": {"warmupSteps": 101}},
         "spec.training.schedule.warmupSteps",
