@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,48 @@ def test_a_tensor_changed_in_place_after_it_was_saved_raises(answer: Answer, lan
         return result.sum()
 
     loss = Run(answer, lanes)(careless, leaf())
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+class Careless(torch.autograd.Function):
+    """cos, whose backward writes into what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x.cos_().mul_(gradient)
+
+
+@EVERY_LANES
+@EVERY_ANSWER
+def test_a_backward_that_writes_into_what_another_node_saved_raises(answer: Answer, lanes: type) -> None:
+    def block(x: Tensor) -> Tensor:
+        y = x * 2
+        return (y.sin() + Careless.apply(y)).sum()
+
+    run, x = Run(answer, lanes), leaf()
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        block(x).backward()
+    loss = run(block, x)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+@EVERY_ANSWER
+def test_a_backward_that_writes_into_what_it_saved_alone_is_exact_once(answer: Answer) -> None:
+    def block(x: Tensor) -> Tensor:
+        return Careless.apply(x * 2).sum()
+
+    run, x = Run(answer), leaf()
+    assert all_equal(gradients(run(block, x), x), gradients(block(x), x))
+    loss = run(block, x)
+    torch.autograd.grad(loss, x, retain_graph=True)
     with pytest.raises(RuntimeError, match=IN_PLACE):
         loss.backward()
 

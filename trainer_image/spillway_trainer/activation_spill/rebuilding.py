@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..saved_tensors import PLAIN, Handle, Packed, Packer, SavedParameter, Visit, changed_in_place
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
-from .records import empty, share_counter
+from .records import counted_with, empty, share_counter
 
 SMALL_BYTES = 64 << 10
 """operands up to this are copied: weights of norms, statistics of rows. Nothing that is done to them later matters"""
@@ -270,9 +270,7 @@ class RebuiltTensor:
             raise changed_in_place(self._segment, self._layout.size, self._version, self._witness._version)
         dtype, size, stride, offset = self._layout
         found = empty(dtype, self._witness.device).set_(self._rebuilt.storage(), offset, size, stride)
-        tensor = self._witness.detach()
-        tensor.data = found  # with the counter of what was saved: a change of one shows in all
-        return tensor
+        return counted_with(self._witness, found)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -43,7 +43,6 @@ class Record:
         "nbytes",
         "number",
         "offset",
-        "reload_version",
         "transfer",
         "version",
     )
@@ -66,8 +65,6 @@ class Record:
         self._stays = False
         """the source is kept: no tier took it"""
         self._label = ""
-        self.reload_version = 0
-        """of a view of the reload when it was handed out"""
         self.batch = batch
         self.index = index
         self.nbytes = storage.nbytes()
@@ -89,6 +86,11 @@ class Record:
         """True when the reload is complete or on its way, or none is needed."""
         return self._reload is not None or self._stays
 
+    @property
+    def witness(self) -> Tensor:
+        """Shares the version counter of what was saved; empty once it is copied."""
+        return self._source
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since."""
         key: int = tensor.untyped_storage()._cdata
@@ -96,7 +98,7 @@ class Record:
             return tensor._version == self.version and share_counter(tensor, self._source)
         reload = self._reload
         is_reload = reload is not None and reload.tensor.untyped_storage()._cdata == key
-        return is_reload and tensor._version == self.reload_version
+        return is_reload and tensor._version == self.version
 
     def lend_source(self) -> tuple[Tensor, int]:
         """The source and its charge, from now on the business of a Sources."""
@@ -168,6 +170,13 @@ def share_counter(first: Tensor, second: Tensor) -> bool:
     shared = second._version == version + _PROBE
     _set_version((first,), (version,))
     return shared
+
+
+def counted_with(witness: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` with the version counter of `witness`: a change in place of one shows in the version of both."""
+    made = witness.detach()
+    made.data = tensor
+    return made
 
 
 _PROBE = 1 << 20
@@ -248,9 +257,8 @@ class SpilledTensor:
 
     def tensor(self) -> Tensor:
         storage = self._record.storage(self._size, with_batch=self._with_batch)
-        tensor = empty(self._dtype, storage.device).set_(storage, self._offset, self._size, self._stride)
-        self._record.reload_version = tensor._version
-        return tensor
+        found = empty(self._dtype, storage.device).set_(storage, self._offset, self._size, self._stride)
+        return counted_with(self._record.witness, found)
 
     def prefetch(self) -> None:
         _load(self._record)
