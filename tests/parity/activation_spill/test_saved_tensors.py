@@ -18,6 +18,7 @@ from fakes.fake_spill_file import FakeSpillFile
 from spillway.errors import DeviceOutOfMemory
 from spillway.plan import ActivationPlan, Answer
 from spillway_trainer import activation_spill
+from spillway_trainer.activation_spill import records
 from spillway_trainer.activation_spill.records import Record
 from spillway_trainer.activation_spill.transfer import Transfer
 from spillway_trainer.resident_parameters import ParameterRef, ResidentParameters
@@ -193,6 +194,25 @@ def test_a_backward_that_writes_into_what_it_saved_alone_is_exact_once(answer: A
     torch.autograd.grad(loss, x, retain_graph=True)
     with pytest.raises(RuntimeError, match=IN_PLACE):
         loss.backward()
+
+
+@EVERY_ANSWER
+def test_a_tensor_that_other_threads_may_read_keeps_its_version(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved again and again, also as a view: its counter is never touched, or their backward would see that."""
+
+    def touched(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+        raise AssertionError(f"the version of {tensors} is set to {versions}")
+
+    monkeypatch.setattr(records, "_set_version", touched)
+    run, shared = Run(answer), torch.randn(64, 64)
+
+    def block(x: Tensor) -> Tensor:
+        return (x @ shared).sum() + (x * shared).sum() + (x @ shared.t()).sum() + (x * shared[::1]).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    assert all_equal(gradients(run(block, x), x), gradients(block(x), x))
 
 
 @EVERY_LANES

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..saved_tensors import PLAIN, Handle, Packed, Packer, SavedParameter, Visit, changed_in_place
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
-from .records import counted_with, empty, share_counter
+from .records import counted_with, empty, origin, share_counter
 
 SMALL_BYTES = 64 << 10
 """operands up to this are copied: weights of norms, statistics of rows. Nothing that is done to them later matters"""
@@ -51,20 +51,23 @@ class NotHeld(Exception):
 class Held:
     """A tensor that autograd saved in this forward, by its handle, which autograd owns."""
 
-    __slots__ = ("handle", "layout", "version", "witness")
+    __slots__ = ("_origin", "handle", "layout", "version", "witness")
 
     def __init__(self, handle: Handle, tensor: Tensor, witness: Tensor) -> None:
         self.handle = weakref.ref(handle)
         self.layout = Layout.of(tensor)
         self.version = tensor._version
         self.witness = witness
+        self._origin = weakref.ref(origin(tensor))
 
     def is_unchanged(self) -> bool:
         return self.witness._version == self.version
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the bytes that were saved, and cannot change unnoticed."""
-        return tensor._version == self.version and self.handle() is not None and share_counter(self.witness, tensor)
+        if tensor._version != self.version or self.handle() is None:
+            return False
+        return share_counter(tensor, self.witness, self._origin)
 
 
 class Leaf(NamedTuple):

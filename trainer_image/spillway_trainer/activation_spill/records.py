@@ -34,6 +34,7 @@ class Record:
         "_lanes",
         "_ledger",
         "_loaded",
+        "_origin",
         "_reload",
         "_source",
         "_stays",
@@ -56,6 +57,7 @@ class Record:
         key = ledger.charge_saved(storage)
         self._charge: int | None = key
         self._source = tensor.detach()
+        self._origin = weakref.ref(origin(tensor))
         # A weak reference: while it lives, the address of the storage object is not used for another one.
         self._storage_address = storage._weak_ref()
         self._key = key
@@ -95,7 +97,7 @@ class Record:
         """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since."""
         key: int = tensor.untyped_storage()._cdata
         if key == self._key:
-            return tensor._version == self.version and share_counter(tensor, self._source)
+            return tensor._version == self.version and share_counter(tensor, self._source, self._origin)
         reload = self._reload
         is_reload = reload is not None and reload.tensor.untyped_storage()._cdata == key
         return is_reload and tensor._version == self.version
@@ -158,13 +160,23 @@ class Record:
         self.unload()
 
 
-def share_counter(first: Tensor, second: Tensor) -> bool:
-    """Whether a change in place of one shows in the version of the other.
+def origin(tensor: Tensor) -> Tensor:
+    """What `tensor` is a view of: they have one version counter."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+def share_counter(first: Tensor, second: Tensor, known: weakref.ref[Tensor]) -> bool:
+    """Whether a change in place of one shows in the version of the other; `known`: the origin of one that `second`
+    shares its counter with.
 
     Not all that share a storage do: torch splits some results (the gates of a recurrent cell) into tensors that count
     for themselves, so that one may still be written when the copy of another is under way. torch tells nobody; so the
-    counter is set and put back, at 0.9 us.
+    counter is set and put back, at 0.9 us. Not that of a tensor that its user still holds, as parameters and inputs
+    are: another thread may run backward with it and would see the change.
     """
+    if known() is origin(first):
+        return True
     version = first._version
     _set_version((first,), (version + _PROBE,))
     shared = second._version == version + _PROBE
