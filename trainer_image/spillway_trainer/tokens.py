@@ -122,6 +122,8 @@ class Corpus:
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
         ]
+        self._unread = {*range(len(self._shards))}
+        """shards whose bytes are not compared with the index yet"""
 
     @property
     def fingerprint(self) -> str:
@@ -140,20 +142,20 @@ class Corpus:
         return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus."""
+        """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus.
+
+        A shard is hashed before its first use: all of them at the start would keep a large corpus waiting. Raises
+        UserError when one is not as it was built."""
         parts = []
         stop = min(stop, self.index.num_tokens)
         while start < stop:
             shard, offset = divmod(start, self.index.shard_tokens)
+            if shard in self._unread:
+                _check_file(self.directory, self.index.shards[shard])
+                self._unread.remove(shard)
             parts.append(self._shards[shard][offset : offset + stop - start])
             start += len(parts[-1])
-        tokens = np.concatenate(parts).astype(np.int64)
-        if len(tokens) and tokens.max() >= self.index.vocab_size:
-            raise UserError(
-                f"{self.directory}: token {tokens.max()} before position {stop}, but the tokenizer has only "
-                f"{self.index.vocab_size}; the shard is damaged, remove the directory to build it again"
-            )
-        return tokens
+        return np.concatenate(parts).astype(np.int64)
 
 
 def prepare_corpus(
@@ -459,7 +461,7 @@ def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[n
 
 
 def _check_files(directory: Path, index: CorpusIndex) -> None:
-    """Lengths of all shards, content of the tokenizer; shards are not hashed, a corpus can be very large."""
+    """Lengths of all shards, content of the tokenizer; what is in a shard is checked when it is read."""
     for entry in index.shards:
         path = directory / entry.name
         found = path.stat().st_size if path.exists() else None
@@ -474,6 +476,12 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
             f"{path}: not the tokenizer that made the shards beside it; put it back, "
             "or remove the directory to build the corpus again"
         )
+
+
+def _check_file(directory: Path, entry: FileEntry) -> None:
+    path = directory / entry.name
+    if describe_file(path) != entry:
+        raise UserError(f"{path}: not the tokens that were built; remove the directory to build the corpus again")
 
 
 def _build_in_child(

@@ -158,10 +158,12 @@ def test_fingerprint_tells_objectives_apart(tmp_path: Path) -> None:
     assert len({batches.fingerprint for batches in made}) == 3
 
 
-def test_token_beyond_the_vocabulary_names_the_corpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", [7, END + 1])
+def test_a_shard_that_is_not_as_it_was_built_is_never_trained_on(tmp_path: Path, token: int) -> None:
+    """Also with tokens of the vocabulary: a run that went on with it would only be another one."""
     batches = batches_of(tmp_path, num_tokens=401)
-    np.full(64, END + 1, dtype="<u2").tofile(tmp_path / "tokens-00000.bin")
-    with pytest.raises(UserError, match="the shard is damaged"):
+    np.full(64, token, dtype="<u2").tofile(tmp_path / "tokens-00003.bin")
+    with pytest.raises(UserError, match=r"tokens-00003\.bin: not the tokens that were built"):
         batches.batch(range(50))
 
 
