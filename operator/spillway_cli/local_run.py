@@ -23,9 +23,10 @@ from spillway.api import (
     not_used_locally,
     refusals_for_local_run,
 )
-from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway.errors import CheckpointCorrupt, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
+from spillway_trainer import checkpoint_directory
 from spillway_trainer.volumes import refuse_memory
 
 from .local_attempts import Attempt, Rung, StopRequest, Trainer, Watcher, run_attempts
@@ -195,6 +196,20 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
         ended = {name for name, event in log.members.items() if event.state.is_over}
         return ended >= {member.name for member in job.spec.members}
     return log.ends[-1].step >= job.spec.training.steps
+
+
+def resumable_step(run: RunDirectory) -> int:
+    """That of the newest checkpoint that is as it was written; 0 before the first. Raises CheckpointCorrupt when there
+    were some and none can be used: nothing of the training is left."""
+    found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
+    if found is not None:
+        return found.manifest.name.step
+    if written := read_run_log(run.log).checkpoints:
+        raise CheckpointCorrupt(
+            f"{run.checkpoints}: the checkpoint of step {written[-1].step} was here and is gone; put it back, or train "
+            "from the start in another directory"
+        )
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

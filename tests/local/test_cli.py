@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from spillway.errors import ExitCode
 from spillway_cli.__main__ import run_app
 from spillway_cli.run_log import read_run_log
 
@@ -132,6 +133,25 @@ def test_finished_run_is_complete_when_started_again(finished: Finished, capsys:
     assert run_app(finished.arguments) == 0
     assert "complete already" in capsys.readouterr().err
     assert len(read_run_log(finished.path / "run.jsonl").starts) == before
+
+
+@pytest.mark.parametrize("lost", ["the last", "all"])
+def test_a_finished_run_without_its_result_is_not_complete(
+    finished: Finished, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished.path, copy)
+    for checkpoint in (copy / "checkpoints").glob("step-6.*" if lost == "the last" else "step-*"):
+        shutil.rmtree(checkpoint)
+    code = run_app([str(copy) if each == str(finished.path) else each for each in finished.arguments])
+    said = "".join(capsys.readouterr())
+    if lost == "all":
+        assert code == ExitCode.CHECKPOINT_CORRUPT
+        assert "the checkpoint of step 6 was here and is gone" in said
+    else:
+        assert code == ExitCode.COMPLETED
+        assert read_run_log(copy / "run.jsonl").starts[-1].resumed_from_step == 4
+        assert list((copy / "checkpoints").glob("step-6.*"))
 
 
 def test_ckpt_ls_shows_the_kept_checkpoints(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
