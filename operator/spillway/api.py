@@ -19,6 +19,7 @@ from spillway.field_types import (
     MAX_MEMBERS,
     ClaimName,
     Count,
+    Epsilon,
     ExtendedResource,
     Fields,
     Flag,
@@ -112,7 +113,7 @@ class ModelConfig(Fields):
     rope_theta: Annotated[Number, Field(gt=0.0)] = Field(
         default=10000.0, description="Base of the rotary position embedding; llama only."
     )
-    norm_eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-5, description="Added under the root in every norm.")
+    norm_eps: Epsilon = Field(default=1e-5, description="Added under the root in every norm.")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -287,7 +288,7 @@ class Optimizer(Fields):
         description="AdamW, Adam: decay rates of the two moments; default 0.9 and 0.95. Lion: of the mean that the "
         "update takes the sign of, and of the one that is kept; default 0.9 and 0.99.",
     )
-    eps: Annotated[Number, Field(gt=0.0)] | None = Field(
+    eps: Epsilon | None = Field(
         default=None, description="AdamW, Adam: added to the root of the second moment; default 1e-8."
     )
     momentum: Annotated[Number, Field(lt=1.0)] | None = Field(

@@ -93,6 +93,8 @@ Number = Annotated[
     PlainSerializer(quoted, return_type=str),
     WithJsonSchema({"type": "string", "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
 ]
+Epsilon = Annotated[Number, Field(ge=1e-37, le=1e38)]
+"""what float32 does not take for 0 or for infinity"""
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 Quantity = Annotated[
     int,

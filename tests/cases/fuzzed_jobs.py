@@ -134,7 +134,7 @@ class _Maker:
             self._maybe(config, "tieWordEmbeddings", SOMETIMES, True, False)
         self._maybe(config, "intermediateSize", OFTEN, 1, 352, 11008, 28672, 1 << 20)
         self._maybe(config, "dropout", SOMETIMES, "0", "0.1", "0.999")
-        self._maybe(config, "normEps", SOMETIMES, "1e-5", "1e-300", "1e300")
+        self._maybe(config, "normEps", SOMETIMES, "1e-5", "1e-30", "1e30")
         return config
 
     def _data(self) -> Document:
@@ -174,7 +174,7 @@ class _Maker:
             self._maybe(optimizer, "learningRate", OFTEN, "1e-300", "3e-4", "10")
             values = {
                 "betas": (["0.9", "0.95"], ["0", "0.9999999"]),
-                "eps": ("1e-8", "1e300"),
+                "eps": ("1e-8", "1e30"),
                 "momentum": ("0", "0.9"),
             }
             for name in sorted(set(values) & set(rule.defaults)):

@@ -206,6 +206,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.training.optimizer.betas",
         "SgdMomentum has none; leave it out",
     ),
+    "an eps that is 0 in float32": (
+        {"spec.training.optimizer": {"name": "AdamW", "eps": "1e-300"}},
+        "spec.training.optimizer.eps",
+        "at least 1e-37",
+    ),
     "float8": (
         {"spec.model.precision.compute": "float8"},
         "spec.model.precision.compute",
