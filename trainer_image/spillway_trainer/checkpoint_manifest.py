@@ -14,7 +14,7 @@ from typing import Any
 from spillway.errors import UserError
 from spillway.update_rules import MomentType, UpdateRule
 
-from .durable_files import FileEntry, describe_file
+from .durable_files import FileEntry, describe_file, open_regular
 from .sealed_json import Unsealed, seal, unseal
 
 MANIFEST = "manifest.json"
@@ -180,7 +180,8 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in directory `path`, by its manifest alone. Raises Unsealed when there is no intact manifest."""
     try:
-        content = (path / MANIFEST).read_bytes()
+        with open_regular(path / MANIFEST) as file:
+            content = file.read()
     except FileNotFoundError:
         raise Unsealed("no such file") from None
     except OSError as error:

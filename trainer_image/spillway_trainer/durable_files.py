@@ -5,10 +5,13 @@ Tests put an implementation in place of DurableFiles that is killed, fills up or
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import xxhash
@@ -86,12 +89,21 @@ class DurableFiles:
             path.rmdir()
 
 
+def open_regular(path: Path) -> FileIO:
+    """For reading. Raises OSError, also for a pipe, whose reader would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return FileIO(descriptor)
+
+
 def describe_file(path: Path) -> FileEntry:
     """Length and hash of a file as it is on the disk now."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(READ_BYTES)
     nbytes = 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             nbytes += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +165,15 @@ def test_missing_file_is_named_with_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "step-10.e1" / "tensors-00000.safetensors").unlink()
     (problem,) = verify(tmp_path / "step-10.e1")
     assert str(problem) == "step-10.e1/tensors-00000.safetensors: expected 280 bytes, found no such file"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors-00000.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_a_problem_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    history(tmp_path, (1, (10,)))
+    (tmp_path / "step-10.e1" / name).unlink()
+    os.mkfifo(tmp_path / "step-10.e1" / name)
+    (problem,) = verify(tmp_path / "step-10.e1")
+    assert (problem.file, problem.found) == (name, "not a regular file")
 
 
 def test_checkpoint_under_another_name_does_not_verify(tmp_path: Path) -> None:
