@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -583,6 +585,32 @@ def test_it_is_not_closed_under_a_graph_and_not_used_when_it_is_closed(tmp_path:
     assert open_files(tmp_path) == 0
     with pytest.raises(UserError, match="this Spilling is closed, and its file is gone: make another one"):
         spilling.__enter__()
+
+
+AT_THE_END = """
+import sys, threading, torch
+from spillway_trainer.activation_spill import Spilling, alone
+
+def told(lanes, nvme, close=alone.close_parts):
+    close(lanes, nvme)
+    print("closed by", threading.current_thread().name, flush=True)
+
+alone.close_parts = told
+layer, x = torch.nn.Linear(64, 64), torch.randn(512, 64)
+spillings = [Spilling(layer, sys.argv[1], nvme_bytes=1 << 24, lean=False) for _ in range(2)]
+for spilling in spillings:
+    with spilling:
+        loss = layer(x).sin().exp().sum()
+del spillings[0], loss
+"""
+
+
+def test_what_is_open_when_the_interpreter_ends_is_closed_before_it(tmp_path: Path) -> None:
+    """A thread that it ends in the middle of torch's code would abort the process."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END, tmp_path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["closed by MainThread", "closed by spilling-close"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_is_forgotten_gives_its_file_back_with_its_last_graph(tmp_path: Path) -> None:

@@ -202,9 +202,12 @@ def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) ->
 
 def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:
     """Of what nobody can reach any more: on a thread of its own, because the collector runs on any, also on a lane's,
-    which cannot wait for its own end."""
-
-    threading.Thread(target=close_parts, args=(lanes, nvme), name="spilling-close", daemon=True).start()
+    which cannot wait for its own end. The interpreter waits for it: a thread that it ends in torch aborts the process.
+    """
+    if threading.main_thread().is_alive():
+        threading.Thread(target=close_parts, args=(lanes, nvme), name="spilling-close").start()
+    else:  # the interpreter ends: no thread begins any more
+        close_parts(lanes, nvme)
 
 
 def close_parts(lanes: CpuLanes, nvme: NvmeSlab) -> None:
