@@ -112,7 +112,6 @@ class Spilling:
         self._entered: list[Region] = []
         # Graphs refer to the store, and may live longer than this object.
         self._forgotten = weakref.finalize(self.store, close_beside, self.lanes, self.nvme)
-        self._forgotten.atexit = False
 
     def __enter__(self) -> Spilling:
         if not self._forgotten.alive:
