@@ -1,5 +1,5 @@
-"""A prediction that is wrong by two times: the first job finds out and loses nothing, the second one of its model fits
-at once.
+"""A prediction that is wrong by nearly two times: the first job finds out and loses nothing, the second one of its
+model fits at once.
 
 On the real kubelet. From its first checkpoint on a rank holds memory that no plan knows of (a sitecustomize beside the
 text that it reads), so that the kernel kills it for the limit of its pod in the middle of the run. Nothing in the
@@ -21,11 +21,13 @@ from testbed.layout import REPOSITORY
 
 MOST_WASTE = 0.08
 """of the second job's request: (request - measured peak) / request"""
-WRONG_BY = 2.0
+WRONG_BY = 1.8
+"""between two tries of the ladder, each 1.25 times the one before: at the limit of one a peak says nothing"""
 COUNTED_BYTES = 1216 * MIB
 """for a pod of examples/one-pod.yaml: while its corpus is built it is counted more than while it trains"""
 BASELINE_BYTES = 500 * MIB
 """what such a pod takes beside the ballast, about"""
+BALLAST_BYTES = int(WRONG_BY * COUNTED_BYTES) - BASELINE_BYTES
 STEPS, CHECKPOINT_EVERY = 20, 10
 CLAIM = "text"
 BALLAST = """
@@ -45,7 +47,7 @@ with open("/proc/self/cmdline", "rb") as file:
 """the rank alone, once its job has a checkpoint that is committed; no other thread runs while the bytes are written"""
 
 
-def test_a_model_whose_prediction_is_wrong_by_two_times(spillway: Installed, namespace: str) -> None:
+def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Installed, namespace: str) -> None:
     def described(kind: str, name: str) -> str:
         return spillway.bed.kubectl("describe", f"{kind}.spillway.dev", name, "-n", namespace)
 
@@ -106,19 +108,22 @@ def a_job(namespace: str, folder: Path) -> Document:
 def with_ballast(job: Document, folder: Path) -> Document:
     """The same, whose pods take about WRONG_BY times what is counted for them."""
     (folder / "ballast").mkdir()
-    ballast = BALLAST.format(claim=CLAIM, num_bytes=int(WRONG_BY * COUNTED_BYTES) - BASELINE_BYTES)
+    ballast = BALLAST.format(claim=CLAIM, num_bytes=BALLAST_BYTES)
     (folder / "ballast" / "sitecustomize.py").write_text(ballast, encoding="utf-8")
     path = {"name": "PYTHONPATH", "value": f"/claims/{CLAIM}/ballast:{PACKAGES}"}
     return {**job, "spec": {**job["spec"], "env": [path]}}
 
 
 def profile_with(spillway: Installed, namespace: str, attempt: str, seconds: float = 100.0) -> str:
-    """Name of the MemoryProfile, once it holds what the pod of `attempt` took: it is written twice a minute at most."""
+    """Name of the MemoryProfile, once it holds all that the pod of `attempt` took: it is written twice a minute at
+    most, and first with what the pod took before its ballast."""
     deadline = time.monotonic() + seconds
     while True:
         found = spillway.bed.get("memoryprofiles.spillway.dev", "-n", namespace)["items"]
         for one in found:
-            if attempt in one["spec"].get("pod", {}).get("attempts", []):
+            pod = one["spec"].get("pod", {"attempts": [], "recent": []})
+            peaks = dict(zip(pod["attempts"], map(parse_quantity, pod["recent"]), strict=True))
+            if peaks.get(attempt, 0) > BALLAST_BYTES:
                 return str(one["metadata"]["name"])
         assert time.monotonic() < deadline, f"no pod in {[one['spec'] for one in found]}"
         time.sleep(0.5)
