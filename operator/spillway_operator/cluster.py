@@ -48,6 +48,8 @@ class Known:
 
     listed: float = float("-inf")
     """monotonic seconds"""
+    is_current: bool = True
+    """none of them was written since"""
     peaks: Peaks = field(default_factory=dict)
     corrections: Mapping[str, Corrections] = field(default_factory=dict)
     """fingerprint of a model -> what its profiles say of predictions"""
@@ -78,10 +80,16 @@ class Cluster:
         """nodes and snapshot, and what became of them"""
 
     async def refresh(self, namespace: str) -> None:
-        """List anew what is older than FRESH_SECONDS. Raises ApiError when nodes may be listed and never could."""
+        """List anew what is older than FRESH_SECONDS, or was written since. Raises ApiError when nodes may be listed
+        and never could."""
         async with self._listing:
             await self._refresh_nodes()
             await self._refresh_profiles(namespace)
+
+    def profile_written(self, namespace: str) -> None:
+        """The next plan in the namespace lists its profiles anew, however fresh those of now are."""
+        if known := self._known.get(namespace):
+            self._known[namespace] = replace(known, is_current=False)
 
     async def _refresh_nodes(self) -> None:
         age = self._clock() - self._nodes_time
@@ -102,7 +110,7 @@ class Cluster:
         """Those of a moment ago, or none, do where they cannot be listed: plans are as predicted then."""
         known = self._known.get(namespace, Known())
         now = self._clock()
-        if now - known.listed < FRESH_SECONDS:
+        if known.is_current and now - known.listed < FRESH_SECONDS:
             return
         try:
             listed = await self._client.list(MEMORY_PROFILES, namespace, _memory_profile)
@@ -110,7 +118,7 @@ class Cluster:
         except ApiError as error:
             logger.warning("memory profiles cannot be listed: %s", error)
         kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
-        self._known = kept | {namespace: replace(known, listed=self._clock())}
+        self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
 
     def view(self, key: Key) -> ClusterView:
         """As of now, for the job `key`."""

@@ -133,6 +133,8 @@ class Waiting:
 @dataclass(slots=True)
 class MemoryProfiles:
     client: ApiClient
+    written: Callable[[str], None] = lambda _: None
+    """is told the namespace of each profile that is written"""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     """Unix seconds, as in MemoryProfile.spec.observedTime"""
@@ -274,6 +276,7 @@ class MemoryProfiles:
             now = self.clock()
             recent = {other: at for other, at in self._written.items() if now - at < PROFILE_SECONDS}
             self._written = recent | {profile: now}
+            self.written(namespace)
         return True
 
     def _with(self, existing: MemoryProfileSpec | None, waiting: Waiting) -> MemoryProfileSpec | None:

@@ -92,7 +92,7 @@ class Operator:
         self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader)
         self._events = EventPoster(self._client, self._exporter.event)
         self._outbox = ProgressOutbox()
-        self._profiles = MemoryProfiles(self._client)
+        self._profiles = MemoryProfiles(self._client, self._cluster.profile_written)
         self._progress = ProgressEndpoint(
             TokenReviews(self._client, self._store),
             self._outbox,

@@ -70,11 +70,12 @@ class Bench:
         self.api = api
         self._client = client
         self.seconds = 100.0
+        self.told: list[str] = []
         self.profiles = self.operator()
 
     def operator(self) -> MemoryProfiles:
         """One that has only begun, with the clocks of the others."""
-        return MemoryProfiles(self._client, lambda: self.seconds, lambda: START + self.seconds)
+        return MemoryProfiles(self._client, self.told.append, lambda: self.seconds, lambda: START + self.seconds)
 
     async def reported(
         self, device: int, attempt: int = 1, uid: str = "uid-demo", pod: dict[str, Any] | None = None
@@ -101,9 +102,11 @@ def test_a_first_peak_makes_the_profile_and_a_repeated_one_asks_nothing() -> Non
         await bench.reported(300 << 20)
         (profile,) = bench.found
         assert (profile["attempt"], profile["count"]) == ("demo-1", 1)
+        assert bench.told == [KEY[0]]
         bench.api.requests.clear()
         await bench.reported(300 << 20)
         assert bench.api.requests == []
+        assert bench.told == [KEY[0]]
 
     on_a_bench(scenario)
 

@@ -12,7 +12,7 @@ from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, child, labels, owned, pod, put_job, with_cluster
 from spillway.placement import LiveBytes
 from spillway_operator.api_client import ApiClient, Unavailable
-from spillway_operator.cluster import OLDEST_PEAKS_SECONDS, Cluster, project_node
+from spillway_operator.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
 from spillway_operator.metrics_source import MetricsSource
 from spillway_operator.observe import Observer, Sight, may_start, project_pod
 from spillway_operator.observed import Claim, JobObject, OperatorFacts
@@ -513,3 +513,22 @@ def test_why_a_pod_waits_is_said_in_the_clusters_words() -> None:
 def test_an_odd_pod_is_projected_without_complaint(status: dict[str, Any]) -> None:
     found = project_pod(pod(**status))
     assert found.ending is None or (found.ending.exit_code == -1 and len(found.ending.message) == 4096)
+
+
+def test_profiles_are_listed_again_when_one_was_written_and_after_half_a_minute() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+
+        async def listings() -> int:
+            await bench.cluster.refresh(KEY[0])
+            return sum("memoryprofiles" in str(request) for request in api.requests)
+
+        assert [await listings(), await listings()] == [1, 1]
+        bench.cluster.profile_written("another")
+        assert await listings() == 1
+        bench.cluster.profile_written(KEY[0])
+        assert [await listings(), await listings()] == [2, 2]
+        bench.seconds += FRESH_SECONDS
+        assert await listings() == 3
+
+    with_cluster(scenario)
