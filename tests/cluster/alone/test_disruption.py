@@ -49,8 +49,7 @@ CONVERGENCE_SECONDS = 30.0
 SEED = 20261122
 SLOW = 300.0
 """seconds: for what takes ten on a machine that is busy with something else"""
-LOST_STEPS = 90
-HELD_STEP = 45
+LOST_STEPS, HELD_STEP = (90, 45) if FULL else (40, 20)
 """a zombie that gets so far before the next attempt begins is stopped: it cannot complete before it is fenced"""
 METRICS_PORT = OperatorFacts(trainer_image="").metrics_port
 TEXT_BYTES = 200_000
