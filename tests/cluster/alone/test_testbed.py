@@ -212,7 +212,7 @@ def test_the_nodes_memory_is_measured_under_its_name(testbed: Bed, eventually: E
 def test_requests_are_counted_from_the_audit_log(testbed: Bed, namespace: str) -> None:
     since = testbed.audit_position()
     testbed.kubectl("create", "configmap", "counted", "--namespace", namespace)
-    mine = [it for it in testbed.requests(since, user="admin") if it.mutating]
+    mine = [it for it in testbed.requests(since, user="admin") if it.mutating and it.namespace == namespace]
     assert [(it.verb, it.resource, it.name, it.code) for it in mine] == [("create", "configmaps", "counted", 201)]
 
 
