@@ -29,7 +29,8 @@ def started(directory: Path) -> list[int]:
 
 
 def test_processes_left_behind_are_killed_and_make_it_fail(tmp_path: Path) -> None:
-    process = start(tmp_path, LEAVES + "while [ ! -s inner ]; do :; done; exit 0")
+    both_sleep = "for f in pid inner; do until [ $(cat /proc/$(cat $f)/comm) = sleep ]; do :; done; done"
+    process = start(tmp_path, LEAVES + f"while [ ! -s inner ]; do :; done; {both_sleep}; exit 0")
     pids = started(tmp_path)
     _, said = process.communicate()
     assert process.returncode == 1
