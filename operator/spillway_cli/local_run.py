@@ -188,28 +188,29 @@ def shown(value: object) -> str:
 
 
 def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
-    """Whether an earlier invocation trained the last step; of a sweep: came to the end of every member."""
+    """Whether an earlier invocation trained the last step, and its checkpoint is as it was written; of a sweep: came to
+    the end of every member. Raises CheckpointCorrupt when checkpoints are left and none can be used."""
     log = read_run_log(run.log)
     if not log.ends or log.ends[-1].exit_code != 0:
         return False
     if job.spec.members:
         ended = {name for name, event in log.members.items() if event.state.is_over}
         return ended >= {member.name for member in job.spec.members}
-    return log.ends[-1].step >= job.spec.training.steps
-
-
-def resumable_step(run: RunDirectory) -> int:
-    """That of the newest checkpoint that is as it was written; 0 before the first. Raises CheckpointCorrupt when there
-    were some and none can be used: nothing of the training is left."""
+    if log.ends[-1].step < job.spec.training.steps:
+        return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
-    if found is not None:
-        return found.manifest.name.step
-    if written := read_run_log(run.log).checkpoints:
+    return found is not None and found.manifest.name.step == job.spec.training.steps
+
+
+def refuse_lost_checkpoints(run: RunDirectory) -> None:
+    """Raises CheckpointCorrupt when earlier attempts wrote checkpoints and none is there. What is in them, whoever
+    resumes reads."""
+    written = read_run_log(run.log).checkpoints
+    if written and not checkpoint_directory.list_checkpoints(run.checkpoints):
         raise CheckpointCorrupt(
             f"{run.checkpoints}: the checkpoint of step {written[-1].step} was here and is gone; put it back, or train "
             "from the start in another directory"
         )
-    return 0
 
 
 @dataclass(frozen=True, slots=True)

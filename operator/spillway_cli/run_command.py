@@ -103,8 +103,9 @@ def run_in(
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
         local_run.refuse_another_run(directory, job, earlier)
-        saved = None if job.spec.members else local_run.resumable_step(directory)
-        if local_run.is_complete(directory, job) and saved in (None, job.spec.training.steps):
+        if not job.spec.members:
+            local_run.refuse_lost_checkpoints(directory)
+        if local_run.is_complete(directory, job):
             done = "every member has ended" if job.spec.members else f"all {job.spec.training.steps} steps are trained"
             console.print(f"{directory.path}: complete already, {done}")
             return finish(directory, job, [], options.format)
