@@ -27,7 +27,9 @@ UNKNOWN = "-"
 WIDEST = 10_000
 """columns of what is printed where there is no screen: no cell is cut"""
 BAR_WIDTH, SMALL_BAR_WIDTH = 30, 6
-STATES = ("Running", "Restarting", "Starting", "Planning", "Queued", "Refused", "Suspended", "Failed", "Complete")
+STATES = (
+    "Running", "Restarting", "Starting", "Planning", "Pending", "Queued", "Refused", "Suspended", "Failed", "Complete",
+)  # fmt: skip
 """in the order of the fleet: what moves first, what has ended last"""
 
 

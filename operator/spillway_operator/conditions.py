@@ -288,7 +288,8 @@ def state(conditions: tuple[Condition, ...]) -> str:
         return "Running"
     if running is not None and running.reason in (RESTARTING, "Queued"):
         return running.reason
-    return "Starting" if holds(conditions, PLANNED) else "Planning"
+    planned = find(conditions, PLANNED)
+    return {"True": "Starting", "False": "Pending"}.get(planned.status if planned else "", "Planning")
 
 
 _ACTIONS = {

@@ -119,7 +119,7 @@ def test_the_operator_says_in_the_status_what_the_table_says(spillway: Installed
         found = spillway.until(is_refused, namespace, f"bad-{number}", CONDITION_SECONDS)
         said = json.dumps([condition["message"] for condition in refusals(found)], ensure_ascii=False)
         assert all(word in said.replace('\\"', '"') for word in mistake.words), (str(mistake), said)
-        assert found["status"]["state"] in ("Refused", "Planning")
+        assert found["status"]["state"] in ("Refused", "Pending")
     assert spillway.bed.get("jobs", "-n", namespace)["items"] == []
 
 

@@ -216,7 +216,7 @@ def test_rejection_is_a_condition_with_the_server_message_until_resolved(seen: d
     assert (found.get("status"), found.get("reason")) == ("False", refusing.reason), job["status"]
     for words in refusing.said:
         assert words in found["message"], found
-    assert job["status"]["state"] in ("Planning", "Starting")
+    assert job["status"]["state"] in ("Pending", "Starting")
     assert job["status"].get("attempts", {}).get("restarts", 0) == 0, "no failure of the job"
     assert refusing.reason in {event["reason"] for event in seen[case].events}, "said as an event, too"
     later = seen[case].later

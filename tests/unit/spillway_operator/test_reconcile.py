@@ -688,7 +688,7 @@ def test_a_job_that_no_node_can_carry_waits_with_the_sentence() -> None:
     planned = condition(desired, "Planned")
     assert (planned["status"], planned["reason"], planned["message"]) == ("False", "DoesNotFit", unplaceable.message)
     assert desired.look_again_seconds == 10
-    assert desired.status is not None and desired.status["state"] == "Planning"
+    assert desired.status is not None and desired.status["state"] == "Pending"
     again = reconcile(follow_up(seen, desired), "2026-11-21T10:02:30Z", lambda job, cluster: unplaceable)
     assert again.changes_nothing
     assert again.look_again_seconds == 120
