@@ -19,7 +19,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from enum import StrEnum
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,6 +26,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from spillway import __version__
 from spillway.errors import ExitCode, InvalidJob, Preempted, SpillwayError, UserError
 
 from .console import Format, leave_reader, message_console, print_json
@@ -82,7 +82,7 @@ NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe b
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"spillway {version('spillway')}")
+        typer.echo(f"spillway {__version__}")
         raise typer.Exit
 
 

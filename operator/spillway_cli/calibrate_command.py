@@ -190,7 +190,7 @@ def outcome(result: dict[str, Any] | None, exit_code: int, errors: str) -> dict[
         raise kind(result["error"]["message"])
     if result is None or exit_code:
         last = errors.strip().splitlines()[-1:] or ["it said nothing"]
-        raise UserError(f"the probe ended with code {exit_code} ({last[0]}); is spillway[trainer] installed?")
+        raise UserError(f"the probe ended with code {exit_code} ({last[0]}); `spillway doctor` looks for why")
     measured: dict[str, Any] = result["result"]
     return measured
 

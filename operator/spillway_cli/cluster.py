@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from spillway import install_command
 from spillway.errors import UserError
 from spillway.json_text import json_object
 
@@ -212,9 +213,7 @@ def connect(context: str | None = None) -> Cluster:
         from kubernetes.config import ConfigException  # noqa: PLC0415
         from yaml import YAMLError  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(
-            f"the Kubernetes client is not installed ({error}): pip install 'spillway[operator]'"
-        ) from error
+        raise UserError(f"the Kubernetes client is not installed ({error}): {install_command('operator')}") from error
     configuration = Configuration()
     try:
         namespace = load(configuration, context)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from spillway import DISTRIBUTION
 from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS, Kind, definition
 
@@ -159,7 +160,7 @@ def definitions(facts: ClusterFacts) -> Iterator[Finding]:
         yield finding(check, ERROR, message, f"kubectl apply --server-side -f crds, or {HELM}")
     elif newer:
         message = f"the cluster's CRDs are newer than this client, which does not know {some(newer)}"
-        yield finding(check, WARNING, message, "pip install --upgrade spillway, to the operator's version")
+        yield finding(check, WARNING, message, f"install {DISTRIBUTION} of the operator's version here")
     else:
         yield finding(check, OK, f"{', '.join(kind.kind for kind in KINDS)}: the fields that this client knows")
 
@@ -218,7 +219,7 @@ def one_operator(deployment: Object, client: str) -> Finding:
         fix = f"kubectl logs deployment/{name} -n {namespace}; kubectl describe pods -n {namespace}"
         return finding("operator", ERROR, f"{what}: no replica is ready{': ' + why if why else ''}", fix)
     if version and version != client:
-        fix = f"pip install 'spillway[operator]=={version}', or helm upgrade"
+        fix = f"install {DISTRIBUTION} {version} here, or helm upgrade"
         return finding("operator", WARNING, f"{what}: version {version}, and this client is {client}", fix)
     return finding("operator", OK, f"{what}: {ready} of {wanted or 1} ready, version {version or 'not labelled'}")
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 
+from spillway import __version__
 from spillway.api import TrainingJob, load_job
 from spillway.errors import SpillwayError
 
@@ -71,7 +71,7 @@ def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Finding]:
     of_cluster = Gathering(doctor_gather.cluster_tasks(cluster, namespace, job))
     machine = doctor_gather.as_machine(of_machine.answers(deadline))
     facts = doctor_gather.as_cluster(of_cluster.answers(deadline), str(cluster.configuration.host), namespace)
-    return [*machine_findings(machine, now), *cluster_findings(facts, version("spillway"), now, job)]
+    return [*machine_findings(machine, now), *cluster_findings(facts, __version__, now, job)]
 
 
 def own_namespace(job: TrainingJob | None) -> str | None:

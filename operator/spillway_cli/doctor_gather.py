@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spillway import DISTRIBUTION
 from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS
 from spillway.errors import SpillwayError
@@ -86,7 +87,7 @@ def as_machine(found: Mapping[str, object]) -> Machine:
 def versions() -> dict[str, str]:
     """Of the distributions that are installed."""
     found = {}
-    for name in ("spillway", *(name for names in EXTRAS.values() for name in names)):
+    for name in [name for names in EXTRAS.values() for name in names]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -96,7 +97,7 @@ def versions() -> dict[str, str]:
 
 def minima() -> dict[str, str]:
     """distribution -> the least version that this spillway asks for."""
-    matches = (re.match(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", line) for line in metadata.requires("spillway") or ())
+    matches = (re.match(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", line) for line in metadata.requires(DISTRIBUTION) or ())
     return {match[1].lower(): match[2] for match in matches if match}
 
 

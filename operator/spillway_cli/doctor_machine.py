@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from spillway import __version__, install_command
 from spillway.units import GIB, MIB, format_bytes
 
 from .doctor_findings import STALE_DAYS, Finding, Missing, Severity, days_since
@@ -132,9 +133,9 @@ def unknown(check: str, missing: Missing) -> Finding:
 
 def packages(machine: Machine) -> Iterator[Finding]:
     """Python and what each extra brings."""
-    yield finding("python", OK, f"Python {machine.python}, spillway {machine.versions.get('spillway', '(no version)')}")
+    yield finding("python", OK, f"Python {machine.python}, spillway {__version__}")
     for extra, names in EXTRAS.items():
-        install = f"pip install 'spillway[{extra}]'"
+        install = install_command(extra)
         absent = [name for name in names if name not in machine.versions]
         old = [name for name in names if is_older(machine.versions.get(name), machine.minima.get(name))]
         if absent:
@@ -142,7 +143,7 @@ def packages(machine: Machine) -> Iterator[Finding]:
             yield finding(extra, severity, f"not installed: {', '.join(absent)}; {effect}", install)
         elif old:
             found = ", ".join(f"{name} {machine.versions[name]} (at least {machine.minima[name]})" for name in old)
-            yield finding(extra, ERROR, f"too old: {found}", f"{install} --upgrade")
+            yield finding(extra, ERROR, f"too old: {found}", install)
         else:
             yield finding(extra, OK, ", ".join(f"{name} {machine.versions[name]}" for name in names))
 

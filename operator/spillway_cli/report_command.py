@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from spillway import __version__
 from spillway.errors import UserError
 from spillway.plan import MemoryPlan
 
@@ -53,7 +53,7 @@ def read_record(run: RunDirectory, trains: bool) -> RunRecord:
     return RunRecord(
         title=plan.job,
         directory=str(run.path),
-        version=version("spillway"),
+        version=__version__,
         plan=plan,
         log=log,
         ended={epoch: attempt for epoch, attempt in ended.items() if attempt is not None},

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import ctypes
 import sys
-from importlib.metadata import version
 
+from spillway import __version__
 from spillway.errors import UserError
 
 from .log import start_logging
@@ -22,7 +22,7 @@ LARGE_BLOCK_BYTES = 128 * 1024
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 stopped by SIGTERM, 1 a part of it died, 64 wrong settings."""
     parser = argparse.ArgumentParser("python -m spillway_operator", description="The operator of TrainingJobs.")
-    parser.add_argument("--version", action="version", version=f"spillway {version('spillway')}")
+    parser.add_argument("--version", action="version", version=f"spillway {__version__}")
     parser.add_argument("--kubeconfig", help="for development: the cluster to serve (KUBECONFIG)")
     parser.add_argument(
         "--namespace", action="append", help="serve this namespace; may be repeated (SPILLWAY_NAMESPACES)"

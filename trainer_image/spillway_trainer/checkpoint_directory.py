@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
 
 from .checkpoint_manifest import (
@@ -148,7 +148,7 @@ class Pending:
         assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
         epoch, target = self._epoch, self._epoch.directory / str(self.name)
         manifest = Manifest(
-            self.name, epoch.parent, tuple(self.written), dict(self.tensors), state, spillway=version("spillway")
+            self.name, epoch.parent, tuple(self.written), dict(self.tensors), state, spillway=__version__
         )
         self.files.write(self.path / MANIFEST, [memoryview(manifest.to_bytes())])
         self.files.sync_directory(self.path)

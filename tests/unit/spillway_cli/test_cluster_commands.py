@@ -155,7 +155,7 @@ def test_without_the_kubernetes_client_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.client.configuration", None)
     assert run_app(["status"]) == 64
-    assert "pip install 'spillway[operator]'" in capsys.readouterr().err
+    assert "pip install 'spillway-training[operator]'" in capsys.readouterr().err
 
 
 # --- submit -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 GIB = 2**30
 HEALTHY = Machine(
     python="3.12.1",
-    versions=dict.fromkeys([name for names in EXTRAS.values() for name in names], "9.0") | {"spillway": "0.1.0"},
+    versions=dict.fromkeys([name for names in EXTRAS.values() for name in names], "9.0"),
     minima={"torch": "2.11"},
     native=Native("avx512", ("scalar", "avx2", "avx512"), "threads", ("threads", "io_uring")),
     kernel=Kernel("6.8.0", 0, 0, "madvise"),
@@ -79,9 +79,9 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
 @pytest.mark.parametrize(
     ("changes", "severity", "words", "fix"),
     [
-        ({"versions": NO_HF}, "note", "not installed: peft", "spillway[hf]"),
-        ({"versions": NO_TORCH}, "warning", "plan and submit jobs, not train", "spillway[trainer]"),
-        ({"versions": {**HEALTHY.versions, "torch": "2.9.1+cpu"}}, "error", "torch 2.9.1+cpu (at least 2.11)", "upg"),
+        ({"versions": NO_HF}, "note", "not installed: peft", "spillway-training[hf]"),
+        ({"versions": NO_TORCH}, "warning", "plan and submit jobs, not train", "spillway-training[trainer]"),
+        ({"versions": {**HEALTHY.versions, "torch": "2.9.1+cpu"}}, "error", "2.9.1+cpu (at least 2.11)", "[trainer]"),
         ({"native": Native("reference", (), "python", ())}, "warning", "no C++ compiler", "C++20 compiler"),
         ({"native": Native("reference", ("scalar",), "python", ())}, "warning", "FORCE_ISA=reference", "unset"),
         ({"native": Missing("no module named torch", is_absent=True)}, "error", "no module named torch", "mend"),
@@ -284,7 +284,7 @@ LABELLED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restr
         ({"version": {"gitVersion": "v1.29.3"}}, "error", "needs 1.31", "newer cluster"),
         ({"resources": ["trainingjobs"]}, "error", "not installed: MemoryProfile, NodeProfile", "helm"),
         ({"schemas": without("spec.memory.endurance")}, "error", "lack TrainingJob spec.memory.endurance", "crds"),
-        ({"schemas": with_field("later")}, "warning", "does not know TrainingJob spec.later", "upgrade"),
+        ({"schemas": with_field("later")}, "warning", "does not know TrainingJob spec.later", "install"),
         ({"schemas": FORBIDDEN}, "note", "cannot be seen", "ask"),
         ({"deployments": []}, "error", "no Deployment of the operator", "helm"),
         ({"deployments": FORBIDDEN}, "note", "cannot be seen with your rights", "ask"),
@@ -292,7 +292,7 @@ LABELLED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restr
         ({"deployments": deployed(status={})}, "error", "no replica is ready", "kubectl logs"),
         (
             {"deployments": deployed(metadata={**DEPLOYMENT["metadata"], "labels": {VERSION_LABEL: "0.2"}})},
-            "warning", "version 0.2, and this client is 0.1.0", "==0.2",
+            "warning", "version 0.2, and this client is 0.1.0", "spillway-training 0.2 here",
         ),
         ({"rights": denied_rights("create trainingjobs")}, "warning", "`spillway submit`: you may not", "=edit"),
         ({"rights": denied_rights("list trainingjobs")}, "error", "`spillway status`: you may not", "=view"),

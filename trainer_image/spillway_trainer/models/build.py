@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from spillway import install_command
 from spillway.api import Location, Model, TrainingJobSpec
 from spillway.errors import UserError
 
@@ -204,5 +205,5 @@ def _families() -> Any:
     try:
         from . import families  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(f"spec.model: needs transformers and peft ({error}); pip install 'spillway[hf]'") from error
+        raise UserError(f"spec.model: needs transformers and peft ({error}); {install_command('hf')}") from error
     return families

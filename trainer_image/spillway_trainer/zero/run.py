@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from spillway import install_command
 from spillway.errors import UserError
 from spillway.footprint import NUM_GATHERED_SEGMENTS
 from spillway.plan import MemoryPlan
@@ -180,8 +181,8 @@ def _deepspeed() -> tuple[Any, Any]:
         import deepspeed  # noqa: PLC0415 - seconds, and only these strategies need it
     except ImportError as error:
         raise UserError(
-            f"spec.parallelism.strategy: Zero1, Zero2 and Zero3 need DeepSpeed ({error}); pip install "
-            "'spillway[deepspeed]', or use Ddp"
+            f"spec.parallelism.strategy: Zero1, Zero2 and Zero3 need DeepSpeed ({error}); "
+            f"{install_command('deepspeed')}, or use Ddp"
         ) from error
     check_version(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import sets it to its own
