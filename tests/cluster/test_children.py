@@ -9,6 +9,8 @@ import json
 import time
 from collections.abc import Callable
 
+import pytest
+
 from harness.installed import (
     KWOK_TOLERATION,
     RELEASE,
@@ -240,6 +242,7 @@ def test_a_namesake_made_at_once_takes_nothing_of_the_job_before(spillway: Insta
     assert directory.endswith(f"again-{after['metadata']['uid'][:8]}"), "never that of the stranger before"
 
 
+@pytest.mark.ci
 def test_namespace_with_jobs_can_be_deleted_while_other_jobs_go_on(spillway: Installed, namespace: str) -> None:
     doomed = f"{namespace}-doomed"
     spillway.bed.kubectl("create", "namespace", doomed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from harness.installed import LONG, Document, Installed, changed, example, named
 from spillway.errors import ExitCode
 from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
@@ -70,6 +72,7 @@ def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installe
     assert (attempts["lastReason"], attempts["restarts"], attempts["disruptions"]) == (STALLED, 1, 0)
 
 
+@pytest.mark.ci
 def test_a_finished_job_is_deleted_with_its_children_in_its_time(spillway: Installed, namespace: str) -> None:
     job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"ttlSecondsAfterFinished": 5})
     spillway.create(named(changed(job, namespace, data={"text": {"path": "/nowhere"}}), "brief"))
@@ -86,6 +89,7 @@ def test_a_finished_job_is_deleted_with_its_children_in_its_time(spillway: Insta
             time.sleep(0.3)
 
 
+@pytest.mark.ci
 def test_a_deadline_takes_effect_on_an_attempt_that_runs(spillway: Installed, namespace: str) -> None:
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "cut")
     training(spillway, namespace, job)

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.installed import Installed, example, named
 from spillway.job import JobFile
 from spillway.metrics import TIER_PEAK_BYTES
@@ -27,6 +29,7 @@ LEAST_DISK_BYTES = 8 * MIB
 """what the pod's disk holds at least once the corpus and the slabs are there"""
 
 
+@pytest.mark.ci
 def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespace: str) -> None:
     job = named(
         example(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from harness.installed import Document, Installed, example, named
 from harness.witness import files_of, watched
 from spillway.ladder import MOST_MEMORY_TRIES
@@ -47,6 +49,7 @@ with open("/proc/self/cmdline", "rb") as file:
 """the rank alone, once its job has a checkpoint that is committed; no other thread runs while the bytes are written"""
 
 
+@pytest.mark.ci
 def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Installed, namespace: str) -> None:
     def described(kind: str, name: str) -> str:
         return spillway.bed.kubectl("describe", f"{kind}.spillway.dev", name, "-n", namespace)

@@ -3,6 +3,8 @@ arithmetic because the operator has no torch; and one of four devices, whose par
 
 from __future__ import annotations
 
+import pytest
+
 from harness.installed import Installed, example
 
 SECONDS = 150.0
@@ -17,6 +19,7 @@ def test_adapters_are_trained_within_what_the_operator_planned(spillway: Install
     assert 0 < int(peak["device"]) <= int(planned["device"])
 
 
+@pytest.mark.ci
 def test_a_model_of_four_devices_is_streamed(spillway: Installed, namespace: str) -> None:
     job = example("larger-than-device", namespace, training__steps=4, training__schedule=None, data__evaluation=None)
     spillway.create(job)

@@ -141,6 +141,7 @@ def test_the_second_job_waits_for_quota_and_runs_when_the_first_ends(
     assert writes_of_jobs(spillway, since, namespace) == {"create", "delete"}, "a Job is written once, by its creation"
 
 
+@pytest.mark.ci
 def test_a_preempted_job_checkpoints_queues_again_and_resumes(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
     assert (ended["status"]["attempts"]["total"], ended["status"]["attempts"]["restarts"]) == (2, 0)
 
 
+@pytest.mark.ci
 def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:

@@ -67,6 +67,7 @@ def run_here(spillway: Installed, namespace: str, attempt: str, claim: Path, dir
     return directory / "checkpoints"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_divided_job_ends_with_the_bits_of_its_local_run(
     spillway: Installed, namespace: str, tmp_path: Path, strategy: str

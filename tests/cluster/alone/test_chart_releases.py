@@ -290,7 +290,10 @@ def second_release(release: Release) -> str:
     return ""
 
 
-@pytest.fixture(scope="module", params=["helm", pytest.param("helm3", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("helm", marks=pytest.mark.ci), pytest.param("helm3", marks=pytest.mark.full)],
+)
 def life(request: pytest.FixtureRequest, testbed: Bed, operator_image: OperatorImage, module_namespace: str) -> Life:
     try:
         found = lived(testbed, operator_image, request.param, module_namespace, trainers=FULL)

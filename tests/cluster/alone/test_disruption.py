@@ -256,6 +256,7 @@ def assert_fenced(spillway: Installed, namespace: str, trial: Trial) -> str:
     )
 
 
+@pytest.mark.ci
 def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Installed, namespace: str) -> None:
     spillway, moments = two_nodes, random.Random(SEED)
     reduced = "" if FULL else " of 30 (SPILLWAY_DEPTH=all)"
@@ -390,6 +391,7 @@ def delete_and_see(spillway: Installed, namespace: str, name: str, folder: Path,
     )
 
 
+@pytest.mark.ci
 def test_a_deleted_pod_commits_within_its_grace_and_is_no_failure(spillway: Installed, namespace: str) -> None:
     """Few deletions of each job: the pauses between attempts that are short in a row grow."""
     of_each, at_once = OF_EACH_JOB, 4 if FULL else 2
@@ -593,6 +595,7 @@ def start_seconds(spillway: Installed, namespace: str, name: str) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.ci
 def test_whatever_prometheus_says_no_job_is_delayed_moved_or_ended(spillway: Installed, namespace: str) -> None:
     bed, now = spillway.bed, {"fault": "away"}
     usual = min(start_seconds(spillway, namespace, f"usual-{number}") for number in range(3))

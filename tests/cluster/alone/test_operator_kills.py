@@ -147,6 +147,7 @@ def test_a_crash_at_any_write_of_a_start_leaves_one_attempt(
     assert_one_of_each(alone, namespace, names)
 
 
+@pytest.mark.ci
 def test_a_hundred_running_jobs_cost_no_write_and_little_memory(
     alone: Installed, namespace: str, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def served(spillway: Installed, namespace: str, names: set[str]) -> bool:
     )
 
 
+@pytest.mark.ci
 def test_repeatedly_killed_container_retakes_its_lease_and_converges(spillway: Installed, namespace: str) -> None:
     """Jobs begin and are deleted before each kill and while no operator runs."""
     kills, rng = CONTAINER_KILLS[SWEEPS], random.Random(SEED)

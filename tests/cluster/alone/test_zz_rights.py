@@ -58,6 +58,7 @@ def used(spillway: Installed) -> set[tuple[Right, str]]:
     return found
 
 
+@pytest.mark.ci
 def test_every_rule_of_the_chart_is_used_and_nothing_else_is_asked(spillway: Installed) -> None:
     rules, uses = rendered(spillway), used(spillway)
     assert uses - rules == set(), "asked without a rule: the chart lacks it"
