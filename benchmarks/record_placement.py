@@ -197,7 +197,8 @@ def record(number: int, job: Recorded, directory: Path) -> dict[str, Any]:
     if plan is None or process.returncode != 0:
         print(told.read_text(encoding="utf-8", errors="replace")[-3000:], file=sys.stderr)
         return found
-    summary = summarize(read_run_log(run.log), plan)
+    log = read_run_log(run.log)
+    summary = summarize(log, plan, log.curve)
     found["tiers"] = {
         use.tier.value: {"planned_bytes": use.planned_bytes, "peak_bytes": use.peak_bytes}
         for use in summary.tiers if use.planned_bytes or use.peak_bytes

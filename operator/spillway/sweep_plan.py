@@ -221,7 +221,10 @@ def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Itera
     for one in members:
         if one.base == one.name:
             yield _said_of_base(one, [other.name for other in members if other.base == one.base])
-        yield from (f"{one.name}: {reason}" for reason in one.plan.reasons)
+    said = dict.fromkeys(reason for one in members for reason in one.plan.reasons)
+    for reason in said:
+        of = [one.name for one in members if reason in one.plan.reasons]
+        yield f"{'all members' if len(of) == len(members) > 1 else ', '.join(of)}: {reason}"
 
 
 def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:

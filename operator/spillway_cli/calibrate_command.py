@@ -50,7 +50,7 @@ from spillway_trainer.volumes import memory_kind
 from .console import Format, message_console, print_json, result_console, table
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
-from .report_command import read_plan
+from .report_command import measured_under
 from .run_directory import existing_run
 from .run_log import read_run_log, step_metrics
 
@@ -377,14 +377,14 @@ def correction_document(one: Correction) -> dict[str, object]:
 def read_evidence(path: Path, cores: int) -> RunEvidence:
     """Raises UserError when the run cannot tell anything of this machine."""
     run = existing_run(path)
-    job, plan, log = read_job_file(run.job_file), read_plan(run.plan_file), read_run_log(run.log)
+    job, (plan, measured_steps) = read_job_file(run.job_file), measured_under(run, read_run_log(run.log))
     if job is None:
         raise UserError(f"{path}: there is no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
         raise UserError(f"{path}: its plan does not say what a step asks for; run the job again with this version")
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
-    for step in log.curve:
+    for step in measured_steps:
         attempts.setdefault(step.epoch, []).append(step.metrics)
     try:
         measured = measured_step(list(attempts.values()))

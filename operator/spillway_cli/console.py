@@ -27,9 +27,14 @@ class Format(StrEnum):
 
 
 class HouseConsole(Console):
-    """A reader that has seen enough (`| head -1`) is no error: what follows goes to nobody."""
+    """A reader that has seen enough (`| head -1`) is no error: what follows goes to nobody. One that `watches` ends the
+    command: without it there would be no end."""
+
+    watches = False
 
     def on_broken_pipe(self) -> None:
+        if self.watches:
+            raise BrokenPipeError
         leave_reader(self.file)
 
 
@@ -42,7 +47,7 @@ def leave_reader(stream: IO[str]) -> None:
         os.close(nowhere)
 
 
-def console_on(stream: TextIO) -> Console:
+def console_on(stream: TextIO) -> HouseConsole:
     """A console that prints text as it is: square brackets in a name are no markup. NO_COLOR is respected by rich."""
     terminal = stream.isatty()
     return HouseConsole(
@@ -56,8 +61,10 @@ def console_on(stream: TextIO) -> Console:
     )
 
 
-def result_console() -> Console:
-    return console_on(sys.stdout)
+def result_console(watches: bool = False) -> HouseConsole:
+    console = console_on(sys.stdout)
+    console.watches = watches
+    return console
 
 
 def message_console() -> Console:

@@ -158,7 +158,7 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     write_report(directory, directory.report)
     log_of_run = read_run_log(directory.log)
     wall_seconds = time.monotonic() - started
-    return DemoRun(directory, plan, attempts, log_of_run, summarize(log_of_run, plan), wall_seconds)
+    return DemoRun(directory, plan, attempts, log_of_run, summarize(log_of_run, plan, log_of_run.curve), wall_seconds)
 
 
 class DemoEnded(UserError):
@@ -206,7 +206,7 @@ def resume_claim(run: DemoRun) -> Claim:
 
 
 def loss_claim(run: DemoRun) -> Claim:
-    first, final = run.summary.first_loss, run.summary.final_loss
+    first, final = run.log.curve[0].metrics.loss, run.log.curve[-1].metrics.loss
     return Claim("final loss clearly below the first", final < CLEARLY_BELOW * first, f"{first:.4f} -> {final:.4f}")
 
 

@@ -52,12 +52,13 @@ def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tup
     for epoch in epochs_of(run.attempts):
         ended = read_ended(run, epoch)
         if ended is not None and ended.reason in MEMORY_ERRORS - {ExitCode.SPILL_VOLUME_FULL.reason}:
-            plan = _read_plan(run, epoch)
+            plan = plan_of_attempt(run, epoch)
             found.extend([] if plan is None else [_failure(job, plan, num_ranks, ended)])
     return tuple(found)
 
 
-def _read_plan(run: RunDirectory, epoch: int) -> MemoryPlan | None:
+def plan_of_attempt(run: RunDirectory, epoch: int) -> MemoryPlan | None:
+    """None when there is none of this version."""
     try:
         return MemoryPlan.model_validate_json((run.attempt(epoch) / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError, ValidationError):

@@ -6,6 +6,7 @@ job -> claims and paths exist -> plan -> same run as the directory's? -> job.jso
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 import uuid
@@ -23,9 +24,11 @@ from spillway.api import (
     not_used_locally,
     refusals_for_local_run,
 )
-from spillway.errors import CheckpointCorrupt, FieldProblem, InvalidJob, UserError
+from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
+from spillway.members import member_spec
 from spillway.plan import MemoryPlan, Tier
+from spillway.progress import MemberState
 from spillway_trainer import checkpoint_directory
 from spillway_trainer.volumes import refuse_memory
 
@@ -34,8 +37,10 @@ from .run_directory import RunDirectory, is_text, write_atomic
 from .run_log import read_run_log
 
 IDENTITY = ("model", "data", "training", "objective")
-"""Sections of the spec that a run keeps for life: its numbers depend on them, and on nothing in the others."""
-MOST_DIFFERENCES_NAMED = 3
+"""Sections of the spec that the numbers of a run depend on, and on nothing in the others."""
+MAY_CHANGE = ("spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate")
+"""of these, what steps to come depend on alone: checkpoints say with which of them they were trained. Members of a
+sweep are known by their rates, so there only the steps may change, and nothing where rounds compare members"""
 RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
 
 
@@ -132,36 +137,67 @@ def read_job_file(path: Path) -> JobFile | None:
         raise UserError(f"{path}: is no job file of this version of spillway; name another --output") from error
 
 
-def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> None:
-    """Raises UserError when a job with other numbers was trained in the directory; says which field differs.
+def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
+    """Raises UserError when a job with other numbers was trained in the directory; lists every field that differs.
+    Returns the fields of MAY_CHANGE that do, each with both values.
 
-    A job that was refused before its first step binds nothing: its corrected form may take the directory.
+    A start that trained nothing binds nothing: a corrected job may take the directory, and what was made of the
+    rejected one's text goes.
     """
     if earlier is None:
         if run.checkpoints.exists():
             raise UserError(f"--output {run.path}: holds checkpoints but no job.json; name another directory")
-        return
-    differences = []
-    if earlier.name != job.metadata.name:
-        differences.append(f"metadata.name is {earlier.name} there and {job.metadata.name} here")
-    differences += [
-        f"{path} is {shown(there)} there and {shown(here)} here"
-        for path, there, here in differing_fields(
-            identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec), "spec"
-        )
+        return []
+    there, here = identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec)
+    differing = [*differing_fields(earlier.name, job.metadata.name, "metadata.name")]
+    differing += differing_fields(there, here, "spec")
+    lines = {path: f"{path} was {shown(before)} and is {shown(now)} now" for path, before, now in differing}
+    if not (trained := steps_trained(run)):
+        if lines or any(end.exit_code == ExitCode.USER_ERROR for end in read_run_log(run.log).ends[-1:]):
+            forget_text(run)
+        return []
+    sweeps_may = () if job.spec.compared_by.halving else MAY_CHANGE[:1]
+    may_change = sweeps_may if job.spec.members else MAY_CHANGE
+    wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
+    wrong += [
+        f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, and {trained[name]} are trained"
+        for name, steps in planned_steps(job).items()
+        if steps < trained.get(name, 0)
     ]
-    if differences and has_trained(run):
-        named = "; ".join(differences[:MOST_DIFFERENCES_NAMED])
-        more = len(differences) - MOST_DIFFERENCES_NAMED
-        others = f"; and {more} more" if more > 0 else ""
-        raise UserError(f"--output {run.path}: holds another run: {named}{others}. Name another directory.")
+    if wrong:
+        listed = "".join(f"\n  {line}" for line in wrong)
+        raise UserError(
+            f"--output {run.path}: holds another run:{listed}\n"
+            "put these back (steps: as many as are trained, or more) to go on with it, or name another directory"
+        )
+    return [*lines.values()]
 
 
-def has_trained(run: RunDirectory) -> bool:
-    """Whether any attempt left a step or a checkpoint, of a sweep's member, too."""
+def planned_steps(job: TrainingJob) -> dict[str, int]:
+    """By member; under "" of a job that is no sweep."""
+    if not job.spec.members:
+        return {"": job.spec.training.steps}
+    return {one.name: member_spec(job.spec, one).training.steps for one in job.spec.members}
+
+
+def steps_trained(run: RunDirectory) -> dict[str, int]:
+    """Of those of `planned_steps` that any attempt left a step or a checkpoint of: the last one."""
     log = read_run_log(run.log)
-    trained = bool(log.steps) or any(event.step for event in log.members.values())
-    return trained or any(run.checkpoints.glob("step-*")) or any(run.member_checkpoints.glob("*/step-*"))
+    found = [("", step) for step in log.steps] + [(one.member, one.step) for one in log.members.values()]
+    found += [("", name.step) for name in checkpoint_directory.names_in(run.checkpoints)]
+    for directory in run.member_checkpoints.glob("*"):
+        found += [(directory.name, name.step) for name in checkpoint_directory.names_in(directory)]
+    return {name: step for name, step in sorted(found) if step}
+
+
+def forget_text(run: RunDirectory) -> None:
+    """Token corpora that were made below the directory: no step was trained on them, and the text may be another now.
+    So may the model of plans that ran out of memory."""
+    for index in (*run.path.glob("corpus/index.json"), *run.path.glob("corpus-*/index.json")):
+        if (index.parent / "tokenizer.json").is_file():  # or it is the user's own folder
+            shutil.rmtree(index.parent, ignore_errors=True)
+    for plan in run.attempts.glob("attempt-*/plan.json"):
+        plan.unlink(missing_ok=True)
 
 
 def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
@@ -194,8 +230,10 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
     if not log.ends or log.ends[-1].exit_code != 0:
         return False
     if job.spec.members:
-        ended = {name for name, event in log.members.items() if event.state.is_over}
-        return ended >= {member.name for member in job.spec.members}
+        steps, over = planned_steps(job), [one for one in log.members.values() if one.state.is_over]
+        return {
+            one.member for one in over if one.state is not MemberState.COMPLETE or one.step >= steps.get(one.member, 0)
+        } >= steps.keys()
     if log.ends[-1].step < job.spec.training.steps:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint

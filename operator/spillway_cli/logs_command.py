@@ -1,4 +1,5 @@
-"""`spillway logs JOB`: what the trainer's pods print, and with -f on through restarts until the job has ended.
+"""`spillway logs JOB`: what the trainer's pods print, and with -f on through restarts until the job has ended. Of a run
+directory: what its trainer printed.
 
 A stream that breaks is taken up again at the last line that was printed: lines carry the kubelet's time stamps, which
 are not shown.
@@ -7,6 +8,7 @@ are not shown.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 import time
@@ -19,11 +21,14 @@ from spillway.errors import UserError
 from .cluster import CORE, Cluster, Gone, Object, Refused, Unreachable, connect, get_job
 from .console import message_console
 from .job_status import has_ended, value_at
+from .run_directory import RunDirectory, epochs_of, is_taken, names_a_directory, run_at
 
 JOB_LABEL = "spillway.dev/job"
 ATTEMPT_LABEL = "spillway.dev/attempt"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 CONTAINER = "trainer"
+LOG = "trainer.log"
+"""of an attempt of a run directory"""
 NOT_FOUND = 404
 POLL_SECONDS = 1.0
 Answer = TypeVar("Answer")
@@ -40,6 +45,7 @@ class LogsOptions:
     """The command line of `spillway logs`."""
 
     job: str
+    """a TrainingJob, or the directory of a run"""
     context: str | None
     namespace: str | None
     follow: bool
@@ -50,7 +56,9 @@ class LogsOptions:
 
 
 def logs(options: LogsOptions) -> int:
-    """Print; 0 when there was something to print. Raises UserError when there is no such job, attempt or pod."""
+    """Print; 0 when there was something to print. Raises UserError when there is no such job, run, attempt or pod."""
+    if options.namespace is None and options.context is None and names_a_directory(options.job):
+        return logs_of_run(run_at(options.job), options)
     cluster = connect(options.context)
     namespace = options.namespace or cluster.namespace
     job = get_job(cluster, namespace, options.job)
@@ -63,6 +71,37 @@ def logs(options: LogsOptions) -> int:
             reader.print_log(pod, prefix_of(pod, len(pods)))
         return 0
     return follow(reader, options, job)
+
+
+def logs_of_run(run: RunDirectory, options: LogsOptions) -> int:
+    """The log of the newest attempt, or of the one asked for; with `follow` as it grows, and then those of the next
+    ones, until nobody trains in the directory any more."""
+    if options.node is not None:
+        raise UserError(f"--rank-node {options.node}: a run of this machine has one log; leave it out")
+    known = attempts_with_log(run)
+    attempt, offset = options.attempt or max(known, default=1), 0
+    if attempt not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise UserError(f"{run.path}: no log of attempt {attempt}; attempts that have one: {there}")
+    while True:
+        newer = [one for one in attempts_with_log(run) if one > attempt]
+        goes_on = options.follow and (options.attempt is None if newer else is_taken(run))
+        with (run.attempt(attempt) / LOG).open("rb") as log:  # after the two questions: it is whole where they say so
+            log.seek(offset)
+            shutil.copyfileobj(log, sys.stdout.buffer)
+            offset = log.tell()
+        sys.stdout.buffer.flush()
+        if not goes_on:
+            return 0
+        if newer:
+            attempt, offset = newer[0], 0
+            message_console().print(f"attempt {attempt}")
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def attempts_with_log(run: RunDirectory) -> list[int]:
+    return [epoch for epoch in epochs_of(run.attempts) if (run.attempt(epoch) / LOG).is_file()]
 
 
 def nothing_to_show(job: Object, options: LogsOptions) -> str:

@@ -1,6 +1,6 @@
 """Plan against reality: what a run held and took, beside what its plan said. Pure: log and plan in, rows out.
 
-Bytes are peaks of all steps; seconds and bytes moved are medians of the steps.
+Of the steps that were made under the plan: bytes are peaks, seconds and bytes moved are medians.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spillway.metrics import Phase, StepMetrics
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_seconds
 
-from .run_log import RunLog
+from .run_log import Step
 from .run_summary import median, tier_use
 
 PREDICTED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.WAIT, Phase.EXCHANGE, Phase.OPTIMIZER)
@@ -52,16 +52,16 @@ class Row:
         return format_bytes(figure) if self.kind in ("tier", "link") else format_seconds(figure)
 
 
-def compared(log: RunLog, plan: MemoryPlan) -> list[Row]:
-    """All rows of a run that has made steps; none before."""
-    if not log.curve:
+def compared(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+    """All rows of a run that has made steps under the plan; none before."""
+    if not measured:
         return []
-    steps = [step.metrics for step in log.curve]
-    return [*tier_rows(log, plan), *second_rows(steps, plan), *link_rows(steps, plan)]
+    steps = [step.metrics for step in measured]
+    return [*tier_rows(measured, plan), *second_rows(steps, plan), *link_rows(steps, plan)]
 
 
-def tier_rows(log: RunLog, plan: MemoryPlan) -> list[Row]:
-    uses = [tier_use(tier, log.curve, plan) for tier in Tier if tier in plan.bytes]
+def tier_rows(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+    uses = [tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes]
     return [Row("tier", use.tier, use.planned_bytes, use.peak_bytes) for use in uses]
 
 

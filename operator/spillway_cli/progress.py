@@ -66,7 +66,8 @@ class RemainingTime:
 
 
 def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
-    """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s"""
+    """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s  lr 0.001
+    grad norm 1.52"""
     metrics = step.metrics
     return "  ".join(
         [
@@ -74,6 +75,8 @@ def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_se
             f"loss {format_loss(metrics.loss)}" + left_out(metrics),
             *pace_and_bytes(metrics, budget),
             f"eta {format_eta(eta_seconds)}",
+            f"lr {metrics.learning_rate:.3g}",
+            f"grad norm {format_loss(metrics.gradient_norm)}",
         ]
     )
 

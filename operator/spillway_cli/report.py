@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,8 @@ from .local_attempts import Attempt
 from .plan_reality import compared, sentence
 from .progress import format_eta
 from .report_charts import Limit, Mark, Point, Series, line_chart, stacked_chart
-from .run_log import RunLog
-from .run_summary import RunSummary, median, summarize
+from .run_log import RunLog, Step
+from .run_summary import RunSummary, format_loss, median, summarize
 from .sweep_pace import left_seconds
 from .sweep_view import MemberView, best_of, joined, member_cells, member_views, steps_made
 
@@ -47,6 +46,8 @@ class RunRecord:
     """of spillway, for the footer"""
     plan: MemoryPlan
     log: RunLog
+    measured: Sequence[Step]
+    """the steps that were made under the plan; of a sweep, of all members"""
     ended: dict[int, Attempt]
     """by epoch; an attempt without an entry is running, or nobody saw its end"""
     member_logs: Mapping[str, RunLog] = field(default_factory=dict)
@@ -64,7 +65,7 @@ def render_report(run: RunRecord) -> str:
     """The whole page. Every text that came from the run is escaped."""
     if run.log.sweep is not None:
         return render_sweep(run)
-    summary = summarize(run.log, run.plan)
+    summary = summarize(run.log, run.plan, run.measured)
     charts = [loss_section(run), speed_section(run), phase_section(run), *tier_sections(run, summary)]
     return page(
         run,
@@ -85,7 +86,7 @@ def render_report(run: RunRecord) -> str:
 def render_sweep(run: RunRecord) -> str:
     """Curves by member; what the process did by step of all members, in the order of time."""
     together = replace(run, log=joined(run.log, run.member_logs))
-    summary = summarize(together.log, run.plan)
+    summary = summarize(together.log, run.plan, run.measured)
     charts = [*curves_sections(run), speed_section(together), *tier_sections(together, summary)]
     return page(
         run,
@@ -132,13 +133,20 @@ def tiles(run: RunRecord, summary: RunSummary) -> str:
     shown = [
         ("final loss", format_loss(summary.final_loss), loss_note),
         ("steps", str(summary.num_steps), f"in {format_seconds(summary.attempt_seconds)}"),
-        ("speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{format_seconds(summary.step_seconds)} a step"),
+        speed_tile(summary),
     ]
-    if device is not None:
+    if device is not None and summary.num_steps:
         budget = f"of a budget of {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
         shown.append(("device peak", format_bytes(device.peak_bytes), budget))
     shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
     return tiles_of(shown)
+
+
+def speed_tile(summary: RunSummary) -> tuple[str, str, str]:
+    if not summary.num_steps:
+        return "speed", "-", "no step yet"
+    seconds = format_seconds(summary.step_seconds)
+    return "speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{seconds} a step"
 
 
 def tiles_of(shown: Sequence[tuple[str, str, str]]) -> str:
@@ -162,7 +170,7 @@ def sweep_tiles(run: RunRecord, summary: RunSummary) -> str:
             f"{summary.num_steps} of {steps_made(members)[1]}",
             f"of all members, in {format_seconds(summary.attempt_seconds)}{eta}",
         ),
-        ("speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{format_seconds(summary.step_seconds)} a step"),
+        speed_tile(summary),
         ("restarts", str(summary.num_restarts), "each member from its last checkpoint"),
     ]
     return tiles_of(shown)
@@ -259,7 +267,7 @@ def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
 
 def reality_section(run: RunRecord, summary: RunSummary) -> str:
     """Peaks, seconds by phase and of cores, bytes by link, each beside its plan; what to do about the furthest."""
-    rows, budgets = compared(run.log, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
+    rows, budgets = compared(run.measured, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
     names = {
         "tier": "{} peak",
         "step": "seconds per step",
@@ -348,7 +356,3 @@ def resumes(run: RunRecord) -> list[Mark]:
 def binary_unit(num_bytes: int) -> tuple[str, int]:
     """The unit in which a chart's axis has small numbers."""
     return next(((unit, size) for unit, size in BINARY_UNITS if num_bytes >= size), ("B", 1))
-
-
-def format_loss(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"

@@ -13,11 +13,12 @@ from spillway.plan import MemoryPlan
 
 from .console import Format, print_json, result_console
 from .local_attempts import read_ended
+from .local_ladder import plan_of_attempt
 from .plan_reality import as_json, compared
 from .report import RunRecord, render_report
 from .run_directory import RunDirectory, epochs_of, existing_run, is_taken, write_atomic
-from .run_log import read_run_log
-from .sweep_view import joined, member_views, members_json, read_member_logs
+from .run_log import RunLog, Step, read_run_log
+from .sweep_view import joined, members_json, read_member_logs
 
 
 def report(run_path: Path, file: Path | None, output: Format) -> int:
@@ -26,11 +27,9 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
     trains = is_taken(run)
     written = write_report(run, file or run.report, trains)
     if output is Format.JSON:
-        plan, log = read_plan(run.plan_file), read_run_log(run.log)
-        logs = read_member_logs(run, log)
-        compared_rows = as_json(compared(joined(log, logs), plan), str(run.path))
-        of_sweep = members_json(member_views(log, logs, trains))
-        print_json({"report": str(written), "planAgainstReality": compared_rows, **of_sweep})
+        record = read_record(run, trains)
+        rows = as_json(compared(record.measured, record.plan), str(run.path))
+        print_json({"report": str(written), "planAgainstReality": rows, **members_json(record.members)})
     else:
         result_console().print(f"report written to {written}")
     return 0
@@ -46,20 +45,32 @@ def write_report(run: RunDirectory, path: Path, trains: bool = False) -> Path:
     return path
 
 
-def read_record(run: RunDirectory, trains: bool) -> RunRecord:
-    plan = read_plan(run.plan_file)
+def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
+    """All that the run left. Raises UserError without a plan.json of this version."""
     ended = {epoch: read_ended(run, epoch) for epoch in epochs_of(run.attempts)}
     log = read_run_log(run.log)
+    logs = read_member_logs(run, log)
+    plan, measured = measured_under(run, joined(log, logs))
     return RunRecord(
         title=plan.job,
         directory=str(run.path),
         version=__version__,
         plan=plan,
         log=log,
+        measured=measured,
         ended={epoch: attempt for epoch, attempt in ended.items() if attempt is not None},
-        member_logs=read_member_logs(run, log),
+        member_logs=logs,
         trains=trains,
     )
+
+
+def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[Step]]:
+    """The plan of the newest attempt that made steps, and all steps of `log` that were made under an equal one: what
+    was measured under another plan says nothing about this one."""
+    steps, newest = log.curve, read_plan(run.plan_file)
+    plans = {epoch: plan_of_attempt(run, epoch) or newest for epoch in {step.epoch for step in steps}}
+    plan = plans[max(plans)] if plans else newest
+    return plan, [step for step in steps if plans[step.epoch] == plan]
 
 
 def read_plan(path: Path) -> MemoryPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,18 +28,16 @@ from .local_run import LocalJob
 from .model_inspection import inspected_shape
 from .node_profile import OwnProfile, own_profile
 from .progress import ProgressReporter
-from .report_command import read_plan, write_report
+from .report_command import read_record, write_report
 from .run_directory import RunDirectory, create_run_directory, exclusive
-from .run_log import RunLog, read_run_log
+from .run_log import RunLog
 from .run_summary import RunSummary, format_loss, summarize
 from .sweep_view import (
     MemberView,
     best_of,
     joined,
-    member_views,
     members_json,
     members_table,
-    read_member_logs,
     steps_made,
 )
 
@@ -102,7 +99,8 @@ def run_in(
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
-        local_run.refuse_another_run(directory, job, earlier)
+        for changed in local_run.refuse_another_run(directory, job, earlier):
+            console.print(f"changed from the last checkpoint on: {changed}")
         if not job.spec.members:
             local_run.refuse_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
@@ -175,10 +173,9 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
     """Report, summary, exit code. No attempt at all means that the run was complete before."""
     exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
-    log = read_run_log(directory.log)
-    logs = read_member_logs(directory, log)
-    members = member_views(log, logs)
-    summary = of_the_best(summarize(joined(log, logs), read_plan(directory.plan_file)), members, logs)
+    record = read_record(directory)
+    members, logs = record.members, record.member_logs
+    summary = of_the_best(summarize(joined(record.log, logs), record.plan, record.measured), members, logs)
     report = report_if_possible(directory)
     if output is Format.JSON:
         print_json({**as_json(directory, job, attempts, summary, report), **sweep_json(members)})
@@ -201,8 +198,8 @@ def of_the_best(summary: RunSummary, members: Sequence[MemberView], logs: Mappin
     curve = [] if best is None else logs[best.name].curve
     return replace(
         summary,
-        first_loss=curve[0].metrics.loss if curve else math.nan,
-        final_loss=curve[-1].metrics.loss if curve else math.nan,
+        first_loss=curve[0].metrics.loss if curve else None,
+        final_loss=curve[-1].metrics.loss if curve else None,
         evaluation_loss=None if best is None else best.evaluation_loss,
     )
 
@@ -250,7 +247,8 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
             budget = f", budget {format_bytes(use.budget_bytes)}" if use.budget_bytes else ""
             planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
             shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
-    shown.add_row("restarts", str(summary.num_restarts))
+    resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""
+    shown.add_row("restarts", f"{summary.num_restarts}{resumes}")
     if summary.num_skipped:
         shown.add_row("steps left out", left_out(summary))
     shown.add_row("time", time_of(summary))

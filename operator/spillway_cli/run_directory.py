@@ -186,3 +186,17 @@ def existing_run(path: Path) -> RunDirectory:
     if not run.log.is_file() and not run.job_file.is_file():
         raise UserError(f"{path}: no run here (neither job.json nor run.jsonl); name the --output of a `spillway run`")
     return run
+
+
+def names_a_directory(name: str) -> bool:
+    """A path is a run directory's, and so is a word that names a directory here: a job of that name takes -n."""
+    return os.sep in name or name in (".", "..") or Path(name).is_dir()
+
+
+def run_at(name: str) -> RunDirectory:
+    """Of a word that may as well name a job of a cluster. Raises UserError when there is no run."""
+    try:
+        return existing_run(Path(name))
+    except UserError as error:
+        job = "" if os.sep in name else f"; for the TrainingJob {name} give its --namespace"
+        raise UserError(f"{error}{job}") from error

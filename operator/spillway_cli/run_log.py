@@ -11,9 +11,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spillway.errors import ExitCode
 from spillway.metrics import StepMetrics
 from spillway.progress import MemberState
 
@@ -161,6 +163,9 @@ Event = (
 )  # fmt: skip
 
 
+ORDERLY = (ExitCode.COMPLETED, ExitCode.PREEMPTED)
+
+
 @dataclass(slots=True)
 class RunLog:
     """All that a run directory's run.jsonl says so far."""
@@ -184,6 +189,14 @@ class RunLog:
     def curve(self) -> list[Step]:
         """The steps in order."""
         return [self.steps[step] for step in sorted(self.steps)]
+
+    @property
+    def num_restarts(self) -> int:
+        """Attempts after one that failed or was killed; after one that was stopped on request, or trained all its
+        steps, the next one resumes."""
+        pairs = pairwise(one.time for one in self.starts)
+        between = ([end for end in self.ends if first <= end.time <= second] for first, second in pairs)
+        return sum(not ends or ends[-1].exit_code not in ORDERLY for ends in between)
 
     def add(self, line: str) -> Event | None:
         """Take one line in; returns its event, or None when the line is no event of ours."""
@@ -224,72 +237,6 @@ class RunLog:
         return None if reader is None else reader(float(fields["time"]), epoch, fields)
 
 
-def start(time: float, _: int, fields: dict[str, Any]) -> Start:
-    return Start(
-        time=time,
-        epoch=int(fields["epoch"]),
-        resumed_from_step=int(fields["resumed_from_step"]),
-        isa=str(fields["isa"]),
-        io_backend=str(fields["io_backend"]),
-        parameters=int(fields["parameters"]),
-    )
-
-
-def preparing(time: float, _: int, fields: dict[str, Any]) -> Preparing:
-    return Preparing(time, str(fields["doing"]))
-
-
-def activations_chosen(time: float, _: int, fields: dict[str, Any]) -> ActivationsChosen:
-    return ActivationsChosen(time, str(fields["reason"]))
-
-
-def activations_corrected(time: float, _: int, fields: dict[str, Any]) -> ActivationsCorrected:
-    return ActivationsCorrected(time, int(fields["step"]), str(fields["reason"]))
-
-
-def step(time: float, epoch: int, fields: dict[str, Any]) -> Step:
-    return Step(time, epoch, step_metrics(fields))
-
-
-def evaluation(time: float, _: int, fields: dict[str, Any]) -> Evaluation:
-    return Evaluation(time, int(fields["step"]), number(fields["loss"]))
-
-
-def checkpoint(time: float, _: int, fields: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"]))
-
-
-def missed_checkpoint(time: float, _: int, fields: dict[str, Any]) -> MissedCheckpoint:
-    return MissedCheckpoint(time, int(fields["step"]), str(fields["problem"]))
-
-
-def end(time: float, _: int, fields: dict[str, Any]) -> End:
-    return End(time, int(fields["step"]), str(fields["reason"]), int(fields["exit_code"]), str(fields["message"]))
-
-
-def sweep(time: float, _: int, fields: dict[str, Any]) -> Sweep:
-    members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
-    objective = fields["objective"]
-    halving = int(objective.get("halving", 0))
-    return Sweep(time, int(fields["epoch"]), str(fields["isa"]), members, str(objective["metric"]), halving)
-
-
-def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
-    return MemberEvent(
-        time=time,
-        member=str(fields["member"]),
-        state=MEMBER_EVENTS[fields["event"]],
-        step=int(fields["step"]),
-        loss=figure(fields["loss"]),
-        objective=figure(fields["objective"]),
-        reason=str(fields["reason"]),
-    )
-
-
-def best(time: float, _: int, fields: dict[str, Any]) -> Best:
-    return Best(time, str(fields["member"]), figure(fields["objective"]))
-
-
 MEMBER_EVENTS = {
     "member_started": MemberState.RUNNING,
     "member_parked": MemberState.PARKED,
@@ -298,18 +245,46 @@ MEMBER_EVENTS = {
     "member_completed": MemberState.COMPLETE,
 }
 
+
+def start(time: float, _: int, fields: dict[str, Any]) -> Start:
+    """A member of a sweep leaves `isa` and `io_backend` to the sweep."""
+    isa, io_backend = str(fields.get("isa", "")), str(fields.get("io_backend", ""))
+    return Start(
+        time, int(fields["epoch"]), int(fields["resumed_from_step"]), isa, io_backend, int(fields["parameters"])
+    )
+
+
+def sweep(time: float, _: int, fields: dict[str, Any]) -> Sweep:
+    members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
+    metric, halving = str(fields["objective"]["metric"]), int(fields["objective"].get("halving", 0))
+    return Sweep(time, int(fields["epoch"]), str(fields["isa"]), members, metric, halving)
+
+
+def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
+    state, loss, objective = MEMBER_EVENTS[fields["event"]], figure(fields["loss"]), figure(fields["objective"])
+    return MemberEvent(time, str(fields["member"]), state, int(fields["step"]), loss, objective, str(fields["reason"]))
+
+
+def end(time: float, _: int, fields: dict[str, Any]) -> End:
+    return End(time, int(fields["step"]), str(fields["reason"]), int(fields["exit_code"]), str(fields["message"]))
+
+
 READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
-    "preparing": preparing,
+    "preparing": lambda time, _, fields: Preparing(time, str(fields["doing"])),
     "start": start,
-    "activations_chosen": activations_chosen,
-    "activations_corrected": activations_corrected,
-    "step": step,
-    "evaluation": evaluation,
-    "checkpoint": checkpoint,
-    "checkpoint_missed": missed_checkpoint,
+    "activations_chosen": lambda time, _, fields: ActivationsChosen(time, str(fields["reason"])),
+    "activations_corrected": lambda time, _, fields: ActivationsCorrected(
+        time, int(fields["step"]), str(fields["reason"])
+    ),
+    "step": lambda time, epoch, fields: Step(time, epoch, step_metrics(fields)),
+    "evaluation": lambda time, _, fields: Evaluation(time, int(fields["step"]), number(fields["loss"])),
+    "checkpoint": lambda time, _, fields: Checkpoint(
+        time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"])
+    ),
+    "checkpoint_missed": lambda time, _, fields: MissedCheckpoint(time, int(fields["step"]), str(fields["problem"])),
     "sweep": sweep,
     **dict.fromkeys(MEMBER_EVENTS, member_event),
-    "best": best,
+    "best": lambda time, _, fields: Best(time, str(fields["member"]), figure(fields["objective"])),
     "end": end,
 }
 """event name -> from (time, epoch of the attempt under way, fields) to a value"""

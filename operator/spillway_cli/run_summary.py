@@ -13,7 +13,10 @@ from spillway.plan import MemoryPlan, Tier
 from .run_log import Event, RunLog, Step
 
 
-def format_loss(loss: float) -> str:
+def format_loss(loss: float | None) -> str:
+    """None: not measured."""
+    if loss is None:
+        return "-"
     return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
 
 
@@ -23,21 +26,21 @@ class TierUse:
     budget_bytes: int
     planned_bytes: int
     peak_bytes: int
-    """highest of all steps"""
+    """highest of the steps under the plan"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     num_steps: int
     """steps on the curve"""
-    first_loss: float
-    final_loss: float
-    """NaN when there is no step yet, or when it was not finite"""
+    first_loss: float | None
+    final_loss: float | None
+    """None when there is no step yet, NaN when it was not finite"""
     evaluation_loss: float | None
     tokens_per_second: float
-    """median of the steps"""
+    """median of the steps under the plan"""
     step_seconds: float
-    """median, evaluation and checkpoints apart"""
+    """the same, evaluation and checkpoints apart"""
     predicted_step_seconds: float
     training_seconds: float
     """from the first start to the last event, of earlier invocations too, and what lay between them"""
@@ -49,7 +52,12 @@ class RunSummary:
     num_overflowed: int
     """of these, because the loss scale was too large for float16"""
     num_restarts: int
+    """of the attempts after the first; before the others a request or the last step had ended the run"""
     tiers: tuple[TierUse, ...]
+
+    @property
+    def num_resumes(self) -> int:
+        return max(0, self.num_attempts - 1 - self.num_restarts)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -57,45 +65,47 @@ class RunSummary:
             "firstLoss": finite(self.first_loss),
             "finalLoss": finite(self.final_loss),
             "evaluationLoss": finite(self.evaluation_loss),
-            "tokensPerSecond": self.tokens_per_second,
-            "stepSeconds": self.step_seconds,
+            "tokensPerSecond": self.tokens_per_second if self.num_steps else None,
+            "stepSeconds": self.step_seconds if self.num_steps else None,
             "predictedStepSeconds": self.predicted_step_seconds,
             "trainingSeconds": self.training_seconds,
             "attemptSeconds": self.attempt_seconds,
             "skippedSteps": self.num_skipped,
             "overflowedSteps": self.num_overflowed,
             "restarts": self.num_restarts,
+            "resumes": self.num_resumes,
             "tiers": {
                 use.tier.value: {
                     "budgetBytes": use.budget_bytes,
                     "plannedBytes": use.planned_bytes,
-                    "peakBytes": use.peak_bytes,
+                    "peakBytes": use.peak_bytes if self.num_steps else None,
                 }
                 for use in self.tiers
             },
         }
 
 
-def summarize(log: RunLog, plan: MemoryPlan) -> RunSummary:
+def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[Step]) -> RunSummary:
+    """`measured`: the steps that were made under `plan` (report_command.measured_under)."""
     steps = log.curve
     events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
     times = [event.time for event in events]
     evaluations = sorted(log.evaluations)
     return RunSummary(
         num_steps=len(steps),
-        first_loss=steps[0].metrics.loss if steps else math.nan,
-        final_loss=steps[-1].metrics.loss if steps else math.nan,
+        first_loss=steps[0].metrics.loss if steps else None,
+        final_loss=steps[-1].metrics.loss if steps else None,
         evaluation_loss=log.evaluations[evaluations[-1]].loss if evaluations else None,
-        tokens_per_second=median([step.metrics.tokens_per_second for step in steps]),
-        step_seconds=median([step.metrics.step_seconds for step in steps]),
+        tokens_per_second=median([step.metrics.tokens_per_second for step in measured]),
+        step_seconds=median([step.metrics.step_seconds for step in measured]),
         predicted_step_seconds=plan.prediction.step_seconds,
         training_seconds=max(times) - min(times) if times else 0.0,
         attempt_seconds=sum(last - first for first, last in attempt_spans([one.time for one in log.starts], times)),
         num_attempts=len(log.starts),
         num_skipped=sum(step.metrics.skipped for step in steps),
         num_overflowed=sum(step.metrics.overflowed for step in steps),
-        num_restarts=max(0, len(log.starts) - 1),
-        tiers=tuple(tier_use(tier, steps, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
+        num_restarts=log.num_restarts,
+        tiers=tuple(tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
     )
 
 

@@ -64,7 +64,8 @@ def list_of_jobs(cluster: Cluster, namespace: str | None, options: StatusOptions
         elif not jobs:
             message_console().print(f"no TrainingJob in {namespace or 'any namespace'}")
         else:
-            result_console().print(jobs_table(jobs, with_namespace=namespace is None, now=datetime.now(UTC)))
+            picture_of_all = jobs_table(jobs, with_namespace=namespace is None, now=datetime.now(UTC))
+            result_console(options.watch).print(picture_of_all)
     return 0
 
 
@@ -89,7 +90,7 @@ def one_job(cluster: Cluster, namespace: str, name: str, options: StatusOptions)
         if options.format is Format.JSON:
             print_json(job)
         else:
-            result_console().print(picture(job, events_of(cluster, job), datetime.now(UTC)))
+            result_console(options.watch).print(picture(job, events_of(cluster, job), datetime.now(UTC)))
     return exit_code(job)
 
 

@@ -7,7 +7,6 @@ look is printed in plain lines.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, Group, RenderableType
@@ -25,7 +23,7 @@ from spillway.errors import UserError
 
 from .cluster import Gone, Unreachable, connect
 from .console import Format, leave_reader, print_json, result_console
-from .run_directory import RunDirectory, existing_run
+from .run_directory import names_a_directory, run_at
 from .top_cluster import FleetSource, JobSource
 from .top_run import RunSource
 from .top_view import WIDEST, RunView, as_json, fleet, picture
@@ -67,7 +65,7 @@ def top(options: TopOptions) -> int:
             if options.format is Format.JSON:
                 print_documents(look, options)
             else:
-                show(look, options, result_console())
+                show(look, options, result_console(watches=True))
         except KeyboardInterrupt:
             pass
         except BrokenPipeError:
@@ -90,20 +88,6 @@ def source(options: TopOptions) -> Callable[[], Look]:
     everything = FleetSource(cluster, None if options.all_namespaces else namespace)
     place = "all namespaces" if options.all_namespaces else namespace
     return lambda: look_at_all(*everything.look(), place)
-
-
-def names_a_directory(name: str) -> bool:
-    """A path is a run directory's, and so is a word that names a directory here: a job of that name takes -n."""
-    return os.sep in name or name in (".", "..") or Path(name).is_dir()
-
-
-def run_at(name: str) -> RunDirectory:
-    """Raises UserError when there is no run."""
-    try:
-        return existing_run(Path(name))
-    except UserError as error:
-        job = "" if os.sep in name else f"; for the TrainingJob {name} give its --namespace"
-        raise UserError(f"{error}{job}") from error
 
 
 def look_at_one(view: RunView) -> Look:

@@ -196,7 +196,7 @@ class RunSource:
             loss=loss,
             tokens_per_second=None if last is None else last.tokens_per_second,
             eta=format_eta(eta_seconds) if state == "Running" and eta_seconds is not None else "",
-            restarts=max(0, len(log.starts) - 1),
+            restarts=log.num_restarts,
             tiers=tiers_of(plan, last, self._peaks),
             rates=rates_of(self._recent),
             members=members,
@@ -207,16 +207,18 @@ class RunSource:
 
     def _take_in(self) -> None:
         for event in chain(self._follower.new_events(), self._members.new_events(self._follower.log)):
+            if isinstance(event, Start | Sweep):
+                self._recent.clear()
+                self._peaks.clear()  # those of another plan
             if isinstance(event, Start):
                 self._remaining.restart(event.time)
-                self._recent.clear()
             elif isinstance(event, Sweep):
                 self._pace = SweepPace(event.time)
-                self._recent.clear()
             elif isinstance(event, Step):
                 self._pace.take(event)
                 self._last = event.metrics
                 self._recent.append(event.metrics)
                 self._eta_seconds = self._remaining.after(event.metrics.step, event.time)
-                for tier, peak in event.metrics.tier_peak_bytes.items():
-                    self._peaks[tier] = max(peak, self._peaks.get(tier, 0))
+                if event.time >= self._pace.since:
+                    for tier, peak in event.metrics.tier_peak_bytes.items():
+                        self._peaks[tier] = max(peak, self._peaks.get(tier, 0))

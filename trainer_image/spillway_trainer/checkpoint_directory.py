@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
@@ -57,6 +58,8 @@ class CheckpointSummary:
     num_tensors: int
     modified_seconds: float
     """time of the commit, seconds since 1970"""
+    schedule: Mapping[str, Any]
+    """of the learning rate, as the job had it when this was trained (schedule.LearningRate); empty when not known"""
     in_lineage: bool
     """False: committed by an epoch after it was superseded, so resume ignores it"""
     problem: str
@@ -75,7 +78,7 @@ class Resume:
 
 def list_checkpoints(directory: Path) -> list[CheckpointSummary]:
     """All committed checkpoints, newest first."""
-    names = _checkpoint_names(directory)
+    names = names_in(directory)
     heirs = set(lineage(_bases(directory, names), names))
     return [_summary(directory, name, name in heirs) for name in sorted(names, reverse=True)]
 
@@ -85,7 +88,7 @@ def verify(directory: Path) -> list[Problem]:
     if (directory / MANIFEST).exists() or CheckpointName.parse(directory.name):
         return verify_checkpoint(directory)
     problems = [problem for number in sorted(_epoch_numbers(directory)) for problem in _verify_epoch(directory, number)]
-    for name in sorted(_checkpoint_names(directory)):
+    for name in sorted(names_in(directory)):
         problems += verify_checkpoint(directory / str(name))
     return problems
 
@@ -110,7 +113,7 @@ def choose_resume(directory: Path) -> Resume:
 
     Raises CheckpointCorrupt when the lineage names checkpoints and none of them can be used.
     """
-    names = _checkpoint_names(directory)
+    names = names_in(directory)
     bases = _bases(directory, names)
     problems: list[Problem] = []
     for name in lineage(bases, names):
@@ -223,7 +226,7 @@ class Epoch:
         Needed are the newest `keep` of this epoch's checkpoints that verify (at least two) and all after them. As long
         as there are fewer, nothing is removed; once there are enough, those of earlier epochs go as well.
         """
-        names = _checkpoint_names(self.directory)
+        names = names_in(self.directory)
         kept = self._newest_verified((name for name in names if name.epoch == self.number), max(keep, MINIMUM_KEPT))
         if not kept:
             return []
@@ -283,7 +286,8 @@ def _make_directories(directory: Path, files: DurableFiles) -> None:
         files.sync_directory(directory.parent)
 
 
-def _checkpoint_names(directory: Path) -> list[CheckpointName]:
+def names_in(directory: Path) -> list[CheckpointName]:
+    """Of the committed checkpoints, in no order; none where there is no directory."""
     parsed = (CheckpointName.parse(name) for name in _listing(directory))
     return [name for name in parsed if name is not None]
 
@@ -295,7 +299,7 @@ def _epoch_numbers(directory: Path) -> list[int]:
 
 def _epochs_seen(directory: Path) -> set[int]:
     """Epochs that have begun, also those whose epoch file was lost but not their checkpoints."""
-    return {*_epoch_numbers(directory), *(name.epoch for name in _checkpoint_names(directory))}
+    return {*_epoch_numbers(directory), *(name.epoch for name in names_in(directory))}
 
 
 def _listing(directory: Path) -> list[str]:
@@ -350,10 +354,11 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
         manifest = open_checkpoint(path).manifest
     except Unsealed as error:
         problem = f"{MANIFEST}: expected an intact manifest, found {error}"
-        return CheckpointSummary(str(name), name.step, name.epoch, None, 0, 0, modified, in_lineage, problem)
+        return CheckpointSummary(str(name), name.step, name.epoch, None, 0, 0, modified, {}, in_lineage, problem)
     parent = None if manifest.parent is None else str(manifest.parent)
+    size, schedule = manifest.nbytes, manifest.state.schedule
     return CheckpointSummary(
-        str(name), name.step, name.epoch, parent, manifest.nbytes, len(manifest.tensors), modified, in_lineage, ""
+        str(name), name.step, name.epoch, parent, size, len(manifest.tensors), modified, schedule, in_lineage, ""
     )
 
 

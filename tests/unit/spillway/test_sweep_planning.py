@@ -72,6 +72,16 @@ def test_members_of_64_shapes_take_their_shapes_once(monkeypatch: pytest.MonkeyP
     assert model_shape.model_shape.cache_info().misses <= MAX_MEMBERS + 1
 
 
+def test_a_reason_of_several_members_is_said_once_with_their_names() -> None:
+    plan = planned(sweep({}, {"training.seed": "1"}, {"training.microBatchSize": "2"}))
+    assert isinstance(plan, MemoryPlan)
+    own = [reason.partition(": ") for reason in plan.reasons[1:]]
+    said = {(name, text) for names, _, text in own for name in names.replace("all members", "m0, m1, m2").split(", ")}
+    assert said == {(one.name, reason) for one in plan.members for reason in one.plan.reasons}
+    assert len({text for _, _, text in own}) == len(own)
+    assert {names for names, _, _ in own} >= {"m0, m1", "m2"}
+
+
 def test_a_plan_for_a_gpu_node_says_that_a_run_would_not_take_it() -> None:
     found = make_plan(sweep({}, {"training.seed": "1"}), resolve_node("8xh100"))
     assert isinstance(found, MemoryPlan)

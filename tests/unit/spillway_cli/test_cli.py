@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from cases.job_documents import job
-from fakes.fake_trainer import step_line
+from fakes.fake_trainer import attempt_lines, step_line
 from harness.places import ROOT
 from harness.run_records import plan as made_plan
 from spillway.api import Member, Objective, TrainingJob, parse_job
 from spillway.errors import ExitCode, UserError
 from spillway.hardware import local_node
 from spillway.job import JobFile
-from spillway.plan import Tier
+from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan, shared_memory
 from spillway_cli import __main__ as cli
 from spillway_cli import local_run, run_command
@@ -491,27 +491,110 @@ def trained(directory: Path) -> RunDirectory:
     return RunDirectory(directory)
 
 
+WIDER = ("hiddenSize: 256", "hiddenSize: 512")
+
+
 def test_a_job_that_never_trained_does_not_bind_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "epoch-1.json").write_text("{}")
-    corrected = tiny_job(("steps: 80", "steps: 90"))
-    local_run.refuse_another_run(RunDirectory(tmp_path), corrected, job_json(tiny_job()))
+    local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
+
+
+def made_of_text(directory: Path) -> Path:
+    """As build_corpus leaves it."""
+    directory.mkdir(parents=True)
+    for name in ("index.json", "tokenizer.json"):
+        (directory / name).write_text("{}")
+    return directory
+
+
+def test_what_an_untrained_start_made_of_its_text_is_removed(tmp_path: Path) -> None:
+    """And the plans of its attempts, which say what another model ran out of; a folder of the user's stays."""
+    run = RunDirectory(tmp_path)
+    corpora = [made_of_text(tmp_path / name) for name in ("corpus", "corpus-b")]
+    notes, plan = tmp_path / "corpus-notes", run.attempt(1) / "plan.json"
+    for file in (notes / "index.json", plan):
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    local_run.refuse_another_run(run, tiny_job(), job_json(tiny_job()))
+    assert all(corpus.is_dir() for corpus in corpora) and plan.is_file(), "the same job uses them again"
+    local_run.refuse_another_run(run, tiny_job(WIDER), job_json(tiny_job()))
+    assert not any(corpus.exists() for corpus in corpora) and not plan.exists() and notes.is_dir()
+
+
+def test_text_that_a_start_was_rejected_for_may_be_corrected(tmp_path: Path) -> None:
+    """The same job again: the path is right, what lies there was not."""
+    corpus, end = made_of_text(tmp_path / "corpus"), {"event": "end", "time": 1.0, "step": 0, "message": ""}
+    for code, stays in ((137, True), (64, False)):
+        (tmp_path / "run.jsonl").write_text(json.dumps(end | {"reason": "", "exit_code": code}) + "\n")
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), job_json(tiny_job()))
+        assert corpus.exists() == stays
 
 
 def test_a_checkpoint_binds_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-4.e1").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(("steps: 80", "steps: 90")), job_json(tiny_job()))
+        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
 
 
-def test_directory_of_another_run_names_the_field(tmp_path: Path) -> None:
-    earlier = job_json(tiny_job())
-    with pytest.raises(UserError, match=r"spec\.training\.steps is 80 there and 90 here"):
-        local_run.refuse_another_run(trained(tmp_path), tiny_job(("steps: 80", "steps: 90")), earlier)
+def test_directory_of_another_run_lists_every_field_and_both_values(tmp_path: Path) -> None:
+    batches = ("sequenceLength: 256, globalBatchSize: 8", "sequenceLength: 128, globalBatchSize: 16")
+    other = tiny_job(WIDER, ("numLayers: 6", "numLayers: 4"), ("steps: 80", "steps: 80, seed: 7"), batches)
+    with pytest.raises(UserError) as refused:
+        local_run.refuse_another_run(trained(tmp_path), other, job_json(tiny_job()))
+    first, *fields, last = str(refused.value).splitlines()
+    assert first.endswith("holds another run:") and "name another directory" in last
+    assert [field.strip() for field in fields] == [
+        "spec.model.config.hiddenSize was 256 and is 512 now",
+        "spec.model.config.numLayers was 6 and is 4 now",
+        "spec.training.globalBatchSize was 8 and is 16 now",
+        "spec.training.seed was 0 and is 7 now",
+        "spec.training.sequenceLength was 256 and is 128 now",
+    ]
+
+
+CHANGES = "optimizer: {learningRate: '2e-3'}, schedule: {name: Linear, warmupSteps: 2, finalFraction: '0'}"
+
+
+def test_steps_schedule_and_rate_may_change_and_are_said(tmp_path: Path) -> None:
+    extended = tiny_job(("steps: 80", f"steps: 90, {CHANGES}"))
+    assert local_run.refuse_another_run(trained(tmp_path), extended, job_json(tiny_job())) == [
+        "spec.training.optimizer.learningRate was 0.0003 and is 0.002 now",
+        "spec.training.schedule.finalFraction was 0.1 and is 0.0 now",
+        "spec.training.schedule.name was Cosine and is Linear now",
+        "spec.training.schedule.warmupSteps was 0 and is 2 now",
+        "spec.training.steps was 80 and is 90 now",
+    ]
+
+
+@pytest.mark.parametrize("trace", ["a step", "a checkpoint"])
+def test_fewer_steps_than_are_trained_are_rejected(tmp_path: Path, trace: str) -> None:
+    run = RunDirectory(tmp_path)
+    if trace == "a step":
+        run.log.write_text(json.dumps(step_line(40, 1.0)) + "\n")
+    else:
+        (run.checkpoints / "step-40.e1").mkdir(parents=True)
+    local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 40")), job_json(tiny_job()))
+    with pytest.raises(UserError, match=r"spec\.training\.steps is 39, and 40 are trained"):
+        local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 39")), job_json(tiny_job()))
+
+
+def test_interrupted_run_whose_checkpoints_are_gone_is_rejected(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Epoch file, job and log are there, and say that a checkpoint was written: nothing is trained again from 0."""
+    output = job_file.parent / "out"
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "checkpoints" / "epoch-1.json").write_text("{}")
+    (output / "job.json").write_text(job_json(tiny_job()).model_dump_json())
+    (output / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in attempt_lines(1, 1, 7)))
+    assert run(job_file) == ExitCode.CHECKPOINT_CORRUPT
+    assert "the checkpoint of step 4 was here and is gone; put it back" in " ".join(capsys.readouterr().err.split())
+    assert not (output / "attempts").exists()
 
 
 def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metadata\.name is other there and tiny here"):
+    with pytest.raises(UserError, match=r"metadata\.name was other and is tiny now"):
         local_run.refuse_another_run(trained(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
 
 
@@ -542,16 +625,18 @@ def trained_sweep(directory: Path, *events: str) -> RunDirectory:
 
 def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> None:
     run, earlier = trained_sweep(tmp_path, member_event("a", "parked", 3)), job_json(sweep_job("ab"))
-    with pytest.raises(UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate is 1e-3 there"):
+    with pytest.raises(
+        UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate was 1e-3 and is 2e-3 now"
+    ):
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
-    with pytest.raises(UserError, match=r"spec\.objective\.halving is 0 there and 5 here"):
+    with pytest.raises(UserError, match=r"spec\.objective\.halving was 0 and is 5 now"):
         local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
 
 
 def test_members_join_and_leave_a_sweep_without_rounds(tmp_path: Path) -> None:
     run = trained_sweep(tmp_path, member_event("a", "parked", 3))
     local_run.refuse_another_run(run, sweep_job("bc"), job_json(sweep_job("ab")))
-    with pytest.raises(UserError, match=r"spec\.members\.a is"):
+    with pytest.raises(UserError, match=r"spec\.members\.a was"):
         local_run.refuse_another_run(run, sweep_job("bc", halving=5), job_json(sweep_job("ab", halving=5)))
 
 
@@ -565,12 +650,31 @@ def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path
 
 def test_sweep_is_complete_only_when_every_listed_member_has_ended(tmp_path: Path) -> None:
     end = json.dumps({"event": "end", "time": 2.0, "step": 5, "reason": "Completed", "exit_code": 0, "message": ""})
-    events = (member_event("a", "completed", 4), member_event("b", "stopped", 1), end + "\n")
+    events = (member_event("a", "completed", 80), member_event("b", "stopped", 1), end + "\n")
     assert local_run.is_complete(trained_sweep(tmp_path, *events), sweep_job("ab"))
     assert not local_run.is_complete(trained_sweep(tmp_path, *events), sweep_job("abc"))
     assert not local_run.is_complete(trained_sweep(tmp_path, *events[:2]), sweep_job("ab"))
     parked = (events[0], member_event("b", "parked", 1), events[2])
     assert not local_run.is_complete(trained_sweep(tmp_path, *parked), sweep_job("ab"))
+
+
+def longer(job: TrainingJob, steps: int) -> TrainingJob:
+    training = job.spec.training.model_copy(update={"steps": steps})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
+
+
+def test_a_sweep_without_rounds_may_be_given_more_steps(tmp_path: Path) -> None:
+    end = json.dumps({"event": "end", "time": 2.0, "step": 160, "reason": "Completed", "exit_code": 0, "message": ""})
+    run = trained_sweep(tmp_path, member_event("a", "completed", 80), member_event("b", "completed", 80), end + "\n")
+    extended, earlier = longer(sweep_job("ab"), 90), job_json(sweep_job("ab"))
+    changed = local_run.refuse_another_run(run, extended, earlier)
+    assert changed == ["spec.training.steps was 80 and is 90 now"]
+    assert local_run.is_complete(run, sweep_job("ab")) and not local_run.is_complete(run, extended)
+    with pytest.raises(UserError, match="steps of member a is 70, and 80 are trained"):
+        local_run.refuse_another_run(run, longer(sweep_job("ab"), 70), earlier)
+    rounds = job_json(sweep_job("ab", halving=5))
+    with pytest.raises(UserError, match="steps was 80 and is 90 now"):
+        local_run.refuse_another_run(run, longer(sweep_job("ab", halving=5), 90), rounds)
 
 
 def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
@@ -644,6 +748,54 @@ def test_report_without_room_hides_no_outcome(
     document = json.loads(printed.out)
     assert (document["exitCode"], document["report"]) == (137, None)
     assert "No space left on device" in printed.err
+
+
+def summary_of(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    run_command.finish(directory, tiny_job(), [], Format.JSON)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def attempts_under(directory: RunDirectory, *budgets: int) -> list[MemoryPlan]:
+    """One attempt of four steps a host budget, each with a plan.json of its own; the last one made no step yet."""
+    plans, lines = [], list[dict[str, Any]]()
+    for epoch, budget in enumerate(budgets, 1):
+        plans.append(made_plan(budget={**made_plan().budget, Tier.HOST: budget}))
+        directory.attempt(epoch).mkdir(parents=True)
+        for file in (directory.plan_file, directory.attempt(epoch) / "plan.json"):
+            write_atomic(file, plans[-1].model_dump_json())
+        for line in attempt_lines(epoch, 4 * epoch - 3, 4 * epoch) if epoch < len(budgets) else ():
+            if line["event"] == "step":
+                line["tier_peak_bytes"] = {"host": budget // 2 + line["step"]}
+            lines.append(line)
+    directory.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("budgets", "shown", "peak"), [((900, 300, 500), 300, 158), ((300, 300, 500), 300, 158), ((900, 500), 900, 454)]
+)
+def test_measured_bytes_are_shown_with_the_plan_they_were_made_under(
+    tmp_path: Path, budgets: tuple[int, ...], shown: int, peak: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path)
+    attempts_under(run, *budgets)
+    host = summary_of(run, capsys)["tiers"]["host"]
+    assert (host["budgetBytes"], host["peakBytes"]) == (shown, peak)
+    capsys.readouterr()
+    assert cli.run_app(["report", str(tmp_path), "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["planAgainstReality"]["tiers"]["host"]["measuredBytes"] == peak
+
+
+def test_what_was_not_measured_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path)
+    attempts_under(run, 300)
+    found = summary_of(run, capsys)
+    names = ("firstLoss", "finalLoss", "evaluationLoss", "tokensPerSecond", "stepSeconds")
+    assert [found[name] for name in names] == [None] * 5
+    assert {tier["peakBytes"] for tier in found["tiers"].values()} == {None}
+    page = run.report.read_text(encoding="utf-8")
+    assert "not finite" not in page and "0 tok/s" not in page
 
 
 def test_report_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:

@@ -626,7 +626,7 @@ def test_paths_hold_any_name() -> None:
     "arguments",
     [
         ["status", "tjob/tiny"],
-        ["logs", "../tiny"],
+        ["logs", "../tiny", "-n", "team-a"],
         ["status", "-n", "a/pods"],
         ["top", "-n", "..", "--once"],
         ["logs", "tiny%2f", "-n", "team-a"],

@@ -26,7 +26,7 @@ def predicted(**changes: Any) -> MemoryPlan:
 
 
 def rows_of(found: MemoryPlan) -> dict[str, Row]:
-    return {row.name: row for row in compared(run_log((1, 20)), found)}
+    return {row.name: row for row in compared(run_log((1, 20)).curve, found)}
 
 
 def test_every_tier_phase_and_counted_link_has_a_row() -> None:
@@ -40,7 +40,7 @@ def test_cpu_time_and_lane_bytes_are_reported_even_without_predictions() -> None
     for step in run_log((1, 9)).curve:
         metrics = replace(step.metrics, moved_bytes={"cpu": 3 * MIB}, cpu_seconds=0.5 + step.metrics.step)
         log.steps[metrics.step] = replace(step, metrics=metrics)
-    rows = compared(log, predicted())
+    rows = compared(log.curve, predicted())
     found = {row.name: (row.planned, row.seen) for row in rows if row.kind in ("cores", "link")}
     assert found == {"cores": (None, 5.5), "cpu": (None, 3 * MIB)}
     assert as_json(rows, "x")["cores"] == {"predictedCpuSeconds": None, "measuredCpuSeconds": 5.5, "ratio": None}
@@ -58,7 +58,7 @@ def test_exchange_has_a_row_where_ranks_exchange() -> None:
     for step in run_log((1, 9)).curve:
         metrics = replace(step.metrics, phase_seconds={**step.metrics.phase_seconds, "exchange": 0.03})
         log.steps[metrics.step] = replace(step, metrics=metrics)
-    rows = {row.name: row for row in compared(log, predicted(exchange=0.01))}
+    rows = {row.name: row for row in compared(log.curve, predicted(exchange=0.01))}
     assert rows["exchange"].ratio == pytest.approx(3.0)
 
 
@@ -87,7 +87,7 @@ def test_a_phase_of_no_weight_is_not_named() -> None:
 
 
 def test_a_run_without_steps_has_no_rows() -> None:
-    assert compared(RunLog(), predicted()) == []
+    assert compared([], predicted()) == []
     assert as_json([], "x") == {
         "tiers": {},
         "step": {},
@@ -99,7 +99,7 @@ def test_a_run_without_steps_has_no_rows() -> None:
 
 
 def test_a_plan_of_an_earlier_version_has_measured_phases_only() -> None:
-    rows = {row.name: row for row in compared(run_log((1, 9)), plan())}
+    rows = {row.name: row for row in compared(run_log((1, 9)).curve, plan())}
     assert rows["forward"].planned is None and rows["forward"].seen == 0.1
     assert rows["step"].ratio == pytest.approx(1.25)
 

@@ -48,6 +48,7 @@ def said(console: Console) -> list[str]:
 def test_line_has_step_loss_speed_tiers_and_time_left() -> None:
     assert progress_line(step(4), 1000, BUDGET, 62.0) == (
         "step 4/1000  loss 2  2.05 k tok/s  device 60.0/128 MiB  host 88.0 MiB  nvme 30.0 MiB  eta 1m02s"
+        "  lr 0.001  grad norm 1.5"
     )
 
 

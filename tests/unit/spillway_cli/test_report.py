@@ -26,7 +26,8 @@ ENDED = {
 
 def record(title: str = "tiny", log: RunLog | None = None, ended: dict[int, Attempt] | None = None) -> RunRecord:
     log = run_log((1, 9), (5, 40)) if log is None else log
-    return RunRecord(title, "runs/tiny", "0.1.0", plan(job=title), log, ENDED if ended is None else ended)
+    ended = ENDED if ended is None else ended
+    return RunRecord(title, "runs/tiny", "0.1.0", plan(job=title), log, log.curve, ended)
 
 
 class Page(HTMLParser):
@@ -144,12 +145,13 @@ def test_half_written_line_is_left_out() -> None:
 
 
 def test_summary_takes_the_highest_peak_of_all_steps() -> None:
-    summary = summarize(run_log((1, 9)), plan())
+    log = run_log((1, 9))
+    summary = summarize(log, plan(), log.curve)
     assert summary.tiers[2].peak_bytes == (30 << 20) + 9 * 4096
 
 
 def test_summary_counts_restarts_not_attempts() -> None:
-    assert summarize(run_log((1, 5), (4, 9)), plan()).num_restarts == 1
+    assert summarize(run_log((1, 5), (4, 9)), plan(), []).num_restarts == 1
 
 
 def event_line(event: str, time: float, **fields: object) -> str:
@@ -168,7 +170,7 @@ def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None
     log.add(event_line("step", 110, step=2, **finite, loss=None))
     log.add(event_line("start", 5000, epoch=2))
     log.add(event_line("step", 5007, step=3))
-    found = summarize(log, plan())
+    found = summarize(log, plan(), log.curve)
     assert (found.num_skipped, found.num_overflowed) == (2, 1)
     assert (found.attempt_seconds, found.training_seconds) == (17.0, 4907.0)
     assert left_out(found) == "2, whose loss or gradients were not finite (1 overflowed float16 at their loss scale)"
@@ -177,7 +179,7 @@ def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None
 
 
 def test_summary_as_json_has_null_where_there_is_no_loss() -> None:
-    assert summarize(RunLog(), plan()).as_json()["finalLoss"] is None
+    assert summarize(RunLog(), plan(), []).as_json()["finalLoss"] is None
 
 
 def test_thinning_keeps_short_series_as_they_are() -> None:

@@ -271,7 +271,7 @@ def test_the_report_escapes_what_members_say() -> None:
     log = RunLog()
     log.add(json.dumps(SWEEP))
     log.add(json.dumps(member("failed", "a", 1, 101.0, "<script>alert(1)</script>")))
-    page = render_report(RunRecord("tiny", "runs/tiny", "0.1.0", made_plan(), log, {}))
+    page = render_report(RunRecord("tiny", "runs/tiny", "0.1.0", made_plan(), log, [], {}))
     assert "<script>" not in page
 
 
@@ -296,6 +296,20 @@ def test_the_end_of_a_sweep_is_a_table_and_a_document(run: RunDirectory, capsys:
     said = capsys.readouterr().out
     assert STOPPED in " ".join(said.split())
     assert "12 of 14" in said
+
+
+def test_a_sweep_without_a_best_member_has_no_loss_rather_than_a_bad_one(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted before anything was compared: what is missing is not "not finite"."""
+    run.log.write_text("".join(json.dumps(event) + "\n" for event in EVENTS if event["event"] != "best"))
+    job, ended = made_job(), [Attempt(1, 75, "Preempted", "stopped on request")]
+    run_command.finish(run, job, ended, Format.JSON)
+    document = json.loads(capsys.readouterr().out)
+    assert [document[name] for name in ("firstLoss", "finalLoss", "evaluationLoss")] == [None] * 3
+    run_command.finish(run, job, ended, Format.TEXT)
+    printed = capsys.readouterr().out
+    assert "- -> -" in printed and "not finite" not in printed
 
 
 # --- in a cluster -----------------------------------------------------------------------------------------------------

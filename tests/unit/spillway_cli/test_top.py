@@ -204,6 +204,13 @@ def test_an_end_that_only_the_trainer_wrote_counts(run: RunDirectory) -> None:
     assert RunSource(run).look().state == "Failed"
 
 
+def test_peaks_are_those_of_the_attempt_whose_plan_is_shown(run: RunDirectory) -> None:
+    write(run, 1, 1, 9)
+    write(run, 2, 5, 6)
+    nvme = RunSource(run).look().tiers[2]
+    assert nvme.peak_bytes == (30 << 20) + 6 * 4096
+
+
 def test_a_running_run_is_shown_until_ctrl_c_and_that_is_no_error(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +228,16 @@ def test_a_running_run_is_shown_until_ctrl_c_and_that_is_no_error(
     assert [json.loads(line)["state"] for line in lines] == ["Running", "Running"]
 
 
-def test_a_reader_that_goes_away_ends_the_view(run: RunDirectory) -> None:
+@pytest.mark.parametrize("words", ["", " -o json"])
+def test_a_reader_that_goes_away_ends_the_view(run: RunDirectory, words: str) -> None:
     import subprocess
     import sys
 
     write(run, 1, 1, 5)
-    command = f"{sys.executable} -m spillway_cli top {run.path} --interval 0.1 -o json | head -1"
+    command = f"{sys.executable} -m spillway_cli top {run.path} --interval 0.1{words} | head -1"
+    bash = ["bash", "-o", "pipefail", "-c", command]
     with training(run):
-        done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+        done = subprocess.run(bash, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 
