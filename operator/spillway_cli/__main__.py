@@ -75,6 +75,7 @@ FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the re
 NamespaceOption = Annotated[str | None, typer.Option("-n", "--namespace", metavar="NS", help="Default: the context's.")]
 ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
+MemberOption = Annotated[str | None, typer.Option(metavar="NAME", help="Of a sweep: this member alone.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
 HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
 NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe budget.")]
@@ -237,9 +238,9 @@ def status(
     raise typer.Exit(status_command.status(options))
 
 
-@app.command(help="What a job's pods print.")
+@app.command(help="What a job's pods, or a run's trainer print.")
 def logs(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a TrainingJob.")],
+    job: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A TrainingJob, or the directory of a run.")],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on through restarts to the end.")] = False,
@@ -284,17 +285,17 @@ def doctor(
 
 
 @checkpoints.command(help="Every committed checkpoint, newest first.")
-def ls(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
+def ls(run: RunArgument, member: MemberOption = None, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415
 
-    raise typer.Exit(checkpoint_command.ls(run, output))
+    raise typer.Exit(checkpoint_command.ls(run, output, member))
 
 
 @checkpoints.command(help="Read every byte; exit 74 when one is not as it was written.")
-def verify(run: RunArgument, output: FormatOption = Format.TEXT) -> None:
+def verify(run: RunArgument, member: MemberOption = None, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415
 
-    raise typer.Exit(checkpoint_command.verify(run, output))
+    raise typer.Exit(checkpoint_command.verify(run, output, member))
 
 
 @checkpoints.command(help="Weights for Hugging Face, or states for DeepSpeed and torch.")
@@ -307,6 +308,7 @@ def export(
     optimizer: Annotated[
         str | None, typer.Option(help="Which loads --as universal: torch (default) or deepspeed.")
     ] = None,
+    member: MemberOption = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import checkpoint_command as command  # noqa: PLC0415
@@ -319,6 +321,7 @@ def export(
         None if dtype is None else one_of(command.ExportDtype, dtype, "--dtype"),
         None if optimizer is None else one_of(command.LoadingOptimizer, optimizer, "--optimizer"),
         output,
+        member,
     )
     raise typer.Exit(command.export(options))
 

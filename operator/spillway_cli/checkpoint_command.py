@@ -1,23 +1,33 @@
 """`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, weights and states for others.
 
-The run is the --output of a `spillway run`, or the directory of a cluster's job on its checkpoint claim.
+The run is the --output of a `spillway run`, or the directory of a cluster's job on its checkpoint claim, or one of
+checkpoints. Of a sweep, every member's checkpoints are listed and verified, and the best member's exported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
+from spillway.api import TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, UserError
+from spillway.halving import METRIC_WORDS
+from spillway.members import DIRECTORY as MEMBERS_DIRECTORY
+from spillway.members import member_directory, solo_specs
 from spillway.units import format_bytes
 from spillway_trainer import checkpoint_directory
 from spillway_trainer.checkpoint_directory import CheckpointSummary
+from spillway_trainer.checkpoint_manifest import open_checkpoint
+from spillway_trainer.durable_files import describe_file
 
 from .console import Format, print_json, result_console, table
 from .local_run import read_job_file
-from .run_directory import existing_run
+from .run_directory import RunDirectory, existing_run
+from .run_log import read_run_log
+from .run_summary import format_loss
 
 
 class ExportDtype(StrEnum):
@@ -45,12 +55,18 @@ class LoadingOptimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Where a run's checkpoints and its tokenizer lie."""
+    """Where the checkpoints of a run lie, or of one member of a sweep."""
 
+    member: str
+    """empty of a run that is no sweep"""
     checkpoints: Path
-    tokenizer: Path
-    betas: tuple[float, float] | None = None
-    """of the job, where its job.json lies beside the checkpoints"""
+    places: Sequence[Path]
+    """the tokenizer is in a directory corpus* of one of these"""
+    spec: TrainingJobSpec | None
+    """its own, where the job.json lies beside the checkpoints"""
+
+    def named(self, name: object) -> str:
+        return f"{self.member}/{name}" if self.member else str(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,46 +82,90 @@ class ExportOptions:
     optimizer: LoadingOptimizer | None
     """None: torch"""
     output: Format
+    member: str | None = None
+    """of a sweep; None: the best"""
 
 
-def saved_by(path: Path) -> Saved:
-    """Raises UserError when `path` is neither a run directory nor one of checkpoints."""
-    if any(path.glob("epoch-*.json")):
-        return Saved(path.resolve(), path.resolve() / "corpus" / "tokenizer.json")
-    run = existing_run(path)
-    job = read_job_file(run.job_file)
-    if job is None:
-        return Saved(run.checkpoints, run.corpus / "tokenizer.json")
-    beta1, beta2 = job.spec.training.optimizer.betas or (0.0, 0.0)
-    # The corpus may lie outside the run.
-    return Saved(run.checkpoints, Path(job.corpus_directory) / "tokenizer.json", (beta1, beta2))
+def saved_by(path: Path, member: str | None = None) -> list[Saved]:
+    """One of a run; of a sweep one for each member that has begun, if any has, or `member` alone.
+
+    Raises UserError when `path` is neither a run directory nor one of checkpoints, or has no such member."""
+    is_bare = any(path.glob("epoch-*.json")) or any(path.glob(f"{MEMBERS_DIRECTORY}/*/epoch-*.json"))
+    run = RunDirectory(path.resolve()) if is_bare else existing_run(path)
+    checkpoints, job = (run.path, None) if is_bare else (run.checkpoints, read_job_file(run.job_file))
+    # a corpus may lie outside the run; a member's checkpoints are three levels below its sweep's
+    places = [run.path, *run.path.parents[:3]] if job is None else [Path(job.corpus_directory).parent]
+    begun = sorted(one.name for one in (checkpoints / MEMBERS_DIRECTORY).glob("*") if one.is_dir())
+    listed = [] if job is None else [one.name for one in job.spec.members] or [""]
+    specs = dict(zip(listed, () if job is None else solo_specs(job.spec), strict=True))
+    if member is not None and member not in begun:
+        there = f"there are {', '.join(begun)}" if begun else "it is no sweep, or none has begun; leave --member out"
+        raise UserError(f"--member {member}: {path} has no checkpoints of it; {there}")
+    return [
+        Saved(name, Path(member_directory(checkpoints, name)) if name else checkpoints, places, specs.get(name))
+        for name in begun or [""]
+        if member in (None, name)
+    ]
 
 
-def ls(run_path: Path, output: Format) -> int:
+def to_export(options: ExportOptions) -> tuple[Saved, str]:
+    """What is exported, and of a sweep which member and why. Raises UserError when it must be named."""
+    found = saved_by(options.run, options.member)
+    if options.member is not None:
+        return found[0], f"member {options.member}: "
+    if not found[0].member:
+        return found[0], ""
+    log = read_run_log(RunDirectory(options.run).log)
+    if log.best is None or log.sweep is None:
+        names = ", ".join(one.member for one in found)
+        raise UserError(f"{options.run}: which member is the best is not known here; give --member, one of {names}")
+    name, metric = log.best.member, METRIC_WORDS[log.sweep.metric]
+    value = format_loss(log.members.get(name, log.best).objective)
+    return saved_by(options.run, name)[0], f"member {name}, the best of {len(found)} by {metric} {value}: "
+
+
+def tokenizer_of(checkpoint: Path, saved: Saved) -> Path:
+    """The tokenizer.json that the checkpoint was trained with. Raises UserError when it is in none of the places."""
+    wanted = open_checkpoint(checkpoint).manifest.state.tokenizer_xxh3
+    for file in (file for place in saved.places for file in place.glob("corpus*/tokenizer.json")):
+        if describe_file(file).xxh3_128 == wanted:
+            return file
+    looked = ", ".join(str(place / "corpus*") for place in saved.places)
+    raise UserError(f"{checkpoint}: not in {looked}: the tokenizer.json that it was trained with; put its corpus back")
+
+
+def ls(run_path: Path, output: Format, member: str | None = None) -> int:
     """Every committed checkpoint, newest first; nothing is hashed."""
-    found = checkpoint_directory.list_checkpoints(saved_by(run_path).checkpoints)
+    saved = saved_by(run_path, member)
+    found = [(each, one) for each in saved for one in checkpoint_directory.list_checkpoints(each.checkpoints)]
     if output is Format.JSON:
-        print_json({"checkpoints": [as_json(one) for one in found]})
+        print_json({"checkpoints": [{"member": each.member or None, **as_json(one)} for each, one in found]})
         return ExitCode.COMPLETED
-    shown = table("checkpoint", "step", "attempt", "size", "committed (UTC)", "resumable")
-    for one in found:
+    shown = table("checkpoint", "step", "attempt", "size", "committed (UTC)", "learning rate", "resumable")
+    for each, one in found:
         committed = f"{datetime.fromtimestamp(one.modified_seconds, UTC):%Y-%m-%d %H:%M:%S}"
         resumable = one.problem or ("yes" if one.in_lineage else "no: superseded by a later attempt")
-        shown.add_row(one.name, str(one.step), str(one.epoch), format_bytes(one.nbytes), committed, resumable)
+        rate, size = one.schedule, format_bytes(one.nbytes)
+        of_job = f"{rate['name']} {rate['peak']:g}, {rate['num_steps']} steps" if rate else "-"
+        shown.add_row(each.named(one.name), str(one.step), str(one.epoch), size, committed, of_job, resumable)
     result_console().print(shown if found else "no checkpoints yet")
     return ExitCode.COMPLETED
 
 
-def verify(run_path: Path, output: Format) -> int:
-    """Read every byte of every checkpoint; CheckpointCorrupt (74) when one differs from what was written."""
-    checkpoints = saved_by(run_path).checkpoints
-    problems = checkpoint_directory.verify(checkpoints)
-    names = [one.name for one in checkpoint_directory.list_checkpoints(checkpoints)]
+def verify(run_path: Path, output: Format, member: str | None = None) -> int:
+    """Read every byte of every checkpoint; CheckpointCorrupt (74) when one differs from what was written. Raises
+    UserError when there is none."""
+    problems, names = list[str](), list[str]()
+    for each in saved_by(run_path, member):
+        problems += [each.named(problem) for problem in checkpoint_directory.verify(each.checkpoints)]
+        names += [each.named(one.name) for one in checkpoint_directory.list_checkpoints(each.checkpoints)]
+    if not names and not problems:
+        raise UserError(f"{run_path}: no checkpoint to verify: none was committed, or it is gone")
     if output is Format.JSON:
-        print_json({"checkpoints": names, "problems": [str(problem) for problem in problems]})
+        print_json({"checkpoints": names, "problems": problems})
     elif problems:
         for problem in problems:
-            result_console().print(str(problem))
+            result_console().print(problem)
     else:
         result_console().print(f"{len(names)} checkpoint{'' if len(names) == 1 else 's'}, every byte as written")
     return ExitCode.CHECKPOINT_CORRUPT if problems else ExitCode.COMPLETED
@@ -113,60 +173,46 @@ def verify(run_path: Path, output: Format) -> int:
 
 def export(options: ExportOptions) -> int:
     """One checkpoint (default: the newest good one) for other programs. Raises UserError for another form's options."""
+    is_weights = options.form is ExportForm.HUGGINGFACE
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
         raise UserError(f"--optimizer {options.optimizer}: only --as universal depends on it; leave it out")
-    if options.form is ExportForm.HUGGINGFACE:
-        return export_weights(options)
-    if options.dtype is not None:
+    if options.dtype is not None and not is_weights:
         raise UserError(f"--dtype {options.dtype}: --as {options.form} keeps states as they are, float32; leave it out")
-    return export_states(options)
+    saved, why = to_export(options)
+    checkpoint = chosen(saved.checkpoints, options.step)
+    document, said = (export_weights if is_weights else export_states)(options, saved, checkpoint)
+    where = {"checkpoint": checkpoint.name, "directory": str(options.to.resolve()), "member": saved.member or None}
+    if options.output is Format.JSON:
+        print_json({**where, **document})
+    else:
+        result_console().print(f"{why}{checkpoint.name} exported to {options.to}: {said}")
+    return ExitCode.COMPLETED
 
 
-def export_weights(options: ExportOptions) -> int:
-    """Weights as a Hugging Face directory."""
+def export_weights(options: ExportOptions, saved: Saved, checkpoint: Path) -> tuple[dict[str, object], str]:
+    """Weights as a Hugging Face directory; returns what is said of it, for machines and for people."""
     from spillway_trainer import export as exporter  # noqa: PLC0415 - imports torch
 
-    saved, to, dtype = saved_by(options.run), options.to, options.dtype or ExportDtype.BFLOAT16
-    checkpoint = chosen(saved.checkpoints, options.step)
-    files = exporter.export(checkpoint, to, tokenizer=saved.tokenizer, dtype=dtype.value)
-    if options.output is Format.JSON:
-        print_json({"checkpoint": checkpoint.name, "directory": str(to.resolve()), "dtype": dtype})
-    else:
-        result_console().print(f"{checkpoint.name} exported to {to}: {', '.join(files)} in {dtype}, config, tokenizer")
-    return ExitCode.COMPLETED
+    dtype = options.dtype or ExportDtype.BFLOAT16
+    files = exporter.export(checkpoint, options.to, tokenizer=tokenizer_of(checkpoint, saved), dtype=dtype.value)
+    return {"dtype": dtype}, f"{', '.join(files)} in {dtype}, config, tokenizer"
 
 
-def export_states(options: ExportOptions) -> int:
-    """Masters, moments and step as a directory that DeepSpeed or torch trains on from."""
+def export_states(options: ExportOptions, saved: Saved, checkpoint: Path) -> tuple[dict[str, object], str]:
+    """Masters, moments and step as a directory that DeepSpeed or torch trains on from; returns as `export_weights`."""
     from spillway_trainer.interchange import exporting  # noqa: PLC0415 - imports torch
 
-    saved, to = saved_by(options.run), options.to
-    checkpoint = chosen(saved.checkpoints, options.step)
-    as_number = options.optimizer is LoadingOptimizer.DEEPSPEED
+    beta1, beta2 = (saved.spec and saved.spec.training.optimizer.betas) or (0.0, 0.0)
     written = exporting.export_states(
         checkpoint,
-        to,
+        options.to,
         "dcp" if options.form is ExportForm.DCP else "universal",
-        betas=saved.betas,
-        step_kind="number" if as_number else "tensor",
+        betas=None if saved.spec is None else (beta1, beta2),
+        step_kind="number" if options.optimizer is LoadingOptimizer.DEEPSPEED else "tensor",
     )
-    if options.output is Format.JSON:
-        print_json(
-            {
-                "checkpoint": checkpoint.name,
-                "directory": str(to.resolve()),
-                "form": options.form,
-                "step": written.num_steps,
-                "updates": written.num_updates,
-                "parameters": written.num_parameters,
-            }
-        )
-    else:
-        result_console().print(
-            f"{checkpoint.name} exported to {to}: states of {written.num_parameters} parameters after "
-            f"{written.num_updates} updates"
-        )
-    return ExitCode.COMPLETED
+    counts = {"step": written.num_steps, "updates": written.num_updates, "parameters": written.num_parameters}
+    said = f"states of {written.num_parameters} parameters after {written.num_updates} updates"
+    return {"form": options.form, **counts}, said
 
 
 def chosen(checkpoints: Path, step: int | None) -> Path:
@@ -195,6 +241,7 @@ def as_json(one: CheckpointSummary) -> dict[str, object]:
         "bytes": one.nbytes,
         "tensors": one.num_tensors,
         "committed": one.modified_seconds,
+        "schedule": dict(one.schedule) or None,
         "inLineage": one.in_lineage,
         "problem": one.problem,
     }

@@ -217,6 +217,12 @@ def test_ckpt_verify_passes_what_was_written(finished: Finished, capsys: pytest.
     assert "2 checkpoints, every byte as written" in capsys.readouterr().out
 
 
+def test_ckpt_verify_without_a_checkpoint_fails(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    assert run_app(["ckpt", "verify", str(copied)]) == 64
+    assert "no checkpoint to verify" in capsys.readouterr().err
+
+
 def test_ckpt_verify_finds_a_flipped_bit(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = next((copied / "checkpoints" / "step-4.e1").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -232,6 +238,17 @@ def test_ckpt_export_writes_a_hugging_face_directory(finished: Finished, tmp_pat
     assert names == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
+def test_ckpt_export_of_the_checkpoint_directory_finds_the_tokenizer(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["ckpt", "export", str(finished.path / "checkpoints"), "--to", str(tmp_path / "hf")]) == 0
+    tokenizer = (finished.path / "corpus" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == tokenizer
+    copy = shutil.copytree(finished.path / "checkpoints", tmp_path / "elsewhere")
+    assert run_app(["ckpt", "export", str(copy), "--to", str(tmp_path / "none")]) == 64
+    assert "the tokenizer.json that it was trained with; put its corpus back" in capsys.readouterr().err
+
+
 def test_ckpt_export_of_a_step_without_checkpoint_names_those_there_are(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +259,47 @@ def test_ckpt_export_of_a_step_without_checkpoint_names_those_there_are(
 def test_report_can_be_written_elsewhere(finished: Finished, tmp_path: Path) -> None:
     assert run_app(["report", str(finished.path), "--output", str(tmp_path / "r.html")]) == 0
     assert "tiny" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.ci
+def test_run_extended_under_a_constant_schedule_equals_the_uninterrupted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 steps, then 20: losses and the bytes of the last checkpoint. Checkpoints say of which job they are."""
+    job, claim = make_job(tmp_path, steps=20, every=5)
+    text = Path(job).read_text().replace("training: {", "training: {schedule: {name: Constant, warmupSteps: 3}, ")
+    Path(job).write_text(text)
+    shorter = tmp_path / "shorter.yaml"
+    shorter.write_text(text.replace("steps: 20", "steps: 10"))
+    extended, whole = tmp_path / "extended", tmp_path / "whole"
+    assert [run_app(command(str(shorter), claim, extended)), run_app(command(job, claim, extended))] == [0, 0]
+    said = capsys.readouterr().err
+    assert "spec.training.steps was 10 and is 20 now" in said and "resumed from the checkpoint of step 10" in said
+    assert run_app(command(job, claim, whole)) == 0
+    curves = [read_run_log(path / "run.jsonl").steps for path in (extended, whole)]
+    losses = [{step: one.metrics.loss for step, one in curve.items()} for curve in curves]
+    assert losses[0] == losses[1] and [*losses[0]] == [*range(1, 21)]
+    ends = [next((path / "checkpoints").glob("step-20.e*")) for path in (extended, whole)]
+    files = [{file.name: file.read_bytes() for file in end.glob("*.safetensors")} for end in ends]
+    assert files[0] == files[1]
+    capsys.readouterr()
+    assert run_app(["ckpt", "ls", str(whole.parent / "extended"), "-o", "json"]) == 0
+    listed = {one["step"]: one for one in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert (listed[20]["schedule"]["num_steps"], listed[15]["parent"]) == (20, "step-10.e1")
+    assert run_app(command(str(shorter), claim, extended)) == 64, "20 are trained"
+
+
+@pytest.mark.ci
+def test_text_may_be_corrected_after_a_start_that_trained_nothing(tmp_path: Path) -> None:
+    """Too little text, found once the corpus is made: the same directory takes the corrected job."""
+    job, claim = make_job(tmp_path, steps=2, every=2)
+    for number in range(1, 8):
+        (tmp_path / "corpus" / f"{number}.txt").rename(tmp_path / f"{number}.txt")
+    (tmp_path / "corpus" / "0.txt").write_text("the quick brown fox")
+    assert run_app(command(job, claim, tmp_path / "out")) == 64
+    for number in range(1, 8):
+        (tmp_path / f"{number}.txt").rename(tmp_path / "corpus" / f"{number}.txt")
+    assert run_app(command(job, claim, tmp_path / "out")) == 0
 
 
 @pytest.mark.ci

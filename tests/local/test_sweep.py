@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from harness import killed_runs, local_runs, sweep_runs
 from harness.depth import FULL
@@ -14,6 +17,7 @@ from spillway.errors import ExitCode
 from spillway.job import JobFile
 from spillway.plan import MemberPlan, Turns
 from spillway.units import MIB
+from spillway_cli.__main__ import run_app
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,79 @@ def test_halving_stops_the_worse_half_and_others_match_training_alone(
             assert (states[name]["event"], states[name]["step"]) == ("member_stopped", 3)
         same_as_alone(job, name, alone, 8 if name == best else 3)
     assert local_runs.events(tmp_path, "best")[-1]["member"] == best
+
+
+TWO = (
+    sweep_runs.JOB[: sweep_runs.JOB.index("  - {name: other-seed")]
+    .replace("steps: 8", "steps: STEPS")
+    .replace("name: Cosine", "name: Constant")
+    + """
+  - {name: other-seed, overrides: {training.seed: "7", model.config.vocabSize: "500"}}
+"""
+)
+
+
+def two(output: Path, text: Path, epoch: int, steps: int) -> JobFile:
+    """Two members whose vocabularies, and so corpora, differ; its job.json is written."""
+    job = TWO.replace("STEPS", str(steps))
+    made = sweep_runs.sweep_file(output, text, output / "corpus", epoch, job=job)
+    (output / "job.json").write_text(made.model_dump_json())
+    return made
+
+
+@pytest.mark.ci
+def test_members_are_listed_verified_and_the_best_one_is_exported(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = two(tmp_path, text, epoch=1, steps=3)
+    run(job, 3)
+
+    def ckpt(*words: object) -> tuple[int, str]:
+        code = run_app(["ckpt", *map(str, words)])
+        printed = capsys.readouterr()
+        return code, " ".join((printed.out + printed.err).split())
+
+    code, said = ckpt("ls", tmp_path, "-o", "json")
+    listed = [(one["member"], one["name"], one["schedule"]["peak"]) for one in json.loads(said)["checkpoints"]]
+    assert (code, listed) == (0, [("other-seed", "step-3.e1", 0.002), ("slow", "step-3.e1", 1e-05)])
+    assert ckpt("verify", tmp_path) == (0, "2 checkpoints, every byte as written")
+    assert ckpt("verify", tmp_path, "--member", "slow") == (0, "1 checkpoint, every byte as written")
+    best = local_runs.events(tmp_path, "best")[-1]["member"]
+    others = {"slow": "other-seed", "other-seed": "slow"}
+    masters = {name: sweep_runs.final_tensors(sweep_runs.member_checkpoints(job, name), 3) for name in others}
+    for source, name, words, why in (
+        (tmp_path, best, [], f"member {best}, the best of 2 by evaluation loss "),
+        (tmp_path, others[best], ["--member", others[best]], f"member {others[best]}: "),
+        (sweep_runs.member_checkpoints(job, "slow"), "slow", [], "step-3.e1 exported"),
+        (sweep_runs.member_checkpoints(job, "other-seed"), "other-seed", [], "step-3.e1 exported"),
+    ):
+        to = tmp_path / f"exported-{len([*tmp_path.iterdir()])}"
+        code, said = ckpt("export", source, "--to", to, "--dtype", "float32", *words)
+        assert code == 0 and said.startswith(why), said
+        weights = load_file(to / "model.safetensors")
+        assert torch.equal(weights["model.embed_tokens.weight"], masters[name]["master.embed_tokens.weight"])
+        corpus = "corpus" if name == "slow" else "corpus-other-seed"
+        assert (to / "tokenizer.json").read_bytes() == (tmp_path / corpus / "tokenizer.json").read_bytes()
+    assert ckpt("export", tmp_path, "--to", tmp_path / "x", "--member", "third")[0] == 64
+    code, said = ckpt("export", tmp_path / "checkpoints", "--to", tmp_path / "x")
+    assert code == 64 and "give --member, one of other-seed, slow" in said
+    file = next(sweep_runs.member_checkpoints(job, "slow").glob("step-*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    code, said = ckpt("verify", tmp_path)
+    assert code == 74 and said.startswith("slow/step-3.e1/")
+
+
+@pytest.mark.ci
+def test_sweep_of_more_steps_goes_on_as_its_members_would_alone(tmp_path: Path, text: Path) -> None:
+    whole = two(tmp_path / "whole", text, epoch=1, steps=6)
+    for job in (whole, two(tmp_path / "extended", text, 1, 3), two(tmp_path / "extended", text, 2, 6)):
+        run(job, 2)
+    for name in ("slow", "other-seed"):
+        first, second = (sweep_runs.member_output(each, name) for each in (whole, job))
+        assert sweep_runs.losses(first) == sweep_runs.losses(second)
+        ends = [sweep_runs.final_tensors(sweep_runs.member_checkpoints(each, name), 6) for each in (whole, job)]
+        assert ends[0].keys() == ends[1].keys()
+        assert all(torch.equal(ends[0][tensor], ends[1][tensor]) for tensor in ends[0])
 
 
 def test_nothing_of_parked_members_is_left_on_the_disk(tmp_path: Path, text: Path, corpus: Path) -> None:
