@@ -197,9 +197,14 @@ def _as_numbers(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
 
 
+def named_specs(spec: TrainingJobSpec) -> dict[str, TrainingJobSpec]:
+    """Solo specs of the members by name, in their order; of a job that is no sweep itself, under "". Raises InvalidJob
+    as member_spec does."""
+    return {one.name: member_spec(spec, one) for one in spec.members} or {"": spec}
+
+
 def solo_specs(spec: TrainingJobSpec) -> tuple[TrainingJobSpec, ...]:
-    """Of the members in their order; of a job that is no sweep itself. Raises InvalidJob as member_spec does."""
-    return tuple(member_spec(spec, one) for one in spec.members) or (spec,)
+    return tuple(named_specs(spec).values())
 
 
 def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:

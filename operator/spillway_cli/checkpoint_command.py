@@ -16,7 +16,7 @@ from spillway.api import TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, UserError
 from spillway.halving import METRIC_WORDS
 from spillway.members import DIRECTORY as MEMBERS_DIRECTORY
-from spillway.members import member_directory, solo_specs
+from spillway.members import member_directory, named_specs
 from spillway.units import format_bytes
 from spillway_trainer import checkpoint_directory
 from spillway_trainer.checkpoint_directory import CheckpointSummary
@@ -96,8 +96,7 @@ def saved_by(path: Path, member: str | None = None) -> list[Saved]:
     # a corpus may lie outside the run; a member's checkpoints are three levels below its sweep's
     places = [run.path, *run.path.parents[:3]] if job is None else [Path(job.corpus_directory).parent]
     begun = sorted(one.name for one in (checkpoints / MEMBERS_DIRECTORY).glob("*") if one.is_dir())
-    listed = [] if job is None else [one.name for one in job.spec.members] or [""]
-    specs = dict(zip(listed, () if job is None else solo_specs(job.spec), strict=True))
+    specs = {} if job is None else named_specs(job.spec)
     if member is not None and member not in begun:
         there = f"there are {', '.join(begun)}" if begun else "it is no sweep, or none has begun; leave --member out"
         raise UserError(f"--member {member}: {path} has no checkpoints of it; {there}")

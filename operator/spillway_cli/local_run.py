@@ -26,7 +26,7 @@ from spillway.api import (
 )
 from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
-from spillway.members import member_spec
+from spillway.members import named_specs
 from spillway.plan import MemoryPlan, Tier
 from spillway.progress import MemberState
 from spillway_trainer import checkpoint_directory
@@ -161,8 +161,8 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
     wrong += [
         f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, and {trained[name]} are trained"
-        for name, steps in planned_steps(job).items()
-        if steps < trained.get(name, 0)
+        for name, one in named_specs(job.spec).items()
+        if (steps := one.training.steps) < trained.get(name, 0)
     ]
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
@@ -173,21 +173,13 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     return [*lines.values()]
 
 
-def planned_steps(job: TrainingJob) -> dict[str, int]:
-    """By member; under "" of a job that is no sweep."""
-    if not job.spec.members:
-        return {"": job.spec.training.steps}
-    return {one.name: member_spec(job.spec, one).training.steps for one in job.spec.members}
-
-
 def steps_trained(run: RunDirectory) -> dict[str, int]:
-    """Of those of `planned_steps` that any attempt left a step or a checkpoint of: the last one."""
-    log = read_run_log(run.log)
+    """The last step that any attempt left a line or a checkpoint of, by member ("" of a run that is no sweep)."""
+    log, places = read_run_log(run.log), [("", run.checkpoints)]
+    places += [(directory.name, directory) for directory in run.member_checkpoints.glob("*")]
     found = [("", step) for step in log.steps] + [(one.member, one.step) for one in log.members.values()]
-    found += [("", name.step) for name in checkpoint_directory.names_in(run.checkpoints)]
-    for directory in run.member_checkpoints.glob("*"):
-        found += [(directory.name, name.step) for name in checkpoint_directory.names_in(directory)]
-    return {name: step for name, step in sorted(found) if step}
+    found += [(member, name.step) for member, place in places for name in checkpoint_directory.names_in(place)]
+    return {member: step for member, step in sorted(found) if step}
 
 
 def forget_text(run: RunDirectory) -> None:
@@ -230,10 +222,11 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
     if not log.ends or log.ends[-1].exit_code != 0:
         return False
     if job.spec.members:
-        steps, over = planned_steps(job), [one for one in log.members.values() if one.state.is_over]
-        return {
-            one.member for one in over if one.state is not MemberState.COMPLETE or one.step >= steps.get(one.member, 0)
-        } >= steps.keys()
+        over = {name: one for name, one in log.members.items() if one.state.is_over}
+        return all(
+            name in over and (over[name].state is not MemberState.COMPLETE or over[name].step >= one.training.steps)
+            for name, one in named_specs(job.spec).items()
+        )
     if log.ends[-1].step < job.spec.training.steps:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
