@@ -7,7 +7,7 @@ Paths in messages are those of the YAML. Floats are strings and byte counts are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -187,10 +187,12 @@ class Model(Fields):
     source: Location | None = Field(
         default=None,
         description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
-        "qwen3, gpt2, bert or t5. Training starts from its weights.",
+        "qwen3, gpt2, bert or t5. Training starts from its weights. In local runs only; a cluster rejects it.",
     )
     entrypoint: Name | None = Field(
-        default=None, description="package.module:function that returns the model: a Chain, or one of transformers."
+        default=None,
+        description="package.module:function that returns the model: a Chain, or one of transformers. In local runs "
+        "only; a cluster rejects it.",
     )
     lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
     precision: Precision = Field(default=Precision(), description="Types of numbers.")
@@ -226,12 +228,31 @@ class HuggingFaceData(Fields):
 
 
 class Evaluation(Fields):
-    """Loss on text that is never trained on."""
+    """Loss on text that is never trained on: a part of the text that is held out, or a text of its own."""
 
-    fraction: Annotated[Number, Field(gt=0.0, le=0.5)] = Field(
-        default=0.01, description="Share of the documents that is held out."
+    text: Location | None = Field(
+        default=None, description="Text files to evaluate on, with the tokenizer of data.text. Default: none."
+    )
+    fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
+        default_factory=lambda given: None if given.get("text") else 0.01,  # an API server would add a static one
+        description="Share of the text's sequences that is held out, rounded up: stretches of neighbours at random "
+        "places. Excludes text. Default: 0.01 without text.",
+    )
+    sequences: Count = Field(
+        default=64,
+        description="Sequences that each evaluation reads: the same every time, drawn from all that are held out, or "
+        "from text; all where there are fewer. 0 = all.",
+    )
+    seed: Count = Field(
+        default=0,
+        description="Seed of both draws; not training.seed, so that all seeds are compared on the same text.",
     )
     every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("text", "fraction")))
+        return self
 
 
 class Data(Fields):
@@ -241,13 +262,17 @@ class Data(Fields):
         default=None,
         description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
     )
-    tokens: Location | None = Field(default=None, description="Packed token shards.")
-    hugging_face: HuggingFaceData | None = Field(default=None, description="A data set of the datasets library.")
-    entrypoint: Name | None = Field(default=None, description="package.module:function that builds the data set.")
+    tokens: Location | None = Field(default=None, description="Packed token shards. Not supported yet.")
+    hugging_face: HuggingFaceData | None = Field(
+        default=None, description="A data set of the datasets library. Not supported yet."
+    )
+    entrypoint: Name | None = Field(
+        default=None, description="package.module:function that builds the data set. Not supported yet."
+    )
     builtin: Literal["PythonStdlib"] | None = Field(
         default=None, description="Real text that every trainer has: the sources of Python's standard library."
     )
-    evaluation: Evaluation | None = Field(default=None, description="Held-out loss. Default: none.")
+    evaluation: Evaluation | None = Field(default=None, description="Loss on unseen text. Default: none.")
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -614,10 +639,13 @@ class Checkpoint(Fields):
         default="", description="Directory on the claim. Default: <name>-<first 8 characters of the uid>."
     )
     resume: Literal["OwnOnly", "Never"] = Field(
-        default="OwnOnly", description="OwnOnly: an attempt goes on from this job's checkpoints. Never: from step 0."
+        default="OwnOnly",
+        description="OwnOnly: an attempt goes on from this job's checkpoints. Never: from step 0; not supported yet.",
     )
     from_: Name | None = Field(
-        default=None, alias="from", description="Another job whose last checkpoint is the start. Default: none."
+        default=None,
+        alias="from",
+        description="Another job whose last checkpoint is the start. Not supported yet. Default: none.",
     )
 
 
@@ -766,7 +794,9 @@ class TrainingJobSpec(Fields):
     )
     pod_overrides: PodOverrides = Field(default=PodOverrides(), description="Parts of the pod that a job may change.")
     command: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
-        default=(), max_length=64, description="Any script under torchrun, with mounts, restarts and metrics."
+        default=(),
+        max_length=64,
+        description="Any script under torchrun, with mounts, restarts and metrics. Not supported yet.",
     )
     scheduling: Scheduling = Field(default=Scheduling(), description="Which nodes, when.")
     lifecycle: Lifecycle = Field(default=Lifecycle(), description="Deadlines and retries.")
@@ -774,6 +804,13 @@ class TrainingJobSpec(Fields):
         default=MANAGER, description="Controller that runs the job; others leave it alone."
     )
     suspend: Flag = Field(default=False, description="End the running attempt at a checkpoint, start none.")
+
+    @property
+    def texts(self) -> dict[str, Location]:
+        """Where the text is that is trained and evaluated on, by field below spec."""
+        evaluation = self.data.evaluation
+        places = {"data.text": self.data.text, "data.evaluation.text": evaluation.text if evaluation else None}
+        return {field: place for field, place in places.items() if place is not None}
 
     @property
     def compared_by(self) -> Objective:
@@ -1057,24 +1094,40 @@ def parse_job(text: str, source: str) -> TrainingJob:
 # --- what does not work yet -------------------------------------------------------------------------------------------
 
 
+_TEXT_INSTEAD = "does not work in a run yet; use data.text or data.builtin"
+NOT_YET = {
+    "data.tokens": _TEXT_INSTEAD,
+    "data.huggingFace": _TEXT_INSTEAD,
+    "data.entrypoint": _TEXT_INSTEAD,
+    "checkpoint.from": "does not work in a run yet; leave it out",
+    "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
+    "command": "does not work yet; describe the run in model, data and training",
+}
+"""Fields that no run honours, each with what works instead. The CRD refuses them, too."""
+_INSPECTED = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
+NOT_IN_CLUSTER = {"model.source": _INSPECTED, "model.entrypoint": _INSPECTED}
+"""The same of fields that local runs honour alone."""
+
+
 def refusals(job: TrainingJob) -> list[FieldProblem]:
-    """Fields that neither `plan` nor `run` can honour yet, each with what works instead."""
+    """Fields that no run can honour yet, here or in a cluster, each with what works instead."""
     spec = job.spec
+    sizes = spec.model.config
+    masked = sizes is not None and sizes.architecture == "bert"
+    smallest = MIN_TEXT_VOCABULARY + masked
     found = [
         (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
          "llama with lora is that of transformers, which has none; leave it out"),
-        (spec.command, "spec.command", "does not work yet; describe the run in model, data and training"),
+        (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
+         f"at least {smallest} for text: a token for every byte, and the end of text{', and the mask' * masked}"),
     ]  # fmt: skip
-    return [*_refused(found, job), *problems_of(job)]
+    return [*_refused(found, job), *_refused_fields(NOT_YET, job), *problems_of(job)]
 
 
 def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
-    """Fields that `plan` understands and `spillway run` cannot honour yet, each with what works instead."""
-    cuda = job.spec.parallelism.device == "Cuda"
-    found = [
-        (cuda, "spec.parallelism.device", "a run uses the CPU so far; use Auto or Cpu (`spillway plan` knows GPUs)"),
-    ]
-    return [*_refusals_for_any_run(job), *_refused(found, job)]
+    """Fields that a cluster honours and a run on this machine cannot yet, each with what works instead."""
+    cuda, cpu = job.spec.parallelism.device == "Cuda", "a run uses the CPU so far; use Auto or Cpu"
+    return _refused([(cuda, "spec.parallelism.device", f"{cpu} (`spillway plan --node` knows GPUs)")], job)
 
 
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
@@ -1082,10 +1135,7 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer
     divides = strategy.startswith("Zero")
     on_devices = job.spec.parallelism.device == "Cuda" and job.spec.parallelism.world_size > 1
-    inspected = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
     found = [
-        (model.source, "spec.model.source", inspected),
-        (model.entrypoint, "spec.model.entrypoint", inspected),
         (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
@@ -1093,30 +1143,18 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
         (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
          "divides a model on CPUs alone so far; use Ddp on Cuda devices (`spillway plan` knows all of them)"),
     ]  # fmt: skip
-    return [*_refusals_for_any_run(job), *_refused(found, job)]
-
-
-def _refusals_for_any_run(job: TrainingJob) -> list[FieldProblem]:
-    spec = job.spec
-    text_instead = "does not work in a run yet; use data.text or data.builtin"
-    sizes = spec.model.config
-    masked = sizes is not None and sizes.architecture == "bert"
-    smallest = MIN_TEXT_VOCABULARY + masked
-    found = [
-        (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
-         f"at least {smallest} for text: a token for every byte, and the end of text{', and the mask' * masked}"),
-        (spec.data.tokens, "spec.data.tokens", text_instead),
-        (spec.data.hugging_face, "spec.data.huggingFace", text_instead),
-        (spec.data.entrypoint, "spec.data.entrypoint", text_instead),
-        (spec.checkpoint.from_, "spec.checkpoint.from", "does not work in a run yet; leave it out"),
-        (spec.checkpoint.resume != "OwnOnly", "spec.checkpoint.resume",
-         "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start"),
-    ]  # fmt: skip
-    return _refused(found, job)
+    return [*_refused_fields(NOT_IN_CLUSTER, job), *_refused(found, job)]
 
 
 def _drops_in_llama_with_lora(model: Model) -> bool:
     return bool(model.lora and model.config and model.config.architecture == "llama" and model.config.dropout)
+
+
+def _refused_fields(never: Mapping[str, str], job: TrainingJob) -> list[FieldProblem]:
+    """Of these, all that have another value than the default."""
+    given, defaults = job.spec.model_dump(mode="json"), {"checkpoint": Checkpoint().model_dump(mode="json")}
+    wrong = {path: _below(given, path) not in (None, [], _below(defaults, path)) for path in never}
+    return _refused([(wrong[path], f"spec.{path}", problem) for path, problem in never.items()], job)
 
 
 def _refused(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:

@@ -18,9 +18,12 @@ from pydantic import BaseModel
 
 from spillway.api import (
     GROUP,
+    MANAGER,
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
     MAX_RANKS,
+    NOT_IN_CLUSTER,
+    NOT_YET,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
@@ -100,6 +103,13 @@ def _no_reserved_keys() -> Schema:
     )
 
 
+def _never(path: str, problem: str) -> Schema:
+    """A field below spec that this operator never honours; other managers may."""
+    given = {"checkpoint.resume": "self.checkpoint.resume != 'OwnOnly'", "command": "size(self.command) > 0"}
+    rule = f"self.managedBy != '{MANAGER}' || !has(self.{path})"
+    return _rule(f"{rule} || !({given[path]})" if path in given else rule, problem, at=f".{path}")
+
+
 _SUB_PATH = [
     _rule(
         "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -151,6 +161,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             f"self.parallelism.nodes, self.parallelism.devicesPerNode, {_WORLD}",
             ".parallelism",
         ),
+        *(_never(path, problem) for path, problem in (NOT_YET | NOT_IN_CLUSTER).items()),
     ],
     "spec.model": [_immutable("model", Model), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [
@@ -176,6 +187,11 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.data.text.subPath": _SUB_PATH,
     "spec.data.tokens": [_one_of("claim", "path")],
     "spec.data.tokens.subPath": _SUB_PATH,
+    "spec.data.evaluation": [
+        _rule("!has(self.text) || !has(self.fraction)", "exactly one of text, fraction is needed; found both")
+    ],
+    "spec.data.evaluation.text": [_one_of("claim", "path")],
+    "spec.data.evaluation.text.subPath": _SUB_PATH,
     "spec.checkpoint.subPath": _SUB_PATH,
     "spec.training": [
         _immutable("training", Training),

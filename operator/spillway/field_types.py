@@ -24,12 +24,14 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from spillway.units import (
+    BYTES_PATTERN,
+    POSITIVE_BYTES_PATTERN,
     POSITIVE_QUANTITY_PATTERN,
     QUANTITY_PATTERN,
     format_cores,
     format_quantity,
+    parse_bytes,
     parse_cores,
-    parse_quantity,
 )
 
 NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
@@ -69,7 +71,7 @@ def _to_bytes(value: object) -> int:
     text = str(value)
     if text != text.strip() or len(text) > _MAX_LENGTH:
         raise ValueError(f"a quantity of at most {_MAX_LENGTH} characters is needed, without spaces: for example 24Gi")
-    return parse_quantity(text)
+    return parse_bytes(text)
 
 
 def _to_cores(value: object) -> float:
@@ -101,10 +103,10 @@ Quantity = Annotated[
     BeforeValidator(_to_bytes),
     PlainSerializer(format_quantity, return_type=str),
     WithJsonSchema(
-        {"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN, "minimum": 0}
+        {"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": BYTES_PATTERN, "minimum": 0}
     ),
 ]
-SomeBytes = Annotated[Quantity, Field(gt=0), WithJsonSchema(_MORE_THAN_NONE)]
+SomeBytes = Annotated[Quantity, Field(gt=0), WithJsonSchema(_MORE_THAN_NONE | {"pattern": POSITIVE_BYTES_PATTERN})]
 """more than none"""
 Cores = Annotated[
     float,

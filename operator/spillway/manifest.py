@@ -29,6 +29,7 @@ _MAX_DIGITS = 40
 _TOO_LONG = re.compile(rf"[-+]?[0-9_]{{{_MAX_DIGITS + 1},}}")
 _MAX_VALUES = 20_000
 """values of one manifest, aliases expanded: nested ones can stand for billions"""
+_TYPES = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
 
 
@@ -94,7 +95,7 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
 
 def value_of(text: str) -> object:
     """What a text that is given as a string stands for in a manifest: 3 is a number, "[a, b]" a list, 1e-4 a text (as
-    floats are). A text that is no YAML stands for itself."""
+    floats are). A text that is not valid YAML stands for itself."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -118,7 +119,7 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        _refuse(source, f"line {line}", "", f"this is no YAML: character U+{ord(text[error.position]):04X}; remove it")
+        _refuse(source, f"line {line}", "", f"not valid YAML: character U+{ord(text[error.position]):04X}; remove it")
     try:
         node = loader.get_single_node()
         if node is None:
@@ -132,11 +133,11 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
     except yaml.composer.ComposerError as error:
         _refuse(source, _place(error.problem_mark), "", f"{error.problem or error.context}; one TrainingJob a file")
     except yaml.MarkedYAMLError as error:
-        _refuse(source, _place(error.problem_mark), "", f"this is no YAML: {error.problem or error.context}")
+        _refuse(source, _place(error.problem_mark), "", f"not valid YAML: {error.problem or error.context}")
     except RecursionError:
         _refuse(source, "the file", "", "nested too deeply, or an alias in itself; a manifest has a dozen levels")
     except (yaml.YAMLError, ValueError) as error:
-        _refuse(source, "the file", "", f"this is no YAML: {str(error).splitlines()[0]}")
+        _refuse(source, "the file", "", f"not valid YAML: {str(error).splitlines()[0]}")
     finally:
         loader.dispose()
     return document, lines, problems
@@ -151,11 +152,15 @@ def _place(mark: yaml.Mark | None) -> str:
 
 
 def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[FieldProblem]:
-    """Record the line of every value; report duplicate keys, anchors used as merges, and YAML 1.1 booleans."""
+    """Record the line of every value; report duplicate keys, anchors used as merges, values with a type that JSON does
+    not have, and YAML 1.1 booleans."""
     line = node.start_mark.line + 1
     lines[location] = line
     if len(lines) > _MAX_VALUES:
         raise ValueError(f"more than {_MAX_VALUES} values, aliases expanded")
+    if node.tag not in _TYPES:
+        tag = shown(node.tag.replace("tag:yaml.org,2002:", "!!"))
+        yield FieldProblem(dotted(location), "", f"no field has the YAML type {tag}; write a plain value (line {line})")
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -233,8 +238,7 @@ def _with_line(problem: str, location: Location, lines: Lines) -> str:
 
 _PROBLEMS = {
     "missing": "missing; this field is required",
-    "int_type": "an integer is needed, without quotes",
-    "bool_type": "true or false is needed, without quotes",
+    "bool_type": "true or false is needed, as a plain word",
     "string_type": "a string is needed; quote it",
     "greater_than_equal": "at least {ge}",
     "greater_than": "more than {gt}",
@@ -255,12 +259,25 @@ _PROBLEMS = {
 
 
 def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
-    if detail["type"] == "int_type" and _TOO_LONG.fullmatch(str(detail["input"])):
-        return f"an integer of at most {_MAX_DIGITS} digits is needed"
+    if detail["type"] == "int_type":
+        return _integer_needed(detail["input"])
     if detail["type"] == "literal_error":
         return _wrong_choice(detail["input"], context["expected"])
     sentence = _PROBLEMS.get(detail["type"])
     return sentence.format(**context) if sentence else detail["msg"]
+
+
+def _integer_needed(given: object) -> str:
+    """3e4 is a text to YAML 1.1, and 3.0 a float: neither has quotes to leave out."""
+    text = str(given)
+    if _TOO_LONG.fullmatch(text):
+        return f"an integer of at most {_MAX_DIGITS} digits is needed"
+    if re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", text):
+        return "an integer is needed, without quotes"
+    number = re.fullmatch(r"[-+]?[1-9][0-9]*(\.[0-9]*)?([eE]\+?[0-9]{1,2})?", text)
+    if number and float(text).is_integer() and abs(float(text)) < 2**53:
+        return f"an integer is needed; write {float(text):.0f}"
+    return "an integer is needed"
 
 
 def _wrong_choice(given: object, expected: str) -> str:

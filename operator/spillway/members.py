@@ -129,8 +129,10 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
                 "find them: let members differ in training and data, or give this one a job of its own"
             )
             yield FieldProblem(f"spec.members[{index}].{_named(path)}", given, unknown)
-        if spec.compared_by.metric == "EvaluationLoss" and spec.data.evaluation and own.data.evaluation is None:
-            compared = "members are compared by their evaluation loss: leave it out, or use objective.metric: Loss"
+        evaluated = (spec.data.evaluation, own.data.evaluation)
+        differs = len({one and one.model_copy(update={"every_steps": 1}) for one in evaluated}) > 1
+        if spec.compared_by.metric == "EvaluationLoss" and spec.data.evaluation and differs:
+            compared = "members are compared by their loss on one text: leave it out, or use objective.metric: Loss"
             yield FieldProblem(f"spec.members[{index}].overrides", "data.evaluation", compared)
 
 
@@ -216,7 +218,7 @@ def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:
 def _corpus_of(spec: TrainingJobSpec) -> object:
     """What a corpus is made from: equal specs share one."""
     model = spec.model
-    data = spec.data.model_dump(mode="json", exclude={"evaluation"})
+    data = spec.data.model_dump(mode="json", exclude={"evaluation"}), spec.texts.get("data.evaluation.text")
     tokenizer: object = model.source or model.entrypoint
     if model.config is not None:
         tokenizer = (model.config.vocab_size, model.config.architecture == "bert")

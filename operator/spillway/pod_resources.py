@@ -218,10 +218,11 @@ def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = 
 
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
-    """Token shards and tokenizer, at most."""
+    """Token shards and tokenizer, at most. `text_bytes`: of the text to train on."""
+    evaluation = CORPUS_FALLBACK_BYTES * ("data.evaluation.text" in spec.texts)
     if spec.data.builtin is not None:
-        return BUILTIN_CORPUS_BYTES
-    return CORPUS_FALLBACK_BYTES if text_bytes is None else BYTES_PER_TEXT_BYTE * text_bytes
+        return BUILTIN_CORPUS_BYTES + evaluation
+    return evaluation + (CORPUS_FALLBACK_BYTES if text_bytes is None else BYTES_PER_TEXT_BYTE * text_bytes)
 
 
 # --- cores, seconds ---------------------------------------------------------------------------------------------------

@@ -20,9 +20,12 @@ _SUFFIX = {
     "Pi": Fraction(2**50), "Ei": Fraction(2**60),
 }  # fmt: skip
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
+BYTES_PATTERN = QUANTITY_PATTERN.replace("num", "")
+"""the same without n, u and m, which are fractions of a byte"""
 POSITIVE_QUANTITY_PATTERN = (
     r"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 )
+POSITIVE_BYTES_PATTERN = POSITIVE_QUANTITY_PATTERN.replace("num", "")
 """the same with a digit that is not 0"""
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
 
@@ -30,9 +33,17 @@ _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([
 def parse_quantity(text: str) -> int:
     """Bytes (or units) of a Kubernetes quantity: "24Gi" -> 25769803776, "1.5G" -> 1500000000; fractions round up.
 
-    Raises ValueError with the allowed form when `text` is no quantity or exceeds 2^63 - 1, as the API server would.
+    Raises ValueError with the allowed form when `text` is not a quantity or exceeds 2^63 - 1, as the API server would.
     """
     return _rounded_up(text, _exact(text))
+
+
+def parse_bytes(text: str) -> int:
+    """`parse_quantity` of what a user writes: 64m, a fraction of a byte to Kubernetes, is a slip for 64Mi."""
+    num_bytes = parse_quantity(text)
+    if text[-1] in "num":
+        raise ValueError(f"{text!r}: {text[-1]} is a fraction of a byte in Kubernetes; write for example {text[:-1]}Mi")
+    return num_bytes
 
 
 def parse_cores(text: str) -> float:
@@ -40,14 +51,16 @@ def parse_cores(text: str) -> float:
     try:
         exact = _exact(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number of cores: write for example 2 or 500m") from None
+        raise ValueError(f"{text!r} is not a valid number of cores: write for example 2 or 500m") from None
     return _rounded_up(text, 1000 * exact) / 1000
 
 
 def _exact(text: str) -> Fraction:
     match = _QUANTITY.match(text)
     if match is None:
-        raise ValueError(f"{text!r} is no quantity: write a number with Ki, Mi, Gi, Ti or k, M, G, T, for example 24Gi")
+        raise ValueError(
+            f"{text!r} is not a valid quantity: write a number with Ki, Mi, Gi, Ti or k, M, G, T, for example 24Gi"
+        )
     number, suffix, exponent = match.groups()
     scale = Fraction(10) ** int(exponent) if exponent else _SUFFIX[suffix or ""]
     return Fraction(number) * scale

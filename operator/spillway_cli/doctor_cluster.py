@@ -338,8 +338,7 @@ def claims_of(job: TrainingJob) -> dict[str, str]:
     spec = job.spec
     places = {
         "spec.checkpoint.claim": spec.checkpoint.claim,
-        "spec.data.text.claim": spec.data.text.claim if spec.data.text else None,
-        "spec.data.tokens.claim": spec.data.tokens.claim if spec.data.tokens else None,
+        **{f"spec.{field}.claim": place.claim for field, place in spec.texts.items()},
         "spec.model.source.claim": spec.model.source.claim if spec.model.source else None,
     }
     return {claim: path for path, claim in places.items() if claim}

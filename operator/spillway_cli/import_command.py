@@ -47,9 +47,8 @@ def import_checkpoint(options: ImportOptions) -> int:
     """Refuses what `spillway run` would, then imports. Nothing is left behind by a refusal."""
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
-    local_run.refuse_wrong_fields(job, source)
     claims = local_run.parse_claims(options.claims)
-    local_run.refuse_missing_locations(job, claims, source)
+    local_run.refuse_wrong_fields(job, claims, source)
     if not is_text(options.output):
         raise UserError(f"--output {options.output}: the name is not UTF-8; name a directory whose path is text")
     if options.output.exists():

@@ -14,7 +14,7 @@ from spillway.plan import Infeasible, MemoryPlan
 from spillway.planner import make_plan, run_strategy, shared_memory
 from spillway.pod_resources import pod_runtime_bytes
 from spillway.profiles import with_rates
-from spillway.units import parse_quantity
+from spillway.units import parse_bytes
 
 from .local_node import LocalResources
 
@@ -29,7 +29,7 @@ class BudgetOverrides:
 
 
 def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
-    """The job with the command line's budgets in spec.memory.budget. Raises UserError for what is no quantity."""
+    """The job with the command line's budgets in spec.memory.budget. Raises UserError for what is not a quantity."""
     given = {"device": overrides.device, "host": overrides.host, "nvme": overrides.nvme}
     changes = {tier: quantity(tier, text) for tier, text in given.items() if text is not None}
     budget = job.spec.memory.budget.model_copy(update=changes)
@@ -40,7 +40,7 @@ def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
 def quantity(tier: str, text: str) -> int:
     """The bytes of `--TIER TEXT`. Raises UserError for what spec.memory.budget would refuse, too."""
     try:
-        num_bytes = parse_quantity(text)
+        num_bytes = parse_bytes(text)
     except ValueError as error:
         raise UserError(f"--{tier}: {error}") from error
     if tier == "device" and not num_bytes:

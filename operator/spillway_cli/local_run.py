@@ -57,9 +57,10 @@ class LocalJob:
     num_ranks: int = 1
 
 
-def refuse_wrong_fields(job: TrainingJob, source: str) -> None:
-    """Raises InvalidJob with every field that a local run cannot honour."""
-    problems = refusals_for_local_run(job)
+def refuse_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
+    """Raises InvalidJob with every field that a run on this machine cannot honour, text and models that are not here
+    included. `claims`: their directories; None: not known, and what lies on one is not looked for."""
+    problems = [*refusals_for_local_run(job), *_missing_locations(job, claims)]
     if problems:
         raise InvalidJob(source, problems)
 
@@ -92,20 +93,20 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
     return claims
 
 
-def refuse_missing_locations(job: TrainingJob, claims: Mapping[str, Path], source: str) -> None:
-    """Raises InvalidJob when the job's text, or the model that it starts from, is not on this machine."""
+def _missing_locations(job: TrainingJob, claims: Mapping[str, Path] | None) -> list[FieldProblem]:
     spec = job.spec
-    locations = (("spec.data.text", spec.data.text), ("spec.model.source", spec.model.source))
+    locations = ("spec.model.source", spec.model.source), *((f"spec.{name}", text) for name, text in spec.texts.items())
     problems = [_missing(field, location, claims) for field, location in locations if location is not None]
-    if found := [problem for problem in problems if problem is not None]:
-        raise InvalidJob(source, found)
+    return [problem for problem in problems if problem is not None]
 
 
-def _missing(field: str, location: Location, claims: Mapping[str, Path]) -> FieldProblem | None:
+def _missing(field: str, location: Location, claims: Mapping[str, Path] | None) -> FieldProblem | None:
     if location.path is not None:
         missing = "there is no such file or directory"
         return None if Path(location.path).exists() else FieldProblem(f"{field}.path", location.path, missing)
     assert location.claim is not None
+    if claims is None:
+        return None
     if location.claim not in claims:
         wanted = f"give its directory: --claim {location.claim}=DIRECTORY"
         return FieldProblem(f"{field}.claim", location.claim, wanted)

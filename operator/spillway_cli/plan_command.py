@@ -11,14 +11,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from spillway.api import load_job
+from spillway.api import MANAGER, load_job
 from spillway.errors import ExitCode
 from spillway.explain import rated
 from spillway.plan import Infeasible, MemoryPlan, Tier, Turns
 from spillway.planner import Overrides, make_plan
 from spillway.profiles import rates_sentence
 from spillway.units import format_bytes, format_seconds
+from spillway_operator.acceptance import refusal
 
+from . import local_run
 from .console import message_console, print_result, result_console, table
 from .local_node import probe
 from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, with_budget
@@ -32,9 +34,15 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     """Plan the job in `file` for a node class, a NodeProfile, or (None) this machine; print the result as `output`
     ("text" or "json"). Returns the exit code.
 
-    Raises UserError (InvalidJob with every wrong field) for what cannot be planned.
+    Raises UserError (InvalidJob with every wrong field) for what cannot be planned, and without `node` for what a run
+    here would refuse.
     """
     job = load_job(file)
+    if node is None:
+        local_run.refuse_wrong_fields(job, None, str(file))
+    elif job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
+        for problem in refused.problems:
+            message_console().print(f"planned all the same; a cluster rejects it: {problem}", markup=False)
     shape = inspected_shape(file, job, {})
     if node is None:
         resources = probe(Path())

@@ -65,9 +65,8 @@ def run(options: RunOptions) -> int:
     """Train; returns the exit code of the last attempt. Every refusal happens before anything is written."""
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
-    local_run.refuse_wrong_fields(job, source)
     claims = local_run.parse_claims(options.claims)
-    local_run.refuse_missing_locations(job, claims, source)
+    local_run.refuse_wrong_fields(job, claims, source)
     local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec, options.num_ranks)

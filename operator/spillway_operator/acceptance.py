@@ -143,8 +143,8 @@ def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
     """Fields that name one, and the name."""
     if spec.checkpoint.claim is not None:
         yield "spec.checkpoint.claim", spec.checkpoint.claim
-    for name in text_claims(spec):
-        yield "spec.data.text.claim", name
+    for name, field in text_claims(spec).items():
+        yield field, name
 
 
 def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
@@ -163,7 +163,8 @@ def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding |
         if problem is not None:
             return problem
     problems = (
-        _text_claim_problem(name, spec.parallelism.nodes, found[name].access_modes) for name in text_claims(spec)
+        _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
+        for name, field in text_claims(spec).items()
     )
     return next((problem for problem in problems if problem is not None), None)
 
@@ -180,11 +181,11 @@ def _checkpoint_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]
     return None
 
 
-def _text_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
+def _text_claim_problem(field: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
     if not modes or num_nodes == 1 or {ROX, RWX}.intersection(modes):
         return None
     needed = f"{num_nodes} nodes read from it, so it must be {ROX} or {RWX}; it is {', '.join(modes)}"
-    return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"spec.data.text.claim = {claim}: {needed}")
+    return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
 
 
 def given(spec: dict[str, Any], path: str) -> Any:

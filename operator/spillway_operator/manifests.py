@@ -180,10 +180,13 @@ def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
     return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
 
 
-def text_claims(spec: TrainingJobSpec) -> tuple[str, ...]:
-    """Claims that hold text to train on."""
-    text = spec.data.text
-    return (text.claim,) if text is not None and text.claim is not None else ()
+def text_claims(spec: TrainingJobSpec) -> dict[str, str]:
+    """Claims that hold text to train or evaluate on, each with the first field that names it."""
+    found: dict[str, str] = {}
+    for field, place in spec.texts.items():
+        if place.claim is not None:
+            found.setdefault(place.claim, f"spec.{field}.claim")
+    return found
 
 
 def read_contract(contract: Contract) -> AttemptFiles | None:
@@ -425,8 +428,9 @@ def _volumes(
             found.append(_mounted(directory.removeprefix("/"), _spill_volume(spec, resources), directory))
     if spec.checkpoint.claim is not None:
         found.append(_mounted("checkpoints", _claim(spec.checkpoint.claim), CHECKPOINT_MOUNT))
-    for claim in text_claims(spec):
-        found.append(_mounted("text", _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
+    for claim, field in text_claims(spec).items():
+        volume = "text" if field == "spec.data.text.claim" else "evaluation-text"
+        found.append(_mounted(volume, _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
     if facts.progress_url:
         source = {
             "serviceAccountToken": {

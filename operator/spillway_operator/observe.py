@@ -60,7 +60,7 @@ from .store import (
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 """on a Workload: the uid of the Job that it stands for"""
-CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim")
+CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim", "data.evaluation.text.claim")
 """of a spec: the claims that its pods mount"""
 LONGEST_TEXT = 4096
 """characters of a message that are kept; a termination message is no longer"""

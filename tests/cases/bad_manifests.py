@@ -220,8 +220,9 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
 
 def claims_of(spec: dict[str, Any]) -> set[str]:
     """Names of the claims that a spec mounts."""
-    named = ((spec.get("checkpoint") or {}).get("claim"), (spec["data"].get("text") or {}).get("claim"))
-    return {name for name in named if name}
+    evaluation = spec["data"].get("evaluation") or {}
+    places = (spec.get("checkpoint"), spec["data"].get("text"), evaluation.get("text"))
+    return {name for place in places if (name := (place or {}).get("claim"))}
 
 
 def observed_spec(spec: dict[str, Any], claims: tuple[Claim, ...] = (), cluster: ClusterView | None = None) -> Observed:

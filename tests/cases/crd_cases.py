@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillway import crd
-from spillway.api import GROUP, MAX_NAME_LENGTH, VERSION
+from spillway.api import GROUP, MANAGER, MAX_NAME_LENGTH, NOT_IN_CLUSTER, NOT_YET, VERSION
 from spillway.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
 from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
-from spillway.units import POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
+from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]
 Schema = dict[str, Any]
@@ -102,6 +102,8 @@ SPECS: dict[str, Document] = {
         "data": {"builtin": "PythonStdlib"},
         # A power of two that every number of devices and every micro-batch divides.
         "training": {"steps": 10, "sequenceLength": 64, "globalBatchSize": 1 << 20},
+        # Fields that our operator never honours have edges, too.
+        "managedBy": NOBODY,
     },
     MEMORY_PROFILE.kind: {"fingerprint": "0123456789abcdef"},
     NODE_PROFILE.kind: {"deviceKind": "Cpu"},
@@ -113,11 +115,17 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
 }
 """what must go with a field's edges, so that no other rule is hit"""
-SAMPLES = {NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1"}
+SAMPLES = {
+    NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1", BYTES_PATTERN: "1Gi",
+    POSITIVE_BYTES_PATTERN: "1",
+}  # fmt: skip
 """values by pattern; other patterns allow letters"""
 WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef"}
 """the same for patterns that allow one length"""
-MISFITS = {NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0"}
+MISFITS = {
+    NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0", BYTES_PATTERN: "64m",
+    POSITIVE_BYTES_PATTERN: "64m",
+}  # fmt: skip
 TIME = "2026-11-21T14:00:00Z"
 LONGEST_TIME = "2026-11-21T14:00:00.000000+00:00"
 
@@ -312,7 +320,29 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
     return RuleCase(at("en/..wiki"), at("en/../../other"), words)
 
 
+NEVER: dict[str, tuple[str, Any]] = {
+    "data.tokens": ("spec.data", {"tokens": {"path": "/tokens"}}),
+    "data.huggingFace": ("spec.data", {"huggingFace": {"name": "wikitext"}}),
+    "data.entrypoint": ("spec.data", {"entrypoint": "a:b"}),
+    "checkpoint.from": ("spec.checkpoint.from", "another"),
+    "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
+    "command": ("spec.command", ["python"]),
+    "model.source": ("spec.model", {"source": {"path": "/model"}}),
+    "model.entrypoint": ("spec.model", {"entrypoint": "a:b"}),
+}
+"""fields that our operator never honours, in the order of their rules: where they are given, and how"""
+
+
+def _by_others_alone(path: str, problem: str) -> RuleCase:
+    field, value = NEVER[path]
+    return RuleCase({field: value}, {field: value, "spec.managedBy": MANAGER}, (f"spec.{path}", problem))
+
+
 RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
+    **{
+        (TRAINING_JOB.kind, "spec", number): _by_others_alone(path, problem)
+        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=3)
+    },
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},
         {"metadata.name": "n" * (MAX_NAME_LENGTH + 1)},
@@ -353,7 +383,9 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     **{
         (TRAINING_JOB.kind, f"{owner}.subPath", 0): _stays_on_its_claim(owner)
-        for owner in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.checkpoint")
+        for owner in (
+            "spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text", "spec.checkpoint",
+        )
     },
     (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
     (TRAINING_JOB.kind, "spec.data", 1): _one_of("spec.data", {}, {"spec.data": {}}, "[]"),
@@ -365,6 +397,17 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     (TRAINING_JOB.kind, "spec.data.tokens", 0): _one_of(
         "spec.data.tokens", {"spec.data": {"tokens": {"path": "/data"}}}, {"spec.data": {"tokens": {}}}, "[]"
+    ),
+    (TRAINING_JOB.kind, "spec.data.evaluation", 0): RuleCase(
+        {"spec.data.evaluation": {"text": {"path": "/held"}}},
+        {"spec.data.evaluation": {"text": {"path": "/held"}, "fraction": "0.1"}},
+        ("spec.data.evaluation", "exactly one of text, fraction is needed; found both"),
+    ),
+    (TRAINING_JOB.kind, "spec.data.evaluation.text", 0): _one_of(
+        "spec.data.evaluation.text",
+        {"spec.data.evaluation": {"text": {"claim": "held"}}},
+        {"spec.data.evaluation": {"text": {}}},
+        "[]",
     ),
     (TRAINING_JOB.kind, "spec.training", 0): _never_changes("spec.training", "spec.training.steps", 11),
     (TRAINING_JOB.kind, "spec.training", 1): RuleCase(

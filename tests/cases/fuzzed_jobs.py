@@ -146,7 +146,12 @@ class _Maker:
         data: Document = dict(self._one_of(*kinds))
         if self._often(SOMETIMES):
             data["evaluation"] = {}
-            self._maybe(data["evaluation"], "fraction", OFTEN, "0.01", "0.5", "1e-300")
+            if self._often(SOMETIMES):
+                data["evaluation"]["text"] = self._one_of(place, {"claim": "held"}, {"path": "/held"})
+            else:
+                self._maybe(data["evaluation"], "fraction", OFTEN, "0.01", "0.5", "1e-300")
+            self._maybe(data["evaluation"], "sequences", SOMETIMES, *COUNTS)
+            self._maybe(data["evaluation"], "seed", SOMETIMES, *COUNTS)
             self._maybe(data["evaluation"], "everySteps", OFTEN, 1, 100, 10**12)
         return data
 

@@ -234,8 +234,8 @@ class RandomBatches:
     def num_unmasked(self, samples: Sequence[int]) -> int:
         return len(samples) * LENGTH
 
-    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None) -> Iterator[Batch]:
-        for number in range(max_batches or 1):
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
+        for number in range(2):
             yield self.batch(range(10_000 + number * micro_batch_size, 10_000 + (number + 1) * micro_batch_size))
 
 
@@ -290,7 +290,6 @@ def settings_of(model: Model, num_steps: int = STEPS) -> LoopSettings:
         skip_non_finite=True,
         checkpoint_every=10**6,
         evaluate_every=num_steps,
-        evaluation_batches=2,
     )
 
 

@@ -52,7 +52,7 @@ class RandomBatches:
     def num_unmasked(self, samples: Sequence[int]) -> int:
         return len(samples) * self._length
 
-    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None) -> Iterator[Batch]:
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
         return iter(())
 
 

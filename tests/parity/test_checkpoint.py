@@ -200,7 +200,7 @@ class Run:
         with torch.no_grad():
             for name, value in self.model.initial_values(seed=1):
                 self.model.get_parameter(name).copy_(value)
-        self.batches = TokenBatches(corpus, sequence_length=8, evaluation_fraction=0.0, seed=3)
+        self.batches = TokenBatches(corpus, sequence_length=8, seed=3)
         self.parameters = dict(self.model.named_parameters())
         self.exp_avg = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}

@@ -158,7 +158,7 @@ def check_same_run(
         raise UserError(
             f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
             "put back the corpus directory, the model's source, the job's data fields and the optimizer's name and "
-            "moments, or train in a new output directory"
+            "moments, or train in a new output directory (as after a version that held out the corpus' last sequences)"
         )
 
 

@@ -23,9 +23,6 @@ from .ranks import World
 from .schedule import LearningRate
 from .trainer import LoopSettings
 
-EVALUATION_SEQUENCES = 64
-"""of the held-out text, about the first so many sequences are evaluated each time"""
-
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -149,6 +146,5 @@ def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: 
         skip_non_finite=spec.training.non_finite == "SkipStep",
         checkpoint_every=spec.checkpoint.every_steps,
         evaluate_every=evaluation.every_steps if evaluation else 0,
-        evaluation_batches=max(1, EVALUATION_SEQUENCES // plan.micro_batch_size),
         further_evaluations=further_evaluations,
     )

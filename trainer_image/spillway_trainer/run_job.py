@@ -92,9 +92,11 @@ def run_ranks(
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
     builds_corpus = not has_corpus(Path(job.corpus_directory))
     corpus = prepared_corpus(job, model, ranks, recorder)
-    room = room_for_more_text(source_of(job).nbytes) if builds_corpus and job.spec.data.builtin is None else 0
+    room = room_for_more_text(sources_of(job)[0].nbytes) if builds_corpus and job.spec.data.builtin is None else 0
     built_in_bytes = peak_of_building(Path(job.corpus_directory), room, is_new=builds_corpus)
     batches = make_batches(job, corpus, model.objective)
+    if ranks.world.is_first:
+        say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
     recorder.preparing("making room in the tiers")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
@@ -209,13 +211,10 @@ def start_epoch(job: JobFile) -> Epoch:
 def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:
     """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
 
-    def say(line: str) -> None:
-        report(line)
-        recorder.preparing(line)
-
     def prepare() -> Corpus:
         directory, recipe = Path(job.corpus_directory), tokenizer_recipe(job, model.objective)
-        return prepare_corpus(source_of(job), directory, model.vocab_size, say, recipe)
+        text, *held_out = sources_of(job)
+        return prepare_corpus(text, directory, model.vocab_size, partial(say, recorder), recipe, *held_out)
 
     corpus = ranks.first("corpus", prepare)
     for turn in (1, 2):
@@ -224,6 +223,13 @@ def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder
         ranks.agree("corpus of every node", "complete")
     assert corpus is not None, "every rank has its turn"
     return corpus
+
+
+def say(recorder: Recorder, line: str) -> None:
+    """One line of what comes before training, for log and console; nothing where it is empty."""
+    if line:
+        report(line)
+        recorder.preparing(line)
 
 
 def serve_metrics(exporter: Exporter, job: JobFile) -> None:
@@ -388,14 +394,8 @@ def digest(text: str) -> str:
 
 
 def make_batches(job: JobFile, corpus: Corpus, objective: Objective) -> TokenBatches:
-    training, evaluation = job.spec.training, job.spec.data.evaluation
-    return TokenBatches(
-        corpus,
-        sequence_length=training.sequence_length,
-        evaluation_fraction=evaluation.fraction if evaluation else 0.0,
-        seed=training.seed,
-        objective=objective,
-    )
+    training = job.spec.training
+    return TokenBatches(corpus, training.sequence_length, training.seed, objective, job.spec.data.evaluation)
 
 
 def tokenizer_recipe(job: JobFile, objective: Objective) -> TokenizerRecipe:
@@ -406,14 +406,13 @@ def tokenizer_recipe(job: JobFile, objective: Objective) -> TokenizerRecipe:
     return TokenizerRecipe(has_mask=objective is Objective.MASKED)
 
 
-def source_of(job: JobFile) -> TextSource:
-    """The text of spec.data, as this process sees it."""
-    data = job.spec.data
-    if data.builtin is not None:
-        return python_stdlib()
-    if data.text is None:
+def sources_of(job: JobFile) -> list[TextSource]:
+    """The text to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
+    data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
+    if data.builtin is None and data.text is None:
         raise UserError("spec.data: only text and builtin can be trained on so far")
-    return text_source(config.directory_of(data.text, job.claims, "spec.data.text"))
+    found = [text_source(config.directory_of(place, job.claims, field), field) for field, place in places.items()]
+    return found if data.builtin is None else [python_stdlib(), *found]
 
 
 def report(line: str) -> None:

@@ -50,6 +50,7 @@ from .run_job import (
     prepared_corpus,
     report,
     run_of,
+    say,
     serve_metrics,
     start_epoch,
 )
@@ -386,7 +387,9 @@ class Sweep:
     def _text(self, member: MemberRun, model: Chain) -> Text:
         self.stop.at_once = True  # the build may take long, and there is nothing to save
         corpus = prepared_corpus(member.job, model, ONE_RANK, member.recorder)
-        return Text(corpus, make_batches(member.job, corpus, model.objective))
+        batches = make_batches(member.job, corpus, model.objective)
+        say(member.recorder, batches.evaluated)
+        return Text(corpus, batches)
 
     def _attach(self, member: MemberRun, assembly: Assembly, checkpoints: RunCheckpoints) -> None:
         """Its states: parked, from its checkpoint, or from the seed. And the random state that it left."""

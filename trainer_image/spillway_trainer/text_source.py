@@ -35,7 +35,7 @@ class Tally:
 
     documents: int = 0
     undecodable: int = 0
-    """files with bytes that are no UTF-8; each became U+FFFD"""
+    """files with bytes that are not UTF-8; each became U+FFFD"""
     binary: int = 0
     """files with NUL bytes, skipped"""
     malformed: int = 0
@@ -103,10 +103,11 @@ class TextSource:
         return digest.hexdigest()
 
 
-def text_source(path: Path) -> TextSource:
-    """One text file, or all text files under a directory. Raises UserError when there is nothing to read."""
+def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
+    """One text file, or all text files under a directory. Raises UserError, of `field`, when there is nothing to
+    read."""
     if not path.exists():
-        raise UserError(f"spec.data.text: {path} does not exist; give a text file or a directory of text files")
+        raise UserError(f"{field}: {path} does not exist; give a text file or a directory of text files")
     if path.is_file():
         root, files = path.resolve().parent, [path.resolve().name]
     else:
@@ -115,7 +116,7 @@ def text_source(path: Path) -> TextSource:
     source = TextSource(str(path), ("--text", str(path)), root, tuple(files))
     if source.nbytes == 0:
         found = f"only {len(files)} empty ones" if files else "none"
-        raise UserError(f"spec.data.text: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}, {found}")
+        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}, {found}")
     return source
 
 
@@ -140,9 +141,7 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    raise UserError(
-        f"spec.data.text: cannot read {error.filename}: {error.strerror}; make it readable, or leave it out"
-    )
+    raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or leave it out")
 
 
 def _is_binary(path: Path) -> bool:

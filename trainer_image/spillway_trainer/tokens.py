@@ -119,6 +119,8 @@ class Corpus:
     def __init__(self, directory: Path, index: CorpusIndex) -> None:
         self.directory = directory
         self.index = index
+        self.evaluation: Corpus | None = None
+        """text of its own to evaluate on, in tokens of the same tokenizer"""
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
         ]
@@ -164,14 +166,22 @@ def prepare_corpus(
     vocab_size: int,
     report: Callable[[str], None],
     recipe: TokenizerRecipe = TRAINED,
+    evaluation: TextSource | None = None,
 ) -> Corpus:
-    """Open the corpus in `directory`, building it in a child process when there is none yet.
+    """Open the corpus in `directory`, building it in a child process when there is none yet. That of the `evaluation`
+    text is another one below it, in tokens of the same tokenizer.
 
     `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
     """
     if not has_corpus(directory):
         _build_in_child(source, directory, vocab_size, report, recipe)
-    return open_corpus(directory, source, vocab_size)
+    corpus = open_corpus(directory, source, vocab_size)
+    if evaluation is not None:
+        same = TokenizerRecipe(model_directory=recipe.model_directory or directory)
+        corpus.evaluation = prepare_corpus(evaluation, directory / "evaluation", vocab_size, report, same)
+        if corpus.evaluation.index.tokenizer_xxh3 != corpus.index.tokenizer_xxh3:
+            raise UserError(f"{directory}/evaluation: built with another tokenizer; remove it to build it again")
+    return corpus
 
 
 def has_corpus(directory: Path) -> bool:
@@ -329,7 +339,7 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
             f"{path}: {error.strerror}; spec.model.source needs the tokenizer that its weights were trained with"
         ) from error
     except Exception as error:  # `tokenizers` raises no narrower type
-        raise UserError(f"{path}: is no tokenizer of Hugging Face `tokenizers`: {error}") from error
+        raise UserError(f"{path}: not a valid tokenizer of Hugging Face `tokenizers`: {error}") from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -87,8 +87,6 @@ class LoopSettings:
     checkpoint_every: int
     evaluate_every: int
     """0 = never"""
-    evaluation_batches: int
-    """at most that many micro-batches an evaluation"""
     further_evaluations: Collection[int] = ()
     """steps that an evaluation follows besides: where members of a sweep are compared"""
 
@@ -411,14 +409,13 @@ def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
 
 
 def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
-    """Mean loss per token over the held-out sequences; leaves no trace in the run's state."""
+    """Mean loss per label over the sequences of an evaluation; leaves no trace in the run's state."""
     started, world = time.perf_counter(), run.ranks.world
     losses, tokens = list[float](), 0
     run.optimizer.flush()
     run.model.eval()
     with torch.no_grad():
-        batches = run.batches.evaluation_batches(settings.micro_batch_size, settings.evaluation_batches)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(run.batches.evaluation_batches(settings.micro_batch_size)):
             tokens += batch.num_unmasked
             if number % world.size == 0:
                 losses.append(0.0)  # every rank has a place in every round, also in the last one, which may be short
@@ -430,9 +427,7 @@ def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
             run.model(here.tokens_BT, here.labels_BT, 1)  # for the others, which have one more than this rank
     run.model.train()
     if tokens:
-        total = 0.0
-        for loss in dealt(run.ranks.gather(losses)):  # in corpus order, whoever evaluated it
-            total += loss
+        total = math.fsum(dealt(run.ranks.gather(losses)))  # the same, whoever evaluated what
         run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
 
 

@@ -66,7 +66,7 @@ class ObjectiveBatches:
         batches = (samples[start : start + BATCH] for start in range(0, len(samples), BATCH))
         return sum(self.batch(each).num_unmasked for each in batches)
 
-    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None) -> Iterator[Batch]:
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
         yield self.batch([10_000])
 
 

@@ -88,6 +88,9 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
         ('{name: a, overrides: {model.config: "null", model.entrypoint: "m:f"}}', 'overrides["model.config"]', "own"),
         ("{name: a, overrides: {training: x}}", 'overrides["training"]', "training.seed"),
         ('{name: a, overrides: {data.evaluation: "null"}}', "spec.members[0].overrides", "compared by their"),
+        ('{name: a, overrides: {data.evaluation.seed: "1"}}', "spec.members[0].overrides", "loss on one text"),
+        ('{name: a, overrides: {data.evaluation.fraction: "0.2"}}', "spec.members[0].overrides", "loss on one text"),
+        ('{name: a, overrides: {data.evaluation.sequences: "2"}}', "spec.members[0].overrides", "loss on one text"),
     ],
 )  # fmt: skip
 def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where: str, allowed: str) -> None:
@@ -97,6 +100,7 @@ def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where:
 
 def test_sound_members_have_no_problems_and_a_stray_objective_has_one() -> None:
     assert problems_of(sweep(THREE)) == []
+    assert problems_of(sweep('{name: a, overrides: {data.evaluation.everySteps: "10", training.seed: "1"}}')) == []
     assert [one.path for one in problems_of(sweep(""))] == ["spec.objective"]
 
 

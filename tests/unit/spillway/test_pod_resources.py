@@ -281,6 +281,12 @@ def test_members_of_other_vocabularies_have_corpora_of_their_own() -> None:
     assert beside == pods.corpus_bytes(same, None)
 
 
+def test_text_to_evaluate_on_has_room_for_tokens_of_its_own() -> None:
+    held = job({"spec.data": {"builtin": "PythonStdlib", "evaluation": {"text": {"claim": "held"}}}}).spec
+    more = pods.emptydir_bytes(held, "Cpu") - pods.emptydir_bytes(job().spec, "Cpu")
+    assert more == pods.CORPUS_FALLBACK_BYTES
+
+
 def test_sweep_grace_period_covers_its_largest_members_checkpoint() -> None:
     asked = sweep(SEED, {"model.config.numLayers": "64", "model.config.hiddenSize": "1024"})
     plan = planned(sweep(SEED))

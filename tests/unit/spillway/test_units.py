@@ -12,6 +12,7 @@ from spillway.units import (
     format_count,
     format_quantity,
     format_seconds,
+    parse_bytes,
     parse_cores,
     parse_quantity,
 )
@@ -76,7 +77,15 @@ def test_cores_are_thousandths_rounded_up(text: str, cores: float, shown: str) -
     assert format_cores(cores) == shown
 
 
+@pytest.mark.parametrize("text", ["64m", "1u", "0n"])
+def test_fractions_of_a_byte_are_no_bytes_that_a_user_means(text: str) -> None:
+    assert parse_quantity(text) == bool(int(text[:-1])), "as the API server has it"
+    with pytest.raises(ValueError, match=rf"'{text}': {text[-1]} is a fraction of a byte .* {text[:-1]}Mi$"):
+        parse_bytes(text)
+    assert parse_bytes("64Mi") == parse_quantity("64Mi")
+
+
 @pytest.mark.parametrize("text", ["", "two", "-1", "1 core"])
 def test_what_is_no_quantity_is_no_number_of_cores(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of cores: write for example 2 or 500m"):
+    with pytest.raises(ValueError, match="is not a valid number of cores: write for example 2 or 500m"):
         parse_cores(text)

@@ -194,7 +194,7 @@ def test_what_the_system_refuses_is_a_sentence(
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/private/text")
 
-    monkeypatch.setattr(local_run, "refuse_missing_locations", denied)
+    monkeypatch.setattr(local_run, "refuse_wrong_fields", denied)
     assert run(job_file) == ExitCode.USER_ERROR
     assert capsys.readouterr().err.startswith("spillway: /private/text: Permission denied")
 
@@ -254,7 +254,7 @@ def test_ctrl_c_in_a_command_is_a_sentence(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(local_run, "refuse_missing_locations", interrupted)
+    monkeypatch.setattr(local_run, "refuse_wrong_fields", interrupted)
     assert run(job_file, *words) == ExitCode.PREEMPTED
     printed = capsys.readouterr()
     assert "stopped on request" in (printed.out if words else printed.err)
@@ -464,6 +464,36 @@ def test_path_of_the_text_must_exist(job_file: Path, capsys: pytest.CaptureFixtu
     changed(job_file, ("builtin: PythonStdlib", "text: {path: /does/not/exist}"))
     assert run(job_file) == ExitCode.USER_ERROR
     assert "spec.data.text.path = /does/not/exist" in capsys.readouterr().err
+
+
+REJECTED_HERE = {
+    "spec.data.huggingFace": ("{builtin: PythonStdlib", "{huggingFace: {name: wikitext}"),
+    "spec.data.tokens": ("{builtin: PythonStdlib", "{tokens: {path: /tokens}"),
+    "spec.data.entrypoint": ("{builtin: PythonStdlib", '{entrypoint: "mine:data"'),
+    "spec.data.text.path": ("{builtin: PythonStdlib", "{text: {path: /does/not/exist}"),
+    "spec.data.evaluation.text.path": (
+        "{builtin: PythonStdlib", "{builtin: PythonStdlib, evaluation: {text: {path: /does/not/exist}}"
+    ),
+    "spec.checkpoint.from": ("{everySteps: 20,", "{from: another, everySteps: 20,"),
+    "spec.checkpoint.resume": ("{everySteps: 20,", "{resume: Never, everySteps: 20,"),
+    "spec.command": ("spec:\n", "spec:\n  command: [python, train.py]\n"),
+    "spec.model.config.vocabSize": ("vocabSize: 4096", "vocabSize: 256"),
+    "spec.parallelism.device": ("spec:\n", "spec:\n  parallelism: {device: Cuda}\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REJECTED_HERE)
+def test_plan_rejects_what_run_rejects_in_the_same_words(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(JOB, encoding="utf-8")
+    changed(job_file, REJECTED_HERE[path])
+    assert run(job_file) == ExitCode.USER_ERROR
+    by_run = capsys.readouterr().err
+    assert cli.run_app(["plan", str(job_file)]) == ExitCode.USER_ERROR
+    assert capsys.readouterr().err == by_run
+    assert f"{path} = " in by_run
 
 
 # --- one directory, one run -------------------------------------------------------------------------------------------

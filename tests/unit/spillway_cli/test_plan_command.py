@@ -89,7 +89,8 @@ def test_json_of_what_does_not_fit(manifest: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "24GB"}, "--device: '24GB' is no quantity"),
+        ({"device": "24GB"}, "--device: '24GB' is not a valid quantity"),
+        ({"host": "64m"}, "--host: '64m': m is a fraction of a byte"),
         ({"node": "h10"}, "did you mean h100"),
     ],
 )
@@ -98,6 +99,20 @@ def test_a_wrong_flag_is_exit_64_with_a_sentence(
 ) -> None:
     assert run(manifest, **options) == 64
     assert words in capsys.readouterr().err
+
+
+def test_plan_for_a_node_tells_what_a_local_run_alone_can_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the other way round: what runs on a cluster's GPUs is planned for them without a word."""
+    file = tmp_path / "job.yaml"
+    file.write_text(text({"spec.scheduling": {"gang": "Required"}, "spec.parallelism.nodes": 2}), encoding="utf-8")
+    assert run(file, "8xh100") in (0, 3)
+    said = capsys.readouterr().err
+    assert "planned all the same; a cluster rejects it: spec.scheduling.gang = Required" in said
+    file.write_text(text({"spec.parallelism.device": "Cuda"}), encoding="utf-8")
+    assert run(file, "h100") in (0, 3)
+    assert "a cluster rejects" not in capsys.readouterr().err
 
 
 def test_a_wrong_manifest_is_exit_64_with_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

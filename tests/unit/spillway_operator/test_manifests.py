@@ -43,7 +43,7 @@ FACTS = OperatorFacts(
 TWO_PODS = {
     "spec.parallelism": {"nodes": 2, "device": "Cpu"},
     "spec.checkpoint": {"claim": "checkpoints"},
-    "spec.data": {"text": {"claim": "corpus", "subPath": "en"}},
+    "spec.data": {"text": {"claim": "corpus", "subPath": "en"}, "evaluation": {"text": {"claim": "held"}}},
     "spec.scheduling": {
         "nodeSelector": {"pool": "training"},
         "tolerations": [{"key": "training", "operator": "Exists", "effect": "NoSchedule"}],
@@ -160,7 +160,7 @@ def test_the_trainer_is_told_where_everything_is() -> None:
     assert told.epoch == 3
     assert told.checkpoint_directory == "/checkpoints/tiny-9b1deb4d"
     assert told.corpus_directory == "/checkpoints/tiny-9b1deb4d/corpus"
-    assert told.claims == {"corpus": "/claims/corpus"}
+    assert told.claims == {"corpus": "/claims/corpus", "held": "/claims/held"}
     assert (told.num_nodes, told.ranks_per_node) == (2, 1)
     assert (told.master_address, told.master_port) == ("tiny-3-0.tiny-3", 29500)
 
@@ -264,7 +264,14 @@ def test_several_volumes_are_a_claim_and_a_directory_each() -> None:
 def test_text_is_mounted_read_only() -> None:
     mounts = {mount["name"]: mount for mount in container(TWO_PODS)["volumeMounts"]}
     assert mounts["text"] == {"name": "text", "mountPath": "/claims/corpus", "readOnly": True}
+    assert mounts["evaluation-text"] == {"name": "evaluation-text", "mountPath": "/claims/held", "readOnly": True}
     assert "readOnly" not in mounts["checkpoints"]
+
+
+def test_text_to_train_and_to_evaluate_on_may_share_a_claim() -> None:
+    place = {"claim": "corpus", "subPath": "en"}
+    mounts = container({"spec.data": {"text": place, "evaluation": {"text": place}}})["volumeMounts"]
+    assert [mount["name"] for mount in mounts if mount["mountPath"].startswith("/claims")] == ["text"]
 
 
 def test_every_mount_has_its_volume() -> None:

@@ -291,7 +291,7 @@ def test_claims_of_a_spec_are_looked_up_once_each() -> None:
         bench = Bench(client)
         spec = {
             "checkpoint": {"claim": "kept"},
-            "data": {"text": {"claim": "corpus"}},
+            "data": {"text": {"claim": "corpus"}, "evaluation": {"text": {"claim": "corpus"}}},
             "model": {"source": {"claim": "kept"}},
         }
         bench.store.put_job(put_job(api, **spec))

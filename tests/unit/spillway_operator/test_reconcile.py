@@ -731,15 +731,22 @@ def test_several_nodes_need_a_shared_checkpoint_claim(modes: tuple[str, ...], st
         ((), 2, True),
     ],
 )
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"text": {"claim": "c"}}, "spec.data.text.claim"),
+        ({"builtin": "PythonStdlib", "evaluation": {"text": {"claim": "c"}}}, "spec.data.evaluation.text.claim"),
+    ],
+)
 def test_several_nodes_need_a_claim_for_text_that_all_can_mount(
-    modes: tuple[str, ...], num_nodes: int, starts: bool
+    data: dict[str, Any], field: str, modes: tuple[str, ...], num_nodes: int, starts: bool
 ) -> None:
-    changes = {"spec.data": {"text": {"claim": "c"}}, "spec.parallelism": {"nodes": num_nodes}}
+    changes = {"spec.data": data, "spec.parallelism": {"nodes": num_nodes}}
     desired = decide(observed(changes, claims=(Claim("c", True, modes),)))
     assert bool(desired.creates) is starts
     if not starts:
         assert condition(desired, "Planned")["reason"] == "ClaimNotShared"
-        assert "spec.data.text.claim = c" in condition(desired, "Planned")["message"]
+        assert f"{field} = c" in condition(desired, "Planned")["message"]
 
 
 def test_checkpoints_are_not_written_to_a_claim_that_can_only_be_read() -> None:

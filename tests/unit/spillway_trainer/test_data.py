@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.depth import examples
+from spillway.api import Evaluation
 from spillway.errors import UserError
-from spillway_trainer.data import Batch, TokenBatches, permuted
+from spillway_trainer.data import Batch, Split, TokenBatches, permuted
 from spillway_trainer.durable_files import FileEntry, describe_file
 from spillway_trainer.models.objective import IGNORED_LABEL, Objective, prefix_length
 from spillway_trainer.tokens import Corpus, CorpusIndex
@@ -39,16 +40,21 @@ def corpus_of(directory: Path, num_tokens: int, shard_tokens: int = 64, mask: in
     return Corpus(directory, index)
 
 
+def held(fraction: float = 0.0, num_sequences: int = 0, seed: int = 0) -> Evaluation | None:
+    """Of the job; none without a share."""
+    return Evaluation(fraction=repr(fraction), sequences=num_sequences, seed=seed) if fraction else None  # type: ignore[arg-type]
+
+
 def batches_of(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0.0, seed: int = 0) -> TokenBatches:
-    return TokenBatches(corpus_of(directory, num_tokens), T, fraction, seed)
+    return TokenBatches(corpus_of(directory, num_tokens), T, seed, evaluation=held(fraction))
 
 
 def masked_batches(directory: Path, num_tokens: int, T: int = 8, seed: int = 0, fraction: float = 0.0) -> TokenBatches:
-    return TokenBatches(corpus_of(directory, num_tokens, mask=MASK), T, fraction, seed, Objective.MASKED)
+    return TokenBatches(corpus_of(directory, num_tokens, mask=MASK), T, seed, Objective.MASKED, held(fraction))
 
 
 def prefix_batches(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0.0) -> TokenBatches:
-    return TokenBatches(corpus_of(directory, num_tokens), T, fraction, 0, Objective.PREFIX)
+    return TokenBatches(corpus_of(directory, num_tokens), T, 0, Objective.PREFIX, held(fraction))
 
 
 def labels_of(batch: Batch) -> list[int]:
@@ -100,10 +106,10 @@ def test_resuming_anywhere_repeats_and_skips_nothing(
 ) -> None:
     """Two epochs in arbitrary batches, each read by a new process's objects: together they are the uncut run."""
     corpus = corpus_of(tmp_path_factory.mktemp("corpus"), num_tokens)
-    whole = TokenBatches(corpus, 8, 0.0, seed=0)
+    whole = TokenBatches(corpus, 8, seed=0)
     total = 2 * whole.num_sequences
     edges = [0, *(edge for edge in itertools.accumulate(cuts) if edge < total), total]
-    rows = [TokenBatches(corpus, 8, 0.0, seed=0).batch(range(*pair)).tokens_BT for pair in itertools.pairwise(edges)]
+    rows = [TokenBatches(corpus, 8, seed=0).batch(range(*pair)).tokens_BT for pair in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(rows), whole.batch(range(total)).tokens_BT)
 
 
@@ -114,21 +120,127 @@ def test_next_epoch_holds_the_same_samples_in_another_order(tmp_path: Path) -> N
     assert torch.equal(first.sort().values, second.sort().values)
 
 
-def test_held_out_tokens_are_the_last_and_never_trained_on(tmp_path: Path) -> None:
-    batches = batches_of(tmp_path, num_tokens=401, fraction=0.1)
-    trained = labels_of(batches.batch(range(batches.num_sequences)))
-    evaluated = [label for batch in batches.evaluation_batches(3) for label in labels_of(batch)]
-    assert evaluated == list(range(361, 401))
-    assert sorted(trained + evaluated) == list(range(1, 401))
+# --- what is held out -------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_stops_after_the_batches_asked_for(tmp_path: Path) -> None:
-    batches = batches_of(tmp_path, num_tokens=401, fraction=0.5)
-    assert len(list(batches.evaluation_batches(4, max_batches=2))) == 2
+def held_out_of(corpus: Corpus, evaluation: Evaluation | None, seed: int = 0) -> TokenBatches:
+    return TokenBatches(corpus, 8, seed, evaluation=evaluation)
+
+
+def evaluated_of(batches: TokenBatches, micro_batch_size: int = 3) -> list[int]:
+    return [label for batch in batches.evaluation_batches(micro_batch_size) for label in labels_of(batch)]
+
+
+@settings(deadline=None)
+@given(size=st.integers(2, 2000), share=st.floats(0.0001, 0.5), seed=st.integers(0, 2**63))
+def test_every_window_is_trained_on_or_held_out_and_never_both(size: int, share: float, seed: int) -> None:
+    num_held_out = max(1, int(size * share))
+    split = Split(size, num_held_out, seed)
+    trained = [split.training(index) for index in range(size - num_held_out)]
+    held_out = [split.held_out(index) for index in range(num_held_out)]
+    assert sorted(trained + held_out) == list(range(size))
+    assert (trained, held_out) == (sorted(trained), sorted(held_out))
+
+
+def test_held_out_windows_are_stretches_as_many_as_each_is_long() -> None:
+    split = Split(10_000, 100, seed=7)
+    held_out = [split.held_out(index) for index in range(100)]
+    begins = [window for window in held_out if window - 1 not in held_out]
+    assert len(begins) == 10
+    assert max(begins) - min(begins) > 5000, "they are all over the text"
+
+
+def test_held_out_places_are_equally_likely_everywhere() -> None:
+    """Of 2,000 seeds each window of 50 is held out by about 2,000 x 5 / 50; six standard deviations are 81."""
+    counts = np.zeros(50)
+    for seed in range(2000):
+        split = Split(50, 5, seed)
+        counts[[split.held_out(index) for index in range(5)]] += 1
+    assert abs(counts[5:45] - 200).max() < 81
+
+
+def test_held_out_tokens_are_a_share_by_seed_and_never_trained_on(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, 401)
+    evaluated = {}
+    for seed in (0, 1):
+        batches = held_out_of(corpus, held(0.1, seed=seed))
+        evaluated[seed] = evaluated_of(batches)
+        trained = labels_of(batches.batch(range(batches.num_sequences)))
+        assert len(evaluated[seed]) == 5 * 8
+        assert sorted(trained + evaluated[seed]) == list(range(1, 401))
+    assert evaluated[0] != evaluated[1]
+    assert evaluated[0] != list(range(361, 401)), "not the end of the text"
+
+
+def test_seeds_of_training_are_evaluated_on_the_same_text(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, 401)
+    one, other = (evaluated_of(held_out_of(corpus, held(0.1), seed=seed)) for seed in (0, 1))
+    assert one == other
+
+
+@pytest.mark.parametrize(("fraction", "num_held_out"), [(0.07, 7), (0.29, 29), (0.001, 1), (0.5, 50)])
+def test_held_out_share_is_exact_and_rounded_up(tmp_path: Path, fraction: float, num_held_out: int) -> None:
+    """0.07 and 0.29 of 100 are not 8 and 30, as products of floats would have it."""
+    assert batches_of(tmp_path, num_tokens=801, fraction=fraction).num_held_out == num_held_out
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 64])
+def test_evaluation_reads_as_many_sequences_as_asked_for(tmp_path: Path, micro_batch_size: int) -> None:
+    corpus = corpus_of(tmp_path, 4001)
+    batches = held_out_of(corpus, held(0.5, num_sequences=10))
+    read = evaluated_of(batches, micro_batch_size)
+    assert len(read) == 10 * 8
+    assert read == evaluated_of(batches, 5) == sorted(read), "the same, however they are batched"
+    assert set(read) < set(evaluated_of(held_out_of(corpus, held(0.5))))
+    assert max(read) - min(read) > 2000, "from all of it"
+
+
+def test_evaluation_of_fewer_sequences_than_asked_for_says_so(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, 401)
+    said = {number: held_out_of(corpus, held(0.1, num_sequences=number)).evaluated for number in (64, 5, 4, 0)}
+    assert said == {
+        64: "evaluation: 5 of 5 held-out sequences, fewer than the 64 of data.evaluation.sequences",
+        5: "evaluation: 5 of 5 held-out sequences",
+        4: "evaluation: 4 of 5 held-out sequences",
+        0: "evaluation: 5 of 5 held-out sequences",
+    }
 
 
 def test_no_held_out_fraction_means_no_evaluation(tmp_path: Path) -> None:
-    assert list(batches_of(tmp_path, num_tokens=401).evaluation_batches(4)) == []
+    batches = batches_of(tmp_path, num_tokens=401)
+    assert (list(batches.evaluation_batches(4)), batches.evaluated) == ([], "")
+
+
+def with_evaluation_text(directory: Path, num_tokens: int, num_evaluation_tokens: int) -> Corpus:
+    (directory / "evaluation").mkdir(parents=True)
+    corpus = corpus_of(directory, num_tokens)
+    corpus.evaluation = corpus_of(directory / "evaluation", num_evaluation_tokens)
+    return corpus
+
+
+def test_evaluation_text_is_all_read_and_all_of_the_corpus_is_trained_on(tmp_path: Path) -> None:
+    batches = held_out_of(with_evaluation_text(tmp_path, 401, 83), None)
+    assert sorted(labels_of(batches.batch(range(batches.num_sequences)))) == list(range(1, 401))
+    assert evaluated_of(batches) == list(range(1, 83))
+
+
+def test_evaluation_text_without_a_label_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"spec\.data\.evaluation\.text: has no token to predict"):
+        held_out_of(with_evaluation_text(tmp_path, 401, 1), None)
+
+
+def test_fingerprint_tells_splits_and_evaluation_texts_apart(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, 401)
+    made = [held_out_of(corpus, held_out) for held_out in (None, held(0.1), held(0.2), held(0.1, seed=1))]
+    made += [held_out_of(with_evaluation_text(tmp_path / str(size), 401, size), None) for size in (83, 84)]
+    assert len({batches.fingerprint for batches in made}) == len(made)
+
+
+def test_checkpoints_of_the_split_at_the_end_of_the_text_are_of_another_run(tmp_path: Path) -> None:
+    """Those without evaluation are resumed from."""
+    corpus = corpus_of(tmp_path, 401)
+    assert held_out_of(corpus, None).fingerprint == "845b9811384c15afea22492e657e2dad"
+    assert held_out_of(corpus, held(0.1)).fingerprint != "899fe7f5b602264a4199fe86f8ac0f35"
 
 
 @pytest.mark.parametrize(("num_tokens", "fraction", "needed"), [(8, 0.0, 9), (9, 0.01, 17)])
@@ -228,7 +340,7 @@ def test_labels_are_counted_without_reading_them(tmp_path: Path) -> None:
 
 def test_masked_objective_rejects_a_corpus_without_a_mask_token(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no mask token"):
-        TokenBatches(corpus_of(tmp_path, 100), 8, 0.0, 0, Objective.MASKED)
+        TokenBatches(corpus_of(tmp_path, 100), 8, 0, Objective.MASKED)
 
 
 # --- a part to read, a part to say ------------------------------------------------------------------------------------

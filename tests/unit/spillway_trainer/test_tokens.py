@@ -18,6 +18,7 @@ from spillway_trainer import tokens as tokens_module
 from spillway_trainer.text_source import Tally, python_stdlib, text_source
 from spillway_trainer.tokens import (
     END_OF_TEXT,
+    TRAINED,
     Corpus,
     TokenizerRecipe,
     Told,
@@ -449,6 +450,57 @@ def test_a_trained_tokenizer_has_a_mask_when_asked_for(tmp_path: Path) -> None:
     corpus = open_corpus(tmp_path / "corpus", source, 300)
     assert corpus.special_tokens == {"eos_token": END_OF_TEXT, "mask_token": "[MASK]"}
     assert corpus.index.mask not in corpus.tokens(0, 10_000), "text that spells it out stays text"
+
+
+# --- text to evaluate on ----------------------------------------------------------------------------------------------
+
+
+def with_evaluation(root: Path, recipe: TokenizerRecipe = TRAINED) -> Corpus:
+    """Of root/text and root/held, below root/corpus."""
+    texts = [text_source(root / name) for name in ("text", "held")]
+    return prepare_corpus(texts[0], root / "corpus", 1000, silent, recipe, texts[1])
+
+
+@pytest.mark.parametrize("kind", ["trained", "with a mask", "given"])
+def test_evaluation_text_has_the_tokens_of_the_trainings_tokenizer(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "text", a__txt=TEXT)
+    write(tmp_path / "held", a__txt=TEXT)
+    given = model_directory(tmp_path / "model", {"eos_token": "[PAD]"}) if kind == "given" else None
+    corpus = with_evaluation(tmp_path, TokenizerRecipe(kind == "with a mask", given))
+    assert corpus.evaluation is not None
+    assert corpus.evaluation.fingerprint == corpus.fingerprint
+    assert (corpus.evaluation.index.end_of_text, corpus.evaluation.index.mask) == (
+        corpus.index.end_of_text, corpus.index.mask,
+    )  # fmt: skip
+
+
+def test_evaluation_text_neither_trains_nor_makes_the_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path / "text", a__txt=TEXT)
+    write(tmp_path / "held", a__txt=CODE)
+    corpus, alone = with_evaluation(tmp_path), built(tmp_path / "text", tmp_path / "alone", vocab_size=1000)
+    assert (corpus.fingerprint, corpus.index.tokenizer_xxh3) == (alone.fingerprint, alone.index.tokenizer_xxh3)
+    assert corpus.evaluation is not None and decoded(corpus.evaluation) == CODE + END_OF_TEXT
+
+
+def test_evaluation_text_that_has_changed_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path / "text", a__txt=TEXT)
+    write(tmp_path / "held", a__txt=TEXT)
+    with_evaluation(tmp_path)
+    (tmp_path / "held" / "a.txt").write_text(TEXT.replace("fox", "cat"))
+    with pytest.raises(UserError, match=r"corpus/evaluation: built from .*; the text is another now"):
+        with_evaluation(tmp_path)
+
+
+def test_evaluation_text_in_tokens_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path / "text", a__txt=TEXT)
+    write(tmp_path / "held", a__txt=TEXT)
+    with_evaluation(tmp_path)
+    (tmp_path / "corpus").rename(tmp_path / "old")
+    (tmp_path / "text" / "a.txt").write_text(CODE)
+    built(tmp_path / "text", tmp_path / "corpus")
+    (tmp_path / "old" / "evaluation").rename(tmp_path / "corpus" / "evaluation")
+    with pytest.raises(UserError, match="corpus/evaluation: built with another tokenizer"):
+        with_evaluation(tmp_path)
 
 
 def test_a_long_build_says_how_far_it_is_now_and_then() -> None:

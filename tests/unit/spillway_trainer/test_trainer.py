@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class NumberedBatches:
     def num_unmasked(self, samples: range) -> int:
         return 4 * len(samples)
 
-    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
         yield Batch(torch.zeros(1, 4), torch.zeros(1, 4), 4)
 
 
@@ -124,7 +125,7 @@ class Loop:
         self.progress, self.stop = Progress(), StopRequest()
         defaults: dict[str, Any] = {
             "num_steps": 5, "micro_batch_size": 2, "num_micro_batches": 3, "gradient_clipping": None,
-            "skip_non_finite": True, "checkpoint_every": 2, "evaluate_every": 0, "evaluation_batches": 1,
+            "skip_non_finite": True, "checkpoint_every": 2, "evaluate_every": 0,
         }  # fmt: skip
         self.settings = LoopSettings(**{**defaults, **settings})
         self.run = Run(
@@ -141,6 +142,10 @@ class Loop:
 
     def train(self) -> None:
         train(self.run, self.settings, self.progress, self.stop)
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "run.jsonl").read_text().splitlines()]
 
 
 def test_every_sample_is_consumed_once_and_in_order(tmp_path: Path) -> None:
@@ -261,8 +266,7 @@ def test_a_step_records_what_all_threads_of_the_process_took_of_cores(
     clock = iter(range(0, 100, 3))
     monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
     Loop(tmp_path, num_steps=2).train()
-    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert [event["cpu_seconds"] for event in events if event["event"] == "step"] == [3.0, 3.0]
+    assert [event["cpu_seconds"] for event in events_of(tmp_path) if event["event"] == "step"] == [3.0, 3.0]
 
 
 def test_a_stop_request_commits_the_step_under_way_and_ends_as_preempted(tmp_path: Path) -> None:
@@ -297,9 +301,9 @@ class StoppingBatches(NumberedBatches):
         super().__init__()
         self.stop = stop
 
-    def evaluation_batches(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
         self.stop.requested = True
-        return super().evaluation_batches(micro_batch_size, max_batches)
+        return super().evaluation_batches(micro_batch_size)
 
 
 class StoppingCheckpoints(ListedCheckpoints):
@@ -367,6 +371,32 @@ def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_pa
         loop.train()
     assert loop.progress.step == 3
     assert "checkpoint_missed" in (tmp_path / "run.jsonl").read_text()
+
+
+class UnevenBatches(NumberedBatches):
+    """Of evaluations: batches with other numbers of labels, and losses that a sum in their order would round."""
+
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
+        for size, loss in ((3, 2.0**56), (1, 1.0), (4, 1.25), (1, 1.0), (5, 3.5)):
+            tokens = torch.full((size, 7), loss)
+            yield Batch(tokens, tokens, 7 * size - 1)
+
+
+class SumOfTokens(OneWeight):
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        return self.weight * tokens_BT.sum() / num_tokens
+
+
+def test_evaluation_loss_is_the_mean_over_all_labels_of_a_plain_loop(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, evaluate_every=1, num_steps=1)
+    loop.run = replace(loop.run, batches=UnevenBatches(), model=SumOfTokens())  # type: ignore[arg-type]
+    loop.train()
+    losses, labels = Fraction(0), 0
+    for batch in UnevenBatches().evaluation_batches(1):
+        losses += Fraction(SumOfTokens()(batch.tokens_BT, batch.labels_BT, 1).item())
+        labels += batch.num_unmasked
+    (event,) = [each for each in events_of(tmp_path) if each["event"] == "evaluation"]
+    assert (event["loss"], event["tokens"]) == (float(losses) / labels, labels)
 
 
 def test_evaluation_leaves_the_model_in_training_mode(tmp_path: Path) -> None:

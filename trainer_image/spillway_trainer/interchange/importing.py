@@ -87,7 +87,8 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
     shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     names = matched(foreign, shapes, class_names(model.description))
     recipe = run_job.tokenizer_recipe(job, model.objective)
-    corpus = prepare_corpus(run_job.source_of(job), Path(job.corpus_directory), model.vocab_size, say, recipe)
+    text, *held_out = run_job.sources_of(job)
+    corpus = prepare_corpus(text, Path(job.corpus_directory), model.vocab_size, say, recipe, *held_out)
     state = _training_state(job, foreign, model, corpus, settings)
     say(f"copying the states of {len(shapes)} parameters from {foreign.format}")
     epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
