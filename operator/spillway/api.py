@@ -187,12 +187,11 @@ class Model(Fields):
     source: Location | None = Field(
         default=None,
         description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
-        "qwen3, gpt2, bert or t5. Training starts from its weights. In local runs only; a cluster rejects it.",
+        "qwen3, gpt2, bert or t5. Training starts from its weights. Local runs only.",
     )
     entrypoint: Name | None = Field(
         default=None,
-        description="package.module:function that returns the model: a Chain, or one of transformers. In local runs "
-        "only; a cluster rejects it.",
+        description="Local runs only: package.module:function that returns a Chain or a transformers model.",
     )
     lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
     precision: Precision = Field(default=Precision(), description="Types of numbers.")
@@ -231,7 +230,9 @@ class Evaluation(Fields):
     """Loss on text that is never trained on: a part of the text that is held out, or a text of its own."""
 
     text: Location | None = Field(
-        default=None, description="Text files to evaluate on, with the tokenizer of data.text. Default: none."
+        default=None,
+        exclude_if=lambda given: given is None,  # and so on: job.json as every version before knows it
+        description="Text files to evaluate on, with the tokenizer of data.text. Default: none.",
     )
     fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
         default_factory=lambda given: None if given.get("text") else 0.01,  # an API server would add a static one
@@ -240,11 +241,13 @@ class Evaluation(Fields):
     )
     sequences: Count = Field(
         default=64,
+        exclude_if=lambda given: given == 64,
         description="Sequences that each evaluation reads: the same every time, drawn from all that are held out, or "
         "from text; all where there are fewer. 0 = all.",
     )
     seed: Count = Field(
         default=0,
+        exclude_if=lambda given: given == 0,
         description="Seed of both draws; not training.seed, so that all seeds are compared on the same text.",
     )
     every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
@@ -262,13 +265,9 @@ class Data(Fields):
         default=None,
         description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
     )
-    tokens: Location | None = Field(default=None, description="Packed token shards. Not supported yet.")
-    hugging_face: HuggingFaceData | None = Field(
-        default=None, description="A data set of the datasets library. Not supported yet."
-    )
-    entrypoint: Name | None = Field(
-        default=None, description="package.module:function that builds the data set. Not supported yet."
-    )
+    tokens: Location | None = Field(default=None, description="Not supported yet: packed token shards.")
+    hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
+    entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
     builtin: Literal["PythonStdlib"] | None = Field(
         default=None, description="Real text that every trainer has: the sources of Python's standard library."
     )
@@ -643,9 +642,7 @@ class Checkpoint(Fields):
         description="OwnOnly: an attempt goes on from this job's checkpoints. Never: from step 0; not supported yet.",
     )
     from_: Name | None = Field(
-        default=None,
-        alias="from",
-        description="Another job whose last checkpoint is the start. Not supported yet. Default: none.",
+        default=None, alias="from", description="Not supported yet: another job whose last checkpoint is the start."
     )
 
 
@@ -794,9 +791,7 @@ class TrainingJobSpec(Fields):
     )
     pod_overrides: PodOverrides = Field(default=PodOverrides(), description="Parts of the pod that a job may change.")
     command: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
-        default=(),
-        max_length=64,
-        description="Any script under torchrun, with mounts, restarts and metrics. Not supported yet.",
+        default=(), max_length=64, description="Not supported yet: any script under torchrun, with mounts and restarts."
     )
     scheduling: Scheduling = Field(default=Scheduling(), description="Which nodes, when.")
     lifecycle: Lifecycle = Field(default=Lifecycle(), description="Deadlines and retries.")
@@ -1096,9 +1091,7 @@ def parse_job(text: str, source: str) -> TrainingJob:
 
 _TEXT_INSTEAD = "does not work in a run yet; use data.text or data.builtin"
 NOT_YET = {
-    "data.tokens": _TEXT_INSTEAD,
-    "data.huggingFace": _TEXT_INSTEAD,
-    "data.entrypoint": _TEXT_INSTEAD,
+    **dict.fromkeys(("data.tokens", "data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
     "checkpoint.from": "does not work in a run yet; leave it out",
     "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
     "command": "does not work yet; describe the run in model, data and training",

@@ -182,11 +182,7 @@ def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
 
 def text_claims(spec: TrainingJobSpec) -> dict[str, str]:
     """Claims that hold text to train or evaluate on, each with the first field that names it."""
-    found: dict[str, str] = {}
-    for field, place in spec.texts.items():
-        if place.claim is not None:
-            found.setdefault(place.claim, f"spec.{field}.claim")
-    return found
+    return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.texts.items()) if place.claim}
 
 
 def read_contract(contract: Contract) -> AttemptFiles | None:

@@ -168,13 +168,14 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
 def said_by_the_server(mistake: Mistake, message: str, sentence: str) -> list[str]:
     """What the API server's message lacks: path, value, or what is allowed, which `sentence` is Spillway's of.
 
-    Of a value of another type the API server shows the type only; of a field that it does not know the path only.
+    Of a value of another type the API server shows the type only; of a field that it does not know, or that a rule of
+    the object above refuses, the path only.
     """
     if is_unknown_field(message):
         return [] if mistake.path in message else [mistake.path]
     lacks = [] if mistake.path in message else [mistake.path]
     value = mistake.given.strip("'")
-    is_typed = re.search(r'Invalid value: "(string|integer|number|boolean|array|object|float64)?"', message)
+    is_typed = re.search(r'Invalid value: (?:"(string|integer|number|boolean|array|object|float64)?"|[a-z])', message)
     if value and value[:20] not in message and not is_typed and not re.search(r"found |items|Too long", message):
         lacks.append(value)
     return lacks if _says_what_is_allowed(mistake, message, sentence) else [*lacks, mistake.allowed]

@@ -14,6 +14,7 @@ import pytest
 from harness import local_runs
 from harness.depth import at
 from harness.patience import wait_until
+from spillway.api import parse_job
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoint_directory import choose_resume
 from spillway_trainer.checkpoint_manifest import Checkpoint
@@ -68,6 +69,20 @@ def test_disabled_mode_gives_the_same_bits(reference: Reference, tmp_path: Path)
     assert local_runs.complete(job, local_runs.disabled_plan()) == 0, local_runs.log_of(tmp_path, 1)
     assert curves(tmp_path) == (reference.losses, reference.evaluations)
     assert tensor_hashes(last_checkpoint(tmp_path)) == tensor_hashes(reference.last)
+
+
+def test_text_to_evaluate_on_may_not_change_between_attempts(tmp_path: Path) -> None:
+    text, held = local_runs.write_text(tmp_path / "text"), tmp_path / "held.txt"
+    held.write_text("some words that nobody trains on\n" * 40)
+    document = local_runs.JOB.replace("TEXT", str(text)).replace('fraction: "0.05"', f"text: {{path: {held}}}")
+    spec = parse_job(document.replace("steps: 12", "steps: 4"), "small job").spec
+    for epoch, code in ((1, ExitCode.COMPLETED), (2, ExitCode.USER_ERROR)):
+        job = local_runs.job_file(tmp_path, text, tmp_path / "corpus", epoch).model_copy(update={"spec": spec})
+        assert local_runs.complete(job, local_runs.disabled_plan()) == code, local_runs.log_of(tmp_path, epoch)
+        held.write_text("other words\n" * 40)
+    said = [local_runs.log_of(tmp_path, epoch) for epoch in (1, 2)]
+    assert "held-out sequences, fewer than the 64 of data.evaluation.sequences" in said[0]
+    assert "corpus/evaluation: built from" in said[1] and "the text is another now" in said[1]
 
 
 def test_the_spread_plan_uses_every_tier(reference: Reference) -> None:

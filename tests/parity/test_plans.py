@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,8 @@ def job_of(text: Path, output: Path, changes: dict[str, str]) -> JobFile:
     return job.model_copy(update={"spec": parse_job(document, "small job").spec})
 
 
-def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
-    """Train the job under the plan in this process."""
+def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus, look: Callable[[Run], None] = lambda run: None) -> Outcome:
+    """Train the job under the plan in this process, and look at the run at its end."""
     shutil.rmtree(job.checkpoint_directory, ignore_errors=True)
     assembly = assemble(job, plan)
     fill(assembly, job.spec.training.seed)
@@ -94,6 +96,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus) -> Outcome:
         loss_scale=config.loss_scale(job.spec),
     )
     train(run, config.loop_settings(job.spec, plan), Progress(), StopRequest())
+    look(run)
     state = {name: tensor.clone() for name, tensor in assembly.optimizer.state()}
     state |= {f"parameter.{name}": p.detach().clone() for name, p in assembly.model.named_parameters()}
     held = assembly.held_bytes()
@@ -246,3 +249,29 @@ def test_storages_that_the_run_places_one_by_one_change_no_bit(
     )
     assert outcome(job, placed, corpus).differences(outcome(job, kept, corpus)) == []
     assert [(chosen.reason, sum(chosen.tier_bytes.values()) > 0) for chosen in told] == [(told[0].reason, True)]
+
+
+@pytest.mark.parametrize("plan", ["kept, resident", "mixed"])
+def test_evaluation_loss_is_that_of_a_plain_loop_over_the_untrained_windows(
+    plan: str, text: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    job = job_of(text, tmp_path, {"everySteps: 7": f"everySteps: {STEPS}, sequences: 0"})
+    losses, windows, T = list[float](), set[int](), job.spec.training.sequence_length
+    tokens = corpus.tokens(0, corpus.index.num_tokens)
+
+    def plain_loop(run: Run) -> None:
+        trained = run.batches.batch(range(run.batches.num_sequences)).tokens_BT.numpy()
+        seen = {row.tobytes() for row in trained}
+        windows.update(w for w in range((len(tokens) - 1) // T) if tokens[w * T : (w + 1) * T].tobytes() not in seen)
+        run.model.eval()
+        for start in range(0, len(windows), 4):
+            rows = sorted(windows)[start : start + 4]
+            inputs = torch.tensor([tokens[w * T : (w + 1) * T].tolist() for w in rows])
+            labels = torch.tensor([tokens[w * T + 1 : (w + 1) * T + 1].tolist() for w in rows])
+            with torch.no_grad():
+                losses.append(run.model(inputs, labels, 1).item())
+
+    outcome(job, plan_of(job, *PLANS[plan]), corpus, plain_loop)
+    (event,) = local_runs.events(tmp_path, "evaluation")
+    assert (event["step"], event["tokens"]) == (STEPS, len(windows) * T)
+    assert event["loss"] == math.fsum(losses) / (len(windows) * T)

@@ -360,6 +360,15 @@ def test_evaluation_holds_out_a_share_where_no_text_is_given() -> None:
     assert without is not None and (without.text, without.fraction) == (None, 0.01)
 
 
+def test_evaluation_without_new_fields_is_written_as_earlier_trainers_read_it() -> None:
+    old = {"everySteps": 100, "fraction": "0.01"}
+    assert job(evaluation()).model_dump(mode="json")["spec"]["data"]["evaluation"] == old
+    new = {"sequences": 1, "seed": 1, "text": {"claim": "c", "subPath": "", "path": None}}
+    written = job(evaluation(**new)).model_dump(mode="json")
+    assert written["spec"]["data"]["evaluation"] == {"everySteps": 100, "fraction": None, **new}
+    assert parse_job(yaml.safe_dump(written), "again.yaml").spec == job(evaluation(**new)).spec
+
+
 def test_evaluation_has_a_share_or_a_text_and_not_both() -> None:
     found = problems(evaluation(fraction="0.1", text={"path": "/e"}))
     assert "exactly one of text, fraction is needed; found text and fraction" in found["spec.data.evaluation"].problem
