@@ -252,7 +252,7 @@ def test_storages_that_the_run_places_one_by_one_change_no_bit(
 
 
 @pytest.mark.parametrize("plan", ["kept, resident", "mixed"])
-def test_evaluation_loss_is_that_of_a_plain_loop_over_the_untrained_windows(
+def test_evaluation_loss_is_that_of_a_plain_loop_over_untrained_windows(
     plan: str, text: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     job = job_of(text, tmp_path, {"everySteps: 7": f"everySteps: {STEPS}, sequences: 0"})

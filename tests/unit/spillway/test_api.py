@@ -360,7 +360,7 @@ def test_evaluation_holds_out_a_share_where_no_text_is_given() -> None:
     assert without is not None and (without.text, without.fraction) == (None, 0.01)
 
 
-def test_evaluation_without_new_fields_is_written_as_earlier_trainers_read_it() -> None:
+def test_evaluation_without_new_fields_is_read_by_earlier_trainers() -> None:
     old = {"everySteps": 100, "fraction": "0.01"}
     assert job(evaluation()).model_dump(mode="json")["spec"]["data"]["evaluation"] == old
     new = {"sequences": 1, "seed": 1, "text": {"claim": "c", "subPath": "", "path": None}}

@@ -236,7 +236,7 @@ def test_fingerprint_tells_splits_and_evaluation_texts_apart(tmp_path: Path) -> 
     assert len({batches.fingerprint for batches in made}) == len(made)
 
 
-def test_checkpoints_of_the_split_at_the_end_of_the_text_are_of_another_run(tmp_path: Path) -> None:
+def test_checkpoints_of_the_split_at_the_end_are_of_another_run(tmp_path: Path) -> None:
     """Those without evaluation are resumed from."""
     corpus = corpus_of(tmp_path, 401)
     assert held_out_of(corpus, None).fingerprint == "845b9811384c15afea22492e657e2dad"
