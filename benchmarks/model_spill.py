@@ -49,6 +49,7 @@ from dataclasses import replace
 import measured_sweep
 import model_parallel
 import paired
+from member_simulation import STEPWISE, Outcome, fastest, simulate
 from spillway.api import TrainingJob
 from spillway.hardware import NodeSpec, resolve_node
 from spillway.member_schedule import (
@@ -64,7 +65,6 @@ from spillway.member_schedule import (
     pilot_shards,
     visited_together,
 )
-from spillway.member_simulation import STEPWISE, Outcome, fastest, simulate
 from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import MemoryPlan, Tier
 from spillway.planner import make_plan

@@ -5,8 +5,8 @@ they are resident. After the last visit, and only then, because the norm needs a
 after segment, in forward order; a segment may be visited again once it is updated. So a member alone leaves the device
 waiting for its update, and two or more fill each other's waits (model_spill; Hydra, arXiv 2110.08633).
 
-The policies are pure functions of what is known at a moment: the simulator (member_simulation.py) asks `choose` when a
-trainer would.
+The policies are pure functions of what is known at a moment: the simulator (benchmarks/member_simulation.py) asks
+`choose` when a trainer would.
 """
 
 from __future__ import annotations

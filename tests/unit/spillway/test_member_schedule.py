@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from member_simulation import STEPWISE, Outcome, fastest, simulate
 from spillway.hardware import resolve_node
 from spillway.member_schedule import (
     Candidate,
@@ -26,7 +27,6 @@ from spillway.member_schedule import (
     pilot_shards,
     visited_together,
 )
-from spillway.member_simulation import STEPWISE, Outcome, fastest, simulate
 
 ONE_DEVICE = Machine(1, 10.0, 10.0, 1)
 
