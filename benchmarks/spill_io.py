@@ -24,6 +24,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import subprocess
 import sys
 import time
@@ -228,13 +229,14 @@ def spill_file(directory: Path) -> Iterator[Path]:
 def contestants(path: Path, quick: bool) -> dict[str, Run]:
     """(kind, who) -> run; the kinds one after the other, so that what is compared runs close together."""
     num_rounds = 1 if quick else 5
+    theirs, has_fio = deepspeed(path), shutil.which("fio") is not None
+    if not theirs and not has_fio:
+        sys.exit("spill_io: nothing to compare with: install fio (apt-get install fio), or libaio-dev for DeepSpeed's")
     engines = (
         [native.io_engine()] if quick else sorted(native.io_engines(), key=lambda name: name != native.io_engine())
     )
     regions = zip(engines, (0, 4), strict=False)
     ours = {f"ours, {engine}": Ours(path, engine, region) for engine, region in regions}
-    theirs = deepspeed(path)
-    has_fio = shutil.which("fio") is not None
     if not has_fio:
         print("fio is not installed: its columns are left out (apt-get install fio)")
     runs: dict[str, Run] = {}

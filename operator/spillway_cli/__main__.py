@@ -36,23 +36,28 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Commands(TyperGroup):
-    """Ctrl-C is one of our errors, before the library makes a code of its own of it."""
+    """Ctrl-C and a missing extra are errors of ours, before the library makes a code of its own of them."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with said_interrupts():
+        with in_our_words():
             return super().make_context(*arguments, **options)
 
     def invoke(self, context: Any) -> Any:
-        with said_interrupts():
+        with in_our_words():
             return super().invoke(context)
 
 
 @contextlib.contextmanager
-def said_interrupts() -> Iterator[None]:
+def in_our_words() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         raise Preempted(interrupts.SENTENCE) from None
+    except ModuleNotFoundError as error:
+        from .extras import explain  # noqa: PLC0415
+
+        explain(error)
+        raise
 
 
 CLICK_USAGE_ERROR = 2
@@ -112,7 +117,7 @@ def plan(
     raise typer.Exit(plan_command.plan(file, node, device, host, nvme, output))
 
 
-@app.command(help="Train a job on this machine; again: resume it.")
+@app.command(help="Train a job here; rerun to resume.")
 def run(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
     directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory of the run.")],
@@ -229,7 +234,7 @@ def status(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     all_namespaces: Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of every namespace.")] = False,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Again whenever it changes.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again on every change.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import status_command  # noqa: PLC0415
@@ -260,8 +265,8 @@ def top(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     all_namespaces: Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of every namespace.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="One look.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Refresh interval.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import top_command  # noqa: PLC0415
@@ -270,7 +275,7 @@ def top(
     raise typer.Exit(top_command.top(options))
 
 
-@app.command(help="What is wrong with machine and cluster, and its fix.")
+@app.command(help="Diagnose this machine and cluster.")
 def doctor(
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
     job: Annotated[Path | None, typer.Option(metavar="JOB", help="Look at the claims that it names, too.")] = None,

@@ -48,6 +48,7 @@ from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.volumes import memory_kind
 
 from .console import Format, message_console, print_json, result_console, table
+from .extras import need
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import measured_under
@@ -124,6 +125,7 @@ def host_name() -> str:
 
 
 def from_probe(options: CalibrateOptions, cores: int) -> Found:
+    need("trainer")
     result = run_probe(options.directory, cores, options.quick)
     node = probed_node(result, cores)
     samples = [sample for cell in result["cells"] for sample in samples_of(cell)]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from spillway import install_command
 from spillway.errors import UserError
 from spillway.json_text import json_object
 
+from .extras import need
 from .job_status import printable
 
 Object = dict[str, Any]
@@ -208,12 +208,11 @@ def as_object(content: bytes) -> Object:
 
 def connect(context: str | None = None) -> Cluster:
     """The cluster of the kubeconfig, or the one that this process runs in. Raises UserError when there is neither."""
-    try:
-        from kubernetes.client.configuration import Configuration  # noqa: PLC0415
-        from kubernetes.config import ConfigException  # noqa: PLC0415
-        from yaml import YAMLError  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError(f"the Kubernetes client is not installed ({error}): {install_command('operator')}") from error
+    need("operator")
+    from kubernetes.client.configuration import Configuration  # noqa: PLC0415
+    from kubernetes.config import ConfigException  # noqa: PLC0415
+    from yaml import YAMLError  # noqa: PLC0415
+
     configuration = Configuration()
     try:
         namespace = load(configuration, context)

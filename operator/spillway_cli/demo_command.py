@@ -26,6 +26,7 @@ from spillway.units import format_bytes, format_seconds
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
+from .extras import need_for
 from .local_attempts import Attempt
 from .local_ladder import LocalLadder
 from .local_node import probe
@@ -94,6 +95,7 @@ def demo(path: Path, keep: bool, output: Format) -> int:
     """Both runs and the verdict; 0 when every claim holds."""
     started, console = time.monotonic(), message_console()
     job = demo_job()
+    need_for(job.spec, num_ranks=1)
     directory = create_demo_directory(path)
     console.print(f"1 of 2: {job.metadata.name} within its budgets, in {directory}")
     budget_run = train(job, directory / "budget", directory / "corpus", console, kill=True)

@@ -26,7 +26,8 @@ from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
 from .doctor_cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .doctor_findings import Missing
-from .doctor_machine import EXTRAS, Cores, Disk, Kernel, Machine, Memory, Native, Profile
+from .doctor_machine import Cores, Disk, Kernel, Machine, Memory, Native, Profile
+from .extras import EXTRAS
 from .local_node import probe
 from .node_profile import default_path_or_none, own_profile, read_profile
 
@@ -107,7 +108,7 @@ def native() -> Native | Missing:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Missing(f"its process did not answer within {NATIVE_SECONDS:.0f} s")
+        return Missing(f"python -m spillway_trainer.native, which imports torch, took more than {NATIVE_SECONDS:.0f} s")
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return Missing(said[0], is_absent=True)

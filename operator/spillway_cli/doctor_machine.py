@@ -11,18 +11,14 @@ from spillway import __version__, install_command
 from spillway.units import GIB, MIB, format_bytes
 
 from .doctor_findings import STALE_DAYS, Finding, Missing, Severity, days_since
+from .extras import EXTRAS
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
-EXTRAS = {
-    "trainer": ("torch", "numpy", "tokenizers", "safetensors", "xxhash", "prometheus-client"),
-    "operator": ("kubernetes",),
-    "hf": ("transformers", "peft"),
-}
-"""extra of the distribution -> what a command of this machine needs of it"""
 WITHOUT = {
     "trainer": (WARNING, "this machine can plan and submit jobs, not train them"),
     "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
     "hf": (NOTE, "of transformers' families only those that need no weights work, and no adapters"),
+    "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
 }
 LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB
 SMALL_MEMLOCK_BYTES = 64 * MIB
@@ -162,8 +158,9 @@ def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch
     if not has_torch:
         return  # said already
     if isinstance(native, Missing):
-        yield finding("native", ERROR if native.is_absent else WARNING, f"the trainer does not say: {native.why}",
-                      "mend what it names; `python -m spillway_trainer.native` shows the whole of it")  # fmt: skip
+        fix = "see why: python -m spillway_trainer.native" if native.is_absent else "run it again on an idle machine"
+        severity = ERROR if native.is_absent else WARNING
+        yield finding("native", severity, f"the native library was not examined: {native.why}", fix)
         return
     if native.isa == REFERENCE:
         forced = bool(native.instruction_sets)

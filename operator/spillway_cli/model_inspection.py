@@ -11,6 +11,8 @@ from spillway.api import Model, TrainingJob
 from spillway.errors import ExitCode, UserError
 from spillway.model_shape import ModelShape
 
+from .extras import need_for
+
 
 def needs_inspection(model: Model) -> bool:
     """A source and an entrypoint say nothing of their sizes; adapters change what a model saves, module by module."""
@@ -24,6 +26,7 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     """
     if not needs_inspection(job.spec.model):
         return None
+    need_for(job.spec, num_ranks=1)
     stands_for = [f"--claim={name}={directory}" for name, directory in claims.items()]
     # -P: what lies in the current directory must not shadow a module of ours or of Python's.
     command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]

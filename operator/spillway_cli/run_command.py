@@ -20,6 +20,7 @@ from spillway_trainer.volumes import refuse_memory
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
+from .extras import need_for
 from .local_attempts import Attempt
 from .local_ladder import LocalLadder, earlier_failures, first_plan
 from .local_node import probe
@@ -67,6 +68,7 @@ def run(options: RunOptions) -> int:
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
     local_run.refuse_wrong_fields(job, claims, source)
+    need_for(job.spec, options.num_ranks)
     local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec, options.num_ranks)

@@ -150,14 +150,6 @@ def test_the_kubernetes_client_is_imported_only_for_a_cluster(arguments: list[st
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_without_the_kubernetes_client_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "kubernetes.client.configuration", None)
-    assert run_app(["status"]) == 64
-    assert "pip install 'spillway-training[operator]'" in capsys.readouterr().err
-
-
 # --- submit -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,42 @@
+"""What each extra of the distribution brings, and the one sentence where it is not installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from spillway import install_command
+from spillway.api import TrainingJobSpec
+from spillway.errors import UserError
+from spillway.footprint import ZERO_STRATEGIES
+from spillway.members import solo_specs
+
+EXTRAS = {
+    "trainer": ("torch", "numpy", "tokenizers", "safetensors", "prometheus-client"),
+    "operator": ("kubernetes",),
+    "hf": ("transformers", "peft"),
+    "deepspeed": ("deepspeed",),
+}
+"""extra of pyproject.toml -> what a command of this machine needs of it; a module is named as its distribution"""
+
+
+def need(*extras: str) -> None:
+    """Raises UserError for the first of them that is not installed."""
+    for extra in extras:
+        if absent := [name for name in EXTRAS[extra] if find_spec(name.replace("-", "_")) is None]:
+            raise UserError(f"this needs the extra [{extra}] ({', '.join(absent)} missing): {install_command(extra)}")
+
+
+def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
+    """What the training of a job, or of each of its members, needs."""
+    need("trainer")
+    for one in solo_specs(spec):
+        if one.model.entrypoint is None and not one.model.is_own_llama:
+            need("hf")
+        if num_ranks > 1 and one.parallelism.strategy in ZERO_STRATEGIES:
+            need("deepspeed")
+
+
+def explain(error: ModuleNotFoundError) -> None:
+    """Raises UserError where an extra brings the module."""
+    module = (error.name or "").partition(".")[0].replace("_", "-")
+    need(*(extra for extra, names in EXTRAS.items() if module in names))
