@@ -84,7 +84,12 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         ({"versions": {**HEALTHY.versions, "torch": "2.9.1+cpu"}}, "error", "2.9.1+cpu (at least 2.11)", "[trainer]"),
         ({"native": Native("reference", (), "python", ())}, "warning", "no C++ compiler", "C++20 compiler"),
         ({"native": Native("reference", ("scalar",), "python", ())}, "warning", "FORCE_ISA=reference", "unset"),
-        ({"native": Missing("no module named torch", is_absent=True)}, "error", "no module named torch", "spillway_trainer.native"),
+        (
+            {"native": Missing("no module named torch", is_absent=True)},
+            "error",
+            "no module named torch",
+            "spillway_trainer.native",
+        ),
         ({"native": Missing("took more than 7 s")}, "warning", "took more than 7 s", "again on an idle machine"),
         ({"native": THREADS_ONLY, "kernel": Kernel("6.8", 2, 0, "madvise")}, "note", "io_uring_disabled is 2", "=0"),
         ({"native": THREADS_ONLY, "kernel": Kernel("6.8", 0, 2, "madvise")}, "note", "seccomp", "io_uring_setup"),
