@@ -54,7 +54,7 @@ def in_our_words() -> Iterator[None]:
     except KeyboardInterrupt:
         raise Preempted(interrupts.SENTENCE) from None
     except ModuleNotFoundError as error:
-        from .extras import explain  # noqa: PLC0415
+        from spillway.extras import explain  # noqa: PLC0415
 
         explain(error)
         raise

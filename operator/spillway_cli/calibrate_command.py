@@ -37,6 +37,7 @@ from spillway.calibration import (
     predicted_seconds,
 )
 from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, UserError
+from spillway.extras import need
 from spillway.hardware import NodeSpec, local_node
 from spillway.job import JobFile
 from spillway.metrics import Phase, StepMetrics
@@ -48,7 +49,6 @@ from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.volumes import memory_kind
 
 from .console import Format, message_console, print_json, result_console, table
-from .extras import need
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import measured_under

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from spillway.errors import UserError
+from spillway.extras import need
 from spillway.json_text import json_object
 
-from .extras import need
 from .job_status import printable
 
 Object = dict[str, Any]

@@ -21,12 +21,12 @@ from rich.console import Console
 from spillway.api import Memory, TrainingJob, parse_job
 from spillway.corrections import Corrections
 from spillway.errors import ExitCode, UserError
+from spillway.extras import need_for
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.units import format_bytes, format_seconds
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
-from .extras import need_for
 from .local_attempts import Attempt
 from .local_ladder import LocalLadder
 from .local_node import probe

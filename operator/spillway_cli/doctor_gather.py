@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,13 +22,13 @@ from spillway import DISTRIBUTION
 from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS
 from spillway.errors import SpillwayError
+from spillway.extras import EXTRAS
 from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
 from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
 from .doctor_cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .doctor_findings import Missing
 from .doctor_machine import Cores, Disk, Kernel, Machine, Memory, Native, Profile
-from .extras import EXTRAS
 from .local_node import probe
 from .node_profile import default_path_or_none, own_profile, read_profile
 
@@ -89,10 +90,8 @@ def versions() -> dict[str, str]:
     """Of the distributions that are installed."""
     found = {}
     for name in [name for names in EXTRAS.values() for name in names]:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

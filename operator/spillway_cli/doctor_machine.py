@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from spillway import __version__, install_command
+from spillway import __version__
+from spillway.extras import EXTRAS, install_command
 from spillway.units import GIB, MIB, format_bytes
 
 from .doctor_findings import STALE_DAYS, Finding, Missing, Severity, days_since
-from .extras import EXTRAS
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 WITHOUT = {

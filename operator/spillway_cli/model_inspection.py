@@ -9,9 +9,8 @@ from pathlib import Path
 
 from spillway.api import Model, TrainingJob
 from spillway.errors import ExitCode, UserError
+from spillway.extras import need_for
 from spillway.model_shape import ModelShape
-
-from .extras import need_for
 
 
 def needs_inspection(model: Model) -> bool:

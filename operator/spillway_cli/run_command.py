@@ -12,6 +12,7 @@ from rich.console import Console
 from spillway.api import TrainingJob, load_job
 from spillway.corrections import Corrections
 from spillway.errors import ExitCode, SpillwayError, UserError
+from spillway.extras import need_for
 from spillway.model_shape import ModelShape
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.units import format_bytes, format_count, format_seconds
@@ -20,7 +21,6 @@ from spillway_trainer.volumes import refuse_memory
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
-from .extras import need_for
 from .local_attempts import Attempt
 from .local_ladder import LocalLadder, earlier_failures, first_plan
 from .local_node import probe

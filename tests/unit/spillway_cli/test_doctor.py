@@ -21,6 +21,7 @@ from harness.patience import HANG_SECONDS, wait_until
 from harness.places import GOLDEN
 from spillway.api import parse_job
 from spillway.crd import KINDS, TRAINING_JOB, definition
+from spillway.extras import EXTRAS
 from spillway_cli import doctor_command, doctor_gather
 from spillway_cli.__main__ import run_app
 from spillway_cli.doctor_cluster import RIGHTS, ClusterFacts, Right, cluster_findings
@@ -36,7 +37,6 @@ from spillway_cli.doctor_machine import (
     is_older,
     machine_findings,
 )
-from spillway_cli.extras import EXTRAS
 from spillway_operator import conditions
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

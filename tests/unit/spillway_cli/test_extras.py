@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.places import ROOT
-from spillway import install_command
 from spillway.errors import ExitCode
-from spillway_cli.extras import EXTRAS
+from spillway.extras import EXTRAS, install_command
 
 ABSENT = "import os, sys\nsys.modules.update(dict.fromkeys(os.environ['SPILLWAY_TEST_ABSENT'].split(), None))\n"
 """sitecustomize of a process and of those that it starts: imports of these modules fail, as if they were not there"""

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from spillway import install_command
 from spillway.api import Location, Model, TrainingJobSpec
 from spillway.errors import UserError
+from spillway.extras import need
 
 from .. import config, running_statistics
 from .chain import Chain
@@ -202,8 +202,7 @@ def without_memory(dtype: torch.dtype) -> Iterator[None]:
 
 def _families() -> Any:
     """The module for models of transformers, which takes a second to import. Raises UserError where it is missing."""
-    try:
-        from . import families  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError(f"spec.model: needs transformers and peft ({error}); {install_command('hf')}") from error
+    need("hf")
+    from . import families  # noqa: PLC0415
+
     return families

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from spillway import install_command
 from spillway.errors import UserError
+from spillway.extras import need
 from spillway.footprint import NUM_GATHERED_SEGMENTS
 from spillway.plan import MemoryPlan
 
@@ -177,13 +177,9 @@ def _deepspeed() -> tuple[Any, Any]:
     """DeepSpeed, and `adopt`, which stands on it. Raises UserError where it is missing or another version."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    try:
-        import deepspeed  # noqa: PLC0415 - seconds, and only these strategies need it
-    except ImportError as error:
-        raise UserError(
-            f"spec.parallelism.strategy: Zero1, Zero2 and Zero3 need DeepSpeed ({error}); "
-            f"{install_command('deepspeed')}, or use Ddp"
-        ) from error
+    need("deepspeed")
+    import deepspeed  # noqa: PLC0415 - seconds, and only these strategies need it
+
     check_version(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import sets it to its own
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled now, where there is a compiler

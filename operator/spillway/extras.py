@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from spillway import install_command
+from spillway import DISTRIBUTION
 from spillway.api import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.footprint import ZERO_STRATEGIES
@@ -16,7 +16,11 @@ EXTRAS = {
     "hf": ("transformers", "peft"),
     "deepspeed": ("deepspeed",),
 }
-"""extra of pyproject.toml -> what a command of this machine needs of it; a module is named as its distribution"""
+"""extra of pyproject.toml -> what is used of it where a person works; a module is named as its distribution"""
+
+
+def install_command(extra: str) -> str:
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def need(*extras: str) -> None:
@@ -27,7 +31,7 @@ def need(*extras: str) -> None:
 
 
 def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
-    """What the training of a job, or of each of its members, needs."""
+    """What training a job, or each of its members, takes."""
     need("trainer")
     for one in solo_specs(spec):
         if one.model.entrypoint is None and not one.model.is_own_llama:

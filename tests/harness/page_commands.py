@@ -1,0 +1,89 @@
+"""The commands that the pages show, and a shell that runs them as they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.places import ROOT
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHELLS = ("bash", "sh", "shell", "console")
+PROGRAM = re.compile(
+    r"(?:\w+=\S+ )*(?:\S*/)?(?:spillway|python3?|pip|uv|make|kubectl|helm|docker|kind|git|curl|export|mkdir|cd)\s"
+)
+"""what a line of a shell begins with; a block without a language in which a line does is one of commands"""
+WATCHES = re.compile(r" (?:--watch|-w)\b")
+"""goes on until somebody ends it"""
+
+
+def commands_of(page: Path) -> list[str]:
+    """In their order, without comments; continued lines are joined."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".md":
+        comments = re.findall(r"^(?:#  +| {4})(\S.*)$", text, flags=re.MULTILINE)
+        return [bare(line) for line in comments if PROGRAM.match(line)]
+    found: list[str] = []
+    for indent, language, body in BLOCK.findall(text):
+        lines = [line.removeprefix(indent) for line in body.replace("\\\n", " ").splitlines()]
+        if shown := [line[2:] for line in lines if line.startswith("$ ")]:
+            found += map(bare, shown)  # the other lines are what they print
+        elif language in SHELLS or (not language and any(map(PROGRAM.match, lines))):
+            found += [bare(line) for line in lines if bare(line)]
+    return found
+
+
+def bare(line: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"(^|\s+)# .*", "", line)).strip()
+
+
+@dataclass
+class Shell:
+    """Runs commands one after the other in a directory; what one exports the next ones have."""
+
+    directory: Path
+    environment: Mapping[str, str]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """text of a page -> what stands for it here"""
+    accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """command -> exit codes; others end with 0"""
+    exports: list[str] = field(default_factory=list)
+
+    def run(self, command: str) -> str:
+        """What it printed. Raises AssertionError where it failed."""
+        text = command
+        for placeholder, here in self.replaced.items():
+            text = text.replace(placeholder, here)
+        if text.startswith("export "):
+            self.exports.append(text)
+        script = "\n".join(["set -e", *self.exports, text])
+        started = subprocess.Popen(
+            ["bash", "-c", script], cwd=self.directory, env=dict(self.environment), text=True, process_group=0,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert started.stdout is not None
+        if WATCHES.search(text):
+            printed = started.stdout.readline()
+            signal_group(started.pid)
+            started.communicate()
+            assert printed, f"{text}: printed nothing"
+            return printed
+        try:
+            printed = started.communicate()[0]
+        finally:
+            signal_group(started.pid)
+        assert started.returncode in self.accepted.get(command, (0,)), f"{text}: {started.returncode}\n{printed}"
+        return printed
+
+
+def signal_group(group: int) -> None:
+    """End what is left of a command."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
