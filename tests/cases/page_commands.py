@@ -55,8 +55,7 @@ CLUSTER = {
     _QUICK_IMAGE,
     f"{_INSTALL} --set crds.enabled=false,userRoles.enabled=false,nodeReader.enabled=false,progress.enabled=false "
     "--set 'watchNamespaces={team-a}'",
-    "helm template spillway charts/spillway --namespace spillway --show-only templates/network-policies.yaml "
-    "--set 'networkPolicies.trainerNamespaces={team-a}' | kubectl apply -f -",
+    f"{_UPGRADE} --set 'networkPolicies.trainerNamespaces={{team-a}}'",
     f"{_UPGRADE} --set image.digest=sha256:...,trainer.image.digest=sha256:...",
     _UPGRADE,
     "helm uninstall spillway --namespace spillway",

@@ -67,7 +67,7 @@ def test_the_commands_of_a_page_work_on_a_cluster(page: str, shell: Shell, testb
             if command in CLUSTER:
                 shell.run(command)
     except AssertionError as error:
-        seen = testbed.kubectl("get", "pods,trainingjobs.spillway.dev,events", "-A", "-o", "wide")
+        seen = testbed.kubectl("get", "pods,trainingjobs.spillway.dev", "-A", "-o", "wide")
         logs = testbed.kubectl("logs", "-l", OF_THE_OPERATOR, "-n", NAMESPACE, "--tail=40", "--ignore-errors")
         raise AssertionError(f"{error}\n{seen}\n{logs}") from error
     finally:
