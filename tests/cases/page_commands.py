@@ -34,12 +34,18 @@ LOCAL = {
     "spillway plan examples/sweep.yaml --node cpu": QUICK,
     "spillway run examples/sweep.yaml --output runs/sweep": ALL,
     "spillway plan examples/tiny-llama.yaml --node cpu": QUICK,
-    "spillway run examples/tiny-llama.yaml --output runs/tiny-llama": CI,
+    "spillway run examples/tiny-llama.yaml --output runs/tiny-llama": ALL,
 }
 """run by tests/local/test_page_commands.py in a copy of the tree -> the depth from which on"""
 
-CLUSTER_PAGES = ("README.md", "docs/install.md", "docs/test-bed.md", "examples/gpu.yaml", "docs/security.md")
-"""in the order in which tests/cluster/alone/test_page_commands.py runs theirs"""
+CLUSTER_PAGES = {
+    "README.md": QUICK,
+    "docs/install.md": CI,
+    "docs/test-bed.md": CI,
+    "examples/gpu.yaml": CI,
+    "docs/security.md": CI,
+}
+"""in the order in which tests/cluster/alone/test_page_commands.py runs theirs -> the depth from which on"""
 
 _INSTALL = "helm install spillway charts/spillway --namespace spillway --create-namespace"
 _UPGRADE = "helm upgrade spillway charts/spillway --namespace spillway --reset-then-reuse-values"
