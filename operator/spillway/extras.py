@@ -23,11 +23,10 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def need(*extras: str) -> None:
-    """Raises UserError for the first of them that is not installed."""
-    for extra in extras:
-        if absent := [name for name in EXTRAS[extra] if find_spec(name.replace("-", "_")) is None]:
-            raise UserError(f"this needs the extra [{extra}] ({', '.join(absent)} missing): {install_command(extra)}")
+def need(extra: str) -> None:
+    """Raises UserError where it is not installed."""
+    if absent := [name for name in EXTRAS[extra] if find_spec(name.replace("-", "_")) is None]:
+        raise UserError(f"this needs the extra [{extra}] ({', '.join(absent)} missing): {install_command(extra)}")
 
 
 def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
@@ -38,9 +37,3 @@ def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
             need("hf")
         if num_ranks > 1 and one.parallelism.strategy in ZERO_STRATEGIES:
             need("deepspeed")
-
-
-def explain(error: ModuleNotFoundError) -> None:
-    """Raises UserError where an extra brings the module."""
-    module = (error.name or "").partition(".")[0].replace("_", "-")
-    need(*(extra for extra, names in EXTRAS.items() if module in names))

@@ -36,28 +36,23 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Commands(TyperGroup):
-    """Ctrl-C and a missing extra are errors of ours, before the library makes a code of its own of them."""
+    """Ctrl-C is one of our errors, before the library makes a code of its own of it."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with in_our_words():
+        with said_interrupts():
             return super().make_context(*arguments, **options)
 
     def invoke(self, context: Any) -> Any:
-        with in_our_words():
+        with said_interrupts():
             return super().invoke(context)
 
 
 @contextlib.contextmanager
-def in_our_words() -> Iterator[None]:
+def said_interrupts() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         raise Preempted(interrupts.SENTENCE) from None
-    except ModuleNotFoundError as error:
-        from spillway.extras import explain  # noqa: PLC0415
-
-        explain(error)
-        raise
 
 
 CLICK_USAGE_ERROR = 2

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spillway.api import TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, UserError
+from spillway.extras import need
 from spillway.halving import METRIC_WORDS
 from spillway.members import DIRECTORY as MEMBERS_DIRECTORY
 from spillway.members import member_directory, named_specs
@@ -175,6 +176,7 @@ def export(options: ExportOptions) -> int:
     is_weights = options.form is ExportForm.HUGGINGFACE
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
         raise UserError(f"--optimizer {options.optimizer}: only --as universal depends on it; leave it out")
+    need("trainer")
     if options.dtype is not None and not is_weights:
         raise UserError(f"--dtype {options.dtype}: --as {options.form} keeps states as they are, float32; leave it out")
     saved, why = to_export(options)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spillway.api import TrainingJob, load_job
 from spillway.errors import ExitCode, UserError
+from spillway.extras import need_for
 from spillway.job import JobFile
 from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.durable_files import DurableFiles
@@ -49,6 +50,7 @@ def import_checkpoint(options: ImportOptions) -> int:
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
     local_run.refuse_wrong_fields(job, claims, source)
+    need_for(job.spec, options.num_ranks)
     if not is_text(options.output):
         raise UserError(f"--output {options.output}: the name is not UTF-8; name a directory whose path is text")
     if options.output.exists():
