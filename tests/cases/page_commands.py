@@ -12,6 +12,7 @@ LOCAL = {
     ".venv/bin/spillway run job.yaml --output runs/my-llama": QUICK,
     ".venv/bin/spillway top runs/my-llama": QUICK,
     ".venv/bin/spillway report runs/my-llama": QUICK,
+    ".venv/bin/spillway logs -f runs/my-llama": QUICK,
     ".venv/bin/spillway ckpt ls runs/my-llama": QUICK,
     ".venv/bin/spillway calibrate": ALL,
     ".venv/bin/spillway doctor": QUICK,
@@ -91,6 +92,7 @@ _GPU = "needs a GPU"
 
 ELSEWHERE = {
     "make test": "is what runs this",
+    ".venv/bin/spillway ckpt export runs/sweep --to best": "needs the sweep that the sentence before it runs for minutes",
     "env/bin/pip install '.[trainer]'": _PACKAGES,
     "env/bin/spillway --version": _PACKAGES,
     ".venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
