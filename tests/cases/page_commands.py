@@ -14,6 +14,7 @@ LOCAL = {
     ".venv/bin/spillway report runs/my-llama": QUICK,
     ".venv/bin/spillway logs -f runs/my-llama": QUICK,
     ".venv/bin/spillway ckpt ls runs/my-llama": QUICK,
+    ".venv/bin/spillway ckpt export runs/my-llama --to exported": QUICK,
     ".venv/bin/spillway calibrate": ALL,
     ".venv/bin/spillway doctor": QUICK,
     ".venv/bin/spillway plan examples/llama-70b.yaml --node 8xh100": QUICK,
@@ -92,7 +93,7 @@ _GPU = "needs a GPU"
 
 ELSEWHERE = {
     "make test": "is what runs this",
-    ".venv/bin/spillway ckpt export runs/sweep --to best": "needs the sweep that the sentence before it runs for minutes",
+    ".venv/bin/spillway ckpt export runs/sweep --to best": "needs a sweep, which takes minutes",
     "env/bin/pip install '.[trainer]'": _PACKAGES,
     "env/bin/spillway --version": _PACKAGES,
     ".venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
