@@ -220,7 +220,8 @@ STRIDED = torch.strided
 
 
 def has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is STRIDED
+    """False, too, for nested tensors and for the zeros that forward-mode differentiation never makes."""
+    return type(tensor) in PLAIN and tensor.layout is STRIDED and not (tensor.is_nested or tensor._is_zerotensor())
 
 
 class Frame:
@@ -365,7 +366,7 @@ class Packer:
             visit.needs_parameters = tensor.is_floating_point() or tensor.is_complex()
         if self._frame is not None:
             return visit, self._frame.reserve(tensor)
-        if not (type(tensor) in PLAIN and tensor.layout is STRIDED):
+        if not has_storage(tensor):
             return visit, self._keeper.keep(tensor)
         storage = tensor.untyped_storage()  # held: torch gives the same object out again while there is one
         addresses = self._addresses

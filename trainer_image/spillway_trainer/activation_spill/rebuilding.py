@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..saved_tensors import PLAIN, Handle, Packed, Packer, SavedParameter, Visit, changed_in_place
+from ..saved_tensors import Handle, Packed, Packer, SavedParameter, Visit, changed_in_place, has_storage
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
 from .records import counted_with, empty, origin, share_counter
@@ -40,8 +40,7 @@ MAX_PROVEN = 4096
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether storage and Layout say all of it: one that is lazily conjugated or negated has a bit more."""
-    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
-    return strided and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    return has_storage(tensor) and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
 
 
 class NotHeld(Exception):
@@ -329,15 +328,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(which.into(args, kwargs or {}))
         else:
             tensor = chosen(found, which)
-            if type(tensor) is Tensor and tensor.nbytes >= self._minimum_bytes:
+            if has_storage(tensor) and tensor.nbytes >= self._minimum_bytes:
                 self._note(operator, which, args, kwargs or {}, tensor)
         return found
 
     def pack(self, tensor: Tensor) -> Packed:
+        if not is_plain(tensor):
+            return self._packer.pack(tensor)
         guard = torch._C._DisableTorchDispatch()  # this mode need not see what a pack does
         try:
-            if not is_plain(tensor):
-                return self._packer.pack(tensor)
             key: int = tensor.untyped_storage()._cdata
             witness = tensor.detach()
             witness.data = NOTHING
@@ -371,7 +370,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, written: Iterable[Tensor]) -> None:
         """What their storages were is no more."""
         for tensor in written:
-            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+            if has_storage(tensor):
                 key = tensor.untyped_storage()._cdata
                 self._results.pop(key, None)
                 if (held := self._held.pop(key, None)) is not None:
