@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spillway_trainer.cgroup import free_memory_bytes, usable_cores
+from spillway_trainer.cgroup import cgroup_headroom_bytes, free_memory_bytes, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,15 @@ class LocalResources:
     """available now, inside the container's limit"""
     disk_bytes: int
     """free for this user on the volumes of the spill directories, as far as equal shares can use it"""
+    is_limited: bool = False
+    """`memory_bytes` is what the limit of a container leaves, not what the machine has free"""
 
 
 def probe(directory: Path, root: Path = Path("/"), further: Sequence[Path] = ()) -> LocalResources:
     """What this process can use; it will spill to `directory` and `further` ones. `root` is / except in tests."""
-    return LocalResources(usable_cores(root), free_memory_bytes(root), free_disk_bytes([directory, *further]))
+    memory_bytes, limits = free_memory_bytes(root), cgroup_headroom_bytes(root)
+    is_limited = bool(limits) and min(limits) <= memory_bytes
+    return LocalResources(usable_cores(root), memory_bytes, free_disk_bytes([directory, *further]), is_limited)
 
 
 def free_disk_bytes(directories: Sequence[Path]) -> int:

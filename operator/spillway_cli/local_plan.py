@@ -14,7 +14,7 @@ from spillway.plan import Infeasible, MemoryPlan
 from spillway.planner import make_plan, run_strategy, shared_memory
 from spillway.pod_resources import pod_runtime_bytes
 from spillway.profiles import with_rates
-from spillway.units import parse_bytes
+from spillway.units import format_bytes, parse_bytes
 
 from .local_node import LocalResources
 
@@ -78,7 +78,12 @@ def decided_for_this_machine(
     node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
     node = node if profile is None else with_rates(profile, node)
     shared = shared_memory(job, memory_bytes, num_ranks)
-    return make_plan(job, node, replace(shared, world_size=num_ranks, shape=shape, corrections=corrections))
+    outcome = make_plan(job, node, replace(shared, world_size=num_ranks, shape=shape, corrections=corrections))
+    if isinstance(outcome, Infeasible) and memory_bytes < runtime:
+        left = "the memory limit of this container leaves" if resources.is_limited else "free on this machine are"
+        takes = f"{format_bytes(resources.memory_bytes)}, and the trainer itself takes {format_bytes(runtime)}"
+        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: give it more"})
+    return outcome
 
 
 def describe(outcome: Infeasible) -> str:

@@ -18,7 +18,7 @@ from fakes.fake_trainer import attempt_lines, step_line
 from harness.places import ROOT
 from harness.run_records import plan as made_plan
 from spillway.api import Member, Objective, TrainingJob, parse_job
-from spillway.errors import ExitCode, UserError
+from spillway.errors import DoesNotFit, ExitCode, UserError
 from spillway.hardware import local_node
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
@@ -28,7 +28,7 @@ from spillway_cli import local_run, run_command
 from spillway_cli.console import Format
 from spillway_cli.local_attempts import Attempt, read_ended
 from spillway_cli.local_node import bytes_in_equal_shares, free_disk_bytes, probe
-from spillway_cli.local_plan import BudgetOverrides, with_budget
+from spillway_cli.local_plan import BudgetOverrides, plan_for_this_machine, with_budget
 from spillway_cli.report_command import write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
 from spillway_trainer import volumes
@@ -953,6 +953,17 @@ def test_no_limit_of_cgroup_v1_is_no_limit(tmp_path: Path) -> None:
 def test_container_without_its_own_cgroup_namespace_uses_the_mount(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": f"{GIB}\n", "sys/fs/cgroup/memory.current": "0\n"}
     assert probe(tmp_path, machine(tmp_path, "0::/kubepods/pod1/c1\n", files)).memory_bytes == GIB
+
+
+@pytest.mark.parametrize(("limit", "said"), [
+    (f"{500 * 2**20}", "the memory limit of this container leaves 500 MiB, and the trainer itself takes"),
+    ("max", "free on this machine are 500 MiB, and the trainer itself takes"),
+])  # fmt: skip
+def test_memory_below_the_trainers_own_need_is_named_with_its_limit(limit: str, said: str, tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": f"{limit}\n", "sys/fs/cgroup/memory.current": "0\n"}
+    found = probe(tmp_path, machine(tmp_path, "0::/\n", files, available_kib=(500 if limit == "max" else 8000) << 10))
+    with pytest.raises(DoesNotFit, match=said):
+        plan_for_this_machine(tiny_job(), found)
 
 
 def test_cpu_quota_bounds_the_cores(tmp_path: Path) -> None:
