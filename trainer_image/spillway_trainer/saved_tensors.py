@@ -216,12 +216,10 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 """subclasses (distributed, quantised, nested tensors) may have no storage of their own: they are kept as they are"""
 
 
-STRIDED = torch.strided
-
-
 def has_storage(tensor: Tensor) -> bool:
     """False, too, for nested tensors and for the zeros that forward-mode differentiation never makes."""
-    return type(tensor) in PLAIN and tensor.layout is STRIDED and not (tensor.is_nested or tensor._is_zerotensor())
+    is_strided = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_nested or tensor._is_zerotensor())
 
 
 class Frame:

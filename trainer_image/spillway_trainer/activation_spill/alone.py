@@ -14,8 +14,10 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -24,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.errors import UserError
+from spillway.errors import SpillwayError, UserError
 from spillway.plan import Answer, Tier
 from spillway.units import format_bytes
 
 from .. import native
 from ..resident_parameters import ResidentParameters
-from ..saved_tensors import Keeper, Packer, Visit, unpack
+from ..saved_tensors import Keeper, Packed, Packer, Visit, changed_in_place, has_storage, unpack
 from ..spill_file import SpillFile
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.encrypted_file import encrypted
@@ -62,6 +64,9 @@ class Spilling:
     `encrypts`: what goes to the file is encrypted (AES-256-XTS) with a random key that ends with it.
 
     `close` frees the file. One that nobody refers to any more, and no graph either, closes by itself.
+
+    Threads may share one. Backward has what it would have without, also of what was written through `.data` or numpy or
+    was given other memory (`.data = ...`); where `lean` cannot give that, it raises RuntimeError.
     """
 
     def __init__(  # noqa: PLR0913 - four of them are sizes for tests
@@ -79,6 +84,8 @@ class Spilling:
         encrypts: bool = False,
     ) -> None:
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
+        if not str(directory):
+            raise UserError("the directory is empty: name one on the disk that is to hold what leaves")
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
                 raise UserError(
@@ -87,35 +94,62 @@ class Spilling:
                 )
         refuse_memory(Path(directory), f"Spilling in {directory}")
         self._module = module
-        self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-        pooled_bytes = native.POOLED_BYTES if native.attach_tensor_pool() else math.inf
-        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=pooled_bytes)
-        open_file = encrypted(SpillFile) if encrypts else SpillFile
-        self.nvme = NvmeSlab(
-            Path(directory), nvme_bytes, NUM_IO_THREADS, open_file=open_file, host=self.host, tell=LOG.warning
-        )
-        self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES
-        self.store = SpillStore(
-            self.lanes,
-            self.ledger,
-            self.nvme,
-            minimum_bytes,
-            window_bytes,
-            transfer_bytes=transfer_bytes,
-            ahead_bytes=ahead_bytes,
-        )
         self._kept_bytes = max(0, device_bytes - 2 * transfer_bytes)
         self._spills_all = device_bytes == 0
         self._lean = lean
         self._proven: dict[object, bool] = {}
         self._last: Forward | None = None
-        self._entered: list[Region] = []
+        self._entered: dict[int, list[Region]] = defaultdict(list)
+        """the forwards that are under way, by thread, the innermost last"""
+        self._lock = threading.RLock()
+        self._visits = weakref.WeakSet[Visit]()
+        """those that a graph refers to"""
+        self._is_torn = False
+        """an interrupt (Ctrl-C) may have left something half done"""
+        self._place = (Path(directory), nvme_bytes, encrypts)
+        self._sizes = {
+            "minimum_bytes": minimum_bytes, "window_bytes": window_bytes,
+            "transfer_bytes": transfer_bytes, "ahead_bytes": ahead_bytes,
+        }  # fmt: skip
+        self._open()
+
+    def _open(self) -> None:
+        directory, nvme_bytes, encrypts = self._place
+        self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
+        pooled_bytes = native.POOLED_BYTES if native.attach_tensor_pool() else math.inf
+        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=pooled_bytes)
+        file = encrypted(SpillFile) if encrypts else SpillFile
+        self.nvme = NvmeSlab(directory, nvme_bytes, NUM_IO_THREADS, open_file=file, host=self.host, tell=LOG.warning)
+        self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES
+        self.store = SpillStore(self.lanes, self.ledger, self.nvme, **self._sizes)
         # Graphs refer to the store, and may live longer than this object.
         self._forgotten = weakref.finalize(self.store, close_beside, self.lanes, self.nvme)
+        self._is_torn = False
 
     def __enter__(self) -> Spilling:
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
+            raise UserError(
+                "this Spilling is entered inside torch.compile: enter it around the call of what is compiled, or put "
+                "torch.compiler.disable on the function that enters it"
+            )
+        num_outer = len(self._entered[threading.get_ident()])
+        try:
+            with self._lock:
+                self._enter()
+            return self
+        except BaseException as error:
+            self._leave(num_outer, error)
+            raise
+
+    def _enter(self) -> None:
         if not self._forgotten.alive:
             raise UserError("this Spilling is closed, and its file is gone: make another one")
+        if not self._is_torn and not self._visits and any(self.held_bytes().values()):
+            with suppress(SpillwayError):  # of a graph that nobody refers to any more
+                self.store.drain()
+            self._is_torn = any(self.held_bytes().values())
+        if self._is_torn:
+            self._open()
         # The fullest moment of a step is the end of its forward: what reloads before it left behind goes.
         native.mark_tensor_pool()
         self.host.give_pages_back()
@@ -131,21 +165,55 @@ class Spilling:
             limit_bytes, minimum_bytes = want.rebuilt_bytes, self.store.minimum_bytes
             recorder = Recorder(packer, visit, self.ledger, minimum_bytes, limit_bytes, self._proven)
             pack = recorder.pack
+        self._visits.add(visit)
+        self._entered[threading.get_ident()].append(Region(entered, visit, batch, recorder))
+        if recorder is not None:
             entered.enter_context(recorder)
-        entered.enter_context(saved_tensors_hooks(pack, unpack))
-        self._entered.append(Region(entered, visit, batch, recorder))
-        return self
+        entered.enter_context(saved_tensors_hooks(partial(self._pack, pack), self._unpack))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        region = self._entered.pop()
-        region.entered.__exit__(kind, error, trace)
-        if kind is None:
-            region.batch.flush()
-            found = region.found(self._last)
-            if found.saved_bytes or (region.visit.saved and self._last is None):
-                self._last = found
+        num_outer = len(self._entered[threading.get_ident()]) - 1
+        try:
+            region = self._entered[threading.get_ident()][num_outer]
+            region.entered.close()
+            if kind is None:
+                with self._lock:
+                    self._finish(region)
+            self._leave(num_outer, error)
+        except BaseException as met:
+            self._leave(num_outer, met)
+            raise
+
+    def _finish(self, region: Region) -> None:
+        for result in () if region.recorder is None else region.recorder.results.values():
+            result.hold()
+        region.batch.flush()
+        found = region.found(self._last)
+        if found.saved_bytes or (region.visit.saved and self._last is None):
+            self._last = found
+
+    def _leave(self, num_outer: int, error: BaseException | None) -> None:
+        """End this thread's regions but the outer ones; more than once where an interrupt came in between."""
+        self._is_torn |= error is not None and not isinstance(error, Exception)
+        regions = self._entered[threading.get_ident()]
+        while len(regions) > num_outer:
+            regions[-1].entered.close()
+            regions.pop()
+
+    def _pack(self, pack: Callable[[Tensor], Packed], tensor: Tensor) -> tuple[Packed, Variable]:
+        with self._lock:
+            return pack(tensor), Variable(tensor)
+
+    def _unpack(self, packed: tuple[Packed, Variable]) -> Tensor:
+        try:
+            with self._lock:
+                elsewhere = packed[1].elsewhere()
+                return unpack(packed[0]) if elsewhere is None else elsewhere
+        except BaseException as error:
+            self._is_torn |= not isinstance(error, Exception)
+            raise
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of saved tensors by tier, now."""
@@ -155,18 +223,40 @@ class Spilling:
         }
 
     def close(self) -> None:
-        """Everything in flight ends; the file is gone. Raises UserError while a graph still needs it, and what a write
-        met. Idempotent."""
+        """Everything in flight ends; the file is gone. Raises UserError while a graph still needs it (not so
+        after an interrupt), and what a write met. Idempotent."""
         if not self._forgotten.alive:
             return
-        self.store.drain()
-        if held_bytes := sum(self.held_bytes().values()):
-            raise UserError(
-                f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop what "
-                "refers to it (a loss, an output), before close()"
-            )
-        self._forgotten.detach()
-        close_parts(self.lanes, self.nvme)
+        self._leave(0, None)  # those that an interrupt left entered
+        with self._lock:
+            if not self._is_torn:  # else torch keeps the graph of a backward that was interrupted
+                self.store.drain()
+            if not self._is_torn and self._visits and (held_bytes := sum(self.held_bytes().values())):
+                raise UserError(
+                    f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop what "
+                    "refers to it (a loss, an output), before close()"
+                )
+            self._forgotten.detach()
+            close_parts(self.lanes, self.nvme)
+
+
+class Variable:
+    """A saved tensor as autograd refers to it: by what it is at backward, when `.data = ...` gave it other memory; but
+    an output of the node that saves it by its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        node = tensor.grad_fn
+        is_output = node is not None and node._sequence_nr() + 1 == torch._C._autograd._get_sequence_nr()
+        self._ref = None if is_output or not has_storage(tensor) else weakref.ref(tensor)
+        self._key, self._version = self._ref and tensor.untyped_storage()._cdata, tensor._version
+
+    def elsewhere(self) -> Tensor | None:
+        tensor = None if self._ref is None else self._ref()
+        if tensor is None or tensor.untyped_storage()._cdata == self._key:  # the handle keeps that from another storage
+            return None
+        if tensor._version != self._version:
+            raise changed_in_place(REGION, tensor.shape, self._version, tensor._version)
+        return tensor.detach()
 
 
 class Region(NamedTuple):

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ctypes import c_char
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..saved_tensors import Handle, Packed, Packer, SavedParameter, Visit, changed_in_place, has_storage
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
-from .records import counted_with, empty, origin, share_counter
+from .records import counted_with, empty, origin, share_counter, storage_bytes
 
 SMALL_BYTES = 64 << 10
 """operands up to this are copied: weights of norms, statistics of rows. Nothing that is done to them later matters"""
@@ -74,11 +76,19 @@ class Leaf(NamedTuple):
 
     held: Held
     layout: Layout | None
+    checksum: int
 
     def tensor(self) -> Tensor:
         handle = self.held.handle()
         assert handle is not None, "whoever rebuilds owns the handles"
-        return view_of(handle.tensor(), self.layout)
+        tensor = view_of(handle.tensor(), self.layout)
+        if checksum(tensor) != self.checksum:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)}, saved for backward and rebuilt from, was changed after its "
+                "use without a change of its version (by .data or numpy). Change a copy, or make the Spilling with "
+                "lean=False (a TrainingJob: spec.memory.activations.policy: Keep)"
+            )
+        return tensor
 
 
 class Copied(NamedTuple):
@@ -108,6 +118,17 @@ def view_of(tensor: Tensor, layout: Layout | None) -> Tensor:
         return tensor
     dtype, size, stride, offset = layout
     return empty(dtype, tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of its values, at some 30 GB/s."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if span > tensor.numel():  # with gaps, which may be others'
+        tensor, span = tensor.contiguous(), tensor.numel()
+    start = tensor.storage_offset() * tensor.itemsize
+    values = storage_bytes(tensor)[start : start + span * tensor.itemsize]
+    # Not by numpy: torch takes a storage that it was shown for one that others may write into.
+    return xxhash.xxh3_64_intdigest((c_char * values.numel()).from_address(values.data_ptr()))
 
 
 class Pin:
@@ -169,6 +190,11 @@ class Result:
         with torch._C._AutoDispatchBelowAutograd():
             return chosen(self._operator(*arguments, **keywords), self._which)
 
+    def hold(self) -> None:
+        """Who is to rebuild it keeps the original, if there is one still: others may write into it."""
+        if self.rebuilt is not None and (rebuilt := self.rebuilt()) is not None:
+            rebuilt.original = self._pin.storage()
+
     def leaves(self) -> Iterator[Held]:
         for operand in operands_of((*self._arguments, *self._keywords.values())):
             if isinstance(operand, Leaf):
@@ -216,7 +242,7 @@ class Rebuilt:
     Who asks while the original is still there (in use by the forward, or as an output) gets that.
     """
 
-    __slots__ = ("__weakref__", "_handles", "_ledger", "_num_threads", "_pin", "_result")
+    __slots__ = ("__weakref__", "_handles", "_ledger", "_num_threads", "_pin", "_result", "original")
 
     def __init__(
         self, result: Result, handles: list[Handle], storage: UntypedStorage, ledger: DeviceLedger, num_threads: int
@@ -224,6 +250,7 @@ class Rebuilt:
         self._result = result
         self._handles = handles
         self._pin = Pin(storage)
+        self.original: UntypedStorage | None = None
         self._ledger = ledger
         self._num_threads = num_threads
         """kernels divide their work by it, and so their remainders, which take another path"""
@@ -302,7 +329,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_threads = torch.get_num_threads()
         self._held: dict[int, Held] = {}
         """by the address of a storage object, which the handle keeps from being given away"""
-        self._results: dict[int, Result] = {}
+        self.results: dict[int, Result] = {}
         """the same, kept by a pin"""
         self.rebuilt_bytes = 0
         self.rebuildable_bytes = 0
@@ -340,7 +367,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key: int = tensor.untyped_storage()._cdata
             witness = tensor.detach()
             witness.data = NOTHING
-            result = self._results.get(key)
+            result = self.results.get(key)
             handle = self._rebuildable(result, tensor, witness) if result is not None else None
             packed = self._packer.pack(tensor) if handle is None else (self._visit, handle)
             self._held[key] = Held(packed[1], tensor, witness)
@@ -358,7 +385,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             self.rebuildable_bytes += result.nbytes
             if self._limit_bytes is not None and self.rebuilt_bytes >= self._limit_bytes:
-                del self._results[tensor.untyped_storage()._cdata]  # it is held from now on, by every view
+                del self.results[tensor.untyped_storage()._cdata]  # it is held from now on, by every view
                 return None
             self.rebuilt_bytes += result.nbytes
             rebuilt = Rebuilt(result, handles, tensor.untyped_storage(), self._ledger, self._num_threads)
@@ -372,7 +399,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             if has_storage(tensor):
                 key = tensor.untyped_storage()._cdata
-                self._results.pop(key, None)
+                if (result := self.results.pop(key, None)) is not None:
+                    result.hold()
                 if (held := self._held.pop(key, None)) is not None:
                     held.version = NEVER  # what was to be rebuilt from it is held, if it is not packed yet
 
@@ -381,7 +409,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         storage = tensor.untyped_storage()
         key: int = storage._cdata
-        self._results.pop(key, None)
+        self.results.pop(key, None)
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or not is_plain(tensor):
             return
         seen = Seen(self)
@@ -393,7 +421,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cost = total(tensor.nbytes, seen.operand_bytes, seen.costs)
         result = Result(operator, which, arguments, keywords, tensor, cost)
         if self._is_proven((operator, *seen.facts, result.layout), operator, which, args, kwargs, tensor):
-            self._results[key] = result
+            self.results[key] = result
 
     def _is_proven(
         self,
@@ -432,8 +460,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle = held.handle()
             if is_same or not isinstance(handle, SavedParameter):  # a parameter may have moved by then
                 costs = [handle.cost] if isinstance(handle, RebuiltTensor) else []
-                return Leaf(held, None if is_same else layout), costs
-        result = self._results.get(key)
+                return Leaf(held, None if is_same else layout, checksum(tensor)), costs
+        result = self.results.get(key)
         if result is None or tensor._version != result.version:
             raise NotHeld
         return Part(result, None if result.layout == layout else layout), [result.cost]

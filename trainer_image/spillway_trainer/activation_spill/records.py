@@ -89,6 +89,14 @@ class Record:
         return self._reload is not None or self._stays
 
     @property
+    def is_reachable(self) -> bool:
+        """Whether others than us can still write into the source, also unseen: through `.data`, or through numpy's
+        array that it is made of. To move it would free nothing yet."""
+        storage = self._source.untyped_storage()
+        num_users: int = torch._C._storage_Use_Count(storage._cdata)
+        return num_users > self._ledger.num_holders(self._key) + 1 or not storage.resizable()  # one is `storage`
+
+    @property
     def witness(self) -> Tensor:
         """Shares the version counter of what was saved; empty once it is copied."""
         return self._source
@@ -146,10 +154,10 @@ class Record:
         return self._reload.tensor.untyped_storage()
 
     def _load_cold(self, *, with_batch: bool) -> None:
-        if self.transfer is None:  # needed while its segment's forward still runs
-            self.batch.flush()
-        assert self.transfer is not None
-        self.transfer.load(None if with_batch else [self])
+        if self.transfer is None:  # needed while its segment's forward still runs, or others had it until now
+            self.stay()
+        else:
+            self.transfer.load(None if with_batch else [self])
 
     def __del__(self) -> None:
         if not hasattr(self, "offset"):

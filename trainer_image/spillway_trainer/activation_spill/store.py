@@ -280,10 +280,19 @@ class Batch:
         self._store.records[tensor.untyped_storage()._cdata] = weakref.ref(record)
 
     def flush(self) -> None:
+        """A batch that submits while its forward runs leaves what the forward still has for the next flush."""
         pending, self._pending = self._pending, {}
         self._pending_bytes = 0
         for answer, refs in pending.items():
-            records = [record for ref in refs if (record := ref()) is not None]
+            records = []
+            for ref in refs:
+                record = ref()
+                if record is None or record.is_loaded:
+                    continue
+                if self._store.transfer_bytes is not None and record.is_reachable:
+                    self._pending.setdefault(answer, []).append(ref)
+                else:
+                    records.append(record)
             if records:
                 self._submit(answer, records)
 

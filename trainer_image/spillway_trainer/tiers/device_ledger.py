@@ -85,6 +85,12 @@ class DeviceLedger:
         self.release(ACTIVATIONS, nbytes)
         return self.charge_saved(storage)
 
+    def num_holders(self, key: int) -> int:
+        """Of the saved storage with this key, which has one."""
+        with self._lock:
+            self._settle()
+            return 1 + self._shared.get(key, 0)
+
     @property
     def held_bytes(self) -> int:
         with self._lock:
