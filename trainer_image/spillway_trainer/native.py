@@ -337,6 +337,11 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
     _raise_for("spillway_copy_batch", _library().spillway_copy_batch(copies, len(pairs), num_threads))
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a uint8 tensor, for as long as it lives."""
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
 def crc32c(tensor: Tensor) -> int:
     """CRC-32C of a uint8 tensor."""
     _check("tensor", tensor, tensor.numel(), torch.uint8)

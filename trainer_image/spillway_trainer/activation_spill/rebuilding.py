@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from ctypes import c_char
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import xxhash
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import native
 from ..saved_tensors import Handle, Packed, Packer, SavedParameter, Visit, changed_in_place, has_storage
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
@@ -128,7 +128,7 @@ def checksum(tensor: Tensor) -> int:
     start = tensor.storage_offset() * tensor.itemsize
     values = storage_bytes(tensor)[start : start + span * tensor.itemsize]
     # Not by numpy: torch takes a storage that it was shown for one that others may write into.
-    return xxhash.xxh3_64_intdigest((c_char * values.numel()).from_address(values.data_ptr()))
+    return xxhash.xxh3_64_intdigest(native.bytes_of(values))
 
 
 class Pin:
