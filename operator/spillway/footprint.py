@@ -767,7 +767,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     resident += frontier_bytes(work) if stationary else 0
     inputs_leave = streaming.boundaries is not Answer.KEEP
     resident += alive * held_input_bytes(work, blocks, inputs_leave=inputs_leave)
-    moved = previous = 0
+    previous = 0
     forward: list[tuple[int, int, int]] = []
     backward: list[tuple[int, int, int]] = []
     """each (activations, copies in flight or coming back, workspace)"""
@@ -782,7 +782,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
             kept, moving = (block.held - block.moved, block.moved + copies) if moves else (block.held + copies, 0)
             now, workspace = block.saved + copies, block.forward
         others = (count - 1) * alive + alive - 1
-        in_flight = min(window_bytes, moved + (count - 1) * alive * moving)
+        in_flight = min(window_bytes, moving if others else previous)
         forward.append((resident + others * kept + now, in_flight, workspace))
         # What is rebuilt comes back piece by piece; all of it at once is the most that this can take.
         again, workspace = block.rebuilt, block.backward
@@ -790,14 +790,15 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
             again, workspace = block.saved, max(block.forward, block.backward)
         # While a block is in backward, the one before it is on its way back.
         backward.append((resident + alive * kept + again, moving + previous, workspace))
-        resident, moved = resident + count * alive * kept, moved + count * alive * moving
+        resident += count * alive * kept
         if count > 1 or alive > 1:
             backward.append((resident + again, 2 * moving, workspace))
         previous = moving
     head = resident + tokens * shape.head.saved_bytes_per_token + LOSS_BYTES
-    forward.append((head, min(window_bytes, moved), tokens * shape.head.forward_workspace_bytes))
+    forward.append((head, min(window_bytes, previous), tokens * shape.head.forward_workspace_bytes))
     backward.append((head, previous, tokens * shape.head.backward_workspace_bytes))
-    # Copies that are late on their way out do not add to what comes back: memory that is short waits for them.
+    # Copies have the forward of the next block to leave in. Where they are later than that, or on their way out beside
+    # what comes back, whoever would go beyond the plan waits for them (DeviceLedger).
     events = [*forward, *backward]
     activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
     return DevicePeak(activations, buffers, max(map(sum, events)) - activations - buffers)

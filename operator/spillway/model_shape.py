@@ -383,12 +383,16 @@ class _Sizes:
             **bytes_per_token,
         )
 
+    def is_adapted(self, name: str) -> bool:
+        """Whether the matrix product called `name` gets an adapter."""
+        targets = (self.lora.target_modules or ATTENTION_MODULES) if self.lora else ()
+        return any(f".{name}".endswith(f".{target}") for target in targets)
+
     def _adapters(self, linears: Mapping[str, _Linear]) -> list[tuple[int, int]]:
         """Rows and their values of the two matrices of each adapter."""
         if self.lora is None:
             return []
-        targets = self.lora.target_modules or ATTENTION_MODULES
-        hit = [one for name, one in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
+        hit = [one for name, one in linears.items() if self.is_adapted(name)]
         rank = self.lora.rank
         return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
 
@@ -486,12 +490,13 @@ def _gpt2(s: _Sizes) -> _Parts:
     }  # fmt: skip
     wide = s.b * s.f
     fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
+    takes_input = s.lora is None or s.is_adapted("mlp.c_proj")  # a frozen matrix needs it for no gradient
     block = s.segment(
         "block",
         linears,
         (s.d,) * 4,
         attention_width=s.d,
-        saved_bytes=(*s.layer_norm(), *fused, *s.dropouts(), *s.layer_norm(), *(wide,) * 5),
+        saved_bytes=(*s.layer_norm(), *fused, *s.dropouts(), *s.layer_norm(), *(wide,) * (4 + takes_input)),
         made_bytes=(s.b * s.d,),
         forward_workspace_bytes=3 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,

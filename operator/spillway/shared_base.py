@@ -12,23 +12,22 @@ from dataclasses import dataclass
 from math import ceil
 
 from spillway.api import TrainingJob, TrainingJobSpec
+from spillway.candidates import LARGEST_PARTLY_RESIDENT_SHARE
 from spillway.footprint import (
-    CACHE_LINE_BYTES,
-    NUM_SLOTS,
-    NUM_STAGING_BUFFERS,
-    NUM_STATE_BUFFERS,
-    PAGE_BYTES,
-    padded,
+    Blocks,
+    DevicePeak,
+    Workload,
+    chunk_parameters,
+    device_bytes,
+    host_bytes,
+    nvme_bytes,
 )
-from spillway.model_shape import FLOAT32_BYTES, ModelShape
-from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier
+from spillway.model_shape import ModelShape
+from spillway.plan import Infeasible, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
 
-LARGEST_CHUNK, SMALLEST_CHUNK = 1 << 22, 1 << 16
-"""parameters: between these a plan cuts its optimizer's update"""
+OWN_ROWS = ("gradients", "optimizer_states", "buffers")
 NO_SLOWER = 1.01
 """members share a base unless a member's step would take longer than that many of its steps alone"""
-ROWS = 4
-"""of a chunk: master, two moments, accumulator"""
 
 PlanOne = Callable[[TrainingJob, Mapping[Tier, int], bool], MemoryPlan | Infeasible]
 """the plan of one model whose budgets are less by some bytes per tier; whether these are several members' batches"""
@@ -80,15 +79,18 @@ def planned_together(
 
     None where two do not fit, or where a step of each would take longer than alone.
     """
-    widest = max(range(len(jobs)), key=lambda index: shapes[index].num_trained)
+    by_width = sorted(range(len(jobs)), key=lambda index: -shapes[index].num_trained)
+    widest = by_width[0]
     alone = plan_one(jobs[widest], reserved, False)
     for num_attached in _counts(len(jobs)):
-        own = own_bytes(jobs[widest].spec, shapes[widest], num_attached)
-        taken = {tier: reserved.get(tier, 0) + own[tier] for tier in Tier}
+        attached = by_width[:num_attached]
+        most = _most_own_bytes([_work(jobs[index], shapes[index], in_place=False) for index in attached])
+        taken = {tier: reserved.get(tier, 0) + most[tier] for tier in Tier}
         plan = plan_one(_with_batches_of(jobs[widest], num_attached), taken, True)
         if isinstance(plan, Infeasible):
             continue
-        shared = _of_each(plan, alone.budget, own, num_attached)
+        works = [_work(jobs[index], shapes[index], in_place=plan.device == "Cpu") for index in attached]
+        shared = _of_each(plan, alone.budget, own_bytes(works, plan.optimizer), num_attached)
         if isinstance(alone, Infeasible) or (
             shared.prediction.step_seconds <= NO_SLOWER * alone.prediction.step_seconds
         ):
@@ -96,24 +98,43 @@ def planned_together(
     return None
 
 
-def own_bytes(spec: TrainingJobSpec, shape: ModelShape, num_attached: int) -> dict[Tier, int]:
-    """What `num_attached` members have of their own beyond what the plan of one counts: adapters, which stay on the
-    device, and of all but one gradients, states and the buffers of their update, wherever the plan will have them."""
-    optimizer = spec.training.optimizer
-    trained, largest = shape.num_trained, shape.largest_parameter
-    chunk = min(LARGEST_CHUNK, largest)
-    states = optimizer.rule.states_bytes(True, optimizer.moment_type)
-    num_chunks = shape.num_tensors + trained // SMALLEST_CHUNK
-    held = ceil((states + FLOAT32_BYTES) * trained) + CACHE_LINE_BYTES * ROWS * num_chunks
-    passing = ROWS * padded(FLOAT32_BYTES * chunk)
-    others = num_attached - 1
-    return {
-        Tier.DEVICE: num_attached * shape.trained_bytes * trained
-        + others * (held + shape.trained_bytes * largest + NUM_SLOTS * passing),
-        Tier.HOST: others
-        * (padded(held) + 2 * NUM_STAGING_BUFFERS * padded(FLOAT32_BYTES * chunk) + NUM_STATE_BUFFERS * passing),
-        Tier.NVME: others * (padded(ceil(states * trained)) + PAGE_BYTES * ROWS * num_chunks),
+def own_bytes(works: Sequence[Workload], optimizer: OptimizerPlan) -> dict[Tier, TierBytes]:
+    """What members have of their own beyond what the plan of the first counts: adapters, which stay on the device, and
+    of all others gradients, states and the buffers of their update, as `optimizer` has them. `works`: of each."""
+    nothing = Blocks(works[0].shape.num_layers)
+    others = works[1:]
+    held = {
+        Tier.DEVICE: [device_bytes(work, optimizer, DevicePeak(0, 0, 0)) for work in others],
+        Tier.HOST: [host_bytes(work, optimizer, nothing, 0) for work in others],
+        Tier.NVME: [nvme_bytes(work, optimizer, nothing) for work in others],
     }
+    adapters = sum(work.shape.trained_bytes * work.shape.num_trained for work in works)
+    rows = {tier: {row: sum(getattr(one, row) for one in each) for row in OWN_ROWS} for tier, each in held.items()}
+    return {tier: TierBytes(**rows[tier], parameters=adapters if tier is Tier.DEVICE else 0) for tier in Tier}
+
+
+def _most_own_bytes(works: Sequence[Workload]) -> dict[Tier, int]:
+    """The same, wherever a plan puts what is updated: nearly all on one of the four paths, and a chunk of it on others,
+    which takes the buffers of both."""
+    chunk, shares = chunk_parameters(works[0]), ("resident_share", "streamed_share", "cpu_share", "nvme_share")
+    most, none = LARGEST_PARTLY_RESIDENT_SHARE, dict.fromkeys(shares, 0.0)
+    paths = ({**none, one: most, "cpu_share" if one != "cpu_share" else "streamed_share": 1.0 - most} for one in shares)
+    taken = [own_bytes(works, OptimizerPlan.model_validate({**path, "chunk_parameters": chunk})) for path in paths]
+    return {tier: max(own[tier].total for own in taken) for tier in Tier}
+
+
+def _work(job: TrainingJob, shape: ModelShape, *, in_place: bool) -> Workload:
+    """Of a member's update: nothing else of it is its own."""
+    training = job.spec.training
+    return Workload(
+        shape,
+        training.micro_batch_size,
+        training.sequence_length,
+        num_micro_batches=1,
+        rule=training.optimizer.rule,
+        moments=training.optimizer.moment_type,
+        in_place=in_place,
+    )
 
 
 def _counts(num_members: int) -> Iterator[int]:
@@ -129,17 +150,14 @@ def _with_batches_of(job: TrainingJob, num_attached: int) -> TrainingJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"training": wider})})
 
 
-def _of_each(plan: MemoryPlan, budget: Mapping[Tier, int], own: Mapping[Tier, int], num_attached: int) -> MemoryPlan:
+def _of_each(
+    plan: MemoryPlan, budget: Mapping[Tier, int], own: Mapping[Tier, TierBytes], num_attached: int
+) -> MemoryPlan:
     """What each member runs under, of the plan of all of them: its own micro-batches, and its part of a step. `budget`:
-    before `own` was set aside."""
-    uses = {
-        Tier.DEVICE: True,
-        Tier.HOST: plan.optimizer.offloads,
-        Tier.NVME: plan.optimizer.nvme_share > 0.0,
-    }
+    before anything was set aside."""
     held = {
         tier: plan.bytes[tier].model_copy(
-            update={"optimizer_states": plan.bytes[tier].optimizer_states + own[tier] * uses[tier]}
+            update={row: getattr(plan.bytes[tier], row) + getattr(own[tier], row) for row in ("parameters", *OWN_ROWS)}
         )
         for tier in Tier
     }

@@ -153,7 +153,8 @@ def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], h
     """What the pod and the budgets have to be made for; the rest is the plan of the member that needs most."""
     largest = max(members, key=lambda one: (one.plan.bytes[Tier.DEVICE].total, one.plan.bytes[Tier.HOST].total)).plan
     slowest = max((one.plan.prediction for one in members), key=lambda one: one.step_seconds)
-    parks = len(members) > 1
+    halves = job.spec.objective is not None and job.spec.objective.halving > 0
+    parks = len(members) > 1 and (how.policy == "RoundRobin" or halves)
     return largest.model_copy(
         update={
             "job": job.metadata.name,
@@ -215,7 +216,7 @@ def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Itera
     else:
         most = max(one.parking_seconds for one in members)
         yield (
-            f"members: {names}, {how.num_steps} steps in turn; a member parks on NVMe in between and is made anew, "
+            f"members: {names}, {how.num_steps} steps in turn; a member parks on NVMe in between and is rebuilt, "
             f"which takes at most {format_seconds(most)} a turn"
         )
     for one in members:
@@ -229,7 +230,7 @@ def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Itera
 
 def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:
     streams = first.plan.parameters.streams
-    visits = "each segment is loaded once for all of them" if streams else "it is on the device once for all of them"
+    visits = "each layer is loaded once for all of them" if streams else "it is on the device once for all of them"
     return (
         f"frozen base of {', '.join(names)}: {first.num_attached} of them are attached together, {visits}; bytes and "
         "micro-batches below are those of all that are"

@@ -62,6 +62,8 @@ class Tiers:
     device: torch.device = CPU
     parked_bytes: int = 0
     """on NVMe, of other members of a sweep"""
+    parked_peak_bytes: int = 0
+    """the most of it since the last turn began"""
 
     def held_bytes(self) -> dict[str, int]:
         nvme = self.parked_bytes + (self.nvme.held_bytes if self.nvme else 0)
@@ -69,7 +71,7 @@ class Tiers:
 
     def peak_bytes(self) -> dict[str, int]:
         """Highest bytes held since the last call; on a CUDA device no less than torch's allocator counted."""
-        nvme = self.parked_bytes + (self.nvme.peak_bytes if self.nvme else 0)
+        nvme = max(self.parked_peak_bytes, self.parked_bytes + (self.nvme.peak_bytes if self.nvme else 0))
         peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
             if tier is not None:
@@ -376,8 +378,9 @@ def refuse_streaming(plan: MemoryPlan) -> None:
 
 
 def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
-    ledger = DeviceLedger(plan.budget[Tier.DEVICE])
-    host = HostSlab(plan.slab_bytes(Tier.HOST), partial(spare_host_bytes, plan, job.ranks_per_node, Path("/")))
+    ledger = DeviceLedger(plan.budget[Tier.DEVICE], plan.bytes[Tier.DEVICE].total)
+    spare = partial(spare_host_bytes, plan, job.ranks_per_node, Path("/"))
+    host = HostSlab(plan.slab_bytes(Tier.HOST), spare, plan.bytes[Tier.HOST].total)
     nvme = None
     if uses_nvme(plan):
         open_file: OpenFile = partial(SpillFile, listed=job.spill_is_listed)

@@ -113,7 +113,8 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
     carried: tuple[Tensor, ...] = (tokens_BT,)
     found: dict[str, Measured] = {}
     equal: dict[Any, tuple[Measured, tuple[Tensor, ...]]] = {}
-    known = {_key(p) for p in chain.parameters()} | {_key(v) for v in tree_leaves(arguments) if isinstance(v, Tensor)}
+    others = [arguments[name] for name, _ in chain.segments[:-1]]  # not the head's labels, which the loss saves
+    known = {_key(p) for p in chain.parameters()} | {_key(v) for v in tree_leaves(others) if isinstance(v, Tensor)}
     alive: list[Tensor] = []  # or the address of a storage would come to mean another one
     for name, module in chain.segments:
         inputs = (*carried, *arguments[name])

@@ -115,6 +115,14 @@ class Parking:
     def held_bytes(self) -> int:
         return 0 if self._slab is None else self._slab.held_bytes
 
+    def take_peak_bytes(self) -> int:
+        """The most that was held since the last call."""
+        if self._slab is None:
+            return 0
+        peak = self._slab.peak_bytes
+        self._slab.reset_peak()
+        return peak
+
     def close(self) -> None:
         """Idempotent."""
         if self._slab is not None:

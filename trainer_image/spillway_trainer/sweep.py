@@ -380,7 +380,8 @@ class Sweep:
             ONE_RANK, member.loss_scale, base_is_there=base is not None,
         )  # fmt: skip
         self._attach(member, assembly, checkpoints)
-        tiers = replace(assembly.tiers, parked_bytes=self.parking.held_bytes)
+        held, peak = self.parking.held_bytes, self.parking.take_peak_bytes()
+        tiers = replace(assembly.tiers, parked_bytes=held, parked_peak_bytes=peak)
         checkpoints = replace(checkpoints, assembly=replace(assembly, tiers=tiers))
         return run_of(member.plan, checkpoints, member.recorder, CPU)
 

@@ -55,7 +55,8 @@ def saved_bytes(chain: Chain) -> dict[str, int]:
     """Bytes of the distinct storages that each segment saves first; parameters, tables and labels excluded."""
     tokens, labels, count = batch_for(chain.objective)
     arguments = {name: chain.arguments(name, tokens, labels, count) for name, _ in chain.segments}
-    theirs = [*chain.parameters(), *(v for values in arguments.values() for v in values if isinstance(v, Tensor))]
+    given = [value for values in [*arguments.values()][:-1] for value in values]  # not the labels, which the loss saves
+    theirs = [*chain.parameters(), *(value for value in given if isinstance(value, Tensor))]
     seen = {tensor.untyped_storage().data_ptr() for tensor in theirs}
     alive: list[Tensor] = []  # or addresses would be used again
     sums = dict.fromkeys(arguments, 0)
@@ -149,6 +150,12 @@ def test_our_llama_has_the_shape_that_its_sizes_say(compute: str) -> None:
         block.saved_bytes_per_token for block in said.blocks
     ]
     assert found.table_bytes_per_position == said.table_bytes_per_position
+
+
+@every_model
+def test_the_head_saves_the_labels_of_its_loss(model: str) -> None:
+    """Indices of all tokens; of t5, whose decoder says the second half, of half of them."""
+    assert (4 if model == "t5" else 8) in inspected(model, "bfloat16").head.saved_bytes
 
 
 @every_model

@@ -148,6 +148,7 @@ def test_forward_and_backward_allocate_the_predicted_peak(case: str, compute: st
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {}, "bert": {}, "t5": {}, "llama, adapters": {"architecture": "llama"},
+    "gpt2, adapters": {"architecture": "gpt2"},
 }  # fmt: skip
 
 

@@ -99,6 +99,8 @@ def test_held_bytes_are_the_whole_blocks_of_the_members_still_parked(place: Park
     assert place.held_bytes == BUFFER_BYTES + BLOCK
     place.leave(two)
     assert place.held_bytes == 0
+    most = 2 * BLOCK + BUFFER_BYTES + BLOCK
+    assert (place.take_peak_bytes(), place.take_peak_bytes()) == (most, 0)
 
 
 def test_members_come_and_go_for_ever_in_the_room_that_the_plan_has(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """DeviceLedger: the device's byte budget where the device has none of its own (a CPU).
 
 All that the trainer owns on the device is charged here by purpose: parameters, gradients, optimizer states, saved
-activations, buffers. A charge beyond the budget raises DeviceOutOfMemory, as an allocation on a GPU would.
+activations, buffers. A charge beyond what is planned waits for releases in flight, one beyond the budget raises
+DeviceOutOfMemory, as an allocation on a GPU would.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -29,8 +31,10 @@ class DeviceLedger:
     and a peak can only be reached by a charge.
     """
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: int | None, planned_bytes: float = math.inf) -> None:
         self.budget_bytes = budget_bytes
+        self._most_bytes = math.inf if budget_bytes is None else budget_bytes
+        self._planned_bytes = min(planned_bytes, self._most_bytes)
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by the lanes, which know what is in flight"""
         self._held: Counter[str] = Counter()
@@ -50,16 +54,18 @@ class DeviceLedger:
         self._lock = threading.Lock()
 
     def charge(self, purpose: str, nbytes: int) -> None:
-        """Count `nbytes` for `purpose`. Waits for releases in flight before it raises DeviceOutOfMemory."""
-        if not self._try_charge(purpose, nbytes):
-            self._retry(lambda: self._try_charge(purpose, nbytes), purpose, nbytes)
+        """Count `nbytes` for `purpose`. Waits for releases in flight before it goes beyond the plan, or raises
+        DeviceOutOfMemory."""
+        if not self._try_charge(purpose, nbytes, self._planned_bytes):
+            self._retry(purpose, nbytes)
 
     def release(self, purpose: str, nbytes: int) -> None:
         """Uncount bytes that were charged for the same purpose. Safe in a destructor."""
         self._released.append((purpose, nbytes))
 
-    def charge_saved(self, storage: UntypedStorage) -> int:
-        """Count one more holder of a saved storage, and its bytes with the first; returns the key to release.
+    def charge_saved(self, storage: UntypedStorage, limit_bytes: float | None = None) -> int:
+        """Count one more holder of a saved storage, and its bytes with the first; returns the key to release. Up to
+        `limit_bytes` (None: what is planned) it waits for nothing.
 
         The key is the address of torch's storage object. A holder calls `release_saved` before it lets the storage go,
         and the queue is taken in before a key is looked up: so a key that is found never means an earlier storage.
@@ -74,7 +80,7 @@ class DeviceLedger:
                 return key
             nbytes = storage.nbytes()
             held_bytes = self._held_bytes + nbytes
-            if self.budget_bytes is None or held_bytes <= self.budget_bytes:
+            if held_bytes <= (self._planned_bytes if limit_bytes is None else limit_bytes):
                 self._saved[key] = nbytes
                 self._saved_bytes += nbytes
                 self._held_bytes = held_bytes
@@ -83,7 +89,7 @@ class DeviceLedger:
                 return key
         self.charge(ACTIVATIONS, nbytes)  # waits for releases in flight, which make room
         self.release(ACTIVATIONS, nbytes)
-        return self.charge_saved(storage)
+        return self.charge_saved(storage, self._most_bytes)
 
     def num_holders(self, key: int) -> int:
         """Of the saved storage with this key, which has one."""
@@ -112,18 +118,19 @@ class DeviceLedger:
             held = self._held + Counter({ACTIVATIONS: self._saved_bytes})  # leaves out what is 0
             return dict(held.most_common())
 
-    def _retry(self, attempt: Callable[[], bool], purpose: str, nbytes: int) -> None:
-        if obtain(lambda: attempt() or None, self.reclaim) is None:
+    def _retry(self, purpose: str, nbytes: int) -> None:
+        within_plan = obtain(lambda: self._try_charge(purpose, nbytes, self._planned_bytes) or None, self.reclaim)
+        if within_plan is None and not self._try_charge(purpose, nbytes, self._most_bytes):
             self._refuse(purpose, nbytes)
 
-    def _try_charge(self, purpose: str, nbytes: int) -> bool:
+    def _try_charge(self, purpose: str, nbytes: int, limit_bytes: float) -> bool:
         with self._lock:
             self._settle()
-            return self._add(purpose, nbytes)
+            return self._add(purpose, nbytes, limit_bytes)
 
-    def _add(self, purpose: str, nbytes: int) -> bool:
+    def _add(self, purpose: str, nbytes: int, limit_bytes: float) -> bool:
         held_bytes = self._held_bytes + nbytes
-        if self.budget_bytes is not None and held_bytes > self.budget_bytes:
+        if held_bytes > limit_bytes:
             return False
         self._held[purpose] += nbytes
         self._held_bytes = held_bytes

@@ -6,6 +6,7 @@ device that needs registered memory registers it once.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import weakref
@@ -29,12 +30,14 @@ class HostSlab:
     """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when first written.
 
     `may_grow`: by how many bytes it may become larger when a spill device fails and bytes have to stay here.
+    `planned_bytes`: beyond them, what is allocated waits for releases in flight first.
     """
 
-    def __init__(self, nbytes: int, may_grow: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, nbytes: int, may_grow: Callable[[], int] = lambda: 0, planned_bytes: float = math.inf) -> None:
         self.reclaim: Callable[[], bool] | None = None
         """waits for one release in flight; False when there is none. Set by the lanes"""
         self._extents = Extents(nbytes)
+        self._planned_bytes = planned_bytes
         self._mapping = _map(self._extents.capacity_bytes)
         self._memory, self._bytes = self._mapping.tensor, self._mapping.bytes
         self._storage: int = self._memory.untyped_storage()._cdata
@@ -48,6 +51,8 @@ class HostSlab:
 
         Waits for releases in flight before it raises HostOutOfMemory, which names the holders.
         """
+        while self.held_bytes + round_up(nbytes) > self._planned_bytes and self.reclaim is not None and self.reclaim():
+            pass
         memory = obtain(lambda: self.allocate_now(nbytes, label), self.reclaim)
         if memory is None:
             self._refuse(nbytes, label)

@@ -53,6 +53,36 @@ def test_a_charge_waits_for_releases_in_flight_before_it_fails() -> None:
     assert ledger.by_purpose() == {"activations": 600, "buffers": 300}
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_within_the_budget_a_charge_beyond_the_plan_waits_first(is_saved: bool) -> None:
+    """Copies that are late take no memory that the plan does not count; what it counts too little, the budget gives."""
+    ledger, in_flight = DeviceLedger(2000, planned_bytes=1000), [300, 100]
+
+    def reclaim() -> bool:
+        if in_flight:
+            ledger.release("copies", in_flight.pop())
+            return True
+        return False
+
+    storages = [storage(size) for size in (200, 900, 901)]
+
+    def charge(saved: torch.UntypedStorage) -> None:
+        if is_saved:
+            ledger.charge_saved(saved)
+        else:
+            ledger.charge("buffers", saved.nbytes())
+
+    ledger.reclaim = reclaim
+    ledger.charge("copies", 400)
+    ledger.charge("parameters", 500)
+    charge(storages[0])
+    assert (in_flight, ledger.peak_bytes) == ([300], 1000)
+    charge(storages[1])
+    assert (in_flight, ledger.peak_bytes) == ([], 1600)
+    with pytest.raises(DeviceOutOfMemory, match=r"budget of 1\.95 KiB"):
+        charge(storages[2])
+
+
 def test_a_saved_storage_is_charged_once_until_its_last_holder_leaves() -> None:
     ledger, saved = DeviceLedger(None), storage(256)
     first, second = ledger.charge_saved(saved), ledger.charge_saved(saved)

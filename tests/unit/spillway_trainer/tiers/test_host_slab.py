@@ -67,6 +67,16 @@ def test_an_allocation_waits_for_releases_in_flight_before_it_fails() -> None:
     assert slab.allocate(PAGE, "masters").numel() == PAGE
 
 
+def test_an_allocation_beyond_the_plan_waits_for_releases_in_flight() -> None:
+    slab = HostSlab(6 * PAGE, planned_bytes=3 * PAGE)
+    in_flight = [slab.allocate(PAGE, "staging"), slab.allocate(PAGE, "staging")]
+    slab.reclaim = lambda: bool(in_flight) and (slab.free(in_flight.pop()) or True)
+    slab.allocate(PAGE + 1, "staging")
+    assert (len(in_flight), slab.peak_bytes) == (1, 3 * PAGE)
+    slab.allocate(3 * PAGE, "more than was planned")
+    assert (len(in_flight), slab.peak_bytes) == (0, 5 * PAGE)
+
+
 def test_random_allocations_never_overlap_and_all_space_comes_back() -> None:
     slab, generator = HostSlab(64 * PAGE), random.Random(1)
     live: list[tuple[torch.Tensor, int]] = []
