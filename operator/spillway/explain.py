@@ -35,7 +35,7 @@ from spillway.footprint import (
 from spillway.hardware import DeviceKind
 from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
 from spillway.step_time import stored_states_bytes, update_seconds
-from spillway.units import MIB, format_bytes, format_quantity, format_seconds
+from spillway.units import MIB, format_bytes, format_quantity
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     if question.mode == "Advise" and advised is None:
         yield "Auto: nothing fits these budgets"
     elif question.mode == "Advise" and advised is not None:
-        yield f"Auto would take {format_seconds(advised.seconds)} a step:"
+        yield f"Auto would take {advised.prediction.step} a step:"
         said = {*_not_as_asked(question, chosen.candidate)}
         yield from (reason for reason in reasons(search, advised) if reason not in said)
 
@@ -125,23 +125,23 @@ def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     if not streaming.units:
         return
     asked = "" if question.parameters == "Auto" else f" (the spec asks for {question.parameters})"
-    at_home = _counted(
-        (format_bytes(host_home_bytes(work, streaming)), streaming.host, "in host memory"),
-        (format_bytes(nvme_home_bytes(work, streaming)), streaming.nvme, "on NVMe"),
+    homes = _counted(
+        ("host", streaming.host, f"({format_bytes(host_home_bytes(work, streaming))})"),
+        ("NVMe", streaming.nvme, f"({format_bytes(nvme_home_bytes(work, streaming))})"),
     )
     slots = f"{streaming.num_slots} slots" if streaming.num_slots > 1 else "one slot"
     slot = format_bytes(streamed_slot_bytes(work, streaming) // streaming.num_slots)
     count, total = work.units.count[streaming.units], work.shape.num_segments
-    yield f"parameters: {count} of {total} segments are streamed through {slots} of {slot}, at home {at_home}{asked}"
+    yield f"parameters: {count} of {total} layers offloaded to {homes}, streamed through {slots} of {slot}{asked}"
     if count < total:
-        yield f"resident are those worth most per byte: {_resident(work, streaming)}"
+        yield f"kept on device: {_resident(work, streaming)}"
     if streaming.num_slots == 1:
         yield "the device has no room for a second slot: compute waits for each load"
     if work.num_micro_batches > 1:
         yield _order_reason(work, streaming)
     forced = forced_share(work, streaming)
     if forced:
-        yield f"the CPU updates streamed parameters beside their homes: {forced:.0%} of all that are trained"
+        yield f"the CPU updates offloaded layers: {forced:.0%} of all trained parameters"
 
 
 def _resident(work: Workload, streaming: Streaming) -> str:
@@ -165,13 +165,13 @@ def _resident(work: Workload, streaming: Streaming) -> str:
 def _order_reason(work: Workload, streaming: Streaming) -> str:
     batches = work.num_micro_batches
     if streaming.order == "InOrder":
-        return f"order: one micro-batch after the other; each streamed segment is loaded for each of {batches}"
+        return f"order: one micro-batch after the other; each offloaded layer is loaded for each of {batches}"
     stays = streaming.boundaries is Answer.KEEP
     held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
     where = "on the device" if stays else f"on {streaming.boundaries}"
     return (
-        f"order: weight-stationary, all {batches} micro-batches pass a segment while it is there: two loads a step "
-        f"instead of {2 * batches}; {held} of what one segment hands on to the next wait {where}"
+        f"order: weight-stationary, all {batches} micro-batches pass a layer while it is there: two loads a step "
+        f"instead of {2 * batches}; {held} of what one layer hands on to the next wait {where}"
     )
 
 
@@ -179,16 +179,19 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
     plan = chosen.optimizer
     asked = "" if question.placement == "Auto" else f" (the spec asks for {question.placement})"
     if not plan.offloads:
-        return f"optimizer: all states resident on the device{asked}"
-    parts = _counted(
-        (f"{plan.resident_share:.0%}", plan.resident_share, "resident on the device"),
-        (f"{plan.streamed_share:.0%}", plan.streamed_share, "streamed through it"),
-        (f"{plan.cpu_share:.0%}", plan.cpu_share, "updated by the CPU"),
-        (f"{plan.nvme_share:.0%}", plan.nvme_share, "updated by the CPU from states on NVMe"),
+        return f"optimizer states: device{asked}"
+    by_cpu = f"(CPU {chosen.work.rule})"
+    shares = (
+        (plan.resident_share, "device"),
+        (plan.streamed_share, f"host memory (device {chosen.work.rule})"),
+        (plan.cpu_share, f"host memory {by_cpu}"),
+        (plan.nvme_share, f"NVMe {by_cpu}"),
     )
+    used = [(f"{share:.0%}", share, where) for share, where in shares if share]
+    parts = _counted(*used) if len(used) > 1 else used[0][2]
     states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
     balance = "; CPU and device end their parts together" if plan.streamed_share else ""
-    return f"optimizer: {parts}{asked}{balance}; all states on the device would take {format_bytes(ceil(states))}"
+    return f"optimizer states: {parts}{asked}{balance}; on the device all would take {format_bytes(ceil(states))}"
 
 
 def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
@@ -209,8 +212,8 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
         early = window / (candidate.optimizer.updated_by_cpu * candidate.work.rank_parameters)
         backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
     yield (
-        f"overlap: {backward}each segment of the next forward waits for the update of its own "
-        f"parameters alone{asked}; that hides {format_seconds(hidden)} of {format_seconds(whole)}"
+        f"overlap: {backward}each layer of the next forward waits for the update of its own "
+        f"parameters alone{asked}; that hides {prediction.format(hidden)} of {prediction.format(whole)}"
     )
 
 
@@ -219,7 +222,7 @@ def _why_not_overlapped(question: Question, chosen: Candidate) -> str:
         return "; on a CPU both would take the same cores"
     if chosen.work.strategy in ZERO_STRATEGIES:
         return "; it needs the updates of all ranks"
-    return "; loads of streamed segments would queue behind what it sends up"
+    return "; loads of offloaded layers would queue behind what it sends up"
 
 
 def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -308,7 +311,7 @@ _VARIANTS = (
     _Variant("every block recomputed", policy="Recompute"),
     _Variant("all activations to host memory", policy="Host"),
     _Variant("all activations to NVMe", policy="Nvme"),
-    _Variant("all optimizer states updated by the CPU", placement="Host"),
+    _Variant("all optimizer states in host memory", placement="Host"),
     _Variant("all optimizer states on NVMe", placement="Nvme"),
     _Variant("all parameters resident", parameters="Resident"),
     _Variant("parameters of every block streamed", parameters="Stream"),
@@ -354,7 +357,7 @@ def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Altern
     elif choice.seconds > TIE * chosen.seconds:
         reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
     else:
-        reason = f"as fast, but more leaves the device or is recomputed; bound by {choice.prediction.bound_by}"
+        reason = f"same speed, more offloading or recomputation; bound by {choice.prediction.bound_by}"
     yield Alternative(summary=summary, step_seconds=choice.seconds, bound_by=choice.prediction.bound_by, reason=reason)
 
 
@@ -384,7 +387,7 @@ def unexplained(search: Search) -> Infeasible:
         job=question.job.metadata.name,
         node=question.node.name,
         missing_bytes=search.nearest_miss().missing,
-        budget=question.budget,
+        budget=_budget(question),
         nearest="",
         segment=_too_large(question),
     )
@@ -456,15 +459,21 @@ def _needed_budget(search: Search, tier: Tier) -> int | None:
     ranks = 1 if tier is Tier.DEVICE else question.local_ranks
 
     def fits(budget_bytes: int) -> bool:
-        return search.within({**question.budget, tier: budget_bytes}).fits()
+        room = budget_bytes - question.margin(tier, budget_bytes)
+        return search.within({**question.budget, tier: room}).fits()
 
-    low, high = question.budget[tier], capacity // ranks
+    low, high = _budget(question)[tier], capacity // ranks
     if high <= low or not fits(high):
         return None
     while high - low > max(MIB, high // 100):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return min(-(-high * ranks // MIB) * MIB, capacity)
+
+
+def _budget(question: Question) -> dict[Tier, int]:
+    """As it was given, with what stays free of it."""
+    return {**question.budget, Tier.DEVICE: question.budget[Tier.DEVICE] + question.margin_bytes}
 
 
 def _capacities(question: Question) -> dict[Tier, int]:
@@ -478,11 +487,13 @@ def _larger_node(search: Search, nearest: Candidate) -> str:
     question = search.question
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
-    if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
+    room = {tier: capacities[tier] - question.margin(tier, capacities[tier]) for tier in Tier}
+    if search.within({tier: room[tier] // ranks[tier] for tier in Tier}).fits():
         return "larger budgets of several tiers: with all of the node's memory it fits"
     wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
     needs = (
-        f"{format_bytes(amount)} of {tier} memory (it has {format_bytes(capacities[tier])})"
+        f"{format_bytes(amount + question.margin(tier, amount))} of {tier} memory "
+        f"(it has {format_bytes(capacities[tier])})"
         for tier, amount in wanted.items()
     )
     return f"a node with {' and '.join(needs)}"

@@ -21,6 +21,8 @@ from spillway.errors import UserError
 DeviceKind = Literal["Cpu", "Cuda"]
 DISK_SHARE = 0.9
 """of the drives' capacity that spill may use"""
+MEASURED = "-measured"
+"""ends the name of a node whose rates are not the catalog's"""
 CIPHER_BYTES_PER_SECOND = 4e9
 """AES-256-XTS by one thread in units of 4 KiB: measured on a hyperthread of a Sapphire Rapids server, November 2026"""
 
@@ -74,6 +76,11 @@ class NodeSpec:
     """fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them"""
     cipher_bytes_per_second: float = CIPHER_BYTES_PER_SECOND
     """one thread that encrypts or decrypts what is spilled; the catalog knows no processor without AES instructions"""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether rates were measured there."""
+        return self.name.endswith(MEASURED)
 
     @property
     def copies_use_cores(self) -> bool:

@@ -12,6 +12,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spillway.units import format_rough_seconds, format_seconds
+
 PLAN_VERSION: Literal[1] = 1
 SHARE_TOLERANCE = 1e-6
 """rounding that a sum of shares may carry"""
@@ -152,6 +154,8 @@ class Prediction(Frozen):
     """Predicted seconds of one optimizer step of one rank, and what binds it."""
 
     step_seconds: float
+    calibrated: bool = False
+    """from rates that were measured on this machine or node; else of the catalog, which may be off several times"""
     compute_seconds: float
     """forward, backward and recompute"""
     exposed_optimizer_seconds: float
@@ -176,6 +180,15 @@ class Prediction(Frozen):
     years_until_rated_writes: float | None = None
     """of writing so much every day, until the drives have written what they are rated for; None = nothing is written,
     or no rating is known"""
+
+    def format(self, seconds: float) -> str:
+        """`seconds` of this prediction in the digits that are meant."""
+        return format_seconds(seconds) if self.calibrated else format_rough_seconds(seconds)
+
+    @property
+    def step(self) -> str:
+        """1.35 s; about 310 ms"""
+        return f"{'' if self.calibrated else 'about '}{self.format(self.step_seconds)}"
 
 
 class Alternative(Frozen):
@@ -210,8 +223,16 @@ class MemoryPlan(Frozen):
     parameters: ParameterPlan = ParameterPlan()
     bytes: dict[Tier, TierBytes]
     budget: dict[Tier, int]
+    margin_bytes: int = Field(default=0, ge=0)
+    """of the device's budget, which the plan leaves free: for what its allocator takes beyond the tensors"""
     unplanned_bytes: int = Field(default=0, ge=0)
     """memory of a pod beside all that is counted for it, because a pod of the model ran out of that"""
+    process_bytes: int = Field(default=0, ge=0)
+    """host memory beside the plan, of all processes of a node: interpreters, libraries, page cache, buffers of
+    checkpoints"""
+    machine_bytes: int = Field(default=0, ge=0)
+    """host memory that a node must have for them and the plans of its ranks; the request of a pod, where no evidence
+    lowers that"""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()

@@ -17,6 +17,7 @@ from spillway.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGI
 from spillway.hardware import NodeSpec
 from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+from spillway.pod_resources import memory_bytes, pod_runtime_bytes
 from spillway.step_time import amounts
 from spillway.sweep_plan import plan_sweep
 
@@ -78,6 +79,16 @@ def make_plan(
 
     Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
     """
+    found = _planned(job, node, overrides, explained=explained)
+    if isinstance(found, Infeasible):
+        return found
+    ranks = overrides.world_size or job.spec.parallelism.devices_per_node
+    processes = pod_runtime_bytes(job.spec, ranks, found.device, found.strategy)
+    machine = memory_bytes(job.spec, found, ranks)
+    return found.model_copy(update={"process_bytes": processes, "machine_bytes": machine})
+
+
+def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool) -> MemoryPlan | Infeasible:
     if not job.spec.members:
         return _plan_of_one(job, node, overrides, explained=explained)
     budget = ask(job, node, overrides).budget
@@ -113,7 +124,10 @@ def _plan_of_one(
 ) -> MemoryPlan | Infeasible:
     """As `make_plan`, of one model. `together`: whose micro-batches are those of several members on its base."""
     question, corrections = ask(job, node, overrides), overrides.corrections
-    search = Search(replace(question, budget=corrections.searched(question.budget)))
+    room = corrections.searched(question.budget)
+    margin_bytes = question.margin(Tier.DEVICE, room[Tier.DEVICE])
+    room[Tier.DEVICE] -= margin_bytes
+    search = Search(replace(question, budget=room, margin_bytes=margin_bytes))
     search = search.visited_once() if together else search
     if search.is_empty:
         raise UserError(_contradiction(question))
@@ -251,6 +265,7 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
         parameters=parameter_plan(work, candidate.streaming),
         bytes=candidate.bytes,
         budget=question.budget,
+        margin_bytes=question.margin(Tier.DEVICE, question.budget[Tier.DEVICE]) if question.mode == "Auto" else 0,
         prediction=chosen.prediction.model_copy(update={"work": asked}),
         reasons=tuple(why),
         alternatives=tuple(others),

@@ -110,12 +110,10 @@ def pod_resources(
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
     shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
-    runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
-    held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
     return PodResources(
-        memory_bytes=padded(runtime + held + shared_memory + plan.unplanned_bytes, MIB),
+        memory_bytes=memory_bytes(spec, plan, num_local_ranks),
         shared_memory_bytes=shared_memory,
         spill_volume_bytes=spill,
         ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
@@ -127,6 +125,13 @@ def pod_resources(
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> int:
+    """Of a pod, or of a machine for a local run: processes and plan."""
+    runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
+    held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
+    return padded(runtime + held + shared_memory_bytes(num_local_ranks, plan.device) + plan.unplanned_bytes, MIB)
 
 
 def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:

@@ -24,7 +24,7 @@ from spillway.api import (
 )
 from spillway.corrections import Corrections
 from spillway.field_types import Fields
-from spillway.hardware import NodeSpec
+from spillway.hardware import MEASURED, NodeSpec
 from spillway.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
 from spillway.model_shape import model_shape
 from spillway.plan import MemoryPlan, Tier, TierBytes
@@ -36,8 +36,6 @@ from spillway.update_rules import MomentType, UpdateRule
 
 FINGERPRINT_DIGITS = 16
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-MEASURED = "-measured"
-"""ends the name of a node whose rates are not the catalog's"""
 MOST_JOBS = 64
 """whose last attempt a profile remembers"""
 MOST_NAMED = 3

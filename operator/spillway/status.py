@@ -67,6 +67,9 @@ class PlanStatus(Written):
         description="Planned bytes of activations in each rank's spill file; missing where none of them could move.",
     )
     step_seconds: Short = Field(default="", description="Predicted seconds per step.")
+    calibrated: bool = Field(
+        default=False, description="Whether stepSeconds follows from rates measured on such nodes, not the catalog's."
+    )
     nodes: tuple[NodeName, ...] = Field(
         default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."
     )

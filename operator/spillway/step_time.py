@@ -89,6 +89,8 @@ class Rates:
     """values per second of whatever is no matrix product"""
     operation_overhead: float = 0.0
     """seconds"""
+    calibrated: bool = False
+    """measured there"""
 
 
 def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, num_cipher_threads: int = 0) -> Rates:
@@ -111,6 +113,7 @@ def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, n
         copies_use_cores=node.copies_use_cores,
         elementwise=node.values_per_second(compute) / device_share,
         operation_overhead=node.operation_overhead_seconds,
+        calibrated=node.is_calibrated,
     )
 
 
@@ -479,6 +482,7 @@ def predict(
     per_day = per_step * min(steps, SECONDS_PER_DAY / step_seconds)
     return Prediction(
         step_seconds=step_seconds,
+        calibrated=rates.calibrated,
         compute_seconds=compute,
         exposed_optimizer_seconds=exposed,
         exposed_transfer_seconds=passes - compute + exchange[Resource.NETWORK],

@@ -112,6 +112,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
+def format_rough_seconds(seconds: float) -> str:
+    """Of a prediction from catalog rates, which means no third digit: 0.306 -> "310 ms", 7e-5 -> "under 1 ms"."""
+    return "under 1 ms" if seconds < 1e-3 else format_seconds(float(f"{seconds:.2g}"))
+
+
 def format_count(count: float) -> str:
     """Parameters and tokens in powers of ten: 6738415616 -> "6.74 B"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

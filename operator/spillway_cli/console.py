@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import IO, TextIO
 
@@ -69,6 +71,20 @@ def result_console(watches: bool = False) -> HouseConsole:
 
 def message_console() -> Console:
     return console_on(sys.stderr)
+
+
+@contextmanager
+def said_if_slow(doing: str) -> Iterator[None]:
+    """Says on a terminal's stderr what is being done inside, once that has taken a second."""
+    console = message_console()
+    timer = threading.Timer(1.0, console.print, (f"{doing} ...",))
+    timer.daemon = True
+    if console.is_terminal:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def print_json(document: Mapping[str, object] | Sequence[object]) -> None:

@@ -12,6 +12,8 @@ from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.model_shape import ModelShape
 
+from .console import said_if_slow
+
 
 def needs_inspection(model: Model) -> bool:
     """A source and an entrypoint say nothing of their sizes; adapters change what a model saves, module by module."""
@@ -29,7 +31,8 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     stands_for = [f"--claim={name}={directory}" for name, directory in claims.items()]
     # -P: what lies in the current directory must not shadow a module of ours or of Python's.
     command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with said_if_slow("building the model without memory, to learn its sizes"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stderr.strip())
     try:

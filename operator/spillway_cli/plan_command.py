@@ -14,20 +14,21 @@ from rich.table import Table
 from spillway.api import MANAGER, load_job
 from spillway.errors import ExitCode
 from spillway.explain import rated
-from spillway.plan import Infeasible, MemoryPlan, Tier, Turns
+from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
 from spillway.planner import Overrides, make_plan
 from spillway.profiles import rates_sentence
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes, format_rough_seconds
 from spillway_operator.acceptance import refusal
 
 from . import local_run
-from .console import message_console, print_result, result_console, table
+from .console import message_console, print_result, result_console, said_if_slow, table
 from .local_node import probe
 from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, with_budget
 from .model_inspection import inspected_shape
 from .node_profile import named_node, own_profile
 
 PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "correction", "reserve")
+SEARCHING = "comparing plans"
 
 
 def plan(file: Path, node: str | None, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
@@ -47,14 +48,16 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     if node is None:
         resources = probe(Path())
         own = own_profile(resources.cores)
-        rates = "catalog rates" if own.spec is None else rates_sentence(own.spec)
+        rates = "run `spillway calibrate`" if own.spec is None else rates_sentence(own.spec)
         message_console().print(f"this machine: {own.sentence}")
         local = with_budget(job, BudgetOverrides(device, host, nvme))
-        decided = decided_for_this_machine(local, resources, shape=shape, profile=own.spec)
+        with said_if_slow(SEARCHING):
+            decided = decided_for_this_machine(local, resources, shape=shape, profile=own.spec)
     else:
         overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
         named = named_node(node)
-        rates, decided = named.rates, make_plan(job, named.node, overrides)
+        with said_if_slow(SEARCHING):
+            rates, decided = named.rates, make_plan(job, named.node, overrides)
     if output == "json":
         print_result(decided.model_dump_json(indent=2) + "\n")
     else:
@@ -85,10 +88,14 @@ def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
     batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
     console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
     console.print(tier_table(plan))
+    console.print(
+        f"\nbeside the plan, processes take {format_bytes(plan.process_bytes)} of host memory (interpreter, libraries, "
+        f"page cache, checkpoint buffers): a machine needs {format_bytes(plan.machine_bytes)} in all"
+    )
     if plan.turns is not None:
         console.print()
         console.print(member_table(plan))
-        console.print(turns_sentence(plan.turns))
+        console.print(turns_sentence(plan.turns, plan.prediction))
     _show_prediction(console, plan, rates)
     _show_list(console, "why", plan.reasons)
     _show_alternatives(console, plan)
@@ -103,6 +110,9 @@ def tier_table(plan: MemoryPlan) -> Table:
             made.add_row(part.replace("_", " "), *(format_bytes(amount) if amount else "-" for amount in held))
     totals = {tier: plan.bytes[tier].total for tier in Tier}
     made.add_row("total", *(format_bytes(totals[tier]) for tier in Tier), style="bold")
+    if plan.margin_bytes:
+        made.add_row("safety margin", format_bytes(plan.margin_bytes), "-", "-")
+        totals[Tier.DEVICE] += plan.margin_bytes
     made.add_row("budget", *(format_bytes(plan.budget[tier]) for tier in Tier))
     made.add_row("headroom", *(format_bytes(plan.budget[tier] - totals[tier]) for tier in Tier))
     return made
@@ -121,26 +131,25 @@ def member_table(plan: MemoryPlan) -> Table:
             *held,
             format_bytes(one.parked_bytes),
             str(one.num_steps),
-            format_seconds(step_seconds),
-            format_seconds(one.num_steps * step_seconds),
+            *(one.plan.prediction.format(seconds) for seconds in (step_seconds, one.num_steps * step_seconds)),
             *([f"{one.base}, {one.num_attached} together" if one.base else "-"] if shares else []),
         )
     return made
 
 
-def turns_sentence(turns: Turns) -> str:
+def turns_sentence(turns: Turns, prediction: Prediction) -> str:
     """RoundRobin, turns of 30 steps: 1.2 s until all are trained, 1.01 of the bound (1.19 s)"""
     share = turns.seconds / turns.bound_seconds if turns.bound_seconds else 1.0
     return (
-        f"{turns.policy}, turns of {turns.num_steps} steps: {format_seconds(turns.seconds)} until all have trained all "
-        f"their steps, {share:.3g} of the bound ({format_seconds(turns.bound_seconds)})"
+        f"{turns.policy}, turns of {turns.num_steps} steps: {prediction.format(turns.seconds)} until all have trained "
+        f"all their steps, {share:.3g} of the bound ({prediction.format(turns.bound_seconds)})"
     )
 
 
 def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
     prediction = plan.prediction
     parts = [
-        f"{format_seconds(seconds)} {what}"
+        f"{prediction.format(seconds)} {what}"
         for seconds, what in (
             (prediction.compute_seconds, "compute"),
             (prediction.exposed_transfer_seconds, "waiting for copies, disk and network"),
@@ -148,8 +157,8 @@ def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
         )
         if seconds
     ]
-    step = format_seconds(prediction.step_seconds)
-    console.print(f"\nstep: {step}, bound by {prediction.bound_by} ({', '.join(parts)}); predicted from {rates}")
+    mark, source = ("", f"; predicted from {rates}") if prediction.calibrated else (f" (uncalibrated: {rates})", "")
+    console.print(f"\nstep: {prediction.step}{mark}, bound by {prediction.bound_by} ({', '.join(parts)}){source}")
     written = prediction.nvme_written_bytes_per_day
     endurance = (
         f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"
@@ -179,8 +188,8 @@ def _show_list(console: Console, heading: str, lines: Sequence[str]) -> None:
 
 
 def _show_alternatives(console: Console, decided: MemoryPlan | Infeasible) -> None:
-    lines = []
+    lines, shown = [], decided.prediction.format if isinstance(decided, MemoryPlan) else format_rough_seconds
     for other in decided.alternatives:
-        seconds = f"{format_seconds(other.step_seconds)}, " if other.step_seconds is not None else ""
+        seconds = f"{shown(other.step_seconds)}, " if other.step_seconds is not None else ""
         lines.append(f"{other.summary}: {seconds}{other.reason}")
     _show_list(console, "not chosen" if isinstance(decided, MemoryPlan) else "tried", lines)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from spillway.metrics import Phase, StepMetrics
 from spillway.plan import MemoryPlan, Tier
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes, format_rough_seconds, format_seconds
 
 from .run_log import Step
 from .run_summary import median, tier_use
@@ -34,6 +34,8 @@ class Row:
     planned: float | None
     """None: nothing was predicted"""
     seen: float
+    calibrated: bool = True
+    """False: seconds predicted from catalog rates"""
 
     @property
     def ratio(self) -> float | None:
@@ -45,6 +47,13 @@ class Row:
         """How many times too much or too little; 1 = exact."""
         ratio = self.ratio
         return 1.0 if ratio is None else max(ratio, 1.0 / ratio)
+
+    @property
+    def prediction(self) -> str:
+        """306 ms; 310 ms (uncalibrated)"""
+        if self.calibrated or self.planned is None:
+            return self.format(self.planned)
+        return f"{format_rough_seconds(self.planned)} (uncalibrated)"
 
     def format(self, figure: float | None) -> str:
         if figure is None:
@@ -67,13 +76,14 @@ def tier_rows(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
 
 def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
     """The step, then its phases, of which a plan of an earlier version predicts none, then what cores worked for it."""
-    predicted = plan.prediction.phase_seconds
-    rows = [Row("step", "step", plan.prediction.step_seconds, median([step.step_seconds for step in steps]))]
+    predicted, calibrated = plan.prediction.phase_seconds, plan.prediction.calibrated
+    whole = median([step.step_seconds for step in steps])
+    rows = [Row("step", "step", plan.prediction.step_seconds, whole, calibrated)]
     for phase in (Phase.DATA, *PREDICTED_PHASES):
         seen = median([step.phase_seconds.get(phase, 0.0) for step in steps])
         planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
         if seen or planned:
-            rows.append(Row("phase", phase.value, planned, seen))
+            rows.append(Row("phase", phase.value, planned, seen, calibrated))
     if used := median([step.cpu_seconds for step in steps]):  # a run of an earlier version counted none
         rows.append(Row("cores", "cores", None, used))
     return rows
@@ -110,7 +120,7 @@ def sentence(rows: Sequence[Row], run: str) -> str:
     row = largest_deviation(rows)
     if row is None:
         return f"Every tier and phase is within {GOOD - 1.0:.0%} of the plan."
-    planned, seen = row.format(row.planned), row.format(row.seen)
+    planned, seen = row.prediction, row.format(row.seen)
     times = f"{row.ratio:.2g} times" if row.ratio else ""
     if row.kind == "tier":
         return (
@@ -129,6 +139,8 @@ def as_json(rows: Sequence[Row], run: str) -> dict[str, object]:
     for row in rows:
         name = unit[row.kind]
         entry: dict[str, object] = {f"predicted{name}": row.planned, f"measured{name}": row.seen, "ratio": row.ratio}
+        if row.kind == "step":
+            entry["calibrated"] = row.calibrated
         if row.kind in ("step", "cores"):
             groups[row.kind] = entry
         else:

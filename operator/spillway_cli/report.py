@@ -278,7 +278,7 @@ def reality_section(run: RunRecord, summary: RunSummary) -> str:
     shown = [
         [
             names[row.kind].format(row.name),
-            row.format(row.planned),
+            row.prediction,
             row.format(row.seen),
             "-" if row.ratio is None else f"{row.ratio:.2f}",
             format_bytes(budgets[row.name]) if row.kind == "tier" and budgets[row.name] else "none",
@@ -314,7 +314,8 @@ def reasons_section(plan: MemoryPlan, chosen: Sequence[str]) -> str:
     """Why this plan, and what the run decided itself; left out when the planner had nothing to decide."""
     if not plan.reasons:
         return ""
-    lost = [[one.summary, "does not fit" if one.step_seconds is None else format_seconds(one.step_seconds), one.reason]
+    shown = plan.prediction.format
+    lost = [[one.summary, "does not fit" if one.step_seconds is None else shown(one.step_seconds), one.reason]
             for one in plan.alternatives]  # fmt: skip
     reasons = "".join(f"<p>{escape(reason)}</p>" for reason in plan.reasons)
     reasons += "".join(f"<p>activations, storage by storage: {escape(reason)}</p>" for reason in chosen)

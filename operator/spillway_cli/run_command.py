@@ -167,8 +167,8 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
     console.print(shown)
     for reason in plan.reasons:
         console.print(f"  {reason}")
-    seconds = format_seconds(plan.prediction.step_seconds)
-    console.print(f"predicted {seconds} a step on this CPU, bound by {plan.prediction.bound_by}")
+    mark = "" if plan.prediction.calibrated else " (uncalibrated: run `spillway calibrate`)"
+    console.print(f"predicted {plan.prediction.step} a step on this CPU{mark}, bound by {plan.prediction.bound_by}")
 
 
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
@@ -241,7 +241,7 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
     if summary.evaluation_loss is not None:
         shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
     shown.add_row("speed", f"{format_count(summary.tokens_per_second)} tok/s")
-    predicted = format_seconds(summary.predicted_step_seconds)
+    predicted = summary.prediction.step + ("" if summary.prediction.calibrated else ", uncalibrated")
     shown.add_row("step", f"{format_seconds(summary.step_seconds)} (predicted {predicted})")
     for use in summary.tiers:
         if use.planned_bytes or use.peak_bytes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Prediction, Tier
 
 from .run_log import Event, RunLog, Step
 
@@ -41,7 +41,7 @@ class RunSummary:
     """median of the steps under the plan"""
     step_seconds: float
     """the same, evaluation and checkpoints apart"""
-    predicted_step_seconds: float
+    prediction: Prediction
     training_seconds: float
     """from the first start to the last event, of earlier invocations too, and what lay between them"""
     attempt_seconds: float
@@ -67,7 +67,8 @@ class RunSummary:
             "evaluationLoss": finite(self.evaluation_loss),
             "tokensPerSecond": self.tokens_per_second if self.num_steps else None,
             "stepSeconds": self.step_seconds if self.num_steps else None,
-            "predictedStepSeconds": self.predicted_step_seconds,
+            "predictedStepSeconds": self.prediction.step_seconds,
+            "predictionCalibrated": self.prediction.calibrated,
             "trainingSeconds": self.training_seconds,
             "attemptSeconds": self.attempt_seconds,
             "skippedSteps": self.num_skipped,
@@ -98,7 +99,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[Step]) -> RunSum
         evaluation_loss=log.evaluations[evaluations[-1]].loss if evaluations else None,
         tokens_per_second=median([step.metrics.tokens_per_second for step in measured]),
         step_seconds=median([step.metrics.step_seconds for step in measured]),
-        predicted_step_seconds=plan.prediction.step_seconds,
+        prediction=plan.prediction,
         training_seconds=max(times) - min(times) if times else 0.0,
         attempt_seconds=sum(last - first for first, last in attempt_spans([one.time for one in log.starts], times)),
         num_attempts=len(log.starts),

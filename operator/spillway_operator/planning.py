@@ -137,6 +137,7 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
         pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),
         activations=plan.bytes[Tier.NVME].activations if plan.movable_activations else None,
         step_seconds=f"{plan.prediction.step_seconds:.3g}",
+        calibrated=plan.prediction.calibrated,
         nodes=tuple(best.node for best in placed.preferences[:MOST_NODES]),
         reason=c.clean(placed.reason, LONGEST_TEXT),
         headroom=_quantities(room.device, room.host, room.nvme),

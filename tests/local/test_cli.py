@@ -105,7 +105,7 @@ def test_run_says_what_it_does_before_the_first_step(finished: Finished) -> None
         "corpus: building from",
         "tokenizer: choosing tokens ...",
         "corpus: encoding, 0 B of",
-        "drawing the model's first parameters ...",
+        "initialising weights ...",
     ]
     places = [before.find(one) for one in told]
     assert -1 not in places and places == sorted(places), before

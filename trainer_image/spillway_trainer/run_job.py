@@ -98,7 +98,7 @@ def run_ranks(
     if ranks.world.is_first:
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
-    recorder.preparing("making room in the tiers")
+    recorder.preparing("allocating memory")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         loss_scale = config.loss_scale(job.spec)
@@ -311,7 +311,7 @@ class RunCheckpoints:
         found = None if self.epoch is None else self.epoch.resume.checkpoint
         if found is not None:
             return f"loading the checkpoint of step {found.manifest.state.step}"
-        return "loading the model" if self.job.spec.model.source else "drawing the model's first parameters"
+        return "loading the model" if self.job.spec.model.source else "initialising weights"
 
     def resume(self, progress: Progress) -> None:
         """Fill model and optimizer: from the epoch's checkpoint, or from the model's source or seed; frozen parameters,

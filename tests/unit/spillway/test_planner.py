@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from cases.job_documents import LLAMA_70B, job
 from harness.depth import at, examples
 from harness.places import ROOT
-from spillway.api import load_job
-from spillway.candidates import TIE, Group, Search, Timed, best, timed
+from spillway.api import NodeProfileSpec, load_job
+from spillway.candidates import DEVICE_MARGIN_PERCENT, TIE, Group, Search, Timed, best, timed
 from spillway.errors import UserError
 from spillway.hardware import Link, NodeSpec, local_node, resolve_node
 from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
 from spillway.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
+from spillway.profiles import with_rates
 from spillway.units import MIB, parse_quantity
 
 GIB = 1 << 30
@@ -28,6 +30,13 @@ SLOW = replace(LOCAL, bfloat16_flops_per_second=1e10)
 """too slow to recompute anything"""
 SMALL_HEAD = {"spec.model.config.vocabSize": 512, "spec.model.config.numLayers": 8}
 """a model whose blocks, not its logits, are what does not fit"""
+LLAMA_8B = {
+    "spec.model.config": {
+        "architecture": "llama", "hiddenSize": 4096, "numLayers": 32, "numHeads": 32, "numKeyValueHeads": 8,
+        "intermediateSize": 14336, "vocabSize": 128256,
+    },
+    "spec.training.sequenceLength": 4096, "spec.training.globalBatchSize": 8, "spec.training.microBatchSize": 1,
+}  # fmt: skip
 TOLERANCE = 1.02
 """plans within 1 % count as equally fast, and shares have four digits"""
 
@@ -337,6 +346,30 @@ def test_a_70b_llama_on_eight_gpus_is_sharded_and_spills() -> None:
     decided = plan(LLAMA_70B, resolve_node("8xh100"))
     assert decided.strategy == "Fsdp"
     assert decided.spills
+
+
+def test_a_gpu_plan_leaves_a_twentieth_of_its_device_free() -> None:
+    node, device = resolve_node("1xh100"), 16 * GIB
+    made = plan(LLAMA_8B | {"spec.memory.budget.device": str(device)}, node)
+    assert made.budget[Tier.DEVICE] == device
+    assert made.margin_bytes == device * DEVICE_MARGIN_PERCENT // 100 == 858993459
+    assert made.bytes[Tier.DEVICE].total <= device - made.margin_bytes
+    assert plan().margin_bytes == 0
+
+
+def test_the_budget_that_would_fit_on_a_gpu_has_the_margin_in_it() -> None:
+    node, small = resolve_node("1xh100"), {**LLAMA_8B, "spec.memory.parameters.placement": "Resident"}
+    missed = infeasible(small | {"spec.memory.budget.device": "16Gi"}, node)
+    assert missed.budget[Tier.DEVICE] == 16 * GIB
+    (named,) = re.findall(r"spec.memory.budget.device: (\w+)", missed.nearest)
+    made = plan(small | {"spec.memory.budget.device": named}, node)
+    assert made.bytes[Tier.DEVICE].total <= made.budget[Tier.DEVICE] - made.margin_bytes
+
+
+def test_only_measured_nodes_have_calibrated_predictions() -> None:
+    measured = with_rates(NodeProfileSpec.model_validate({"deviceKind": "Cpu", "dramBytesPerSecond": "1e10"}), LOCAL)
+    assert not plan().prediction.calibrated
+    assert plan(node=measured).prediction.calibrated
 
 
 def test_a_named_strategy_is_used() -> None:
@@ -810,7 +843,7 @@ def test_what_excludes_itself_is_refused_with_what_to_change() -> None:
 
 def test_streaming_is_explained() -> None:
     text = " ".join(streamed().reasons)
-    for words in ("segments are streamed through", "at home", "order:", "the CPU updates streamed parameters"):
+    for words in ("layers offloaded to host (", "streamed through", "kept on device: ", "order:", "the CPU updates"):
         assert words in text
     summaries = {other.summary: other for other in streamed().alternatives}
     assert summaries["all parameters resident"].missing_bytes[Tier.DEVICE] > 0

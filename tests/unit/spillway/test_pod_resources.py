@@ -55,6 +55,14 @@ def test_on_a_cpu_the_device_tier_is_memory_of_the_pod() -> None:
     assert kept.memory_bytes - without == pytest.approx(held * (1 + pods.PLANNED_MARGIN), abs=MIB)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_says_what_its_pod_will_request(ranks: int) -> None:
+    changes = HEAVY | {"spec.parallelism.devicesPerNode": ranks}
+    made = plan(changes, node=local_node(4, 16 * GIB, 16 * GIB, 64 * GIB))
+    assert made.machine_bytes == pod_resources(job(changes).spec, made, ranks).memory_bytes
+    assert made.process_bytes == pods.runtime_bytes(MODEL, ranks, "Cpu", made.strategy)
+
+
 def test_on_a_gpu_the_device_tier_is_not() -> None:
     gpu = resources({"spec.parallelism.device": "Cuda"}, node=H100)
     assert gpu.memory_bytes == least_memory_bytes(1, "Cuda")

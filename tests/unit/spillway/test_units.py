@@ -11,6 +11,7 @@ from spillway.units import (
     format_cores,
     format_count,
     format_quantity,
+    format_rough_seconds,
     format_seconds,
     parse_bytes,
     parse_cores,
@@ -54,6 +55,11 @@ def test_format_quantity_is_exact(num_bytes: int) -> None:
 )  # fmt: skip
 def test_format_bytes_has_three_figures(num_bytes: int, expected: str) -> None:
     assert format_bytes(num_bytes) == expected
+
+
+def test_rough_seconds_have_no_third_digit() -> None:
+    shown = [format_rough_seconds(seconds) for seconds in (7.3e-5, 0.306, 1.35, 150.4)]
+    assert shown == ["under 1 ms", "310 ms", "1.4 s", "2m30s"]
 
 
 @pytest.mark.parametrize(

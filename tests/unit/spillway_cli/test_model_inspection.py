@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,26 @@ import pytest
 from cases.job_documents import job
 from spillway.errors import UserError
 from spillway.model_shape import shape_of
-from spillway_cli import model_inspection
+from spillway_cli import console, model_inspection
 from spillway_cli.model_inspection import inspected_shape
 
 FILE = Path("job.yaml")
 SOURCE = {"spec.model": {"source": {"claim": "models", "subPath": "gpt2"}}}
+
+
+class FakeTimer:
+    """Of threading; whoever waited long enough calls its function."""
+
+    daemon = starts = cancelled = False
+
+    def __init__(self, seconds: float, function: Any, arguments: Any) -> None:
+        self.seconds, self.function, self.arguments = seconds, function, arguments
+
+    def start(self) -> None:
+        self.starts = True
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 class Inspector:
@@ -51,6 +67,28 @@ def test_every_other_model_is_built_with_the_claims_of_the_run(
     assert inspected_shape(FILE, job(changes), {"models": Path("/data")}) == shape
     (command,) = asked.commands
     assert command[1:] == ["-P", "-m", "spillway_trainer.inspect", "job.yaml", "--claim=models=/data"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_inspection_that_takes_a_second_says_so_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timers: list[FakeTimer] = []
+
+    def look(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        (timer,) = timers
+        assert (timer.seconds, timer.starts, timer.cancelled) == (1.0, is_terminal, False)
+        if timer.starts:
+            timer.function(*timer.arguments)
+        return subprocess.CompletedProcess(command, 0, shape_of(job().spec).to_json(), "")
+
+    monkeypatch.setattr(console.threading, "Timer", lambda *given: timers.append(FakeTimer(*given)) or timers[-1])
+    monkeypatch.setattr(model_inspection.subprocess, "run", look)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    inspected_shape(FILE, job(SOURCE), {})
+    said = "building the model without memory, to learn its sizes ...\n"
+    assert capsys.readouterr().err == (said if is_terminal else "")
+    assert timers[0].cancelled
 
 
 def test_a_refusal_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

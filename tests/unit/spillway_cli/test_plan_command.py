@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from cases.job_documents import EXAMPLE_JOBS, LLAMA_70B, text
 from harness.depth import some
 from spillway.plan import Infeasible, MemoryPlan
+from spillway.units import MIB, format_bytes
 from spillway_cli.__main__ import run_app
 
 
@@ -55,6 +57,23 @@ def test_the_table_holds_parts_budget_and_headroom(manifest: Path, capsys: pytes
         "NVMe writes",
     ):
         assert words in printed
+
+
+def test_the_processes_around_the_plan_are_shown(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, device="100Mi", format="json")
+    made = MemoryPlan.model_validate_json(capsys.readouterr().out)
+    run(manifest, device="100Mi")
+    printed = capsys.readouterr().out
+    assert made.process_bytes > 512 * MIB
+    assert f"processes take {format_bytes(made.process_bytes)} of host memory" in printed
+    assert f"a machine needs {format_bytes(made.machine_bytes)} in all" in printed
+
+
+def test_a_gpu_plan_shows_its_safety_margin(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(manifest, "1xh100")
+    assert re.search(r"^safety margin +3\.88 GiB", capsys.readouterr().out, re.MULTILINE)
+    run(manifest)
+    assert "safety margin" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_comes_with_figures_and_the_nearest_that_fits(

@@ -21,7 +21,9 @@ PHASES = {"forward": 0.1, "backward": 0.2, "wait": 0.04, "exchange": 0.0, "optim
 def predicted(**changes: Any) -> MemoryPlan:
     """A plan that says just what fake_trainer's steps take, but for `changes` in its phases."""
     before: Prediction = plan().prediction
-    prediction = before.model_copy(update={"step_seconds": 0.5, "phase_seconds": {**PHASES, **changes}})
+    prediction = before.model_copy(
+        update={"step_seconds": 0.5, "phase_seconds": {**PHASES, **changes}, "calibrated": True}
+    )
     return plan(prediction=prediction)
 
 
@@ -51,6 +53,17 @@ def test_ratio_is_seen_over_planned() -> None:
     assert rows["backward"].ratio == pytest.approx(4.0)
     assert rows["host"].ratio == pytest.approx(88 / 80)
     assert rows["data"].planned is None and rows["data"].ratio is None
+
+
+def test_uncalibrated_seconds_are_marked_with_no_digit_too_many() -> None:
+    found = predicted(backward=0.01234)
+    found = found.model_copy(update={"prediction": found.prediction.model_copy(update={"calibrated": False})})
+    rows = compared(run_log((1, 20)).curve, found)
+    shown = {row.name: row.prediction for row in rows}
+    assert shown["backward"] == "12 ms (uncalibrated)"
+    assert shown["device"] == "58.0 MiB"
+    assert "16 times the predicted 12 ms (uncalibrated);" in sentence(rows, "runs/demo")
+    assert as_json(rows, "x")["step"]["calibrated"] is False  # type: ignore[index]
 
 
 def test_exchange_has_a_row_where_ranks_exchange() -> None:
