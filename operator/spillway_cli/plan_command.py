@@ -41,10 +41,10 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     job = load_job(file)
     if node is None:
         local_run.refuse_wrong_fields(job, None, str(file))
-    elif job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
+    shape = inspected_shape(file, job, {})
+    if node is not None and job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
         for problem in refused.problems:
             message_console().print(f"planned all the same; a cluster rejects it: {problem}", markup=False)
-    shape = inspected_shape(file, job, {})
     if node is None:
         resources = probe(Path())
         own = own_profile(resources.cores)
