@@ -167,7 +167,7 @@ def large_job(architecture: str, compute: str, dropout: str = "0.0", **model: An
     """Every storage that is as wide as a row of a model is above what is copied, and above what stays."""
     sizes = {
         "architecture": architecture, "hiddenSize": 128, "numLayers": 3, "numHeads": 4, "intermediateSize": 352,
-        "vocabSize": 61, "maxPositions": 512, "dropout": dropout,
+        "vocabSize": 260, "maxPositions": 512, "dropout": dropout,
     }  # fmt: skip
     changes = {"spec.model.config": sizes, "spec.model.precision.compute": compute}
     changes |= {"spec.training.sequenceLength": 256, "spec.training.microBatchSize": 4}
@@ -183,7 +183,7 @@ def held(wanted: Any, *, lean: bool) -> dict[str, int]:
     lanes = CpuLanes(HostSlab(1 << 20), ledger)
     hook = activation_spill.build(ActivationPlan(lean=lean), names, parameters, lanes, ledger, None)
     wrap_segments(chain.segments, Position(seed=3), hook.hook, autocast=chain.autocast)
-    tokens = torch.randint(0, 61, (training.micro_batch_size, training.sequence_length))
+    tokens = torch.randint(0, 260, (training.micro_batch_size, training.sequence_length))
     carried: tuple[Tensor, ...] = (tokens,)
     found = {}
     for name, module in chain.segments:
