@@ -27,7 +27,7 @@ class Patch:
         def exec_module(module: Any) -> None:
             execute(module)
             ledger, times = module.DeviceLedger, float(os.environ["TEST_DEVICE_TIMES"])
-            module.DeviceLedger = lambda budget: ledger(int(budget / times))
+            module.DeviceLedger = lambda budget, planned: ledger(int(budget / times), planned)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
