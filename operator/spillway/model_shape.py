@@ -388,6 +388,11 @@ class _Sizes:
         targets = (self.lora.target_modules or ATTENTION_MODULES) if self.lora else ()
         return any(f".{name}".endswith(f".{target}") for target in targets)
 
+    def adapter_inputs(self, linears: Mapping[str, _Linear], *names: str) -> tuple[int, ...]:
+        """Saved for the adapters of products with one input: a copy for each in the compute type, or the input once."""
+        sizes = [self.b * linears[name].inputs for name in names if self.is_adapted(name)]
+        return tuple(sizes if self.b != FLOAT32_BYTES else sizes[:1])
+
     def _adapters(self, linears: Mapping[str, _Linear]) -> list[tuple[int, int]]:
         """Rows and their values of the two matrices of each adapter."""
         if self.lora is None:
@@ -462,6 +467,7 @@ def _llama(s: _Sizes) -> _Parts:
     else:  # the model of transformers: norms of single operations; inputs of frozen matrices are not saved
         norm = (FLOAT32_BYTES * s.d, FLOAT32_BYTES)
         saved = (*norm, *s.attention(), *(s.b * s.d,) * (4 if s.b == 2 else 1), *norm, wide, wide, wide)
+        saved += s.adapter_inputs(linears, "gate_proj", "up_proj") + s.adapter_inputs(linears, "down_proj")
     block = s.segment(
         "block",
         linears,
@@ -478,7 +484,7 @@ def _llama(s: _Sizes) -> _Parts:
             (16 + 5 * (22 if s.b == 2 else 16)) * s.d + (2 + 5) * wide,
         ),
     )
-    head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES))
+    head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES, 1))
     return _embedding(s, ((s.V, s.d),)), _repeated(block, s.num_layers), head
 
 
@@ -490,13 +496,14 @@ def _gpt2(s: _Sizes) -> _Parts:
     }  # fmt: skip
     wide = s.b * s.f
     fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
+    copies = s.adapter_inputs(linears, "attn.c_proj") * (s.b != FLOAT32_BYTES)  # beside what attention saves
     takes_input = s.lora is None or s.is_adapted("mlp.c_proj")  # a frozen matrix needs it for no gradient
     block = s.segment(
         "block",
         linears,
         (s.d,) * 4,
         attention_width=s.d,
-        saved_bytes=(*s.layer_norm(), *fused, *s.dropouts(), *s.layer_norm(), *(wide,) * (4 + takes_input)),
+        saved_bytes=(*s.layer_norm(), *fused, *copies, *s.dropouts(), *s.layer_norm(), *(wide,) * (4 + takes_input)),
         made_bytes=(s.b * s.d,),
         forward_workspace_bytes=3 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
@@ -516,12 +523,15 @@ def _bert(s: _Sizes) -> _Parts:
         "intermediate.dense": _Linear(s.d, s.f, s.f), "output.dense": _Linear(s.f, s.d, s.d),
     }  # fmt: skip
     wide = s.b * s.f
+    products = (f"attention.self.{name}" for name in ("query", "key", "value"))
+    copies = s.adapter_inputs(linears, *products)[1:]
+    copies += s.adapter_inputs(linears, "attention.output.dense") * (s.b != FLOAT32_BYTES)
     block = s.segment(
         "block",
         linears,
         (s.d,) * 4,
         attention_width=2 * s.d,
-        saved_bytes=(*s.attention(), *s.dropouts(), *s.layer_norm(), wide, wide, *s.layer_norm()),
+        saved_bytes=(*s.attention(), *copies, *s.dropouts(), *s.layer_norm(), wide, wide, *s.layer_norm()),
         made_bytes=(s.b * s.d,),
         forward_workspace_bytes=2 * s.b * s.d,
         backward_workspace_bytes=2 * wide + 2 * s.b * s.d,

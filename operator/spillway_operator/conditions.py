@@ -288,7 +288,9 @@ def state(conditions: tuple[Condition, ...]) -> str:
         return "Running"
     if running is not None and running.reason in (RESTARTING, "Queued"):
         return running.reason
-    planned = find(conditions, PLANNED)
+    planned, scheduled = find(conditions, PLANNED), find(conditions, SCHEDULED)
+    if scheduled is not None and scheduled.reason == "Refused":
+        return "Pending"
     return {"True": "Starting", "False": "Pending"}.get(planned.status if planned else "", "Planning")
 
 

@@ -223,11 +223,22 @@ def test_blocks_save_exactly_the_bytes_that_the_shape_says(architecture: str, co
     assert {name: found[name] for name in said} == said
 
 
+EVERY_PRODUCT = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "bert": ["query", "key", "value", "dense"],
+    "t5": ["q", "k", "v", "o", "wi", "wo"],
+}
+
+
 @every_type
 @every_family
-@pytest.mark.parametrize("rank", [4, 64])
-def test_blocks_below_adapters_save_no_more_than_the_shape_says(architecture: str, compute: str, rank: int) -> None:
-    wanted = large_job(architecture, compute, lora={"rank": rank})
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 64}, {"rank": 4, "targetModules": "all"}], ids=str)
+def test_blocks_below_adapters_save_no_more_than_the_shape_says(
+    architecture: str, compute: str, lora: dict[str, Any]
+) -> None:
+    targets = {"targetModules": EVERY_PRODUCT[architecture]} if "targetModules" in lora else {}
+    wanted = large_job(architecture, compute, lora={**lora, **targets})
     found, shape, training = held(wanted, lean=False), shape_of(wanted.spec), wanted.spec.training
     tokens = training.micro_batch_size * training.sequence_length
     assert {
