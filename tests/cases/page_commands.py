@@ -7,7 +7,6 @@ from harness.depth import Depth
 QUICK, CI, ALL = Depth.QUICK, Depth.CI, Depth.ALL
 
 LOCAL = {
-    "python3 -m venv env": CI,
     ".venv/bin/spillway plan job.yaml --node cpu": QUICK,
     ".venv/bin/spillway run job.yaml --output runs/my-llama": QUICK,
     ".venv/bin/spillway top runs/my-llama": QUICK,
@@ -94,8 +93,9 @@ _GPU = "needs a GPU"
 ELSEWHERE = {
     "make test": "is what runs this",
     ".venv/bin/spillway ckpt export runs/sweep --to best": "needs a sweep, which takes minutes",
-    "env/bin/pip install '.[trainer]'": _PACKAGES,
-    "env/bin/spillway --version": _PACKAGES,
+    "python3 -m venv .venv": _PACKAGES,
+    ".venv/bin/pip install '.[trainer]'": _PACKAGES,
+    ".venv/bin/spillway --version": _PACKAGES,
     ".venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
     "SPILLWAY_FORCE_ISA=avx2 .venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
     "PYTHONPATH=operator:trainer_image python hack/gpu_session.py --output build/gpu": _GPU,
