@@ -86,7 +86,7 @@ class Size:
 SIZES = {
     "S": Size(2048, 24, 16, 5632, 32000, 2048, (1, 4, 8)),
     "M": Size(3072, 30, 24, 10240, 32000, 2048, (1, 4, 8)),
-    "tiny": Size(64, 2, 4, 128, 256, 32, (1, 2)),
+    "tiny": Size(64, 2, 4, 128, 320, 32, (1, 2)),
 }
 """1.36 B and 4.16 B parameters, embedding and head untied; the third for rehearsals"""
 

@@ -195,11 +195,11 @@ def inspect_command(document: dict[str, Any], tmp_path: Path) -> subprocess.Comp
 @pytest.mark.ci
 def test_the_command_prints_the_shape_as_json(tmp_path: Path) -> None:
     document = yaml.safe_load(SPEC)
-    document["spec"]["model"]["config"]["architecture"] = "gpt2"
+    document["spec"]["model"]["config"] |= {"architecture": "gpt2", "vocabSize": 300}
     done = inspect_command(document, tmp_path)
     assert done.returncode == 0, done.stderr
     found = ModelShape.from_json(done.stdout)
-    chain = build_model(spec_of("gpt2"))
+    chain = build_model(spec_of("gpt2", config={"vocabSize": 300}))
     assert found == shape_of_chain(chain, 2, 16)
 
 

@@ -182,5 +182,5 @@ def test_plan_shows_a_row_per_member_and_compares_the_total_with_the_bound() -> 
     plan = planned(THREE)
     assert member_table(plan).row_count == 3
     assert plan.turns is not None
-    assert f"turns of {plan.turn_steps} steps" in turns_sentence(plan.turns)
-    assert "of the bound" in turns_sentence(plan.turns)
+    assert f"turns of {plan.turn_steps} steps" in turns_sentence(plan.turns, plan.prediction)
+    assert "of the bound" in turns_sentence(plan.turns, plan.prediction)
