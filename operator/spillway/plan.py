@@ -155,7 +155,8 @@ class Prediction(Frozen):
 
     step_seconds: float
     calibrated: bool = False
-    """from rates that were measured on this machine or node; else of the catalog, which may be off several times"""
+    """from rates that were measured on this machine or node; else of the catalog, which may be off several times, and a
+    hundred times for small models"""
     compute_seconds: float
     """forward, backward and recompute"""
     exposed_optimizer_seconds: float
@@ -188,7 +189,8 @@ class Prediction(Frozen):
     @property
     def step(self) -> str:
         """1.35 s; about 310 ms"""
-        return f"{'' if self.calibrated else 'about '}{self.format(self.step_seconds)}"
+        is_exact = self.calibrated or self.step_seconds < 1e-3  # "under 1 ms"
+        return f"{'' if is_exact else 'about '}{self.format(self.step_seconds)}"
 
 
 class Alternative(Frozen):

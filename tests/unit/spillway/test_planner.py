@@ -369,6 +369,8 @@ def test_the_budget_that_would_fit_on_a_gpu_has_the_margin_in_it() -> None:
 def test_only_measured_nodes_have_calibrated_predictions() -> None:
     measured = with_rates(NodeProfileSpec.model_validate({"deviceKind": "Cpu", "dramBytesPerSecond": "1e10"}), LOCAL)
     assert not plan().prediction.calibrated
+    assert plan().prediction.model_copy(update={"step_seconds": 0.31}).step == "about 310 ms"
+    assert plan().prediction.model_copy(update={"step_seconds": 7e-5}).step == "under 1 ms"
     assert plan(node=measured).prediction.calibrated
 
 
