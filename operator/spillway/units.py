@@ -21,12 +21,12 @@ _SUFFIX = {
 }  # fmt: skip
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 BYTES_PATTERN = QUANTITY_PATTERN.replace("num", "")
-"""the same without n, u and m, which are fractions of a byte"""
+"""without n, u and m, which are fractions of a byte"""
 POSITIVE_QUANTITY_PATTERN = (
     r"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 )
+"""with a digit that is not 0"""
 POSITIVE_BYTES_PATTERN = POSITIVE_QUANTITY_PATTERN.replace("num", "")
-"""the same with a digit that is not 0"""
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
 
 
