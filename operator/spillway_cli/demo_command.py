@@ -33,7 +33,7 @@ from .local_node import probe
 from .local_plan import decided_for_this_machine, plan_for_this_machine
 from .local_run import LocalJob
 from .progress import ProgressReporter
-from .report_command import write_report
+from .report_command import read_record, write_report
 from .run_command import say_plan
 from .run_directory import RunDirectory, create_run_directory, exclusive
 from .run_log import Checkpoint, Event, RunLog, Step, read_run_log
@@ -157,7 +157,7 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     if last.exit_code != ExitCode.COMPLETED:
         log = directory.attempt(last.epoch) / "trainer.log"
         raise DemoEnded(last, f"the demo's run in {path} ended early: {last.reason}: {last.message} (log: {log})")
-    write_report(directory, directory.report)
+    write_report(read_record(directory), directory.report)
     log_of_run = read_run_log(directory.log)
     wall_seconds = time.monotonic() - started
     return DemoRun(directory, plan, attempts, log_of_run, summarize(log_of_run, plan, log_of_run.curve), wall_seconds)

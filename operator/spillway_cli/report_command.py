@@ -24,10 +24,9 @@ from .sweep_view import joined, members_json, read_member_logs
 def report(run_path: Path, file: Path | None, output: Format) -> int:
     """Write RUN/report.html, or `file`."""
     run = existing_run(run_path)
-    trains = is_taken(run)
-    written = write_report(run, file or run.report, trains)
+    record = read_record(run, is_taken(run))
+    written = write_report(record, file or run.report)
     if output is Format.JSON:
-        record = read_record(run, trains)
         rows = as_json(compared(record.measured, record.plan), str(run.path))
         print_json({"report": str(written), "planAgainstReality": rows, **members_json(record.members)})
     else:
@@ -35,18 +34,18 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
     return 0
 
 
-def write_report(run: RunDirectory, path: Path, trains: bool = False) -> Path:
-    """`trains`: somebody does in the directory; what is written is then a report on the way."""
-    page = render_report(read_record(run, trains))
+def write_report(record: RunRecord, path: Path) -> Path:
+    """Raises UserError when `path` cannot be written."""
     try:
-        write_atomic(path, page)
+        write_atomic(path, render_report(record))
     except OSError as error:
         raise UserError(f"{path}: cannot write the report ({error.strerror}); name another --output") from error
     return path
 
 
 def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
-    """All that the run left. Raises UserError without a plan.json of this version."""
+    """All that the run left. `trains`: somebody does in the directory, and its report is one on the way. Raises
+    UserError without a plan.json of this version."""
     ended = {epoch: read_ended(run, epoch) for epoch in epochs_of(run.attempts)}
     log = read_run_log(run.log)
     logs = read_member_logs(run, log)

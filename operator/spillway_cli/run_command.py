@@ -29,6 +29,7 @@ from .local_run import LocalJob
 from .model_inspection import inspected_shape
 from .node_profile import OwnProfile, own_profile
 from .progress import ProgressReporter
+from .report import RunRecord
 from .report_command import read_record, write_report
 from .run_directory import RunDirectory, create_run_directory, exclusive
 from .run_log import RunLog
@@ -177,7 +178,7 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
     record = read_record(directory)
     members, logs = record.members, record.member_logs
     summary = of_the_best(summarize(joined(record.log, logs), record.plan, record.measured), members, logs)
-    report = report_if_possible(directory)
+    report = report_if_possible(record, directory.report)
     if output is Format.JSON:
         print_json({**as_json(directory, job, attempts, summary, report), **sweep_json(members)})
     else:
@@ -209,10 +210,10 @@ def sweep_json(members: Sequence[MemberView]) -> dict[str, object]:
     return {"stepsPlanned": steps_made(members)[1], **members_json(members)} if members else {}
 
 
-def report_if_possible(directory: RunDirectory) -> Path | None:
+def report_if_possible(record: RunRecord, path: Path) -> Path | None:
     """The report; a full disk is said, and hides neither how the run ended nor its figures."""
     try:
-        return write_report(directory, directory.report)
+        return write_report(record, path)
     except UserError as error:
         message_console().print(str(error))
         return None

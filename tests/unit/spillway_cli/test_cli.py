@@ -29,7 +29,7 @@ from spillway_cli.console import Format
 from spillway_cli.local_attempts import Attempt, read_ended
 from spillway_cli.local_node import bytes_in_equal_shares, free_disk_bytes, probe
 from spillway_cli.local_plan import BudgetOverrides, plan_for_this_machine, with_budget
-from spillway_cli.report_command import write_report
+from spillway_cli.report_command import read_record, write_report
 from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
 from spillway_trainer import volumes
 
@@ -832,7 +832,7 @@ def test_report_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     write_atomic(directory.plan_file, made_plan().model_dump_json())
     with pytest.raises(UserError, match="name another --output"):
-        write_report(directory, tmp_path / "none" / "report.html")
+        write_report(read_record(directory), tmp_path / "none" / "report.html")
 
 
 def test_summary_without_a_step_shows_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
