@@ -35,11 +35,6 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 RATES = {"d2h": 80e3, "h2d": 80e3, "nvme_write": 8e3, "nvme_read": 40e3}
 
 

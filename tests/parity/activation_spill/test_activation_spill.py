@@ -32,11 +32,6 @@ SIZE = 4096
 """floats of one activation: 16 KiB"""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Pipeline:
     """`answers` segments of three sines each: every sine saves its input, 16 KiB."""
 

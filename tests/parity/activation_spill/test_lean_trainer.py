@@ -44,11 +44,6 @@ BATCH, LENGTH = 2, 16
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a rebuild; operands of more than a few values are no copies, as in models of the usual size."""

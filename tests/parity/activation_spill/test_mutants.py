@@ -28,11 +28,6 @@ from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
 MODEL = "tied_dropout"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def plain() -> Outcome:
     return train(MODEL, None, micro_batches=2)

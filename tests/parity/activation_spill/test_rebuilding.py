@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.spillings import spillings
 from spillway.plan import Tier
 from spillway_trainer.activation_spill import Spilling, rebuilding
 from spillway_trainer.activation_spill.rebuilding import Rebuilt
@@ -25,23 +26,10 @@ SMALL = 4 * WIDTH * WIDTH
 """of the one weight, which belongs to no module: it stays"""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Spilling]]:
-    made: list[Spilling] = []
-
-    def spilling(module: nn.Module | None = None, **given: Any) -> Spilling:
-        sizes = {"nvme_bytes": 1 << 24, "minimum_bytes": NBYTES, "transfer_bytes": NBYTES, "ahead_bytes": NBYTES}
-        made.append(Spilling(module or nn.Module(), tmp_path, **{**sizes, **given}))
-        return made[-1]
-
-    yield spilling
-    for each in made:
-        each.close()
+    with spillings(tmp_path, minimum_bytes=NBYTES, transfer_bytes=NBYTES, ahead_bytes=NBYTES) as make:
+        yield make
 
 
 @pytest.fixture

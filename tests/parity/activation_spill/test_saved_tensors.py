@@ -33,11 +33,6 @@ EVERY_LANES = pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 IN_PLACE = "modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Run:
     """One segment "s" under one answer, with weight `w`."""
 

@@ -21,6 +21,7 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fakes.fake_spill_file import FakeSpillFile
+from harness.spillings import spillings
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway.plan import Tier
 from spillway_trainer import volumes
@@ -30,24 +31,11 @@ KIB = 1 << 10
 TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Spilling]]:
     """Spilling of small tensors in small transfers, closed in the end; all that is saved, unless it is to be lean."""
-    made: list[Spilling] = []
-
-    def spilling(module: nn.Module, **given: Any) -> Spilling:
-        sizes = {"nvme_bytes": 1 << 24, "minimum_bytes": 256, "transfer_bytes": 2 * KIB, "ahead_bytes": 4 * KIB}
-        made.append(Spilling(module, tmp_path, **{**sizes, "lean": False, **given}))
-        return made[-1]
-
-    yield spilling
-    for each in made:
-        each.close()
+    with spillings(tmp_path, minimum_bytes=256, transfer_bytes=2 * KIB, ahead_bytes=4 * KIB, lean=False) as make:
+        yield make
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from harness.depth import at
+from harness.spillings import spillings
 from spillway.errors import UserError
 from spillway.plan import Tier
 from spillway_trainer.activation_spill import Spilling
@@ -27,24 +28,11 @@ NBYTES = 4 * ROWS * WIDTH
 LEAN = pytest.mark.parametrize("lean", [True, False])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Spilling]]:
     """Spilling that writes each large tensor as soon as it may."""
-    made: list[Spilling] = []
-
-    def spilling(module: nn.Module | None = None, **given: Any) -> Spilling:
-        sizes = {"nvme_bytes": 1 << 24, "minimum_bytes": NBYTES, "transfer_bytes": NBYTES, "ahead_bytes": NBYTES}
-        made.append(Spilling(module or nn.Module(), tmp_path, **{**sizes, **given}))
-        return made[-1]
-
-    yield spilling
-    for each in made:
-        each.close()
+    with spillings(tmp_path, minimum_bytes=NBYTES, transfer_bytes=NBYTES, ahead_bytes=NBYTES) as make:
+        yield make
 
 
 def model(seed: int = 1) -> nn.Module:

@@ -1,0 +1,26 @@
+"""Several `Spilling` of one test, closed in its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from spillway_trainer.activation_spill import Spilling
+
+
+@contextmanager
+def spillings(directory: Path, **sizes: Any) -> Iterator[Callable[..., Spilling]]:
+    """Makes a `Spilling` of a module (default: an empty one) in `directory`; `sizes` unless a call says otherwise."""
+    made: list[Spilling] = []
+
+    def spilling(module: nn.Module | None = None, **given: Any) -> Spilling:
+        made.append(Spilling(module or nn.Module(), directory, **{"nvme_bytes": 1 << 24, **sizes, **given}))
+        return made[-1]
+
+    yield spilling
+    for each in made:
+        each.close()
