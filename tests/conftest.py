@@ -49,6 +49,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 LEAST = {"ci": Depth.CI, "full": Depth.ALL}
 ALONE = "tests/cluster/alone/"
+HANG_SECONDS = at(900, 900, 4 * 3600)
+"""the longest test takes a minute or two: one that takes this long waits for something that never comes"""
 FOLDERS = ("cluster", "local", "faults", "parity", "contract", "unit")
 """in this order: the many short files of the last ones fill what the long ones of the first leave of a worker"""
 
@@ -58,7 +60,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for a greater depth, thin out marked products, and put long files first."""
+    """Leave out what is for a greater depth, thin out marked products, put long files first, and end what hangs."""
     later = {item for item in items for mark, least in LEAST.items() if item.get_closest_marker(mark) and least > DEPTH}
     products: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -74,6 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later |= {cell for cell, index in zip(cells, indices, strict=True) if index not in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in later])
     items[:] = sorted((item for item in items if item not in later), key=place)
+    for item in items:
+        on_the_cluster = item.path.is_relative_to(TESTS / "cluster")  # whose fixture may build Kubernetes first
+        item.add_marker(pytest.mark.timeout(HANG_SECONDS, func_only=on_the_cluster))
 
 
 def place(item: pytest.Item) -> tuple[int, bool]:

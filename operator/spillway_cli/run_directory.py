@@ -184,7 +184,8 @@ def existing_run(path: Path) -> RunDirectory:
     """The run directory that a command reads. Raises UserError when there is no run in it."""
     run = RunDirectory(path.resolve())
     if not run.log.is_file() and not run.job_file.is_file():
-        raise UserError(f"{path}: no run here (neither job.json nor run.jsonl); name the --output of a `spillway run`")
+        found = "no run here (neither job.json nor run.jsonl)" if run.path.is_dir() else "no such directory"
+        raise UserError(f"{path}: {found}; name the --output of a `spillway run`")
     return run
 
 

@@ -241,7 +241,7 @@ def test_a_reader_that_goes_away_ends_the_view(run: RunDirectory, words: str) ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_directory_that_is_no_run_is_a_sentence(
+def test_a_directory_that_is_no_run_is_an_error_with_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run_app(["top", str(tmp_path)]) == 64
@@ -250,6 +250,10 @@ def test_a_directory_that_is_no_run_is_a_sentence(
     (tmp_path / "corpus").mkdir()
     assert run_app(["top", "corpus"]) == 64
     assert "for the TrainingJob corpus give its --namespace" in capsys.readouterr().err
+    assert run_app(["status", "corpus"]) == 64
+    assert "`spillway top corpus` shows a local run" in capsys.readouterr().err
+    assert run_app(["top", "./nowhere"]) == 64
+    assert "nowhere: no such directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--interval", "nan"], ["--interval", "0"], ["-A", "-n", "x"], ["-A", "tiny"]])
