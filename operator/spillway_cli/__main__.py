@@ -394,7 +394,9 @@ def run_app(arguments: list[str]) -> int:
         return refused_by_the_system(error, as_json)
     except Exception as error:
         if getattr(error, "exit_code", None) == CLICK_USAGE_ERROR and hasattr(error, "format_message"):
-            say_expected(UserError(f"command line: {error.format_message()} See spillway --help"), as_json)
+            say_expected(
+                UserError(f"command line: {error.format_message().removesuffix('.')}; see spillway --help"), as_json
+            )
             return ExitCode.USER_ERROR
         say_unexpected(error, as_json)
         return UNEXPECTED

@@ -168,7 +168,7 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
         raise UserError(
-            f"--output {run.path}: holds another run:{listed}\n"
+            f"--output {run.path}: holds a run that this job does not continue:{listed}\n"
             "put these back (steps: as many as are trained, or more) to go on with it, or name another directory"
         )
     return [*lines.values()]

@@ -563,7 +563,7 @@ def test_text_that_a_start_was_rejected_for_may_be_corrected(tmp_path: Path) -> 
 
 def test_a_checkpoint_binds_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-4.e1").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds a run that this job does not continue"):
         local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
 
 
@@ -573,7 +573,7 @@ def test_directory_of_another_run_lists_every_field_and_both_values(tmp_path: Pa
     with pytest.raises(UserError) as refused:
         local_run.refuse_another_run(trained(tmp_path), other, job_json(tiny_job()))
     first, *fields, last = str(refused.value).splitlines()
-    assert first.endswith("holds another run:") and "name another directory" in last
+    assert first.endswith("holds a run that this job does not continue:") and "name another directory" in last
     assert [field.strip() for field in fields] == [
         "spec.model.config.hiddenSize was 256 and is 512 now",
         "spec.model.config.numLayers was 6 and is 4 now",
@@ -674,7 +674,7 @@ def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path
     run = trained_sweep(tmp_path, member_event("a", "started", 0), member_event("a", "failed", 0))
     local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
     (tmp_path / "checkpoints" / "members" / "a" / "step-1.e1").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds a run that this job does not continue"):
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
 
 
