@@ -310,8 +310,8 @@ def test_entering_in_compiled_code_is_rejected(fullgraph: bool, make: Callable[.
 def interrupted_at(number: int, seen: list[str]) -> Callable[..., Any]:
     """A trace function that raises KeyboardInterrupt at this line of the trainer, and counts its lines in `seen`.
 
-    Not at a `with`: its line comes again before `__exit__` is called, where Python handles no signal; an exception there
-    would leave a lock taken for ever.
+    Not at a `with`: its line comes again before `__exit__` is called, where Python handles no signal; an exception
+    there would leave a lock taken for ever.
     """
 
     def line(frame: FrameType, event: str, argument: object) -> Any:
