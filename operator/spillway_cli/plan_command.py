@@ -89,8 +89,9 @@ def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
     console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
     console.print(tier_table(plan))
     console.print(
-        f"\nbeside the plan, processes take {format_bytes(plan.process_bytes)} of host memory (interpreter, libraries, "
-        f"page cache, checkpoint buffers): a machine needs {format_bytes(plan.machine_bytes)} in all"
+        f"\nprocesses take {format_bytes(plan.process_bytes)} of host memory beside the plan (interpreter, libraries, "
+        "page cache, checkpoint buffers); with the plan, or with tokenizing the text where that takes more, the "
+        f"machine needs {format_bytes(plan.machine_bytes)}"
     )
     if plan.turns is not None:
         console.print()

@@ -66,7 +66,7 @@ def test_the_processes_around_the_plan_are_shown(manifest: Path, capsys: pytest.
     printed = capsys.readouterr().out
     assert made.process_bytes > 512 * MIB
     assert f"processes take {format_bytes(made.process_bytes)} of host memory" in printed
-    assert f"a machine needs {format_bytes(made.machine_bytes)} in all" in printed
+    assert f"the machine needs {format_bytes(made.machine_bytes)}" in printed
 
 
 def test_a_gpu_plan_shows_its_safety_margin(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
