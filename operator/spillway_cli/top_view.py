@@ -150,7 +150,7 @@ def picture(view: RunView, console: Console) -> RenderableType:
     parts += ["", *view.sentences] if view.sentences else []  # above what a small screen cuts off
     parts += ["", members_table(view.members)] if view.members else []
     if any(one.is_used for one in view.tiers):
-        parts += ["", tiers_table(view.tiers, bars)]
+        parts += ["", tiers_table(view.tiers, bars, "at the end" if view.is_over else "now")]
     if view.rates is not None:
         parts += ["", phases_table(view.rates, bars)]
         parts += ["", links_table(view.rates)] if view.rates.link_bytes_per_second else []
@@ -187,9 +187,9 @@ def bar(part: float, whole: float, width: int) -> RenderableType:
     return ProgressBar(total=max(whole, 1e-9), completed=min(part, whole), width=width)
 
 
-def tiers_table(tiers: Sequence[TierView], bars: bool) -> Table:
-    """Planned, allowed, highest and present bytes; the bar is the peak's part of the plan."""
-    made = table("tier", "planned", "budget", "peak", "now", *(["peak of planned"] if bars else []))
+def tiers_table(tiers: Sequence[TierView], bars: bool, last: str) -> Table:
+    """Planned, allowed, highest and last bytes; the bar is the peak's part of the plan."""
+    made = table("tier", "planned", "budget", "peak", last, *(["peak of planned"] if bars else []))
     for one in tiers:
         if one.is_used:
             cells = [shown(one.planned_bytes), shown(one.budget_bytes), shown(one.peak_bytes), shown(one.now_bytes)]
