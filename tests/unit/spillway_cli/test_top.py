@@ -193,6 +193,8 @@ def test_a_run_that_ended_was_killed_or_never_began_is_told_so(
     assert run_app(["top", str(run.path)]) == 0
     assert "was killed after step 5" in capsys.readouterr().out
     record_end(run, Attempt(1, 0, "Completed", ""))
+    assert run_app(["top", str(run.path)]) == 0
+    assert "at the end" in capsys.readouterr().out
     assert run_app(["top", str(run.path), "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["state"], document["ended"], document["step"]) == ("Complete", True, 5)
