@@ -24,7 +24,7 @@ from spillway_trainer.checkpoint_directory import CheckpointSummary
 from spillway_trainer.checkpoint_manifest import open_checkpoint
 from spillway_trainer.durable_files import describe_file
 
-from .console import Format, print_json, result_console, table
+from .console import Format, message_console, print_json, result_console, table
 from .local_run import read_job_file
 from .run_directory import RunDirectory, existing_run
 from .run_log import read_run_log
@@ -121,7 +121,9 @@ def to_export(options: ExportOptions) -> tuple[Saved, str]:
         raise UserError(f"{options.run}: which member is the best is not known here; give --member, one of {names}")
     name, metric = log.best.member, METRIC_WORDS[log.sweep.metric]
     value = format_loss(log.members.get(name, log.best).objective)
-    return saved_by(options.run, name)[0], f"member {name}, the best of {len(found)} by {metric} {value}: "
+    evaluated = sum(one.objective is not None for one in log.members.values())
+    rank = f"the best of {evaluated}{'' if evaluated == len(log.sweep.members) else ' evaluated so far'}"
+    return saved_by(options.run, name)[0], f"member {name}, {rank} by {metric} {value}: "
 
 
 def tokenizer_of(checkpoint: Path, saved: Saved) -> Path:
@@ -180,11 +182,13 @@ def export(options: ExportOptions) -> int:
     if options.dtype is not None and not is_weights:
         raise UserError(f"--dtype {options.dtype}: --as {options.form} keeps states as they are, float32; leave it out")
     saved, why = to_export(options)
-    checkpoint = chosen(saved.checkpoints, options.step)
+    checkpoint, passed_over = chosen(saved.checkpoints, options.step)
     document, said = (export_weights if is_weights else export_states)(options, saved, checkpoint)
     where = {"checkpoint": checkpoint.name, "directory": str(options.to.resolve()), "member": saved.member or None}
+    for problem in passed_over:
+        message_console().print(f"checkpoint passed over: {problem}")
     if options.output is Format.JSON:
-        print_json({**where, **document})
+        print_json({**where, "passedOver": passed_over, **document})
     else:
         result_console().print(f"{why}{checkpoint.name} exported to {options.to}: {said}")
     return ExitCode.COMPLETED
@@ -216,13 +220,14 @@ def export_states(options: ExportOptions, saved: Saved, checkpoint: Path) -> tup
     return {"form": options.form, **counts}, said
 
 
-def chosen(checkpoints: Path, step: int | None) -> Path:
-    """The newest checkpoint that verifies, or the one of `step`. Raises UserError when there is none."""
+def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
+    """The newest checkpoint that verifies, and what is wrong with newer ones; or the one of `step`. Raises UserError
+    when there is none."""
     if step is None:
-        newest = checkpoint_directory.choose_resume(checkpoints).checkpoint
-        if newest is None:
-            raise UserError(f"{checkpoints}: no checkpoint yet; train at least spec.checkpoint.everySteps steps")
-        return newest.path
+        newest = checkpoint_directory.choose_resume(checkpoints)
+        if newest.checkpoint is None:
+            raise UserError(f"{checkpoints}: no checkpoint yet; `spillway run` writes one when it ends or is stopped")
+        return newest.checkpoint.path, [str(problem) for problem in newest.passed_over]
     kept = [one for one in checkpoint_directory.list_checkpoints(checkpoints) if one.in_lineage]
     named = [one for one in kept if one.step == step]
     if not named:
@@ -230,7 +235,7 @@ def chosen(checkpoints: Path, step: int | None) -> Path:
         raise UserError(f"--step {step}: no checkpoint of that step; there is {steps}")
     if named[0].problem:
         raise CheckpointCorrupt(f"{named[0].name}: {named[0].problem}; export another --step")
-    return checkpoints / named[0].name
+    return checkpoints / named[0].name, []
 
 
 def as_json(one: CheckpointSummary) -> dict[str, object]:

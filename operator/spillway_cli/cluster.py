@@ -32,7 +32,7 @@ TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
 LONGEST_SAID = 1000
 """characters of what a server says; the longest sentences are those of CRD validation"""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context"
+NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context; a local run, by its directory"
 
 
 class Refused(UserError):

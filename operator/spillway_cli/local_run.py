@@ -30,6 +30,7 @@ from spillway.members import named_specs
 from spillway.plan import MemoryPlan, Tier
 from spillway.progress import MemberState
 from spillway_trainer import checkpoint_directory
+from spillway_trainer.text_source import text_source
 from spillway_trainer.volumes import refuse_memory
 
 from .local_attempts import Attempt, Rung, StopRequest, Trainer, Watcher, run_attempts
@@ -94,25 +95,33 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
 
 
 def _missing_locations(job: TrainingJob, claims: Mapping[str, Path] | None) -> list[FieldProblem]:
-    spec = job.spec
-    locations = ("spec.model.source", spec.model.source), *((f"spec.{name}", text) for name, text in spec.texts.items())
-    problems = [_missing(field, location, claims) for field, location in locations if location is not None]
+    source, texts = job.spec.model.source, job.spec.texts.items()
+    problems = [_missing("spec.model.source", source, claims, is_text=False)] if source is not None else []
+    problems += [_missing(f"spec.{name}", text, claims, is_text=True) for name, text in texts if text is not None]
     return [problem for problem in problems if problem is not None]
 
 
-def _missing(field: str, location: Location, claims: Mapping[str, Path] | None) -> FieldProblem | None:
+def _missing(
+    field: str, location: Location, claims: Mapping[str, Path] | None, *, is_text: bool
+) -> FieldProblem | None:
     if location.path is not None:
-        missing = "there is no such file or directory"
-        return None if Path(location.path).exists() else FieldProblem(f"{field}.path", location.path, missing)
-    assert location.claim is not None
-    if claims is None:
+        path, name, value, wanted = Path(location.path), "path", location.path, "there is no such file or directory"
+    elif claims is None:
         return None
-    if location.claim not in claims:
+    elif location.claim is None or location.claim not in claims:
         wanted = f"give its directory: --claim {location.claim}=DIRECTORY"
-        return FieldProblem(f"{field}.claim", location.claim, wanted)
-    directory = claims[location.claim] / location.sub_path
-    missing = f"there is no {directory}; correct it, or the --claim"
-    return None if directory.exists() else FieldProblem(f"{field}.subPath", location.sub_path, missing)
+        return FieldProblem(f"{field}.claim", str(location.claim), wanted)
+    else:
+        path, name, value = claims[location.claim] / location.sub_path, "subPath", location.sub_path
+        wanted = f"there is no {path}; correct it, or the --claim"
+    if not path.exists():
+        return FieldProblem(f"{field}.{name}", value, wanted)
+    try:
+        if is_text:
+            text_source(path, field)
+    except UserError as error:
+        return FieldProblem(f"{field}.{name}", value, str(error).removeprefix(f"{field}: "))
+    return None
 
 
 def refuse_taken_port(port: int | None) -> None:
@@ -153,6 +162,9 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     differing = [*differing_fields(earlier.name, job.metadata.name, "metadata.name")]
     differing += differing_fields(there, here, "spec")
     lines = {path: f"{path} was {shown(before)} and is {shown(now)} now" for path, before, now in differing}
+    if bool(earlier.spec.members) != bool(job.spec.members):
+        was, now = ("a sweep", "one run") if earlier.spec.members else ("one run", "a sweep")
+        lines = {"spec.members": f"spec.members: {was} was trained there, and this job is {now}", **lines}
     if not (trained := steps_trained(run)):
         if lines or any(end.exit_code == ExitCode.USER_ERROR for end in read_run_log(run.log).ends[-1:]):
             forget_text(run)

@@ -197,6 +197,8 @@ class ProgressReporter:
                     self._bar.update(self._task, total=self._num_steps, completed=event.resumed_from_step)
                 self._doing(f"training {format_count(event.parameters)} parameters")
                 self._remaining.restart(event.time)
+                for problem in event.passed_over:
+                    self.say(f"checkpoint passed over: {problem}")
                 if event.resumed_from_step:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
                 if event.isa == REFERENCE_ISA:

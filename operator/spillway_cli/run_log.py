@@ -40,6 +40,8 @@ class Start:
     io_backend: str
     parameters: int
     """0 of a sweep: its members differ"""
+    passed_over: tuple[str, ...] = ()
+    """what is wrong with newer checkpoints than the one that it resumed from"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,13 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
     """A member of a sweep leaves `isa` and `io_backend` to the sweep."""
     isa, io_backend = str(fields.get("isa", "")), str(fields.get("io_backend", ""))
     return Start(
-        time, int(fields["epoch"]), int(fields["resumed_from_step"]), isa, io_backend, int(fields["parameters"])
+        time,
+        int(fields["epoch"]),
+        int(fields["resumed_from_step"]),
+        isa,
+        io_backend,
+        int(fields["parameters"]),
+        tuple(map(str, fields.get("passed_over", ()))),
     )
 
 

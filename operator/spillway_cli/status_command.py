@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +21,6 @@ from spillway.units import format_bytes, parse_quantity
 from .cluster import CORE, Cluster, Object, Refused, Unreachable, connect, get_job, jobs_path
 from .console import Format, message_console, print_json, result_console, table
 from .job_status import age, event_time, exit_code, has_ended, newest_first, printable, row, that_matter, value_at
-from .run_directory import names_a_directory
 from .sweep_view import MemberView, members_table
 
 POLL_SECONDS = 2.0
@@ -48,7 +48,7 @@ def status(options: StatusOptions) -> int:
         raise UserError("command line: -A is for the list of all jobs; leave out the job's name and --namespace")
     if options.watch and options.format is Format.JSON:
         raise UserError("command line: -w shows a status again and again, -o json is one document; leave one out")
-    if options.job is not None and not (options.namespace or options.context) and names_a_directory(options.job):
+    if options.job is not None and not (options.namespace or options.context) and Path(options.job).is_dir():
         raise UserError(
             f"{options.job}: a directory; `spillway top {options.job}` shows a local run, and for the TrainingJob of "
             "that name give its --namespace"

@@ -223,11 +223,30 @@ def test_ckpt_verify_without_a_checkpoint_fails(copied: Path, capsys: pytest.Cap
     assert "no checkpoint to verify" in capsys.readouterr().err
 
 
-def test_ckpt_verify_finds_a_flipped_bit(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = next((copied / "checkpoints" / "step-4.e1").glob("*.safetensors"))
+def with_a_flipped_bit(checkpoint: Path) -> Path:
+    """The file of it that is no longer as it was written."""
+    file = next(checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+    return file
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_words(
+    finished: Finished, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = with_a_flipped_bit(copied / "checkpoints" / "step-6.e1")
+    assert run_app(["ckpt", "export", str(copied), "--to", str(tmp_path / "hf"), "-o", "json"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["checkpoint"] == "step-4.e1" and f"step-6.e1/{file.name}" in document["passedOver"][0]
+    assert "checkpoint passed over: step-6.e1" in printed.err
+    assert run_app([str(copied) if word == str(finished.path) else word for word in finished.arguments]) == 0
+    assert "checkpoint passed over: step-6.e1" in capsys.readouterr().err
+
+
+def test_ckpt_verify_finds_a_flipped_bit(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = with_a_flipped_bit(copied / "checkpoints" / "step-4.e1")
     assert run_app(["ckpt", "verify", str(copied)]) == 74
     assert f"step-4.e1/{file.name}" in capsys.readouterr().out
 

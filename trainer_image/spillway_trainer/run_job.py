@@ -127,6 +127,7 @@ def run_ranks(
             isa=native.isa(),
             io_backend=assembly.io_backend(),
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
+            passed_over=[] if epoch is None else [str(problem) for problem in epoch.resume.passed_over],
         )
         assembly.tell_choices(partial(tell_choice, recorder))
         live_correction.attach(

@@ -115,8 +115,10 @@ def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
         files = [name for name in _walk(root, frozenset()) if Path(name).suffix in TEXT_SUFFIXES]
     source = TextSource(str(path), ("--text", str(path)), root, tuple(files))
     if source.nbytes == 0:
-        found = f"only {len(files)} empty ones" if files else "none"
-        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}, {found}")
+        if path.is_file():
+            raise UserError(f"{field}: {path} is empty; give a file with text in it")
+        found = "all that there are are empty" if files else "there is none"
+        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}: {found}")
     return source
 
 

@@ -496,6 +496,19 @@ def test_plan_rejects_what_run_rejects_in_the_same_words(
     assert f"{path} = " in by_run
 
 
+def test_plan_and_run_reject_text_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job_file, text = tmp_path / "job.yaml", tmp_path / "text"
+    job_file.write_text(JOB, encoding="utf-8")
+    changed(job_file, ("{builtin: PythonStdlib", f"{{text: {{path: {text}}}"))
+    text.touch()
+    assert [run(job_file), cli.run_app(["plan", str(job_file)])] == [64, 64]
+    assert capsys.readouterr().err.count(f"{text} is empty") == 2
+    text.unlink()
+    text.mkdir()
+    assert [run(job_file), cli.run_app(["plan", str(job_file)])] == [64, 64]
+    assert capsys.readouterr().err.count("there is none") == 2
+
+
 # --- one directory, one run -------------------------------------------------------------------------------------------
 
 
@@ -661,6 +674,14 @@ def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> 
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
     with pytest.raises(UserError, match=r"spec\.objective\.halving was 0 and is 5 now"):
         local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
+
+
+def test_a_sweep_where_one_run_was_trained_is_said_first(tmp_path: Path) -> None:
+    run = trained_sweep(tmp_path, member_event("a", "parked", 3))
+    one = sweep_job("ab")
+    alone = one.model_copy(update={"spec": one.spec.model_copy(update={"members": (), "objective": None})})
+    with pytest.raises(UserError, match=r"continue:\n  spec\.members: a sweep was trained there, and this job is one run"):
+        local_run.refuse_another_run(run, alone, job_json(one))
 
 
 def test_members_join_and_leave_a_sweep_without_rounds(tmp_path: Path) -> None:
