@@ -680,7 +680,9 @@ def test_a_sweep_where_one_run_was_trained_is_said_first(tmp_path: Path) -> None
     run = trained_sweep(tmp_path, member_event("a", "parked", 3))
     one = sweep_job("ab")
     alone = one.model_copy(update={"spec": one.spec.model_copy(update={"members": (), "objective": None})})
-    with pytest.raises(UserError, match=r"continue:\n  spec\.members: a sweep was trained there, and this job is one run"):
+    with pytest.raises(
+        UserError, match=r"continue:\n  spec\.members: a sweep was trained there, and this job is one run"
+    ):
         local_run.refuse_another_run(run, alone, job_json(one))
 
 
