@@ -117,7 +117,7 @@ def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
     if source.nbytes == 0:
         if path.is_file():
             raise UserError(f"{field}: {path} is empty; give a file with text in it")
-        found = "all that there are are empty" if files else "there is none"
+        found = "all of them are empty" if files else "there is none"
         raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}: {found}")
     return source
 

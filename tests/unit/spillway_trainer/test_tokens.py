@@ -148,7 +148,7 @@ def test_directory_without_text_is_refused_with_what_was_looked_for(tmp_path: Pa
 
 
 def test_empty_files_are_no_corpus(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="only 1 empty"):
+    with pytest.raises(UserError, match="all of them are empty"):
         text_source(write(tmp_path / "text", a__txt=""))
 
 
