@@ -343,7 +343,7 @@ def test_stopped_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
     assert sorted(log.steps) == list(range(1, 201))
 
 
-def test_empty_corpus_is_a_user_error_and_leaves_no_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_empty_corpus_is_an_error_and_leaves_no_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job, claim = make_job(tmp_path, steps=4, every=2)
     for file in (tmp_path / "corpus").iterdir():
         os.truncate(file, 0)
