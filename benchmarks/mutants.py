@@ -212,7 +212,7 @@ class Lines:
             self.data.append(data)
         for path in (WORK / "lines").glob("seconds.*.json"):
             self.seconds |= json.loads(path.read_text())
-        collect = ["--collect-only", "-qq", "-o", "addopts=--import-mode=importlib"]
+        collect = ["--collect-only", "-q", "-o", "addopts=--import-mode=importlib"]
         listed = subprocess.run(
             [str(tree / ".venv/bin/python"), "-m", "pytest", *collect],
             cwd=tree, env={**os.environ, "SPILLWAY_DEPTH": "quick"}, capture_output=True, text=True, check=False,

@@ -311,13 +311,15 @@ def interrupted_at(number: int, seen: list[str]) -> Callable[..., Any]:
     """A trace function that raises KeyboardInterrupt at this line of the trainer, and counts its lines in `seen`.
 
     Not at a `with`: its line comes again before `__exit__` is called, where Python handles no signal; an exception
-    there would leave a lock taken for ever.
+    there would leave a lock taken for ever. Nor in what torch calls while it enters a mode: it would leave the mode
+    half entered, with us or without.
     """
 
     def line(frame: FrameType, event: str, argument: object) -> Any:
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not source.lstrip().startswith("with "):
-            seen.append(frame.f_code.co_name)
+        name = frame.f_code.co_name
+        if event == "line" and not source.lstrip().startswith("with ") and name != "ignore_compile_internals":
+            seen.append(name)
             if len(seen) == number:
                 raise KeyboardInterrupt
         return line
@@ -336,7 +338,6 @@ def traced_step(spilling: Spilling, module: nn.Module, tracer: Callable[..., Any
         sys.settrace(before)
 
 
-@pytest.mark.full  # at some lines of __exit__ it fails, not always: to be mended before CI runs it again
 @LEAN
 def test_an_interrupt_at_any_line_leaves_nothing_behind(
     lean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,13 +359,34 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
         if lines[-1] != "__exit__":  # before its first line is run Python has left the block, and nobody knows it yet
             assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        if number % 2:  # else the next forward mends what is left
+        if number % 2 or lines[-1] == "__exit__":  # else the next forward mends what is left
             spilling.close()
             spilling = made()
         assert torch.equal(traced_step(spilling, module, None), plain)
         spilling.store.drain()
         assert spilling.held_bytes() == {Tier.DEVICE: 0, Tier.NVME: 0}
     spilling.close()
+
+
+def test_close_forgets_the_graph_of_a_backward_that_raised(make: Callable[..., Spilling]) -> None:
+    """torch itself does at some later backward."""
+    spilling, x = make(), start()
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("a hook of the user")
+
+    def step() -> None:
+        with spilling:
+            other, failing = (x * 2).exp(), x.sin()
+            failing.register_hook(fail)
+            loss = (other * failing).square().sum()
+        with pytest.raises(ValueError, match="a hook of the user"):
+            loss.backward()
+
+    step()
+    assert any(spilling.held_bytes().values())
+    spilling.close()
+    assert not any(spilling.held_bytes().values())
 
 
 def test_close_ends_what_an_interrupt_left_entered(make: Callable[..., Spilling]) -> None:

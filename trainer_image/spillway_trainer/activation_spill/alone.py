@@ -229,13 +229,15 @@ class Spilling:
             return
         self._leave(0, None)  # those that an interrupt left entered
         with self._lock:
-            if not self._is_torn:  # else torch keeps the graph of a backward that was interrupted
+            if not self._is_torn:
                 self.store.drain()
-            if not self._is_torn and self._visits and (held_bytes := sum(self.held_bytes().values())):
-                raise UserError(
-                    f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop what "
-                    "refers to it (a loss, an output), before close()"
-                )
+                if self._visits:
+                    forget_failed_backward()
+                if self._visits and (held_bytes := sum(self.held_bytes().values())):
+                    raise UserError(
+                        f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop "
+                        "what refers to it (a loss, an output), before close()"
+                    )
             self._forgotten.detach()
             close_parts(self.lanes, self.nvme)
 
@@ -297,6 +299,16 @@ def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:
         threading.Thread(target=close_parts, args=(lanes, nvme), name="spilling-close").start()
     else:  # the interpreter ends: no thread begins any more
         close_parts(lanes, nvme)
+
+
+def forget_failed_backward() -> None:
+    """Where a backward of this thread raised, torch holds on to the nodes it had queued, and with them the graph. The
+    next backward drops those younger than a node of its own; the first node of a new thread is older than all."""
+    made: list[Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True) * 1))
+    thread.start()
+    thread.join()
+    made[0].backward()  # type: ignore[no-untyped-call]
 
 
 def close_parts(lanes: CpuLanes, nvme: NvmeSlab) -> None:

@@ -317,6 +317,8 @@ class LaneQueue:
         self._turns.put(True)
 
     def close(self) -> None:
+        for _ in range(len(self._operations)):  # an interrupt may have kept one from its turn
+            self._turns.put(True)
         self._turns.put(False)
 
     def take(self) -> QueuedOperation | None:
@@ -440,8 +442,8 @@ class CpuLanes:
                 queue = LaneQueue()
                 thread = threading.Thread(target=self._work, args=(queue,), name=f"lane-{lane}", daemon=True)
                 thread.start()
+                self._queues[lane] = queue  # first, or an interrupt between leaves `close` a thread that never ends
                 self._threads.append(thread)
-                self._queues[lane] = queue
             return self._queues[lane]
 
     def _work(self, queue: LaneQueue) -> None:
