@@ -1,0 +1,237 @@
+"""Whole attempts on the fake CUDA device, and the same on the CPU: called in a process over the fake."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+
+from fakes import cuda_kernels, fake_streams
+from harness import local_runs, sweep_runs
+from spillway.api import TrainingJob
+from spillway.job import JobFile
+from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
+from spillway_trainer.models.build import build_model
+from spillway_trainer.tiers import cuda_lanes
+from spillway_trainer.tiers.cuda import CudaStreams
+from spillway_trainer.tiers.cuda_lanes import CudaLanes
+from spillway_trainer.tiers.lanes import DONE
+
+SIZES = {"hiddenSize": 32, "numLayers": 3, "numHeads": 4, "intermediateSize": 48, "vocabSize": 300, "maxPositions": 64}
+LLAMA = {name: size for name, size in SIZES.items() if name != "maxPositions"} | {
+    "architecture": "llama",
+    "dropout": "0.1",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"config": LLAMA | {"numKeyValueHeads": 2}},
+    "llama in float32": {"config": LLAMA, "precision": {"compute": "float32"}},
+    "llama in float16": {"config": LLAMA, "precision": {"compute": "float16"}},
+    "gpt2": {"config": SIZES | {"architecture": "gpt2", "dropout": "0.1"}},
+    "bert": {"config": SIZES | {"architecture": "bert", "dropout": "0.1"}},
+    "t5": {"config": SIZES | {"architecture": "t5", "dropout": "0.1"}},
+    "adapters": {"config": LLAMA | {"dropout": "0"}, "lora": {"rank": 4}},
+}
+STREAMED = OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=4096, num_threads=1, overlap="Forward")
+"""weights that live elsewhere are updated by the CPU"""
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "disabled": {},
+    "spread": {},
+    "backward": {"overlap": "Backward", "speculative_parameters": 20000},
+    "states on nvme": {"cpu_share": 0.2, "streamed_share": 0.3, "resident_share": 0.1, "nvme_share": 0.4},
+    "streamed": {"order": "InOrder", "boundaries": Answer.KEEP},
+    "weight-stationary": {"order": "WeightStationary", "boundaries": Answer.NVME},
+}
+
+
+def plan_of(technique: str, num_segments: int) -> MemoryPlan:
+    changes = TECHNIQUES[technique]
+    if technique == "disabled":
+        return local_runs.disabled_plan(num_segments - 2)
+    plan = local_runs.spread_plan(num_segments - 2)
+    answers = itertools.islice(itertools.cycle((Answer.NVME, Answer.HOST, Answer.RECOMPUTE)), num_segments - 2)
+    activations = plan.activations.model_copy(update={"answers": (Answer.KEEP, *answers, Answer.KEEP)})
+    plan = plan.model_copy(update={"activations": activations})
+    if "order" in changes:
+        homes = tuple(Tier.NVME if index in (1, 2) else Tier.HOST for index in range(num_segments))  # none that is tied
+        parameters = ParameterPlan(homes=homes, num_slots=2, **changes)
+        return plan.model_copy(update={"optimizer": STREAMED, "parameters": parameters})
+    return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=changes)})
+
+
+def job_of(root: Path, technique: str, model: str, epoch: int, steps: int) -> JobFile:
+    document = yaml.safe_load(local_runs.JOB.replace("TEXT", str(local_runs.write_text(root.parent / "text"))))
+    document["spec"]["model"] = MODELS[model]
+    document["spec"]["training"]["steps"] = steps
+    document["spec"]["data"]["evaluation"] = {"fraction": "0.05", "everySteps": 2, "sequences": 4}
+    document["spec"]["checkpoint"] = {"everySteps": 2, "keep": 2}
+    if technique == "backward":
+        del document["spec"]["training"]["gradientClipping"]
+    job = local_runs.job_file(root, root.parent / "text", root.parent / "corpus", epoch)
+    return job.model_copy(update={"spec": TrainingJob.model_validate(document).spec})
+
+
+def attempt(root: Path, technique: str, model: str, on_device: bool, epoch: int = 1, steps: int = 4) -> Any:
+    """(exit code, what the fake counted, races, (losses, weights and states))."""
+    from spillway_trainer.__main__ import attempt as run
+
+    job = job_of(root, technique, model, epoch, steps)
+    plan = plan_of(technique, len(build_model(job.spec).segments))
+    with ExitStack() as stack:
+        cuda_kernels.compose_attention()
+        if on_device:
+            cuda_kernels.install()
+            stack.enter_context(fake_streams.handing_over(SimpleNamespace(clocks=cuda_kernels.Clocks())))
+            plan = plan.model_copy(update={"device": "Cuda"})
+        code = run(job, lambda: plan)
+    cuda_kernels.raise_failed()
+    return code, cuda_kernels.take_counts(), cuda_kernels.take_races(), outcome(root, steps)
+
+
+def outcome(root: Path, steps: int) -> tuple[dict[int, float], dict[str, Any]]:
+    """Losses by step; weights and states of the last checkpoint, as bytes."""
+    checkpoints = root / "checkpoints"
+    tensors = sweep_runs.final_tensors(checkpoints, steps) if [*checkpoints.glob(f"step-{steps}.e*")] else {}
+    return sweep_runs.losses(root), {name: tensor.view(torch.uint8).numpy() for name, tensor in tensors.items()}
+
+
+def killed_attempt(root: Path, technique: str, model: str, steps: int = 4) -> int:
+    """The first attempt, killed once a checkpoint is there; the number of steps it had made."""
+    child = os.fork()
+    if child == 0:
+        attempt(root, technique, model, True, 1, steps)
+        os._exit(0)
+    while not [*(root / "checkpoints").glob("step-*")]:
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return len(sweep_runs.losses(root))
+
+
+# --- planted defects --------------------------------------------------------------------------------------------------
+
+
+def lose_waits() -> None:
+    """The compute stream waits for nothing."""
+    CudaLanes.wait = lambda *_: None  # type: ignore[method-assign]
+
+
+def lose_marks() -> None:
+    """Nothing waits for the compute stream."""
+    CudaLanes.computed = lambda _: DONE  # type: ignore[method-assign]
+
+
+def lose_births() -> None:
+    """Streams use memory before the compute stream is done with what lay there."""
+    wait, acquire = CudaStreams.wait, CudaLanes.acquire
+
+    def without_birth(*arguments: Any) -> Any:
+        found = acquire(*arguments)
+        if isinstance(found, cuda_lanes.DeviceBuffer):
+            found.born = None  # type: ignore[assignment]
+        return found
+
+    CudaLanes.acquire = without_birth  # type: ignore[method-assign]
+    CudaStreams.wait = lambda self, stream, event: event and wait(self, stream, event)  # type: ignore[method-assign]
+
+
+def lose_edges() -> None:
+    """Streams do not wait for each other."""
+
+    def order(streams: object, stream: object, event: Any) -> None:
+        if isinstance(event, cuda_lanes.StreamOperation):
+            event.launched.wait()
+        elif not isinstance(event, cuda_lanes.Mark):
+            event.wait()
+
+    cuda_lanes.order = order
+
+
+def complete_early() -> None:
+    """An operation is over for the host when it is in its stream."""
+
+    def complete(operation: Any, streams: object) -> None:
+        operation._work, operation._after, operation.regions, operation.done = None, (), (), True
+
+    cuda_lanes.StreamOperation.complete = complete  # type: ignore[method-assign]
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    one.__name__.replace("_", " "): one for one in (lose_waits, lose_marks, lose_births, lose_edges, complete_early)
+}
+
+
+def attempt_with(root: Path, defect: str) -> list[str]:
+    DEFECTS[defect]()
+    _, _, races, _ = attempt(root, "spread", "llama", True)
+    return races
+
+
+def waits_for_another_stream(is_correct: bool) -> bool:
+    other, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
+    with torch.cuda.stream(other):
+        if is_correct:
+            other.wait_stream(torch.cuda.default_stream())
+        x.add_(1)
+        event = other.record_event()
+    if is_correct:
+        event.wait()
+    return bool((x + 1).cpu().eq(2).all())
+
+
+def frees_what_another_stream_uses(is_correct: bool) -> bool:
+    other, x = torch.cuda.Stream(), torch.ones(1 << 20, device="cuda")
+    other.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(other):
+        y = x + 1
+    if is_correct:
+        x.record_stream(other)
+    del x
+    z = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    return bool(y.cpu().eq(2).all()) and bool(z.cpu().eq(0).all())
+
+
+def reads_before_the_copy_is_done(is_correct: bool) -> bool:
+    host, x = torch.zeros(1000).pin_memory(), torch.ones(1000, device="cuda")
+    host.copy_(x, non_blocking=True)
+    if is_correct:
+        torch.cuda.synchronize()
+    return bool(host.eq(1).all())
+
+
+def writes_what_is_still_being_copied(is_correct: bool) -> bool:
+    host, x = torch.ones(1000).pin_memory(), torch.empty(1000, device="cuda")
+    x.copy_(host, non_blocking=True)
+    if is_correct:
+        torch.cuda.synchronize()
+    host.zero_()
+    return bool(x.cpu().eq(1).all())
+
+
+PROGRAMS: dict[str, Callable[[bool], bool]] = {
+    one.__name__.replace("_", " "): one
+    for one in (
+        waits_for_another_stream,
+        frees_what_another_stream_uses,
+        reads_before_the_copy_is_done,
+        writes_what_is_still_being_copied,
+    )
+}
+
+
+def run_program(program: str, is_correct: bool) -> tuple[bool, list[str]]:
+    """(whether its result is right, races)."""
+    cuda_kernels.install()
+    found = PROGRAMS[program](is_correct)
+    torch.cuda.synchronize()
+    cuda_kernels.raise_failed()
+    return found, cuda_kernels.take_races()

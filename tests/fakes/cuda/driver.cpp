@@ -1,0 +1,237 @@
+// The names of libcuda, libnvidia-ml and cuBLAS that torch and Triton call.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "device.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using fake::count;
+using fake::Device;
+using fake::Settings;
+
+namespace {
+
+constexpr size_t kPageBytes = size_t{2} << 20;
+
+struct Allocation {
+  size_t nbytes;
+  int device;
+};
+
+CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
+
+}  // namespace
+
+// --- contexts --------------------------------------------------------------------------------------------------------
+
+API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+
+API CUresult cuDeviceGet(CUdevice* device, int index) {
+  *device = index;
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuDeviceGetCount(int* found) {
+  *found = Settings::get().num_devices;
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
+  *value = 0;  // no handles to share memory by
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
+  if (flags) *flags = 0;
+  *is_active = Device::of(device).has_context();
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  *context = reinterpret_cast<CUcontext>(static_cast<long>(device) + 1);
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetCurrent(CUcontext* context) {
+  return cuDevicePrimaryCtxRetain(context, Device::current_index());
+}
+
+API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+
+API CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "an error of the fake";
+  return CUDA_SUCCESS;
+}
+
+API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long,
+                                                 cudaDriverEntryPointQueryResult* result) {
+  void* symbol = dlsym(RTLD_DEFAULT, name);
+  if (!symbol) count(std::string("names of the driver that are missing: ") + name);
+  *found = symbol ? symbol : reinterpret_cast<void*>(unsupported);
+  if (result) *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+// --- memory by pages: torch's expandable segments --------------------------------------------------------------------
+
+API CUresult cuMemGetAllocationGranularity(size_t* found, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *found = kPageBytes;
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemAddressReserve(CUdeviceptr* found, size_t nbytes, size_t, CUdeviceptr, unsigned long long) {
+  void* memory = mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *found = reinterpret_cast<CUdeviceptr>(memory);
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemAddressFree(CUdeviceptr memory, size_t nbytes) {
+  munmap(reinterpret_cast<void*>(memory), nbytes);
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t nbytes, const CUmemAllocationProp* properties,
+                         unsigned long long) {
+  const int device = properties->location.id;
+  Device::of(device).use("cuMemCreate");
+  count("cuMemCreate");
+  if (!Device::of(device).take(nbytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Allocation{nbytes, device});
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  auto* allocation = reinterpret_cast<Allocation*>(handle);
+  Device::of(allocation->device).give_back(allocation->nbytes);
+  delete allocation;
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemMap(CUdeviceptr memory, size_t nbytes, size_t, CUmemGenericAllocationHandle handle,
+                      unsigned long long) {
+  void* const address = reinterpret_cast<void*>(memory);
+  mprotect(address, nbytes, PROT_READ | PROT_WRITE);
+  if (!Settings::get().is_virtual) memset(address, 0xA5, nbytes);
+  fake::places().add(address, nbytes, reinterpret_cast<Allocation*>(handle)->device);
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+
+API CUresult cuMemUnmap(CUdeviceptr memory, size_t nbytes) {
+  void* const address = reinterpret_cast<void*>(memory);
+  for (size_t done = 0; done < nbytes;) {  // every page of it was mapped by itself
+    const size_t removed = fake::places().remove(static_cast<char*>(address) + done);
+    if (!removed) return CUDA_ERROR_INVALID_VALUE;
+    done += removed;
+  }
+  mmap(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return CUDA_SUCCESS;
+}
+
+// --- NVML ------------------------------------------------------------------------------------------------------------
+
+API int nvmlInit_v2() { return 0; }
+API int nvmlShutdown() { return 0; }
+
+API int nvmlDeviceGetCount_v2(unsigned* found) {
+  *found = static_cast<unsigned>(Settings::get().num_devices);
+  return 0;
+}
+
+API int nvmlSystemGetDriverVersion(char* text, unsigned size) {
+  strncpy(text, "580.00.00", size);
+  return 0;
+}
+
+API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
+  if (index >= static_cast<unsigned>(Settings::get().num_devices)) return 2;
+  *handle = &Device::of(static_cast<int>(index));
+  return 0;
+}
+
+API int nvmlDeviceGetHandleByPciBusId_v2(const char* address, void** handle) {
+  unsigned bus = 0;
+  if (sscanf(address, "%*x:%x:", &bus) != 1 || bus < 0x3b) return 2;
+  return nvmlDeviceGetHandleByIndex_v2(bus - 0x3b, handle);
+}
+
+API int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* found, void*) { return *found = 0; }
+API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }  // not supported
+API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 3; }
+API int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = CUDART_VERSION, 0; }
+
+API int nvmlDeviceGetName(void*, char* text, unsigned size) {
+  strncpy(text, "Fake CUDA device", size);
+  return 0;
+}
+
+API int nvmlDeviceGetMemoryInfo(void* handle, unsigned long long* found) {
+  found[0] = Settings::get().memory_bytes;
+  found[1] = static_cast<Device*>(handle)->free_bytes();
+  found[2] = found[0] - found[1];
+  return 0;
+}
+
+// --- cuBLAS: every call succeeds and computes nothing ----------------------------------------------------------------
+
+namespace {
+char handle;
+
+int multiplied() {
+  count("kernels that did nothing");
+  return 0;
+}
+}  // namespace
+
+#define DOES_NOTHING(name) \
+  API int name(...) { return 0; }
+#define MULTIPLIES(name) \
+  API int name(...) { return multiplied(); }
+
+API int cublasCreate_v2(void** made) {
+  Device::current().use("cublasCreate");
+  *made = &handle;
+  return 0;
+}
+
+API int cublasGetMathMode(void*, int* mode) { return *mode = 0; }
+API int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
+API int cublasLtMatmulDescCreate(void** made, int, int) { return *made = &handle, 0; }
+API int cublasLtMatmulPreferenceCreate(void** made) { return *made = &handle, 0; }
+API int cublasLtMatrixLayoutCreate(void** made, int, unsigned long, unsigned long, long) { return *made = &handle, 0; }
+
+API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* result, int* found) {
+  memset(result, 0, 64);
+  *found = 1;
+  return 0;
+}
+
+DOES_NOTHING(cublasDestroy_v2)
+DOES_NOTHING(cublasSetStream_v2)
+DOES_NOTHING(cublasSetWorkspace_v2)
+DOES_NOTHING(cublasSetMathMode)
+DOES_NOTHING(cublasSetPointerMode_v2)
+DOES_NOTHING(cublasSetSmCountTarget)
+DOES_NOTHING(cublasLtMatmulDescSetAttribute)
+DOES_NOTHING(cublasLtMatmulDescDestroy)
+DOES_NOTHING(cublasLtMatmulPreferenceDestroy)
+DOES_NOTHING(cublasLtMatmulPreferenceSetAttribute)
+DOES_NOTHING(cublasLtMatrixLayoutDestroy)
+DOES_NOTHING(cublasLtMatrixLayoutSetAttribute)
+MULTIPLIES(cublasGemmEx)
+MULTIPLIES(cublasGemmStridedBatchedEx)
+MULTIPLIES(cublasSgemmEx)
+MULTIPLIES(cublasSgemm_v2)
+MULTIPLIES(cublasSgemmStridedBatched)
+MULTIPLIES(cublasSgemv_v2)
+MULTIPLIES(cublasLtMatmul)

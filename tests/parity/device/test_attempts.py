@@ -1,0 +1,68 @@
+"""Whole attempts on a CUDA device have the bits of the CPU, in whatever order its streams run.
+
+The device is a fake (`fakes/cuda`): torch's real allocator, streams, events and autograd threads, with the CPU's
+kernels run late. Speed, and the bits of CUDA's own kernels, need a real one (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cases import device_attempts
+from harness import fake_cuda
+
+pytestmark = pytest.mark.ci
+
+
+@cache
+def expected(root: Path, technique: str, model: str) -> Any:
+    directory = root / f"cpu-{technique}-{model}"
+    code, _, _, found = fake_cuda.run(device_attempts.attempt, directory, technique, model, False)
+    assert code == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("device")
+
+
+def assert_same(found: Any, then: Any) -> None:
+    (losses, tensors), (then_losses, then_tensors) = found, then
+    assert losses == then_losses
+    assert tensors.keys() == then_tensors.keys()
+    assert tensors
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor, then_tensors[name]), name
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", fake_cuda.MODES)
+@pytest.mark.parametrize("technique", device_attempts.TECHNIQUES)
+@pytest.mark.parametrize("model", device_attempts.MODELS)
+def test_an_attempt_has_the_cpus_bits_and_no_race(model: str, technique: str, mode: str, root: Path) -> None:
+    code, counts, races, found = fake_cuda.run(
+        device_attempts.attempt, root / f"{technique}-{model}-{mode}", technique, model, True, mode=mode, seed=1
+    )
+    assert code == 0
+    assert races == []
+    assert counts["contexts"] == 1
+    assert "kernels that did nothing" not in counts
+    assert_same(found, expected(root, technique, model))
+
+
+@pytest.mark.parametrize("technique", ["spread", "weight-stationary"])
+def test_a_killed_attempt_resumes_with_the_bits_of_the_whole(technique: str, root: Path) -> None:
+    killed = root / f"killed-{technique}"
+    made = fake_cuda.run(device_attempts.killed_attempt, killed, technique, "llama", mode="delayed", seed=2)
+    assert made >= 2
+    code, _, races, found = fake_cuda.run(
+        device_attempts.attempt, killed, technique, "llama", True, 2, mode="delayed", seed=3
+    )
+    assert (code, races) == (0, [])
+    assert_same(found, expected(root, technique, "llama"))
