@@ -304,6 +304,16 @@ def test_the_network_inside_and_between_nodes_is_told_apart() -> None:
     assert inside.interconnect_bytes_per_second == NODE.interconnect_bytes_per_second / 4
     assert inside.network_bytes_per_second == NODE.network_bytes_per_second
     assert across.network_bytes_per_second == NODE.network_bytes_per_second / 4
+    assert across.interconnect_bytes_per_second == NODE.interconnect_bytes_per_second
+
+
+def test_a_slower_compute_lowers_every_rate_of_compute() -> None:
+    slower = corrected(NODE, [Correction(COMPUTE, 1.0, 2.0, 2.0)])
+    for name in ("flops", "values"):
+        for dtype in ("bfloat16", "float32"):
+            rate = f"{dtype}_{name}_per_second"
+            assert getattr(slower, rate) == getattr(NODE, rate) / 2
+    assert slower.operation_overhead_seconds == NODE.operation_overhead_seconds * 2
 
 
 @given(seconds=st.floats(0.0, 1e12))

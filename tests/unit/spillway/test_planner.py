@@ -847,6 +847,9 @@ def test_streaming_is_explained() -> None:
     text = " ".join(streamed().reasons)
     for words in ("layers offloaded to host (", "streamed through", "kept on device: ", "order:", "the CPU updates"):
         assert words in text
+    slots = streamed().parameters.num_slots
+    assert slots > 1
+    assert f"streamed through {slots} slots of " in text
     summaries = {other.summary: other for other in streamed().alternatives}
     assert summaries["all parameters resident"].missing_bytes[Tier.DEVICE] > 0
 

@@ -129,7 +129,8 @@ def test_a_checkpoint_of_a_later_attempt_is_not_believed() -> None:
 def test_a_script_that_knows_only_kubeflows_protocol_shows_its_percentage() -> None:
     said = ProgressReport.model_validate(
         {"trainerStatus": {"progressPercentage": 30, "estimatedRemainingSeconds": 75,
-                           "metrics": [{"name": "loss", "value": "1.2\n\x1b[31m"}]}}
+                           "metrics": [{"name": "mfu", "value": "0.4"}, {"name": "step_seconds", "value": "3"},
+                                       {"name": "loss", "value": "1.2\n\x1b[31m"}]}}
     )  # fmt: skip
     found = progress(after(NOTHING, said))
     assert (found.step, found.display, found.eta, found.loss) == (30, "30%", "1m15s", "1.2 [31m")

@@ -951,6 +951,15 @@ def test_the_advice_stays_whole_after_the_longest_sentence() -> None:
     assert message.endswith("a corrected spec is used by the next attempt: kubectl delete job demo-1 -n team")
 
 
+def test_the_pod_that_is_not_ready_is_named() -> None:
+    pods = (
+        PodObject("demo-1-0-x", "p", 0, "node-0", "Running", ready=True),
+        PodObject("demo-1-1-y", "q", 1, "node-1", "Running"),
+    )
+    running = condition(not_ready(pods), "Running")
+    assert (running["reason"], running["message"]) == ("PodsNotReady", "demo-1-1-y does not run")
+
+
 def test_an_attempt_without_pods_is_shown() -> None:
     scheduled = condition(not_ready(()), "Scheduled")
     assert scheduled["reason"] == "NoPods"
