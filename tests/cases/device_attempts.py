@@ -75,7 +75,7 @@ def job_of(root: Path, technique: str, model: str, epoch: int, steps: int) -> Jo
     document["spec"]["checkpoint"] = {"everySteps": 2, "keep": 2}
     if technique == "backward":
         del document["spec"]["training"]["gradientClipping"]
-    job = local_runs.job_file(root, root.parent / "text", root.parent / "corpus", epoch)
+    job = local_runs.job_file(root, root.parent / "text", root.parent / f"corpus of {model}", epoch)
     return job.model_copy(update={"spec": TrainingJob.model_validate(document).spec})
 
 
