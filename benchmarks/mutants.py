@@ -9,7 +9,7 @@ checkout, one a worker; only tests that execute the mutated line are run (covera
 suite at depth ci, in FOLDERS), shortest first, until one fails: those of `make test`, then of CI, then the same at
 depth all, with MOST_SECONDS for all of it. A mutant whose line no test executes in its own process is counted apart:
 it runs in the trainers, operators and images that tests start. A run that takes three times as long as it should is a
-kill, too.
+kill, too, but at depth all, where that is a guess.
 """
 
 from __future__ import annotations
@@ -263,7 +263,9 @@ def tried(mutant: Mutant, tree: Path, lines: Lines) -> dict[str, Any]:
             listed = WORK / f"tests-{tree.name}.txt"
             listed.write_text("\n".join(within))
             code = pytest(tree, tier, "-x", f"@{listed}", limit=3 * expected + 60)
-            if code not in (0, 5):
+            if code == -1 and tier == "all":  # how long it should take is guessed there
+                found["out_of_time"] = True
+            elif code not in (0, 5):
                 said = (WORK / f"pytest-{tree.name}.log").read_text(errors="replace")
                 failed = re.search(r"^(FAILED|ERROR) (\S.*?)( - |$)", said, flags=re.MULTILINE)
                 return {**found, "killed_by": tier, "test": failed[2] if failed else f"exit code {code}"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
 
-from spillway_trainer.loss_scale import LossScale, ScaleRule
+from spillway.errors import UserError
+from spillway_trainer.loss_scale import LossScale, ScaleRule, float16_operations
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2, 5])
@@ -57,3 +59,19 @@ def test_a_checkpoint_without_a_scale_begins_with_the_first_one() -> None:
     scale = LossScale(ScaleRule(8.0, 3, 1.0))
     scale.load({"num_updates": 3.0})
     assert scale.value == 8.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "raised"),
+    [
+        (ScaleRule(2.0**10, 5, 1.0), "\"cholesky\" not implemented for 'Half'", UserError),
+        (ScaleRule(2.0**10, 5, 1.0), "out of range", RuntimeError),
+        (None, "\"cholesky\" not implemented for 'Half'", RuntimeError),
+    ],
+)
+def test_only_a_missing_float16_operation_becomes_a_user_error(
+    rule: ScaleRule | None, said: str, raised: type[Exception]
+) -> None:
+    with pytest.raises(Exception, match=re.escape(said)) as found, float16_operations(LossScale(rule)):
+        raise RuntimeError(said)
+    assert type(found.value) is raised
