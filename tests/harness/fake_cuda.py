@@ -7,11 +7,13 @@ imported torch over the fake, before CUDA starts. What it returns comes back; wh
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import hashlib
 import importlib
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any, BinaryIO
 from harness.native_builds import CACHE
 from harness.native_builds import run as run_command
 from harness.places import TESTS
+from spillway_trainer.launch_rank import PR_SET_PDEATHSIG
 
 SOURCES = TESTS / "fakes" / "cuda"
 MODES = ("eager", "delayed", "reordered")
@@ -96,6 +99,7 @@ def _receive(file: BinaryIO | Any) -> Any:
 
 def _serve() -> None:
     """A child for every request, until standard input ends. What children print goes to standard error."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
