@@ -125,8 +125,7 @@ def allocate(
     where = (
         device if device is not None and device.index is not None else torch.device("cuda", torch.cuda.current_device())
     )
-    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    nbytes = (last + 1) * dtype.itemsize if all(size) else 0
+    nbytes = span_bytes(size, stride, dtype)
     storage = torch.UntypedStorage(nbytes, device=where)
     if nbytes:
         fake().fake_cuda_born(current_stream(), storage.data_ptr(), nbytes, label.encode())
@@ -164,8 +163,13 @@ def spans(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
     """(address, bytes) from the first element to the last."""
     for tensor in tensors:
         if tensor.numel():
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            yield tensor.data_ptr(), (last + 1) * tensor.element_size()
+            yield tensor.data_ptr(), span_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def span_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """From the first element to the last; 0 where there is none."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (last + 1) * dtype.itemsize if all(shape) else 0
 
 
 def lying(tensor: Tensor) -> Tensor:
@@ -210,8 +214,7 @@ def install() -> None:
             )
         ):
             continue
-        base, _, overload = name.partition(".")
-        operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+        operator = operator_named(name)
         results = operator._schema.returns
         if any(one.alias_info is not None and not one.alias_info.is_write for one in results):
             continue
@@ -220,8 +223,7 @@ def install() -> None:
     put("empty.memory_format", empty)
     put("empty_strided", empty_strided)
     for name in DRAWN:
-        base, _, overload = name.partition(".")
-        put(name, partial(draw, getattr(getattr(torch.ops.aten, base), overload or "default")))
+        put(name, partial(draw, operator_named(name)))
     put("_fused_sdp_choice", lambda *_, **__: 0)  # composed
     put("dropout", dropout, "AutogradCUDA")
     put("rms_norm", rms_norm, "AutogradCUDA")
@@ -230,6 +232,11 @@ def install() -> None:
 
 
 _libraries: list[torch.library.Library] = []
+
+
+def operator_named(name: str) -> Operator:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def has_kernel(name: str, key: str) -> bool:

@@ -7,13 +7,11 @@ imported torch over the fake, before CUDA starts. What it returns comes back; wh
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import hashlib
 import importlib
 import os
 import pickle
-import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +24,7 @@ from typing import Any, BinaryIO
 from harness.native_builds import CACHE
 from harness.native_builds import run as run_command
 from harness.places import TESTS
-from spillway_trainer.launch_rank import PR_SET_PDEATHSIG
+from spillway_trainer.launch_rank import die_with_parent
 
 SOURCES = TESTS / "fakes" / "cuda"
 MODES = ("eager", "delayed", "reordered")
@@ -78,7 +76,7 @@ def run(function: Callable[..., Any], *arguments: Any, **settings: object) -> An
 
 @cache
 def _server() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "harness.fake_cuda"]
+    command = [sys.executable, "-m", "harness.fake_cuda", str(os.getpid())]
     made = subprocess.Popen(command, env=environment(), cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(made.kill)
     return made
@@ -99,7 +97,7 @@ def _receive(file: BinaryIO | Any) -> Any:
 
 def _serve() -> None:
     """A child for every request, until standard input ends. What children print goes to standard error."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:

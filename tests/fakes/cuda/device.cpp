@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -207,9 +206,8 @@ void Stream::put(std::function<void()> work, const std::vector<Range>& reads, co
                  const std::string& label) {
   {
     std::lock_guard<std::mutex> lock(judge().mutex);
-    Judge::join(clock_, judge().threads[own_clock]);
-    if (clock_.size() <= size_t(actor_)) clock_.resize(actor_ + 1);
-    const Access access{actor_, ++clock_[actor_], label};
+    tick();
+    const Access access{actor_, clock_[actor_], label};
     for (const Range& range : reads) judge().access(range, false, access, clock_);
     for (const Range& range : writes) judge().access(range, true, access, clock_);
     give(std::move(work));
@@ -223,9 +221,7 @@ void Stream::put(std::function<void()> work, const std::vector<Range>& reads, co
 
 std::shared_ptr<Mark> Stream::mark() {
   std::lock_guard<std::mutex> lock(judge().mutex);
-  Judge::join(clock_, judge().threads[own_clock]);
-  if (clock_.size() <= size_t(actor_)) clock_.resize(actor_ + 1);
-  ++clock_[actor_];
+  tick();
   auto made = std::make_shared<Mark>(clock_);
   give([made] { made->set(); });
   return made;
@@ -256,6 +252,13 @@ void Stream::synchronize() {
 bool Stream::is_idle() {
   std::lock_guard<std::mutex> lock(mutex_);
   return num_done_ == num_given_;
+}
+
+// The next step comes after all that the calling thread knows. With the judge's mutex held.
+void Stream::tick() {
+  Judge::join(clock_, judge().threads[own_clock]);
+  if (clock_.size() <= size_t(actor_)) clock_.resize(actor_ + 1);
+  ++clock_[actor_];
 }
 
 // With the judge's mutex held, so that the order in the queue is the order of the clocks.
@@ -404,22 +407,23 @@ size_t Places::remove(const void* address) {
   return nbytes;
 }
 
-int Places::device_of(const void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = places_.upper_bound(at);
-  if (found == places_.begin()) return -1;
-  --found;
-  return at < found->first + found->second.nbytes ? found->second.device : -1;
-}
-
-bool Places::is_registered(const void* address, size_t nbytes) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
+bool Places::find(uintptr_t at, size_t nbytes, Place* place) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = places_.upper_bound(at);
   if (found == places_.begin()) return false;
   --found;
-  return found->second.device < 0 && at + nbytes <= found->first + found->second.nbytes;
+  *place = found->second;
+  return at + nbytes <= found->first + found->second.nbytes;
+}
+
+int Places::device_of(const void* address) {
+  Place place{};
+  return find(reinterpret_cast<uintptr_t>(address), 1, &place) ? place.device : -1;
+}
+
+bool Places::is_registered(const void* address, size_t nbytes) {
+  Place place{};
+  return find(reinterpret_cast<uintptr_t>(address), nbytes, &place) && place.device < 0;
 }
 
 }  // namespace fake

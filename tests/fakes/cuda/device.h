@@ -35,6 +35,8 @@ struct Settings {
   static const Settings& get();  // from FAKE_CUDA_DEVICES, _MIB, _MODE, _SEED, _DELAY_US, _VIRTUAL
 };
 
+constexpr unsigned char kPoison = 0xA5;  // new memory: -2.9e-16 as a float, far out of range as an index
+
 void count(const std::string& name, long number = 1);
 
 using Clock = std::vector<uint64_t>;  // by stream, how many of its steps are known
@@ -78,6 +80,7 @@ class Stream {
   const int device;
 
  private:
+  void tick();
   void give(std::function<void()> work);
   void run();
 
@@ -136,6 +139,8 @@ class Places {
     size_t nbytes;
     int device;
   };
+  bool find(uintptr_t at, size_t nbytes, Place* place);  // where all of `nbytes` lie
+
   std::mutex mutex_;
   std::map<uintptr_t, Place> places_;
 };

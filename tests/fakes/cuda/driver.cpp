@@ -119,7 +119,7 @@ API CUresult cuMemMap(CUdeviceptr memory, size_t nbytes, size_t, CUmemGenericAll
                       unsigned long long) {
   void* const address = reinterpret_cast<void*>(memory);
   mprotect(address, nbytes, PROT_READ | PROT_WRITE);
-  if (!Settings::get().is_virtual) memset(address, 0xA5, nbytes);
+  if (!Settings::get().is_virtual) memset(address, fake::kPoison, nbytes);
   fake::places().add(address, nbytes, reinterpret_cast<Allocation*>(handle)->device);
   return CUDA_SUCCESS;
 }

@@ -1,11 +1,9 @@
 // The names of libcudart that torch calls. Kernels of its own do nothing; those that tests bring (fake_cuda_launch) run
 // on the stream's thread. What is not here falls through to the real library, which finds no driver and fails.
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -20,7 +18,6 @@ using fake::Settings;
 namespace {
 
 constexpr size_t kTouchedBytes = 65536;  // what is virtual is larger
-constexpr unsigned char kPoison = 0xA5;  // bfloat16 -2.9e-16, float32 -2.9e-16, int64 far out of range
 
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -207,7 +204,7 @@ API cudaError_t cudaMalloc(void** found, size_t nbytes) {
     Device::current().give_back(nbytes);
     return failed(cudaErrorMemoryAllocation);
   }
-  if (!Settings::get().is_virtual) memset(*found, kPoison, nbytes);
+  if (!Settings::get().is_virtual) memset(*found, fake::kPoison, nbytes);
   fake::places().add(*found, nbytes, Device::current_index());
   return cudaSuccess;
 }
