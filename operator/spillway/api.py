@@ -448,7 +448,9 @@ class Parallelism(Fields):
 
     nodes: Annotated[Positive, Field(le=MAX_RANKS)] = Field(default=1, description="Nodes; one pod each.")
     devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
-    device: Literal["Auto", "Cuda", "Cpu"] = Field(default="Auto", description="Kind of device.")
+    device: Literal["Auto", "Cuda", "Cpu"] = Field(
+        default="Auto", description="Kind of device. Auto: a GPU where one is that can run the job, else a CPU."
+    )
     strategy: Strategy = Field(
         default="Auto",
         description="What ranks divide among them: nothing (Ddp); optimizer states and sums of gradients (Zero1, "

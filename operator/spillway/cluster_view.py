@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spillway.corrections import NO_CORRECTIONS, Corrections
-from spillway.hardware import NodeSpec
+from spillway.hardware import DeviceKind, NodeSpec
 from spillway.plan import Tier
 from spillway.pod_evidence import PodEvidence
 
@@ -105,3 +105,5 @@ class ClusterView:
     """of jobs that name none"""
     corrections: Corrections = NO_CORRECTIONS
     """what the attempts of the job that is placed showed"""
+    device: DeviceKind | None = None
+    """of these attempts: another kind rounds otherwise; None = there were none"""

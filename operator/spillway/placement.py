@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
 from spillway.candidates import TIE
 from spillway.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
 from spillway.corrections import NO_CORRECTIONS, Corrections
+from spillway.device_choice import cpu_because, on_device
 from spillway.errors import UserError
 from spillway.explain import lacking
-from spillway.hardware import NodeSpec, gpu_node, local_node, resolve_node
+from spillway.hardware import DeviceKind, NodeSpec, gpu_node, local_node, resolve_node
 from spillway.headroom import Preference, rank
 from spillway.known_plans import known_plan
 from spillway.ladder import smaller_micro_batches
@@ -67,8 +68,6 @@ __all__ = [
     "profiled",
 ]
 
-DeviceKind = Literal["Cpu", "Cuda"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -109,8 +108,38 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     """The plan for `job` and the nodes it should run on.
 
     Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
-    DoesNotFit when none of the classes has a plan.
+    DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
     """
+    if job.spec.parallelism.device != "Auto":
+        return _place(job, cluster)
+    decided, why = cluster.device, "as in the attempts before"
+    if decided is None and (why := cpu_because(job.spec) or _no_devices(job.spec, cluster)):
+        decided = "Cpu"
+    if decided is not None:
+        return _told(_place(on_device(job, decided), cluster), f"device: {decided}, {why}")
+    found = _place(on_device(job, "Cuda"), cluster)
+    if isinstance(found, Placement):
+        return _told(found, f"device: Cuda, nodes have {job.spec.resource_name}")
+    other = _told(_place(on_device(job, "Cpu"), cluster), f"device: Cpu, Cuda is not possible: {found.message}")
+    return other if isinstance(other, Placement) else found
+
+
+def _told(found: Placement | Unplaceable, choice: str) -> Placement | Unplaceable:
+    if isinstance(found, Unplaceable):
+        return found
+    reasons = (choice, *found.plan.reasons)
+    return replace(found, plan=found.plan.model_copy(update={"reasons": reasons}))
+
+
+def _no_devices(spec: TrainingJobSpec, cluster: ClusterView) -> str:
+    if cluster.nodes is None:
+        return "the operator may not list nodes"
+    has_one = any(view.allocatable_devices.get(spec.resource_name) for view in cluster.nodes)
+    return "" if has_one else f"no node has {spec.resource_name}"
+
+
+def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """On the kind of device that the job names."""
     if cluster.nodes is None:
         return _without_view(job, cluster)
     needs = _needs(job.spec)
@@ -152,7 +181,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
 
 
 def device_kind(spec: TrainingJobSpec) -> DeviceKind:
-    """What the pods run on. Auto is Cpu: it is what the trainer executes on so far."""
+    """What the pods run on, of a job for exactly one kind."""
     return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
 
 
@@ -401,19 +430,13 @@ def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
     """Where device and host share a memory whose parts the job does not name, and none fits of which the device has
     the larger part, one of which the host has it."""
-    ranks, own = job.spec.parallelism.devices_per_node, _on_device(job, group.node)
+    ranks, own = job.spec.parallelism.devices_per_node, on_device(job, group.node.device_kind)
     decided = known_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
     has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
     if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
         return decided
     other = known_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
     return decided if isinstance(other, Infeasible) else other
-
-
-def _on_device(job: TrainingJob, node: NodeSpec) -> TrainingJob:
-    """The job for exactly this kind of device."""
-    parallelism = job.spec.parallelism.model_copy(update={"device": node.device_kind})
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})
 
 
 def _overrides(job: TrainingJob, group: _NodeClass, ranks: int, device_share: float = DEVICE_SHARE) -> Overrides:

@@ -59,6 +59,7 @@ class PlanStatus(Written):
         default="", description="ConfigMap with job.json and plan.json."
     )
     node: Short = Field(default="", description="Node class that it is made for.")
+    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device that it is made for.")
     summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
     bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
     pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")

@@ -16,9 +16,6 @@ from .case import num_steps, whole
 from .observed import JobObject
 from .store import Store
 
-CUDA = b'"Cuda"'
-"""in the JSON of the spec of every job on GPUs"""
-
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -27,31 +24,30 @@ class Holders:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[str, tuple[int, HeldDevices]] = {}
-        """of the jobs that held devices when it was asked last: resourceVersion, and what"""
+        self._known: dict[str, tuple[int, HeldDevices | None]] = {}
+        """of the jobs whose attempt lived when it was asked last: resourceVersion, and what"""
 
     def besides(self, job: JobObject) -> tuple[HeldDevices, ...]:
-        """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included; () for a job on
-        CPUs."""
-        if CUDA not in job.spec:
-            return ()
+        """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included."""
         attempts = self._store.attempts
         owners = {one.owner_uid for one in attempts if one.owner_uid and not one.outcome and not one.suspended}
         found = (self._store.jobs.by_uid(uid) for uid in owners)
-        jobs = [one for one in found if one is not None and CUDA in one.spec]
-        self._known = {one.uid: self._read(one) for one in jobs}
-        return tuple(held for uid, (_, held) in self._known.items() if uid != job.uid)
+        self._known = {one.uid: self._read(one) for one in found if one is not None}
+        return tuple(held for uid, (_, held) in self._known.items() if held is not None and uid != job.uid)
 
-    def _read(self, job: JobObject) -> tuple[int, HeldDevices]:
+    def _read(self, job: JobObject) -> tuple[int, HeldDevices | None]:
         known = self._known.get(job.uid)
         if known is not None and known[0] == job.resource_version:
             return known
         return job.resource_version, _held(job)
 
 
-def _held(job: JobObject) -> HeldDevices:
+def _held(job: JobObject) -> HeldDevices | None:
+    """None for a job on CPUs."""
     spec, status = json.loads(job.spec), json.loads(job.status)
     plan = _read(PlanStatus, status.get("plan"))
+    if (plan.device or given(spec, "parallelism.device")) != "Cuda":
+        return None
     devices = whole(given(spec, "parallelism.nodes"), 1) * whole(given(spec, "parallelism.devicesPerNode"), 1)
     return HeldDevices(
         node_class=plan.node,

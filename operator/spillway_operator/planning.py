@@ -57,7 +57,8 @@ def plan_attempt(
     job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: Past, place: Place
 ) -> AttemptFiles | Finding:
     """The attempt that `past.attempts` ends with."""
-    cluster = replace(cluster, trainer_image=facts.trainer_image)
+    device = past.last.device if past.last is not None else None
+    cluster = replace(cluster, trainer_image=facts.trainer_image, device=device)
     try:
         placed = _placed(job, cluster, past, place)
     except UserError as error:
@@ -119,7 +120,8 @@ def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure
     memory = job.spec.memory.model_copy(update={"mode": "Auto"})
     as_auto = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
     try:
-        placed = place(as_auto, replace(cluster, corrections=corrections_after(failures)))
+        seen = replace(cluster, corrections=corrections_after(failures), device=failures[-1].plan.device)
+        placed = place(as_auto, seen)
     except Exception as error:  # as in plan_attempt
         return f"mode Auto would find no plan: {type(error).__name__}: {error}"
     if isinstance(placed, Unplaceable):
@@ -132,6 +134,7 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
     plan, room = placed.plan, placed.headroom
     return PlanStatus(
         node=c.clean(placed.node.name, 64),
+        device=plan.device,
         summary=c.clean("; ".join(plan.reasons) or summary(plan), LONGEST_TEXT),
         bytes=_quantities(*(plan.bytes[tier].total if tier in plan.bytes else None for tier in Tier)),
         pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),

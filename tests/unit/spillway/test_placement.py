@@ -451,9 +451,52 @@ def test_unknown_product_is_planned_with_the_memory_its_driver_reports() -> None
     assert found.node.device_bytes == 97000 * MIB - 2 * GIB
 
 
-def test_auto_is_a_cpu_job_so_far() -> None:
-    found = placed(cluster(gpu_node("node-h", H100_LABELS)))
+MIXED = cluster(node("node-a"), gpu_node("node-h", H100_LABELS))
+NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("view", "changes", "device", "why"),
+    [
+        (MIXED, {}, "Cuda", "device: Cuda, nodes have nvidia.com/gpu"),
+        (cluster(node("node-a")), {}, "Cpu", "device: Cpu, no node has nvidia.com/gpu"),
+        (MIXED, {"spec.resourceName": "example.com/gpu"}, "Cpu", "device: Cpu, no node has example.com/gpu"),
+        (cluster(node("node-a", labels={"pool": "cpu"}), gpu_node("node-h", H100_LABELS)), NO_GPU_FITS, "Cpu",
+         "device: Cpu, Cuda is not possible: none of 2 nodes can carry a pod of this job; the nearest: node-a has 0 "
+         "nvidia.com/gpu, a pod needs 1"),
+        (ClusterView(), {}, "Cpu", "device: Cpu, the operator may not list nodes"),
+        (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in the attempts before"),
+        (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}, "Cpu",
+         "device: Cpu, Fsdp divides a model on CPUs alone so far"),
+    ],
+    ids=["a node has one", "no node has one", "of another resource", "none for this job", "no view", "as before",
+         "divided"],
+)  # fmt: skip
+def test_auto_takes_a_gpu_where_one_is_and_says_why(
+    view: ClusterView, changes: dict[str, Any], device: str, why: str
+) -> None:
+    found = placed(view, changes)
+    assert found.plan.device == device
+    assert found.plan.reasons[0] == why
+    assert found.pod.devices == (1 if device == "Cuda" else 0)
+
+
+def test_a_job_that_names_its_device_is_told_nothing_of_a_choice() -> None:
+    assert not any("device:" in reason for reason in placed(MIXED, CUDA).plan.reasons)
+
+
+def test_attempts_on_gpus_are_followed_by_none_on_cpus() -> None:
+    found = unplaceable(replace(cluster(node("node-a")), device="Cuda"))
+    assert found.message.endswith("node-a has 0 nvidia.com/gpu, a pod needs 1")
+
+
+def test_auto_takes_the_cpu_where_the_model_does_not_fit_the_gpus() -> None:
+    view = cluster(node("node-a"), gpu_node("node-g", {"nvidia.com/gpu.memory": "100"}))
+    found = placed(view)
     assert found.plan.device == "Cpu"
+    assert found.plan.reasons[0].startswith("device: Cpu, Cuda is not possible: tiny does not fit node class 8x-")
+    both = unplaceable(view, {"spec.memory.budget.device": "1Mi", "spec.memory.budget.host": "0"})
+    assert "node class 8x-" in both.message
 
 
 def test_a_profile_goes_before_the_catalog() -> None:

@@ -70,11 +70,15 @@ def test_an_attempt_that_runs_nothing_holds_nothing(attempt: dict[str, Any]) -> 
     assert Holders(store).besides(asking) == ()
 
 
-def test_jobs_on_cpus_hold_no_devices_and_ask_for_none() -> None:
+def test_jobs_on_cpus_hold_no_devices() -> None:
     store, asking = stored({"plan": PLAN}, parallelism={"nodes": 1})
     assert Holders(store).besides(asking) == ()
-    on_cpus = put_job(FakeApi(), "demo", training=TRAINING)
-    assert Holders(stored({"plan": PLAN})[0]).besides(on_cpus) == ()
+
+
+@pytest.mark.parametrize(("device", "holds"), [("Cuda", True), ("Cpu", False)])
+def test_a_job_of_device_auto_holds_what_its_plan_is_made_for(device: str, holds: bool) -> None:
+    store, asking = stored({"plan": PLAN | {"device": device}}, parallelism={"nodes": 1})
+    assert bool(Holders(store).besides(asking)) is holds
 
 
 def test_what_a_job_holds_is_read_once_for_each_of_its_states() -> None:

@@ -32,10 +32,11 @@ from harness.cluster_model import (
 )
 from harness.depth import examples
 from harness.observations import NOW, attempt, condition, decide, follow_up, observed
-from spillway.cluster_view import ClusterView
+from spillway.cluster_view import ClusterView, NodeView
 from spillway.placement import Unplaceable
 from spillway.progress import ProgressReport
 from spillway.status import MAX_ATTEMPTS, TrainingJobStatus
+from spillway.units import GIB
 from spillway_operator.observed import Claim, Contract, Desired, PodObject
 from spillway_operator.progress_outbox import Received
 from spillway_operator.reconcile import pause_seconds, reconcile
@@ -860,6 +861,22 @@ def test_a_resumed_run_keeps_its_number_of_threads() -> None:
     )
     second = decide(observed(contracts=(contract,), status={"attempts": {"total": 1, "ended": 1}}))
     assert json.loads(second.creates[0]["data"]["job.json"])["compute_threads"] == 17
+
+
+@pytest.mark.parametrize("device", ["Cuda", "Cpu"])
+def test_attempts_of_device_auto_keep_the_device_of_the_first(device: str) -> None:
+    with_gpu = NodeView("node-a", {}, (), 8.0, 64 * GIB, 100 * GIB, {"nvidia.com/gpu": 1})
+    without = replace(with_gpu, allocatable_devices={})
+    before = ClusterView((with_gpu if device == "Cuda" else without,))
+    desired = reconcile(replace(observed(), cluster=before), NOW)
+    first = desired.creates[0]["data"]
+    assert (json.loads(first["plan.json"])["device"], desired.status["plan"]["device"]) == (device, device)
+    files = (first[name] for name in ("job.json", "plan.json", "decision.json", "attempt.json"))
+    contracts = (Contract(1, f"{NAME}-1", UID, *files),)
+    resumed = observed(contracts=contracts, status={"attempts": {"total": 1, "ended": 1}})
+    second = reconcile(replace(resumed, cluster=ClusterView((with_gpu,))), NOW)
+    plan = json.loads(second.creates[0]["data"]["plan.json"])
+    assert (plan["device"], plan["reasons"][0]) == (device, f"device: {device}, as in the attempts before")
 
 
 def test_only_the_newest_attempt_lives() -> None:
