@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -20,6 +21,7 @@ from harness import local_runs, sweep_runs
 from spillway.api import TrainingJob
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
+from spillway_trainer import numa
 from spillway_trainer.models.build import build_model
 from spillway_trainer.tiers import cuda_lanes
 from spillway_trainer.tiers.cuda import CudaStreams
@@ -79,6 +81,14 @@ def job_of(root: Path, technique: str, model: str, epoch: int, steps: int) -> Jo
     return job.model_copy(update={"spec": TrainingJob.model_validate(document).spec})
 
 
+def write_contract(root: Path, technique: str, model: str) -> None:
+    """What a trainer on a device is started with."""
+    job = job_of(root, technique, model, 1, 4)
+    plan = plan_of(technique, len(build_model(job.spec).segments)).model_copy(update={"device": "Cuda"})
+    for name, content in (("job", job), ("plan", plan)):
+        (root / f"{name}.json").write_text(content.model_dump_json(), encoding="utf-8")
+
+
 def attempt(root: Path, technique: str, model: str, on_device: bool, epoch: int = 1, steps: int = 4) -> Any:
     """(exit code, what the fake counted, races, (losses, weights and states))."""
     from spillway_trainer.__main__ import attempt as run
@@ -101,6 +111,30 @@ def outcome(root: Path, steps: int) -> tuple[dict[int, float], dict[str, Any]]:
     checkpoints = root / "checkpoints"
     tensors = sweep_runs.final_tensors(checkpoints, steps) if [*checkpoints.glob(f"step-{steps}.e*")] else {}
     return sweep_runs.losses(root), {name: tensor.view(torch.uint8).numpy() for name, tensor in tensors.items()}
+
+
+def contexts_before_placement(root: Path) -> list[int]:
+    """How many the process has when it chooses its cores."""
+    place, found = numa.place, []
+
+    def noted(*arguments: Any) -> numa.Placement:
+        found.append(cuda_kernels.take_counts().get("contexts", 0))
+        return place(*arguments)
+
+    numa.place = noted
+    code, *_ = attempt(root, "disabled", "llama", True)
+    assert code == 0
+    return found
+
+
+def assert_same(found: Any, then: Any) -> None:
+    """Of two outcomes: every bit."""
+    (losses, tensors), (then_losses, then_tensors) = found, then
+    assert losses == then_losses
+    assert tensors.keys() == then_tensors.keys()
+    assert tensors
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor, then_tensors[name]), name
 
 
 def killed_attempt(root: Path, technique: str, model: str, steps: int = 4) -> int:

@@ -71,6 +71,7 @@ def test_operator_build_and_final_trainer_image_contain_no_compiler() -> None:
     assert "g++" not in " ".join(instructions(images.RECIPES["operator"]))
     trainer = " ".join(instructions(images.RECIPES["trainer"]))
     assert "g++" not in trainer.rpartition("FROM ${BASE}")[2]
+    assert "gcc" not in trainer.rpartition("FROM ${BASE}")[2]
 
 
 @pytest.fixture

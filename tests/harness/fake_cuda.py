@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, sys.path))
     found = str(library())
     return {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": f"{found}/libcuda.so.1", "LD_LIBRARY_PATH": found}
+
+
+def copied(folder: Path, seen_as: Path, packages: str = "") -> dict[str, str]:
+    """The fake and its numbers in `folder`; the environment of a trainer in a container that sees it at `seen_as`.
+    `packages`: where the image has the trainer's modules, if not in its interpreter."""
+    shutil.copytree(library(), folder, symlinks=True)
+    (folder / "fakes").mkdir()
+    shutil.copy(TESTS / "fakes" / "cuda_kernels.py", folder / "fakes")
+    shutil.copy(TESTS / "fakes" / "cuda_trainer" / "sitecustomize.py", folder)
+    path = os.pathsep.join(filter(None, (str(seen_as), packages)))
+    return {"LD_PRELOAD": f"{seen_as}/libcuda.so.1", "LD_LIBRARY_PATH": str(seen_as), "PYTHONPATH": path}
 
 
 def run(function: Callable[..., Any], *arguments: Any, **settings: object) -> Any:

@@ -60,20 +60,19 @@ def run_job(
     recorder.preparing("building the model")
     model = build_model(job.spec, job.claims)
     config.check_plan(job, plan, len(model.segments))
+    usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
+    if usable != plan:
+        report(f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here")
     device = device_for(plan, world)
+    if device.type == "cuda":
+        usable = near_device(usable, job.ranks_per_node, world)
+        cuda.prepare(device, plan.budget[Tier.DEVICE])
     if world.size > 1:
         recorder.preparing(f"waiting for all {world.size} ranks")
     with joined(world) as ranks:
         ranks.agree("job.json", digest(job.model_dump_json()))
         ranks.agree("plan.json", digest(plan.model_dump_json()))
         ranks.agree("model", digest(json.dumps(model.description)))
-        usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
-        if usable != plan:
-            report(
-                f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here"
-            )
-        if device.type == "cuda":
-            usable = near_device(usable, job.ranks_per_node, world)
         run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
     return f"trained to step {progress.step}"
 
@@ -178,16 +177,13 @@ def tell_correction(recorder: Recorder, progress: Progress, correction: Correcti
 
 
 def device_for(plan: MemoryPlan, world: World) -> torch.device:
-    """This rank's device, ready for the plan. Raises UserError where the plan needs one that is not there."""
-    if plan.device == "Cpu":
-        return torch.device("cpu")
-    device = cuda.device_of(world.local_rank)
-    cuda.prepare(device, plan.budget[Tier.DEVICE])
-    return device
+    """This rank's device. Raises UserError where the plan needs one that is not there."""
+    return torch.device("cpu") if plan.device == "Cpu" else cuda.device_of(world.local_rank)
 
 
 def near_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> MemoryPlan:
-    """Keep this process, its threads and its memory to the NUMA node of its device, and say so."""
+    """Keep this process, its threads and its memory to the NUMA node of its device, and say so: before CUDA makes its
+    context, which has threads and host memory of its own."""
     root = Path("/")
     addresses = [cuda.bus_address(rank) for rank in range(num_local_ranks)]
     placement = numa.place(root, addresses, world.local_rank, os.sched_getaffinity(0), usable_cores(root))

@@ -9,6 +9,7 @@ the device, which keeps its denormals and rounds to nearest even, beyond its ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import triton
@@ -28,6 +29,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """of gradients and of updated parameters"""
 LONGEST_SUM = 2**29
 """values; each adds less than 2^34 to a word"""
+DRIVER = Path(__file__).with_name(f"triton-{triton.__version__}.so")
+"""Triton's own library, which it compiles when a device is first used; the image, which has no compiler, brings it"""
+if DRIVER.exists():
+    triton.knobs.build.impl = lambda *_: str(DRIVER)
+    triton.knobs.nvidia.libcuda_path = str(DRIVER.parent)  # else it asks ldconfig what to link to
 
 
 @triton.jit

@@ -43,8 +43,9 @@ API CUresult cuDeviceGetCount(int* found) {
   return CUDA_SUCCESS;
 }
 
-API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;  // no handles to share memory by
+API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  const bool is_shared_memory = attribute == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+  *value = is_shared_memory ? 227 << 10 : 0;  // no handles to share memory by
   return CUDA_SUCCESS;
 }
 
@@ -64,6 +65,8 @@ API CUresult cuCtxGetCurrent(CUcontext* context) {
 }
 
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+API CUresult cuCtxGetDevice(CUdevice* device) { return *device = Device::current_index(), CUDA_SUCCESS; }
+API CUresult cuDriverGetVersion(int* version) { return *version = CUDART_VERSION, CUDA_SUCCESS; }
 
 API CUresult cuGetErrorString(CUresult, const char** text) {
   *text = "an error of the fake";
@@ -78,6 +81,46 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found,
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+
+// --- Triton's kernels: loaded and launched, each computes nothing -------------------------------------------------------
+
+API CUresult cuModuleLoadData(CUmodule* module, const void* code) {
+  if (memcmp(code, "\x7f" "ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;  // ptxas has not made it
+  return cuDevicePrimaryCtxRetain(reinterpret_cast<CUcontext*>(module), Device::current_index());
+}
+
+API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+
+API CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  *function = reinterpret_cast<CUfunction>(new std::string(name));
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void**, void**) {
+  Device::current().use("a kernel");
+  count("launches of " + *reinterpret_cast<std::string*>(function));
+  return CUDA_SUCCESS;
+}
+
+API CUresult cuPointerGetAttribute(void* found, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return unsupported();
+  if (fake::places().device_of(reinterpret_cast<void*>(pointer)) < 0) return CUDA_ERROR_INVALID_VALUE;
+  *static_cast<CUdeviceptr*>(found) = pointer;
+  return CUDA_SUCCESS;
+}
+
+// Named by Triton's library, called by no kernel of ours.
+API CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return unsupported(); }
+API CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return unsupported(); }
+API CUresult cuCtxGetLimit(size_t*, CUlimit) { return unsupported(); }
+API CUresult cuCtxSetLimit(CUlimit, size_t) { return unsupported(); }
+API CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus*) { return unsupported(); }
+API CUresult cuPointerGetAttributes(unsigned, CUpointer_attribute*, void**, CUdeviceptr) { return unsupported(); }
 
 // --- memory by pages: torch's expandable segments --------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cases import device_attempts
@@ -32,15 +31,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device")
 
 
-def assert_same(found: Any, then: Any) -> None:
-    (losses, tensors), (then_losses, then_tensors) = found, then
-    assert losses == then_losses
-    assert tensors.keys() == then_tensors.keys()
-    assert tensors
-    for name, tensor in tensors.items():
-        assert np.array_equal(tensor, then_tensors[name]), name
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", fake_cuda.MODES)
 @pytest.mark.parametrize("technique", device_attempts.TECHNIQUES)
@@ -53,7 +43,7 @@ def test_an_attempt_has_the_cpus_bits_and_no_race(model: str, technique: str, mo
     assert races == []
     assert counts["contexts"] == 1
     assert "kernels that did nothing" not in counts
-    assert_same(found, expected(root, technique, model))
+    device_attempts.assert_same(found, expected(root, technique, model))
 
 
 @pytest.mark.parametrize("technique", ["spread", "weight-stationary"])
@@ -65,4 +55,8 @@ def test_a_killed_attempt_resumes_with_the_bits_of_the_whole(technique: str, roo
         device_attempts.attempt, killed, technique, "llama", True, 2, mode="delayed", seed=3
     )
     assert (code, races) == (0, [])
-    assert_same(found, expected(root, technique, "llama"))
+    device_attempts.assert_same(found, expected(root, technique, "llama"))
+
+
+def test_a_process_is_kept_near_its_device_before_cuda_has_a_context(tmp_path: Path) -> None:
+    assert fake_cuda.run(device_attempts.contexts_before_placement, tmp_path / "run") == [0]
