@@ -12,7 +12,7 @@
     ├── Preempted                75   after a committed checkpoint
     ├── HostOutOfMemory          76
     ├── Fenced                   77   a newer epoch owns the run
-    └── DeviceFault              78   the device does not compute what it should
+    └── DeviceFault              78   the device fails, or does not compute what it should
 
 One class per way of reacting. Messages read: where, what was found, what to do.
 """

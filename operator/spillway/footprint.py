@@ -55,6 +55,8 @@ LARGE_STORAGE_BYTES = 2 * 2**20
 """a huge page: from here on a storage stays in no cache, and its pages are new every time"""
 CACHE_LINE_BYTES = 64
 """storages that lie in one piece of host memory start on one"""
+PARAMETER_UNIT_BYTES = 512
+"""a streamed parameter starts on one, as torch's CUDA allocator places them: cuBLAS chooses kernels by alignment"""
 LOSS_BYTES = CACHE_LINE_BYTES
 """scalars that the loss saves: the sum of its labels' weights"""
 EXCHANGE_PARAMETERS = 2**20
@@ -504,8 +506,8 @@ def _units(work: Workload) -> Units:
 
 
 def home_bytes(segment: Segment) -> int:
-    """Of one segment in host memory, and in a slot before its aliases: each parameter starts on a cache line."""
-    return padded(segment.parameter_bytes + CACHE_LINE_BYTES * segment.num_tensors) if segment.num_parameters else 0
+    """Of one segment in host memory, and in a slot before its aliases: each parameter is padded to its unit."""
+    return padded(segment.parameter_bytes + PARAMETER_UNIT_BYTES * segment.num_tensors) if segment.num_parameters else 0
 
 
 def homes(work: Workload, streaming: Streaming) -> tuple[Tier, ...]:

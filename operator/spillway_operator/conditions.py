@@ -62,7 +62,7 @@ CAUSES: dict[str, str] = {
     ExitCode.PREEMPTED.reason: "stopped on request, after a committed checkpoint (75)",
     ExitCode.HOST_OUT_OF_MEMORY.reason: "an allocation of host memory failed (76)",
     ExitCode.FENCED.reason: "a newer attempt owned the run (77)",
-    ExitCode.DEVICE_FAULT.reason: "a device gave other bits than the CPU in the check before the first step (78)",
+    ExitCode.DEVICE_FAULT.reason: "a device failed, or gave other bits than the CPU before the first step (78)",
     retries.OOM_KILLED: "the kernel killed a process, because the pod's memory limit was reached",
     retries.NODE_LOST: "the node was lost or shut down",
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",

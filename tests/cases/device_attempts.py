@@ -21,12 +21,14 @@ from harness import local_runs, sweep_runs
 from spillway.api import TrainingJob
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
-from spillway_trainer import numa
+from spillway_trainer import numa, trainer
 from spillway_trainer.models.build import build_model
-from spillway_trainer.tiers import cuda_lanes
+from spillway_trainer.tiers import cuda, cuda_lanes
 from spillway_trainer.tiers.cuda import CudaStreams
 from spillway_trainer.tiers.cuda_lanes import CudaLanes
-from spillway_trainer.tiers.lanes import DONE
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import DONE, Lane
 
 SIZES = {"hiddenSize": 32, "numLayers": 3, "numHeads": 4, "intermediateSize": 48, "vocabSize": 300, "maxPositions": 64}
 LLAMA = {name: size for name, size in SIZES.items() if name != "maxPositions"} | {
@@ -148,6 +150,47 @@ def killed_attempt(root: Path, technique: str, model: str, steps: int = 4) -> in
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return len(sweep_runs.losses(root))
+
+
+def attempt_on_the_second_device(root: Path) -> dict[str, int]:
+    """What the fake counted."""
+    cuda.device_of = lambda _: torch.device("cuda", 1)
+    code, counts, _, _ = attempt(root, "spread", "llama", True)
+    assert code == 0
+    return dict(counts)
+
+
+def counts_of_steps(root: Path, technique: str) -> list[dict[str, int]]:
+    """What the fake counted in each of four steps."""
+    found, step = [], trainer.train_step
+
+    def counted(*arguments: Any) -> Any:
+        cuda_kernels.take_counts()
+        ended = step(*arguments)
+        found.append(dict(cuda_kernels.take_counts()))
+        return ended
+
+    trainer.train_step = counted
+    attempt(root, technique, "llama", True)
+    return found
+
+
+def mark_made_in_a_lane() -> None:
+    """What a destructor does that the collector runs in the thread of a lane. Raises its error."""
+    lanes = CudaLanes(HostSlab(1 << 20), DeviceLedger(None), CudaStreams(torch.device("cuda", 0)))
+    lanes.submit(Lane.H2D, lambda: lanes.computed().wait()).wait()
+    lanes.close()
+
+
+def reductions_in_lower_precision() -> tuple[bool, ...]:
+    cuda.prepare(torch.device("cuda", 0), 1 << 30)
+    chosen = torch.backends.cuda.matmul
+    return (
+        chosen.allow_tf32,
+        chosen.allow_bf16_reduced_precision_reduction,
+        chosen.allow_fp16_reduced_precision_reduction,
+        chosen.allow_fp16_accumulation,
+    )
 
 
 # --- planted defects --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spillway.update_rules import UpdateRule
-from spillway_trainer import master_halves, reference, triton_kernels
+from spillway_trainer import kernels, master_halves, reference, triton_kernels
 from spillway_trainer.reference import UpdateScalars
 
 SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
@@ -123,9 +123,21 @@ def check_square_sum(device: str, n: int, dtype: torch.dtype, offset: int) -> No
     """Exact, infinities and NaNs counted; also of one exponent alone, where every digit meets in one word."""
     alike = torch.full((n,), 1.9999999)
     for values in (any_values(n, 30), trained_values(n, 31), alike, alike * 2.0**127, alike * 2.0**-130, alike * 0):
-        found = triton_kernels.square_sum(at_offset(values.to(dtype), offset, device)).tolist()
+        found = kernels.finish_square_sums([triton_kernels.square_sum(at_offset(values.to(dtype), offset, device))])
         wanted = reference.square_sum(values.to(dtype))
-        assert reference.square_sum_of_words(found) == wanted, (n, dtype, found, wanted)
+        assert found == wanted, (n, dtype, found, wanted)
+
+
+def check_square_sum_in_parts(device: str) -> None:
+    """More values than one row of words can take."""
+    values, longest = trained_values(10_000, 32), triton_kernels.LONGEST_SUM
+    triton_kernels.LONGEST_SUM = 4096
+    try:
+        words = triton_kernels.square_sum(values.to(device))
+    finally:
+        triton_kernels.LONGEST_SUM = longest
+    assert words.shape[0] == 3
+    assert kernels.finish_square_sums([words]) == reference.square_sum(values)
 
 
 def around_ties(dtype: torch.dtype) -> Tensor:
@@ -165,6 +177,7 @@ def check_everything(device: str) -> None:
         check_accumulate(device, n, gradient_type, offset=n % 2)
         check_square_sum(device, n, gradient_type, offset=n % 2)
     assert not triton_kernels.square_sum(torch.empty(0, device=device)).any()
+    check_square_sum_in_parts(device)
     check_rounding(device)
 
 

@@ -437,8 +437,8 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
 
 
 def square_sum(values: Tensor) -> Tensor:
-    words = torch.empty(NUM_WORDS, dtype=torch.int64, device=values.device)
-    into, theirs = lying(words), lying(values)
+    words = torch.empty(1, NUM_WORDS, dtype=torch.int64, device=values.device)
+    into, theirs = lying(words)[0], lying(values)
 
     def work() -> None:
         found = reference.square_sum(theirs)

@@ -113,6 +113,9 @@ class FakeStreams:
     def compute(self) -> str:
         return COMPUTE
 
+    def enter_thread(self) -> None:
+        pass
+
     def make(self, label: str) -> str:
         return label
 
@@ -272,7 +275,7 @@ def handing_over(streams: FakeStreams) -> Iterator[None]:
     """Threads of lanes that are made inside hand their clocks over."""
     event = type("ThisEvent", (ClockedEvent,), {"clocks": streams.clocks})
     simple_queue = type("ThisQueue", (ClockedQueue,), {"clocks": streams.clocks})
-    shim = SimpleNamespace(Event=event, Thread=threading.Thread, Lock=threading.Lock)
+    shim = SimpleNamespace(Event=event, Thread=threading.Thread, Lock=threading.Lock, get_ident=threading.get_ident)
     with pytest.MonkeyPatch.context() as patched:
         for module in (lanes, cuda_lanes):
             patched.setattr(module, "threading", shim)

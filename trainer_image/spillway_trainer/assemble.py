@@ -398,18 +398,21 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
         nvme.register(host.memory)  # staging buffers lie there
     if device.type == "cpu":
         return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
-    check_device(device)
     return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)
 
 
-def check_device(device: torch.device) -> None:
-    """Every lane and every kernel, with lanes and memory of their own. Raises DeviceFault."""
-    host, ledger = HostSlab(device_check.HOST_BYTES), DeviceLedger(None)
-    lanes = CudaLanes(host, ledger, cuda.CudaStreams(device))
-    try:
-        device_check.check(lanes, device)
-    finally:
-        lanes.close()
+def check_device(device: torch.device, model: Chain, settings: Hyperparameters) -> None:
+    """Every lane, and the kernels that train `model`, with lanes and memory of their own. Raises DeviceFault."""
+    if device.type == "cpu":
+        return
+    with device_check.faults():
+        host, ledger = HostSlab(device_check.HOST_BYTES), DeviceLedger(None)
+        lanes = CudaLanes(host, ledger, cuda.CudaStreams(device))
+        try:
+            dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+            device_check.check(lanes, device, settings, dtypes)
+        finally:
+            lanes.close()
 
 
 def uses_nvme(plan: MemoryPlan) -> bool:

@@ -49,8 +49,12 @@ class Batch:
     """labels that count in the loss"""
 
     def on(self, device: torch.device) -> Batch:
-        """The batch with its tensors there."""
-        return Batch(self.tokens_BT.to(device), self.labels_BT.to(device), self.num_unmasked)
+        """The batch with its tensors there; the host does not wait for a device."""
+        if device.type == "cpu":
+            return self
+        given = self.tokens_BT, self.labels_BT
+        tokens_BT, labels_BT = (tensor.pin_memory().to(device, non_blocking=True) for tensor in given)
+        return Batch(tokens_BT, labels_BT, self.num_unmasked)
 
 
 class Windows:

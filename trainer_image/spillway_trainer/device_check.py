@@ -1,44 +1,64 @@
 """Before the first step on a device: a few chunks through every lane and every kernel, held to the CPU's bits.
 
 A device, driver or compiler that computes something else would change a run without a word; here it ends the run with a
-sentence (exit code 78). It takes a second, most of it for compiling kernels that the run needs anyway.
+error (exit code 78). Most of its time goes into compiling kernels, which the run needs anyway.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from spillway.errors import DeviceFault
+from spillway.errors import DeviceFault, SpillwayError
 from spillway.plan import Tier
 from spillway.update_rules import UpdateRule
 
 from . import kernels, reference
+from .ending import is_device_out_of_memory, is_out_of_memory
 from .master_halves import join, rest_bytes, split
-from .reference import UpdateScalars
+from .optimizer import Hyperparameters
+from .reference import UpdateScalars, narrowed
 from .tiers.extents import round_up
 from .tiers.lanes import Event, Lane, Lanes
 
 NUM_VALUES = 20_003
-"""of every array: several blocks of a kernel, and no multiple of anything"""
+"""several blocks of a kernel, and no multiple of anything"""
+SIZES = (NUM_VALUES, 20_480)
+"""of arrays: what is a multiple of 16, as nearly all chunks are, is computed by a kernel of its own"""
 NUM_CHUNKS, NUM_BUFFERS = 6, 2
 HOST_BYTES = 2 * NUM_BUFFERS * round_up(4 * NUM_VALUES)
 """of the lanes' host memory that the check takes at once; it gives it back"""
 
 
-def check(lanes: Lanes, device: torch.device) -> None:
-    """Raises DeviceFault at the first bit that differs."""
+def check(lanes: Lanes, device: torch.device, settings: Hyperparameters, dtypes: Collection[torch.dtype]) -> None:
+    """Raises DeviceFault at the first bit that differs. `dtypes`: of the parameters that are trained by `settings`."""
     check_lanes(lanes)
-    for rule, dtype in itertools.product(UpdateRule, (torch.float32, torch.bfloat16, torch.float16)):
-        check_update(device, rule, dtype)
-    for rule in UpdateRule:
-        check_update_split(device, rule)
-    check_accumulate(device)
-    check_square_sum(device)
+    for n in SIZES:
+        for dtype in dtypes:
+            check_update(device, settings, dtype, n)
+            check_accumulate(device, dtype, n)
+        if torch.bfloat16 in dtypes:
+            check_update_split(device, settings, n)
+        check_square_sum(device, n)
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """What fails inside is the device's fault, its driver's, or its compiler's; memory that runs out is neither."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SpillwayError) or is_device_out_of_memory(error) or is_out_of_memory(error):
+            raise
+        found = f"{type(error).__name__}: {error}"
+        raise DeviceFault(
+            f"the check of the device failed before the first step: {found}. Nothing was trained. Run the job on "
+            "another device; if it fails there, too, see that this version of the driver and of triton work together"
+        ) from error
 
 
 def check_lanes(lanes: Lanes) -> None:
@@ -92,62 +112,76 @@ def step_scalars(rule: UpdateRule, step: int) -> UpdateScalars:
     return UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, gradient_scale=0.37, momentum=0.8, rule=rule, **powers)
 
 
-def check_update(device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> None:
-    """Two steps of one rule; gradient and parameter in `dtype`."""
-    wanted = [values(seed) for seed, _ in enumerate(rule.state_kinds)]
-    found, out = [state.to(device, copy=True) for state in wanted], torch.zeros(NUM_VALUES, dtype=dtype)
-    found_out = out.to(device, copy=True)
+def check_update(device: torch.device, settings: Hyperparameters, dtype: torch.dtype, n: int) -> None:
+    """Two steps; parameters in `dtype`, which are their own masters in float32."""
+    rule = settings.rule
+    wanted = initial(settings, n)
+    found = [state.to(device, copy=True) for state in wanted]
+    out = None if dtype == torch.float32 else torch.zeros(n, dtype=dtype)
+    found_out = None if out is None else out.to(device, copy=True)
     for step in (1, 2):
-        scalars, gradient = step_scalars(rule, step), values(10 + step).to(dtype)
+        scalars, gradient = step_scalars(rule, step), values(10 + step, n)
         kernels.update(scalars, found[0], found[1:], gradient.to(device), found_out)
         reference.update(scalars, wanted[0], wanted[1:], gradient, out)
-    same([*found, found_out], [*wanted, out], [*rule.state_kinds, "parameter"], f"an update by {rule} in {dtype}")
+    outs = [] if out is None or found_out is None else [(found_out, out)]
+    pairs = [*zip(found, wanted, strict=True), *outs]
+    same(pairs, [*rule.state_kinds, "parameter"], f"an update by {rule} in {dtype}")
 
 
-def check_update_split(device: torch.device, rule: UpdateRule) -> None:
-    """Two steps of one rule by masters in halves."""
-    wanted = [values(seed) for seed, _ in enumerate(rule.state_kinds)]
-    weights, rest = reference.bfloat16(wanted[0]), torch.empty(rest_bytes(NUM_VALUES), dtype=torch.uint8)
+def check_update_split(device: torch.device, settings: Hyperparameters, n: int) -> None:
+    """Two steps by masters in halves."""
+    rule = settings.rule
+    wanted = initial(settings, n)
+    weights, rest = reference.bfloat16(wanted[0]), torch.empty(rest_bytes(n), dtype=torch.uint8)
     split(wanted[0], weights, rest)
     found = [tensor.to(device, copy=True) for tensor in (weights, rest, *wanted[1:])]
     for step in (1, 2):
-        gradient = values(10 + step)
+        gradient = values(10 + step, n)
         kernels.update_split(
             kernels.update, step_scalars(rule, step), found[1], found[2:], gradient.to(device), found[0]
         )
         reference.update(step_scalars(rule, step), wanted[0], wanted[1:], gradient, weights)
     joined = join(found[0].cpu(), found[1].cpu())
-    same([joined, *found[2:]], wanted, rule.state_kinds, f"an update by {rule} of masters in halves")
+    same(zip([joined, *found[2:]], wanted, strict=True), rule.state_kinds, f"an update by {rule} of masters in halves")
 
 
-def check_accumulate(device: torch.device) -> None:
-    found, wanted = torch.empty(NUM_VALUES, device=device), torch.empty(NUM_VALUES)
-    for number, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
-        gradient = values(20 + number).to(dtype)
+def check_accumulate(device: torch.device, dtype: torch.dtype, n: int) -> None:
+    found, wanted = torch.empty(n, device=device), torch.empty(n)
+    for number in range(2):
+        gradient = values(20 + number, n).to(dtype)
         kernels.accumulate(found, gradient.to(device), number == 0)
         reference.accumulate(wanted, gradient, number == 0)
-    same([found], [wanted], ["accumulator"], "a sum of gradients")
+    same([(found, wanted)], ["accumulator"], f"a sum of gradients in {dtype}")
 
 
-def check_square_sum(device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        gradient = values(30).to(dtype)
-        if kernels.square_sum(gradient.to(device)) != reference.square_sum(gradient):
-            raise fault(f"the sum of the squares of {NUM_VALUES} gradients in {dtype} is another one")
+def check_square_sum(device: torch.device, n: int) -> None:
+    gradient = values(30, n)
+    if kernels.square_sum(gradient.to(device)) != reference.square_sum(gradient):
+        raise fault(f"the sum of the squares of {n} gradients is another one")
 
 
-def values(seed: int) -> Tensor:
+def initial(settings: Hyperparameters, n: int) -> list[Tensor]:
+    """Master and moments."""
+    kinds = settings.rule.state_kinds
+    return [narrowed(values(seed, n), settings.state_dtype(kind), kind) for seed, kind in enumerate(kinds)]
+
+
+def values(seed: int, n: int) -> Tensor:
     """float32 as training has them, with denormals, zeros of both signs, exact ties of bfloat16 and a NaN."""
-    found = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(seed)) * 0.02
+    found = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02
     found[1::7] *= 1e-38
     found[2::7] = (found[2::7].view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
     found[3::7], found[4::70], found[-1] = 0.0, -0.0, torch.nan
     return found
 
 
-def same(found: Sequence[Tensor], wanted: Sequence[Tensor], names: Sequence[str], what: str) -> None:
-    for name, on_device, theirs in zip(names, found, wanted, strict=True):
-        ours, integers = on_device.cpu(), torch.int32 if theirs.dtype == torch.float32 else torch.int16
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str) -> None:
+    """`pairs`: found on the device, wanted."""
+    for name, (on_device, theirs) in zip(names, pairs, strict=False):
+        ours, integers = on_device.cpu(), INTEGERS[theirs.itemsize]
         differing = ours.view(integers) != theirs.view(integers)
         if bool(differing.any()):
             at = int(differing.nonzero()[0])

@@ -70,6 +70,11 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(code.reason, code, f"an allocation on the device failed: {found} Lower "
                       "spec.training.microBatchSize, or let more leave the device (spec.memory.activations.policy, "
                       "spec.memory.optimizer.placement).")  # fmt: skip
+    if is_device_fault(error):
+        code = ExitCode.DEVICE_FAULT
+        found = str(error).partition("\n")[0]
+        return Ending(code.reason, code, f"the device failed: {found}. Run the job on another device; `nvidia-smi -q` "
+                      "and the kernel's log (Xid) say what this one has.")  # fmt: skip
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
@@ -78,8 +83,15 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def is_device_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError, of the device's allocator."""
-    return type(error).__name__ == "OutOfMemoryError"
+    """torch.OutOfMemoryError, of the device's allocator, or CUDA's own, which a context or a library may raise."""
+    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """CUDA's error of a device, driver or library (torch.AcceleratorError; RuntimeError where a library reports it); an
+    assertion of a kernel is the program's own."""
+    is_of_cuda = isinstance(error, RuntimeError) and str(error).startswith(("CUDA error: ", "CUDA driver error: "))
+    return is_of_cuda and "device-side assert" not in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

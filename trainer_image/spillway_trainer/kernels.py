@@ -103,11 +103,14 @@ def begin_square_sum(values: Tensor, *, num_threads: int = 1) -> BegunSum:
 
 
 def finish_square_sums(sums: Sequence[BegunSum]) -> SquareSum:
-    """What they add up to; those on a device, which are complete, come to the host in one copy."""
+    """What they add up to; those on a device, which are complete, come to the host in one small copy."""
     on_device = [words for words in sums if isinstance(words, Tensor)]
     found = sum((one for one in sums if isinstance(one, SquareSum)), SquareSum())
     if on_device:
-        found = sum((reference.square_sum_of_words(words) for words in torch.stack(on_device).tolist()), found)
+        words = torch.cat(on_device)
+        # In halves, which no number of sums makes overflow.
+        low, high = torch.stack([(words & 0xFFFFFFFF).sum(0), (words >> 32).sum(0)]).tolist()
+        found += reference.square_sum_of_words([one + (two << 32) for one, two in zip(low, high, strict=True)])
     return found
 
 

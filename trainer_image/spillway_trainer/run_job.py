@@ -23,7 +23,7 @@ from spillway.plan import MemoryPlan, Tier
 
 from . import checkpoint, config, live_correction, native, numa, running_statistics
 from .activation_spill import Chosen
-from .assemble import FROZEN, Assembly, Tiers, assemble, initial_states
+from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
 from .building_peak import peak_of_building, room_for_more_text
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
@@ -43,7 +43,7 @@ from .schedule import LearningRate
 from .text_source import TextSource, python_stdlib, text_source
 from .tiers import cuda
 from .tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
-from .trainer import Progress, Run, StopRequest, train
+from .trainer import Progress, Run, StopRequest, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 """set by the launcher, which alone answers on job.json's port and asks the ranks of its node on 127.0.0.1"""
@@ -97,6 +97,7 @@ def run_ranks(
     if ranks.world.is_first:
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
+    check_device(device, model, config.hyperparameters(job.spec, model))
     recorder.preparing("allocating memory")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
@@ -138,7 +139,8 @@ def run_ranks(
             client,
         )
         run = run_of(plan, checkpoints, recorder, device)
-        train(run, config.loop_settings(job.spec, plan), progress, stop)
+        with settled_objects():
+            train(run, config.loop_settings(job.spec, plan), progress, stop)
 
 
 def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, device: torch.device) -> Run:

@@ -27,8 +27,8 @@ BLOCK = 1024
 """values per program: eight a thread, two 16-byte accesses of each float32 array"""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """of gradients and of updated parameters"""
-LONGEST_SUM = 2**29
-"""values; each adds less than 2^34 to a word"""
+LONGEST_SUM = 2**28
+"""values; each adds less than 2^34 to a word of 63 bits"""
 DRIVER = Path(__file__).with_name(f"triton-{triton.__version__}.so")
 """Triton's own library, which it compiles when a device is first used; the image, which has no compiler, brings it"""
 if DRIVER.exists():
@@ -197,15 +197,14 @@ def square_sum_kernel(values, words, n, BLOCK: tl.constexpr):
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """NUM_WORDS integers on the device of `values`, a flat tensor of one of TYPES, on its current stream: what
+    """Rows of NUM_WORDS integers on the device of `values`, a flat tensor of one of TYPES, on its current stream: what
     reference.square_sum_of_words reads once they are complete. Order cannot matter: integers are added."""
-    n = values.numel()
-    _check("values", values, n, values.device, *TYPES)
-    if n >= LONGEST_SUM:
-        raise ValueError(f"{n} values in one sum; below 2^29 no word overflows: cut them")
-    words = torch.zeros(NUM_WORDS, dtype=torch.int64, device=values.device)
-    if n:
-        square_sum_kernel[(triton.cdiv(n, BLOCK),)](_words(values), words, n, BLOCK=BLOCK, **OPTIONS)
+    _check("values", values, values.numel(), values.device, *TYPES)
+    parts = torch.split(values, LONGEST_SUM)
+    words = torch.zeros(len(parts), NUM_WORDS, dtype=torch.int64, device=values.device)
+    for part, row in zip(parts, words, strict=True):
+        if n := part.numel():
+            square_sum_kernel[(triton.cdiv(n, BLOCK),)](_words(part), row, n, BLOCK=BLOCK, **OPTIONS)
     return words
 
 

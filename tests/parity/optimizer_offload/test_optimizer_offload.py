@@ -191,6 +191,19 @@ def test_default_kernels_of_both_sides_agree_with_the_reference() -> None:
     assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masters_that_will_be_loaded_are_not_made_from_unset_parameters(dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    parameters = case.parameters()
+    for _, parameter in parameters:
+        parameter.data.fill_(torch.nan)
+    host, ledger = memory()
+    lanes, plan = LazyLanes(host, ledger), split(0.5, 0.5, 0, 1009)
+    optimizer = OptimizerOffload(parameters, {}, SETTINGS, plan, lanes, ledger, loads_masters=True)
+    on_cpu = [placed for placed in optimizer._placed if placed.chunk.path.updates_on_cpu]
+    assert all(not placed.held_states.master.any() for placed in on_cpu)
+
+
 def test_wrong_arithmetic_on_one_side_shows() -> None:
     """The matrix can fail: one path with another epsilon differs."""
     case = Case(torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from fakes.fake_streams import FakeStreams, recorded
 from harness import local_runs
 from spillway.errors import DeviceFault, ExitCode, UserError
+from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer import device_check, kernels, reference, run_job
+from spillway_trainer.optimizer import Hyperparameters
 from spillway_trainer.ranks import World
 from spillway_trainer.reference import SquareSum
 from spillway_trainer.tiers import cuda
@@ -18,18 +21,50 @@ from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 
 CPU = torch.device("cpu")
+ADAMW = Hyperparameters()
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check() -> FakeStreams:
+def check(settings: Hyperparameters = ADAMW, dtypes: Collection[torch.dtype] = TYPES) -> FakeStreams:
     host, ledger = HostSlab(1 << 20), DeviceLedger(None)
-    with recorded(host, ledger) as lanes:
-        device_check.check(lanes, CPU)
+    with recorded(host, ledger) as lanes, device_check.faults():
+        device_check.check(lanes, CPU, settings, dtypes)
     assert (host.held_bytes, ledger.held_bytes) == (0, 0)
     return lanes.fake
 
 
-def test_sound_lanes_and_kernels_pass_and_the_check_has_no_race() -> None:
-    assert check().races == []
+@pytest.mark.parametrize("rule", UpdateRule)
+def test_sound_lanes_and_kernels_pass_and_the_check_has_no_race(rule: UpdateRule) -> None:
+    assert check(Hyperparameters(rule=rule, moments=MomentType.BFLOAT16)).races == []
+
+
+def test_only_kernels_that_the_run_uses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(scalars: Any, master: Any, moments: Any, gradient: Any, out: Any, **how: Any) -> None:
+        used.add((scalars.rule, master.numel(), out is not None))
+        right(scalars, master, moments, gradient, out, **how)
+
+    used, right = set[Any](), kernels.update
+    monkeypatch.setattr(kernels, "update", update)
+    check(Hyperparameters(rule=UpdateRule.LION), [torch.float32])
+    assert used == {(UpdateRule.LION, 20_003, False), (UpdateRule.LION, 20_480, False)}
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accumulate(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels, "accumulate", accumulate)
+    with pytest.raises(DeviceFault, match="before the first step: RuntimeError: Failed to find C compiler"):
+        check()
+
+
+def test_memory_that_runs_out_in_the_check_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accumulate(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels, "accumulate", accumulate)
+    with pytest.raises(torch.OutOfMemoryError):
+        check()
 
 
 def test_the_check_needs_no_more_host_memory_than_it_says() -> None:
@@ -57,12 +92,11 @@ def test_a_copy_that_loses_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_update_with_one_other_bit_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def update(scalars: Any, master: Any, moments: Any, gradient: Any, out: Any, **how: Any) -> None:
         reference.update(scalars, master, moments, gradient, out)
-        changed = [master, *moments, *[out] * (3 - len(moments))]
-        one_more(changed[which])
+        one_more([master, *moments, out][which])
 
     monkeypatch.setattr(kernels, "update", update)
     with pytest.raises(DeviceFault, match=r"an update by \w+ in torch\.\w+: 1 of 20003 values of \w+ are other ones"):
-        check()
+        check(dtypes=[torch.bfloat16])
 
 
 def test_a_wrong_half_of_a_master_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +116,7 @@ def test_a_wrong_sum_of_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         one_more(accumulator)
 
     monkeypatch.setattr(kernels, "accumulate", accumulate)
-    with pytest.raises(DeviceFault, match="a sum of gradients: 1 of 20003 values of accumulator"):
+    with pytest.raises(DeviceFault, match=r"a sum of gradients in torch.\w+: 1 of 20003 values of accumulator"):
         check()
 
 

@@ -35,6 +35,20 @@ def test_a_failed_allocation_is_host_out_of_memory(error: Exception) -> None:
     assert ending_of(error).exit_code == errors.ExitCode.HOST_OUT_OF_MEMORY
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), errors.ExitCode.DEVICE_FAULT),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `f`"), errors.ExitCode.DEVICE_FAULT),
+        (torch.AcceleratorError("CUDA error: out of memory"), errors.ExitCode.DEVICE_OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), 1),
+        (RuntimeError("CUDA error is a word here"), 1),
+    ],
+)
+def test_an_error_of_cuda_ends_as_what_it_is(error: Exception, code: int) -> None:
+    assert ending_of(error).exit_code == code
+
+
 def test_an_unforeseen_error_is_a_crash_that_names_its_type() -> None:
     ending = ending_of(KeyError("weights"))
     assert (ending.reason, ending.exit_code, ending.expected) == ("RankCrashed", 1, False)

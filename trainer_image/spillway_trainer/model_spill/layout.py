@@ -1,6 +1,6 @@
 """Where the parameters of a streamed segment lie: the same places in a slot and in a host home.
 
-    own parameters, in declared order, each on a cache line | up to whole pages | tied aliases of other segments' values
+    own parameters in declared order, each on a unit of 512 bytes | to whole pages | aliases of other segments' values
 
 A tied alias has no home: its place in the slot is filled from its owner's.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import UserError
+from spillway.footprint import PARAMETER_UNIT_BYTES, padded
 from spillway.plan import Tier
 
 from ..models.chain import Chain
-from ..tiers.arena import padded
 from ..tiers.extents import round_up
 
 
@@ -69,7 +69,7 @@ def lay_out(model: Chain, segment: str, home: Tier, names: Sequence[str]) -> Seg
             if (name in model.tied) is are_aliases:
                 row = Row(name, model.get_parameter(name), end, model.tied.get(name, name))
                 rows.append(row)
-                end += padded(row.nbytes)
+                end += padded(row.nbytes, PARAMETER_UNIT_BYTES)
         end = round_up(end)
         if not are_aliases:
             home_bytes = end

@@ -33,7 +33,7 @@ from spillway.metrics import Phase
 from ..data import Batch
 from ..models.chain import Chain, as_carried
 from ..saved_tensors import SavedTensors, Visit
-from ..trainer import Passes, Run, TimedPhase
+from ..trainer import Passes, Run, TimedPhase, read
 from .boundaries import Boundaries, Boundary
 
 
@@ -122,7 +122,8 @@ class WeightStationary:
         losses = step.turn(*last)
         for _ in step.backward():
             yield
-        return losses
+        with phase(Phase.BACKWARD):
+            return read(losses)
 
 
 class Step:
@@ -160,9 +161,9 @@ class Step:
                 del outputs
         self._passages.append(passages)
 
-    def turn(self, segment: str, module: nn.Module) -> list[float]:
+    def turn(self, segment: str, module: nn.Module) -> list[Tensor]:
         """The last segment, forward and backward at once: what it saved is needed right away. Returns the losses."""
-        losses = []
+        losses = list[Tensor]()
         ahead = self._chain_visits()
         for number in self._micro_batches:
             with self._phase(Phase.FORWARD):
@@ -171,7 +172,7 @@ class Step:
                 _lead(self._hook.last_visit, None if number in self._following else ahead)
                 self._run.techniques.start_backward()
                 self._run.loss_scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.item())  # on streams, here the host waits
+                losses.append(loss.detach())
             del loss
             self._gradients[number] = entrance.gradients
         return losses

@@ -286,12 +286,12 @@ class OptimizerOffload:
         return self._arena.ring(Tier.HOST, min(NUM_STATE_BUFFERS, len(sizes)), max(sizes, default=0), "states of NVMe")
 
     def _initialise_states(self, loads_masters: bool) -> None:
-        """Masters from the parameters, those of streamed ones, and on NVMe those that are to be loaded, 0 until they
-        are; moments 0. Submitted, so that virtual lanes can leave it out."""
-        events = []
+        """Moments 0; masters from the parameters, or 0 where those are streamed or masters will be loaded. Submitted,
+        so that virtual lanes can leave it out."""
+        events, allocated = [], self._lanes.computed()
         for placed in self._placed:
             if placed.chunk.path is not Path.NVME:
-                events.append(self._initialise(placed))
+                events.append(self._initialise(placed, allocated, loads_masters))
             elif placed.parameter is not None and not loads_masters:  # else 0, as a row is that was never written
                 master, fill = self._rule.state_kinds.index(MASTER), partial(_widen, placed.parameter)
                 weights = [placed.weights]
@@ -299,12 +299,14 @@ class OptimizerOffload:
         for event in events:
             event.wait()
 
-    def _initialise(self, placed: Placed) -> Event:
+    def _initialise(self, placed: Placed, allocated: Event, loads_masters: bool) -> Event:
+        reads_parameter = placed.parameter is not None and not loads_masters
         return self._lanes.submit(
             Lane.COMPUTE,
-            partial(_initialise, placed),
-            reads=[] if placed.parameter is None else [placed.weights],
+            partial(_initialise, placed, loads_masters),
+            reads=[placed.weights] if reads_parameter else [],
             writes=[placed.held],
+            after=[allocated],
             label=f"initialise {placed.chunk.label}",
         )
 
@@ -326,10 +328,10 @@ def _widen(parameter: Tensor, row: Tensor) -> None:
     row[: FLOAT32_BYTES * parameter.numel()].view(torch.float32).copy_(parameter)
 
 
-def _initialise(placed: Placed) -> None:
+def _initialise(placed: Placed, loads_masters: bool) -> None:
     states = placed.states(placed.held.tensor)
-    if placed.parameter is None or placed.is_split:  # a weight, widened, is all of its master
-        states.master.zero_()
+    if placed.parameter is None or placed.is_split or (loads_masters and not placed.parameter_is_master):
+        states.master.zero_()  # of one that is split, the weight, widened, is all
     elif not placed.parameter_is_master:
         states.master.copy_(placed.parameter)
     for moment in states.moments:

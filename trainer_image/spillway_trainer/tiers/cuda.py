@@ -64,6 +64,7 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no bit of a run is read before it is written
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     total = torch.cuda.get_device_properties(device).total_memory
@@ -106,6 +107,9 @@ class CudaStreams:
                 "copies against that one alone; the model must not enter streams of its own"
             )
         return current
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def make(self, label: str) -> Stream:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from spillway.units import format_bytes
 
 from .device_ledger import DeviceLedger
 from .host_slab import HostSlab
-from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, QueuedOperation, Region
+from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, LaneQueue, QueuedOperation, Region
 from .releases import obtain
 
 STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
@@ -53,6 +53,9 @@ class Streams(Protocol):
 
     def compute(self) -> Stream:
         """The stream on which the caller's kernels go: one for the whole run. Raises RuntimeError on any other."""
+
+    def enter_thread(self) -> None:
+        """Called first in each thread of the lanes: it works on this device, and makes no context on another."""
 
     def make(self, label: str) -> Stream:
         """A stream of its own."""
@@ -177,6 +180,8 @@ class CudaLanes(CpuLanes):
         self._compute = streams.compute()
         self._launchers: dict[Lane, SimpleQueue[StreamOperation | None]] = {}
         self._stream_threads: list[threading.Thread] = []
+        self._own_threads: set[int] = set()
+        """by threading.get_ident(); those of host lanes, too"""
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
         """that releases wait for: nobody else might ever look at them"""
         self._stalls: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
@@ -231,7 +236,9 @@ class CudaLanes(CpuLanes):
         return operation
 
     def computed(self) -> Event:
-        return Mark(self._streams.record(self._streams.compute()))
+        # A destructor that the collector runs in a thread of the lanes, inside another stream, may come here, too.
+        is_ours = threading.get_ident() in self._own_threads
+        return Mark(self._streams.record(self._compute if is_ours else self._streams.compute()))
 
     def wait(self, event: Event) -> None:
         """Host work, and what is not in its stream yet, blocks the host; all else only the compute stream."""
@@ -277,9 +284,21 @@ class CudaLanes(CpuLanes):
         return submitted
 
     def _start_thread(self, name: str, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
+        def run() -> None:
+            self._enter_thread()
+            work()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._stream_threads.append(thread)
         thread.start()
+
+    def _enter_thread(self) -> None:
+        self._own_threads.add(threading.get_ident())
+        self._streams.enter_thread()
+
+    def _work(self, queue: LaneQueue) -> None:
+        self._enter_thread()
+        super()._work(queue)
 
     def _launch(
         self, stream: Stream, submitted: SimpleQueue[StreamOperation | None], in_stream: SimpleQueue[Any]
