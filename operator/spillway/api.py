@@ -1119,12 +1119,6 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
     return [*_refused(found, job), *_refused_fields(NOT_YET, job), *problems_of(job)]
 
 
-def refusals_for_local_run(job: TrainingJob) -> list[FieldProblem]:
-    """Fields that a cluster honours and a run on this machine cannot yet, each with what works instead."""
-    cuda, cpu = job.spec.parallelism.device == "Cuda", "a run uses the CPU so far; use Auto or Cpu"
-    return _refused([(cuda, "spec.parallelism.device", f"{cpu} (`spillway plan --node` knows GPUs)")], job)
-
-
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer

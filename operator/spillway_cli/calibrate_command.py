@@ -331,7 +331,7 @@ class RunEvidence:
 def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
     """The machine's profile (that of --output when it is there), else the catalog's rates, corrected by the runs."""
     read = [read_evidence(run, cores) for run in runs]
-    own = own_profile(cores, target if target.exists() else None)
+    own = own_profile(cores, given=target if target.exists() else None)
     before = local_node(cores, 0, 0, 0)
     before = before if own.spec is None else with_rates(own.spec, before)
     found = medians([corrections(run.work, run.rates(before), run.step, run.overlap) for run in read])

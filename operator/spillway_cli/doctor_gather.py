@@ -23,12 +23,14 @@ from spillway.api import GROUP, VERSION, TrainingJob
 from spillway.crd import KINDS
 from spillway.errors import SpillwayError
 from spillway.extras import EXTRAS
+from spillway.hardware import DeviceKind
 from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
 from .cluster import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
 from .doctor_cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .doctor_findings import Missing
 from .doctor_machine import Cores, Disk, Kernel, Machine, Memory, Native, Profile
+from .gpus import Gpus, find_gpus
 from .local_node import probe
 from .node_profile import default_path_or_none, own_profile, read_profile
 
@@ -65,6 +67,7 @@ def machine_tasks(directory: Path | None) -> dict[str, Task]:
         "memory": memory,
         "cores": cores,
         "memlock": locked_memory,
+        "gpus": find_gpus,
         "profile": profile,
     }
 
@@ -83,6 +86,7 @@ def as_machine(found: Mapping[str, object]) -> Machine:
         cores=fact(found, "cores", Cores),
         memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
         profile=fact(found, "profile", Profile),
+        gpus=fact(found, "gpus", Gpus),
     )
 
 
@@ -172,10 +176,11 @@ def locked_memory() -> int:
 
 def profile() -> Profile:
     """As plans for this machine find it."""
-    path = default_path_or_none()
+    device: DeviceKind = "Cpu" if find_gpus().lacking(1) else "Cuda"
+    path = default_path_or_none(device)
     if path is None or not path.exists():
         return Profile("" if path is None else str(path), exists=False)
-    own = own_profile(usable_cores(ROOT))
+    own = own_profile(usable_cores(ROOT), device)
     if own.spec is None:
         return Profile(
             str(path),

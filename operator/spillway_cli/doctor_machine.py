@@ -12,6 +12,7 @@ from spillway.extras import EXTRAS, install_command
 from spillway.units import GIB, MIB, format_bytes
 
 from .doctor_findings import STALE_DAYS, Finding, Missing, Severity, days_since
+from .gpus import NO_DRIVER, Gpus
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 WITHOUT = {
@@ -22,6 +23,8 @@ WITHOUT = {
 }
 LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB
 SMALL_MEMLOCK_BYTES = 64 * MIB
+MOST_USED = 0.1
+"""of a GPU's memory by others: a display takes less"""
 REFERENCE = "reference"
 
 
@@ -104,6 +107,7 @@ class Machine:
     memlock_bytes: int | Missing | None
     """None = no limit"""
     profile: Profile | Missing
+    gpus: Gpus | Missing = NO_DRIVER
 
 
 def machine_findings(machine: Machine, now: datetime) -> list[Finding]:
@@ -112,7 +116,8 @@ def machine_findings(machine: Machine, now: datetime) -> list[Finding]:
         *native_library(machine.native, machine.kernel, "torch" in machine.versions),
         *spill_directory(machine.disk),
         *memory(machine.memory),
-        *locked_memory(machine.memlock_bytes),
+        *locked_memory(machine.memlock_bytes, machine.gpus),
+        *gpus(machine.gpus),
         *huge_pages(machine.kernel),
         *threads(machine.cores),
         *profile(machine.profile, now),
@@ -222,8 +227,8 @@ def memory(found: Memory | Missing) -> Iterator[Finding]:
     yield finding("memory", WARNING, f"only {message}: torch alone takes some hundred MiB", fix)
 
 
-def locked_memory(limit_bytes: int | Missing | None) -> Iterator[Finding]:
-    """Only io_uring's registered buffers count against it; CUDA's pinned memory does not."""
+def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Finding]:
+    """io_uring's registered buffers count against it. NVIDIA's driver pins memory without; others may not."""
     if isinstance(limit_bytes, Missing):
         yield unknown("memlock", limit_bytes)
     elif limit_bytes is None or limit_bytes >= SMALL_MEMLOCK_BYTES:
@@ -231,9 +236,34 @@ def locked_memory(limit_bytes: int | Missing | None) -> Iterator[Finding]:
         yield finding("memlock", OK, f"RLIMIT_MEMLOCK: {limit}")
     else:
         effect = "io_uring cannot register its buffers and pins them at every transfer"
+        if isinstance(gpus, Gpus) and gpus.found:
+            effect += "; a GPU's driver may refuse the host memory of a plan"
         yield finding(
             "memlock", NOTE, f"RLIMIT_MEMLOCK is {format_bytes(limit_bytes)}: {effect}", "ulimit -l unlimited"
         )
+
+
+def gpus(found: Gpus | Missing) -> Iterator[Finding]:
+    if isinstance(found, Missing):
+        yield unknown("gpu", found)
+        return
+    if found.problem:
+        severity = WARNING if found.fix else OK
+        yield finding("gpu", severity, f"no GPU can be used: {found.problem}; runs use the CPU", found.fix)
+    elif found.torch_cuda:
+        yield finding("gpu", OK, f"driver {found.driver}, torch built for CUDA {found.torch_cuda}")
+    for index, gpu in enumerate(found.found):
+        check, (generation, width, most) = f"gpu {index}", gpu.pcie
+        links = f", PCIe {generation} x{width}" * bool(width) + f", {gpu.num_nvlinks} NVLinks" * bool(gpu.num_nvlinks)
+        yield finding(check, OK, f"{gpu.said} of {format_bytes(gpu.total_bytes)}{links}")
+        used = gpu.total_bytes - gpu.free_bytes
+        if used > MOST_USED * gpu.total_bytes:
+            by = f"{gpu.num_processes} computing processes" if gpu.num_processes else "the display, or others"
+            fix = "end what holds it (nvidia-smi), or choose another by CUDA_VISIBLE_DEVICES"
+            yield finding(check, WARNING, f"{format_bytes(used)} are taken by {by}: plans have the rest", fix)
+        if width < most:
+            slow = f"PCIe runs with {width} of {most} lanes, so copies take {most / width:.3g} times as long"
+            yield finding(check, WARNING, slow, "use another slot, or its setting in the BIOS; seat the card anew")
 
 
 def huge_pages(kernel: Kernel | Missing) -> Iterator[Finding]:

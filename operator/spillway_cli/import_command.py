@@ -9,13 +9,13 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from spillway.api import TrainingJob, load_job
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.job import JobFile
-from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.durable_files import DurableFiles
 
 from . import local_run
@@ -79,9 +79,9 @@ def import_in(
     console = message_console()
     foreign = importing.open_foreign(options.source)
     shape = inspected_shape(options.job, job, claims)
-    own = own_profile(usable_cores(Path("/")), None)
     resources = probe(made.path)
-    plan = plan_for_this_machine(job, resources, options.num_ranks, shape, own.spec)
+    profiles = partial(own_profile, resources.cores)
+    plan = plan_for_this_machine(job, resources, options.num_ranks, shape, profiles)
     local = LocalJob(job, claims, made.corpus, (made.path,), num_ranks=options.num_ranks)
     local_files(made, local, plan, resources.cores, None).write(EPOCH)
     job_file = local_run.read_job_file(made.job_file)

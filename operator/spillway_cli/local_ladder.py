@@ -15,6 +15,7 @@ from spillway.api import TrainingJob
 from spillway.corrections import Corrections
 from spillway.errors import DoesNotFit, ExitCode, UserError
 from spillway.explain import lacking
+from spillway.hardware import DeviceKind
 from spillway.ladder import (
     MemoryFailure,
     change,
@@ -28,7 +29,7 @@ from spillway.pod_resources import pod_resources
 from spillway.retries import MEMORY_ERRORS
 
 from .local_attempts import Attempt, Rung, read_ended
-from .local_run import LocalFiles
+from .local_run import LocalFiles, steps_trained
 from .run_directory import RunDirectory, epochs_of, write_atomic
 
 PLAN = "plan.json"
@@ -63,6 +64,13 @@ def plan_of_attempt(run: RunDirectory, epoch: int) -> MemoryPlan | None:
         return MemoryPlan.model_validate_json((run.attempt(epoch) / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError, ValidationError):
         return None
+
+
+def trained_on(run: RunDirectory) -> DeviceKind | None:
+    """The kind of device of the last attempt, where the run has trained; None where it has not."""
+    epochs = epochs_of(run.attempts) if steps_trained(run) else []
+    plan = plan_of_attempt(run, epochs[-1]) if epochs else None
+    return None if plan is None else plan.device
 
 
 def _failure(job: TrainingJob, plan: MemoryPlan, num_ranks: int, ended: Attempt) -> MemoryFailure:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from spillway_trainer.cgroup import cgroup_headroom_bytes, free_memory_bytes, usable_cores
 
+from .gpus import NO_DRIVER, Gpus, find_gpus
+
 
 @dataclass(frozen=True, slots=True)
 class LocalResources:
@@ -22,13 +24,15 @@ class LocalResources:
     """free for this user on the volumes of the spill directories, as far as equal shares can use it"""
     is_limited: bool = False
     """`memory_bytes` is what the limit of a container leaves, not what the machine has free"""
+    gpus: Gpus = NO_DRIVER
 
 
 def probe(directory: Path, root: Path = Path("/"), further: Sequence[Path] = ()) -> LocalResources:
     """What this process can use; it will spill to `directory` and `further` ones. `root` is / except in tests."""
     memory_bytes, limits = free_memory_bytes(root), cgroup_headroom_bytes(root)
     is_limited = bool(limits) and min(limits) <= memory_bytes
-    return LocalResources(usable_cores(root), memory_bytes, free_disk_bytes([directory, *further]), is_limited)
+    disk_bytes = free_disk_bytes([directory, *further])
+    return LocalResources(usable_cores(root), memory_bytes, disk_bytes, is_limited, find_gpus())
 
 
 def free_disk_bytes(directories: Sequence[Path]) -> int:

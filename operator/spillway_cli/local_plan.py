@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spillway.api import NodeProfileSpec, TrainingJob
+from spillway.api import NodeProfileSpec, TrainingJob, TrainingJobSpec
 from spillway.corrections import NO_CORRECTIONS, Corrections
+from spillway.device_choice import cpu_because, on_device
 from spillway.errors import DoesNotFit, UserError
 from spillway.explain import lacking
-from spillway.hardware import local_node
+from spillway.hardware import DeviceKind, NodeSpec, gpu_node, local_node
 from spillway.model_shape import ModelShape
 from spillway.plan import Infeasible, MemoryPlan
-from spillway.planner import make_plan, run_strategy, shared_memory
+from spillway.planner import Overrides, make_plan, run_strategy, shared_memory
 from spillway.pod_resources import pod_runtime_bytes
 from spillway.profiles import with_rates
 from spillway.units import format_bytes, parse_bytes
 
+from .gpus import Gpus
 from .local_node import LocalResources
+from .node_profile import Profiles, no_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +51,38 @@ def quantity(tier: str, text: str) -> int:
     return num_bytes
 
 
+def local_devices(
+    spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: DeviceKind | None = None
+) -> list[tuple[DeviceKind, str]]:
+    """What the job may run on here, best first, each with why where the spec leaves it open. `before`: what the run's
+    attempts ran on. Raises UserError where it needs GPUs that are not here."""
+    asked, lacking_gpus = spec.parallelism.device, gpus.lacking(num_ranks)
+    chosen = before if asked == "Auto" else asked
+    if chosen == "Cuda" and lacking_gpus:
+        began = "the run began on a GPU, and " if asked == "Auto" else ""
+        raise UserError(
+            f"spec.parallelism.device = {asked}: {began}no GPU can be used here: {lacking_gpus}; see `spillway "
+            "doctor`, use Auto or Cpu, or plan for another machine (`spillway plan --node`)"
+        )
+    if chosen is not None:
+        return [(chosen, "as in the attempts before" if asked == "Auto" else "")]
+    if why := cpu_because(spec, num_ranks) or lacking_gpus:
+        return [("Cpu", why)]
+    return [("Cuda", gpus.found[0].said), ("Cpu", f"the model does not fit {gpus.found[0].said}")]
+
+
 def plan_for_this_machine(
     job: TrainingJob,
     resources: LocalResources,
     num_ranks: int = 1,
     shape: ModelShape | None = None,
-    profile: NodeProfileSpec | None = None,
+    profiles: Profiles = no_profile,
 ) -> MemoryPlan:
-    """`shape`: of a model that had to be inspected; `profile`: what was measured of this machine, else the catalog's.
+    """`shape`: of a model that had to be inspected; `profiles`: what was measured of this machine, else the catalog's.
 
     Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits.
     """
-    outcome = decided_for_this_machine(job, resources, num_ranks, shape, profile)
+    outcome = decided_for_this_machine(job, resources, num_ranks, shape, profiles)
     if isinstance(outcome, Infeasible):
         raise DoesNotFit(describe(outcome))
     return outcome
@@ -70,20 +93,60 @@ def decided_for_this_machine(
     resources: LocalResources,
     num_ranks: int = 1,
     shape: ModelShape | None = None,
-    profile: NodeProfileSpec | None = None,
+    profiles: Profiles = no_profile,
     corrections: Corrections = NO_CORRECTIONS,
+    before: DeviceKind | None = None,
 ) -> MemoryPlan | Infeasible:
-    runtime = pod_runtime_bytes(job.spec, num_ranks, "Cpu", run_strategy(job.spec))
-    memory_bytes = max(0, int(resources.memory_bytes / corrections.pod) - runtime)
-    node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
+    """Of device Auto the first kind on which it fits; where it fits none, what the best one lacks."""
+    outcomes = []
+    for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
+        asked = Overrides(world_size=num_ranks, shape=shape, strategy=run_strategy(job.spec), corrections=corrections)
+        outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
+        if isinstance(outcome, MemoryPlan):
+            said = (f"device: {device}, {why}",) if why else ()
+            return outcome.model_copy(update={"reasons": (*said, *outcome.reasons)})
+        outcomes.append(outcome)
+    return outcomes[0]
+
+
+def _decided_on(
+    device: DeviceKind,
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int,
+    asked: Overrides,
+    profile: NodeProfileSpec | None,
+) -> MemoryPlan | Infeasible:
+    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategy(job.spec))
+    memory_bytes = max(0, int(resources.memory_bytes / asked.corrections.pod) - runtime)
+    if device == "Cuda":
+        node = cuda_node(resources, memory_bytes, num_ranks)
+    else:
+        node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
+        shared = shared_memory(job, memory_bytes, num_ranks)
+        asked = replace(asked, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
     node = node if profile is None else with_rates(profile, node)
-    shared = shared_memory(job, memory_bytes, num_ranks)
-    outcome = make_plan(job, node, replace(shared, world_size=num_ranks, shape=shape, corrections=corrections))
+    outcome = make_plan(on_device(job, device), node, asked)
     if isinstance(outcome, Infeasible) and memory_bytes < runtime:
         left = "the memory limit of this container leaves" if resources.is_limited else "free on this machine are"
         takes = f"{format_bytes(resources.memory_bytes)}, and the trainer itself takes {format_bytes(runtime)}"
         return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: give it more"})
     return outcome
+
+
+def cuda_node(resources: LocalResources, memory_bytes: int, num_ranks: int) -> NodeSpec:
+    """The catalog's class of the first GPU with what is free now of the fullest that is used, on this machine."""
+    used = resources.gpus.found[:num_ranks]
+    product = used[0].name.replace(" ", "-")  # as feature discovery names it in a cluster
+    node = gpu_node(product, min(gpu.free_bytes for gpu in used), len(resources.gpus.found))
+    return replace(
+        node,
+        name=f"local-{node.name}",
+        num_cores=resources.cores,
+        host_bytes=memory_bytes,
+        nvme_bytes=resources.disk_bytes,
+        nvme_rated_bytes=0.0,
+    )
 
 
 def describe(outcome: Infeasible) -> str:

@@ -22,7 +22,6 @@ from spillway.api import (
     TrainingJob,
     TrainingJobSpec,
     not_used_locally,
-    refusals_for_local_run,
 )
 from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.job import JobFile
@@ -61,8 +60,7 @@ class LocalJob:
 def refuse_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
     """Raises InvalidJob with every field that a run on this machine cannot honour, text and models that are not here
     included. `claims`: their directories; None: not known, and what lies on one is not looked for."""
-    problems = [*refusals_for_local_run(job), *_missing_locations(job, claims)]
-    if problems:
+    if problems := _missing_locations(job, claims):
         raise InvalidJob(source, problems)
 
 

@@ -7,6 +7,7 @@ cores, is never used in silence: named on the command line it is refused, else i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import yaml
 
 from spillway.api import NodeProfileSpec
 from spillway.errors import UserError
-from spillway.hardware import NodeSpec, gpu_node, resolve_node
+from spillway.hardware import DeviceKind, NodeSpec, gpu_node, resolve_node
 from spillway.manifest import parse, read_text
 from spillway.profiles import NodeProfile, has_rates, measured, rates_sentence
 
 from .run_directory import write_atomic
 
-FILE_NAME = "node-profile.yaml"
+FILE_NAMES = {"Cpu": "node-profile.yaml", "Cuda": "node-profile-cuda.yaml"}
+"""by the kind of device that was measured"""
 SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
     ("status",),
     *(
@@ -41,13 +43,13 @@ class OwnProfile:
     """where the rates come from, for people"""
 
 
-def default_path() -> Path:
+def default_path(device: DeviceKind = "Cpu") -> Path:
     """Raises UserError where there is neither $XDG_STATE_HOME nor a home directory."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
-        return Path(state) / "spillway" / FILE_NAME
+        return Path(state) / "spillway" / FILE_NAMES[device]
     try:
-        return Path.home() / ".local" / "state" / "spillway" / FILE_NAME
+        return Path.home() / ".local" / "state" / "spillway" / FILE_NAMES[device]
     except RuntimeError as error:
         raise UserError("there is no home directory to keep the profile in; name an --output") from error
 
@@ -85,15 +87,23 @@ def unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: the profile cannot be written there ({error.strerror}); name another file with --output")
 
 
-def own_profile(cores: int, given: Path | None = None) -> OwnProfile:
+Profiles = Callable[[DeviceKind], OwnProfile]
+"""what plans for this machine start from, by what they compute on"""
+
+
+def no_profile(device: DeviceKind) -> OwnProfile:
+    return OwnProfile(None, "")
+
+
+def own_profile(cores: int, device: DeviceKind = "Cpu", *, given: Path | None = None) -> OwnProfile:
     """`given` (--node FILE), or the one that `spillway calibrate` left. Raises UserError for a given one that cannot be
     used; another is left aside, aloud."""
-    path = given or default_path_or_none()
+    path = given or default_path_or_none(device)
     if path is None or (given is None and not os.path.exists(path)):
         return OwnProfile(None, "rates of the catalog; `spillway calibrate` measures those of this machine")
     try:
         profile = read_profile(path)
-        refuse_another_machine(path, profile.spec, cores)
+        refuse_another_machine(path, profile.spec, cores, device)
     except UserError as error:
         if given is not None:
             raise
@@ -103,16 +113,16 @@ def own_profile(cores: int, given: Path | None = None) -> OwnProfile:
     return OwnProfile(profile.spec, rates_sentence(profile.spec, f"{when}({path})"))
 
 
-def default_path_or_none() -> Path | None:
+def default_path_or_none(device: DeviceKind = "Cpu") -> Path | None:
     try:
-        return default_path()
+        return default_path(device)
     except UserError:
         return None
 
 
-def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int) -> None:
-    if spec.device_kind != "Cpu":
-        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and runs on this machine use its CPU")
+def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
+    if spec.device_kind != device:
+        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and this run's device is {device}")
     if not has_rates(spec):
         raise UserError(f"{path}: holds no rate, so nothing was measured")
     if spec.num_cores not in (None, cores):

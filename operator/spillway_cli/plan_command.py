@@ -6,6 +6,7 @@ Exit 0: fits on the device. 3: fits with spilling. 4: does not fit. 64: the mani
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from spillway_operator.acceptance import refusal
 from . import local_run
 from .console import message_console, print_result, result_console, said_if_slow, table
 from .local_node import probe
-from .local_plan import BudgetOverrides, decided_for_this_machine, quantity, with_budget
+from .local_plan import BudgetOverrides, decided_for_this_machine, local_devices, quantity, with_budget
 from .model_inspection import inspected_shape
 from .node_profile import named_node, own_profile
 
@@ -47,12 +48,14 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
             message_console().print(f"planned all the same; a cluster rejects it: {problem}", markup=False)
     if node is None:
         resources = probe(Path())
-        own = own_profile(resources.cores)
-        rates = "run `spillway calibrate`" if own.spec is None else rates_sentence(own.spec)
-        message_console().print(f"this machine: {own.sentence}")
+        profiles = partial(own_profile, resources.cores)
         local = with_budget(job, BudgetOverrides(device, host, nvme))
         with said_if_slow(SEARCHING):
-            decided = decided_for_this_machine(local, resources, shape=shape, profile=own.spec)
+            decided = decided_for_this_machine(local, resources, shape=shape, profiles=profiles)
+        best, _ = local_devices(local.spec, resources.gpus, num_ranks=1)[0]
+        own = profiles(decided.device if isinstance(decided, MemoryPlan) else best)
+        rates = "run `spillway calibrate`" if own.spec is None else rates_sentence(own.spec)
+        message_console().print(f"this machine: {own.sentence}")
     else:
         overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
         named = named_node(node)

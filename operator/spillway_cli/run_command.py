@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,13 +22,14 @@ from spillway_trainer.volumes import refuse_memory
 
 from . import local_run
 from .console import Format, message_console, print_json, result_console, table
+from .gpus import find_gpus
 from .local_attempts import Attempt
-from .local_ladder import LocalLadder, earlier_failures, first_plan
+from .local_ladder import LocalLadder, earlier_failures, first_plan, trained_on
 from .local_node import probe
-from .local_plan import BudgetOverrides, decided_for_this_machine, with_budget
+from .local_plan import BudgetOverrides, decided_for_this_machine, local_devices, with_budget
 from .local_run import LocalJob
 from .model_inspection import inspected_shape
-from .node_profile import OwnProfile, own_profile
+from .node_profile import Profiles, own_profile
 from .progress import ProgressReporter
 from .report import RunRecord
 from .report_command import read_record, write_report
@@ -76,7 +78,9 @@ def run(options: RunOptions) -> int:
     if unused:
         console.print(f"not used locally: {', '.join(unused)}")
     shape = inspected_shape(options.job, job, claims)
-    own = own_profile(usable_cores(Path("/")), options.node)
+    own = partial(own_profile, usable_cores(Path("/")), given=options.node)
+    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_on(RunDirectory(options.output)))
+    own(first[0])  # refused before anything is written
     is_new = not options.output.exists()
     directory = create_run_directory(options.output)
     try:
@@ -94,7 +98,7 @@ def run_in(
     job: TrainingJob,
     claims: Mapping[str, Path],
     shape: ModelShape | None,
-    own: OwnProfile,
+    own: Profiles,
 ) -> int:
     console = message_console()
     spill = spill_directories(options.spill) or (directory.path,)
@@ -110,15 +114,15 @@ def run_in(
             console.print(f"{directory.path}: complete already, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])
-        num_ranks = options.num_ranks
+        num_ranks, before = options.num_ranks, trained_on(directory)
 
         def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
-            return decided_for_this_machine(asked, resources, num_ranks, shape, own.spec, corrections)
+            return decided_for_this_machine(asked, resources, num_ranks, shape, own, corrections, before)
 
         failures = earlier_failures(directory, job, num_ranks)
         plan = first_plan(job, num_ranks, failures, planned)
         say_plan(console, plan)
-        console.print(own.sentence)
+        console.print(own(plan.device).sentence)
 
         def refuse(taken: MemoryPlan) -> None:
             if not options.spill:
@@ -169,7 +173,8 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
     for reason in plan.reasons:
         console.print(f"  {reason}")
     mark = "" if plan.prediction.calibrated else " (uncalibrated: run `spillway calibrate`)"
-    console.print(f"predicted {plan.prediction.step} a step on this CPU{mark}, bound by {plan.prediction.bound_by}")
+    here = "GPU" if plan.device == "Cuda" else "CPU"
+    console.print(f"predicted {plan.prediction.step} a step on this {here}{mark}, bound by {plan.prediction.bound_by}")
 
 
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:

@@ -15,5 +15,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # A lost connection is told in a sentence (PeerLost); torch would put the C++ stack before it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# As NVML numbers devices, which plans are made by; CUDA would put the fastest first.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 # cuBLAS gives the same bits each time only with a workspace of this form; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -183,6 +183,7 @@ API CUresult cuMemUnmap(CUdeviceptr memory, size_t nbytes) {
 // --- NVML ------------------------------------------------------------------------------------------------------------
 
 API int nvmlInit_v2() { return 0; }
+API int nvmlInitWithFlags(unsigned) { return 0; }
 API int nvmlShutdown() { return 0; }
 
 API int nvmlDeviceGetCount_v2(unsigned* found) {
@@ -211,7 +212,13 @@ API int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* found, void*) { re
 API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }  // not supported
 API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
 API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 3; }
-API int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = CUDART_VERSION, 0; }
+API int nvmlSystemGetCudaDriverVersion(int* version) { return *version = CUDART_VERSION, 0; }
+API int nvmlSystemGetCudaDriverVersion_v2(int* version) { return nvmlSystemGetCudaDriverVersion(version); }
+API int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* found, void*) { return *found = 0; }
+API int nvmlDeviceGetNvLinkState(void*, unsigned, unsigned*) { return 3; }
+API int nvmlDeviceGetMaxPcieLinkGeneration(void*, unsigned* found) { return *found = 5, 0; }
+API int nvmlDeviceGetMaxPcieLinkWidth(void*, unsigned* found) { return *found = 16, 0; }
+API int nvmlDeviceGetCurrPcieLinkWidth(void*, unsigned* found) { return *found = 16, 0; }
 
 API int nvmlDeviceGetName(void*, char* text, unsigned size) {
   strncpy(text, "Fake CUDA device", size);

@@ -7,7 +7,7 @@ import yaml
 
 import planned_bytes
 from planned_bytes import JOBS, Row
-from spillway.api import parse_job, refusals_for_local_run
+from spillway.api import parse_job, refusals
 from spillway.units import MIB
 
 
@@ -17,7 +17,7 @@ def test_there_are_25_jobs() -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_job_can_run_on_one_machine(name: str) -> None:
-    assert refusals_for_local_run(parse_job(yaml.safe_dump(JOBS[name].document), name)) == []
+    assert refusals(parse_job(yaml.safe_dump(JOBS[name].document), name)) == []
 
 
 @pytest.mark.parametrize(

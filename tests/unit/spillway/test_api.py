@@ -17,7 +17,7 @@ from spillway.api import (
     load_job,
     not_used_locally,
     parse_job,
-    refusals_for_local_run,
+    refusals,
     refusals_in_cluster,
 )
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
@@ -300,11 +300,6 @@ def test_what_does_not_work_yet_is_refused_with_what_works_instead(path: str) ->
     assert words in found[path].problem
 
 
-def test_a_local_run_rejects_gpus() -> None:
-    (problem,) = refusals_for_local_run(job({"spec.parallelism": {"device": "Cuda"}}))
-    assert (problem.path, problem.given) == ("spec.parallelism.device", "Cuda")
-
-
 def sizes(architecture: str, **fields: Any) -> dict[str, Any]:
     given = {"hiddenSize": 64, "numLayers": 1, "numHeads": 4, "vocabSize": 300, "maxPositions": 256}
     return {"architecture": architecture, **given, **fields}
@@ -327,7 +322,7 @@ BUILT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", [*RUNNABLE.values(), *BUILT.values()], ids=[*RUNNABLE, *BUILT])
 def test_every_kind_of_model_can_run_locally(changes: dict[str, Any]) -> None:
-    assert refusals_for_local_run(job(changes)) == []
+    assert refusals(job(changes)) == []
 
 
 @pytest.mark.parametrize("changes", RUNNABLE.values(), ids=RUNNABLE)

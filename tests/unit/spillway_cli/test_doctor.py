@@ -37,6 +37,7 @@ from spillway_cli.doctor_machine import (
     is_older,
     machine_findings,
 )
+from spillway_cli.gpus import Gpu, Gpus
 from spillway_operator import conditions
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -53,6 +54,9 @@ HEALTHY = Machine(
     memlock_bytes=None,
     profile=Profile("/state/node-profile.yaml", True, "2026-11-01T00:00:00Z"),
 )
+
+
+RTX = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB, 0, (4, 16, 16), 4)
 
 
 def the_bad(findings: list[Finding]) -> list[Finding]:
@@ -112,6 +116,27 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "spillway calibrate",
         ),
         ({"profile": Profile("/p", True, "2026-05-01T00:00:00Z")}, "warning", "204 days ago", "spillway calibrate"),
+        (
+            {"gpus": Gpus((RTX,), problem="torch is built without CUDA", fix="install it")},
+            "warning",
+            "no GPU can be used: torch is built without CUDA; runs use the CPU",
+            "install it",
+        ),
+        (
+            {"gpus": Gpus((replace(RTX, free_bytes=14 * GIB, num_processes=2),))},
+            "warning",
+            "10.0 GiB are taken by 2 computing processes",
+            "nvidia-smi",
+        ),
+        ({"gpus": Gpus((replace(RTX, free_bytes=14 * GIB),))}, "warning", "by the display, or others", "nvidia-smi"),
+        (
+            {"gpus": Gpus((replace(RTX, pcie=(4, 8, 16)),))},
+            "warning",
+            "8 of 16 lanes, so copies take 2 times as long",
+            "another slot",
+        ),
+        ({"gpus": Gpus((RTX,)), "memlock_bytes": 8 << 20}, "note", "may refuse the host memory of a plan", "ulimit -l"),
+        ({"gpus": Missing("no answer in time")}, "warning", "no answer in time", "again"),
     ],
 )
 def test_each_thing_that_is_wrong_is_said_with_its_fix(
@@ -120,6 +145,16 @@ def test_each_thing_that_is_wrong_is_said_with_its_fix(
     found = the_one(machine_findings(replace(HEALTHY, **changes), NOW))
     assert found.severity == severity
     assert words in found.message and fix in found.fix
+
+
+def test_gpus_are_told_with_driver_memory_and_links() -> None:
+    found = machine_findings(replace(HEALTHY, gpus=Gpus((RTX,), "580.00", "13.0")), NOW)
+    assert the_bad(found) == []
+    said = {one.check: one.message for one in found}
+    assert said["gpu"] == "driver 580.00, torch built for CUDA 13.0"
+    assert said["gpu 0"] == "NVIDIA GeForce RTX 4090, 23.0 GiB free of 24.0 GiB, PCIe 4 x16, 4 NVLinks"
+    without = {one.check: one.message for one in machine_findings(HEALTHY, NOW)}
+    assert without["gpu"] == "no GPU can be used: no NVIDIA driver; runs use the CPU"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from spillway.profiles import MEASURED, document, rates_from, with_rates
 from spillway.units import GIB
 from spillway_cli.__main__ import run_app
 from spillway_cli.node_profile import (
-    FILE_NAME,
+    FILE_NAMES,
     check_writable,
     default_path,
     named_node,
@@ -45,7 +45,7 @@ FIGURES: dict[str, Any] = {
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of a user who has measured nothing yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "spillway" / FILE_NAME
+    return tmp_path / "state" / "spillway" / FILE_NAMES["Cpu"]
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -101,19 +101,19 @@ def test_a_profile_of_other_cores_is_left_aside_aloud(state: Path) -> None:
 
 def test_a_profile_of_other_cores_is_refused_when_it_was_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="measured with 2 cores, and 8"):
-        own_profile(8, written(tmp_path / "node.yaml"))
+        own_profile(8, given=written(tmp_path / "node.yaml"))
 
 
 def test_a_profile_of_a_gpu_node_is_not_about_this_cpu(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="deviceKind = Cuda"):
-        own_profile(2, written(tmp_path / "node.yaml", deviceKind="Cuda"))
+        own_profile(2, given=written(tmp_path / "node.yaml", deviceKind="Cuda"))
 
 
 def test_a_profile_without_a_rate_is_no_measurement(state: Path) -> None:
     state.parent.mkdir(parents=True)
     state.write_text(HEAD)
     with pytest.raises(UserError, match="holds no rate, so nothing was measured"):
-        own_profile(2, state)
+        own_profile(2, given=state)
     own = own_profile(2)
     assert own.spec is None
     assert own.sentence.startswith("left aside") and own.sentence.endswith("Rates of the catalog")
@@ -131,7 +131,7 @@ def test_a_time_of_measurement_that_is_none_is_refused(moment: str, state: Path)
     state.parent.mkdir(parents=True)
     state.write_text(f"{HEAD}bfloat16FlopsPerSecond: '1e9'\n  measuredTime: '{moment}'\n")
     with pytest.raises(UserError, match=r"measuredTime.*a time is needed, for example 2026"):
-        own_profile(2, state)
+        own_profile(2, given=state)
 
 
 def test_a_gpu_without_memory_could_be_any(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_hostile_figure_is_refused_by_name_and_left_aside_at_home(line: str, s
     state.parent.mkdir(parents=True)
     state.write_text(HEAD + line + "\n")
     with pytest.raises(UserError, match=line.split(":", maxsplit=1)[0]):
-        own_profile(2, state)
+        own_profile(2, given=state)
     own = own_profile(2)
     assert own.spec is None
     assert "left aside" in own.sentence and "\n" not in own.sentence
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_profile_is_left_aside(content: bytes, state: Path) ->
     assert own.spec is None
     assert "left aside" in own.sentence
     with pytest.raises(UserError):
-        own_profile(2, state)
+        own_profile(2, given=state)
 
 
 def test_a_directory_in_its_place_is_left_aside(state: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_directory_in_its_place_is_left_aside(state: Path) -> None:
 
 def test_a_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file; give the path of a NodeProfile"):
-        own_profile(2, tmp_path / "none.yaml")
+        own_profile(2, given=tmp_path / "none.yaml")
 
 
 def test_without_a_home_the_output_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

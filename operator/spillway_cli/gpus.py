@@ -1,0 +1,146 @@
+"""GPUs of this machine that a run could use, by the driver's own library: torch takes seconds to be asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from spillway.units import format_bytes
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUDA_PACKAGE = "install the CUDA build of torch: https://pytorch.org/get-started/locally/"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    total_bytes: int
+    free_bytes: int
+    num_processes: int = 0
+    """that compute on it now"""
+    pcie: tuple[int, int, int] = (0, 0, 0)
+    """generation; lanes now, and at most; 0 = not known"""
+    num_nvlinks: int = 0
+
+    @property
+    def said(self) -> str:
+        return f"{self.name}, {format_bytes(self.free_bytes)} free"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """As CUDA numbers them."""
+
+    found: tuple[Gpu, ...] = ()
+    driver: str = ""
+    torch_cuda: str | None = None
+    """as the function of that name"""
+    problem: str = ""
+    """why a run can use none; empty = it can"""
+    fix: str = ""
+
+    def lacking(self, num_ranks: int) -> str:
+        """Why so many ranks cannot run here; empty where they can."""
+        if self.problem or len(self.found) >= num_ranks:
+            return self.problem
+        return f"{num_ranks} ranks need a GPU each, and there are {len(self.found)}"
+
+
+NO_DRIVER = Gpus(problem="no NVIDIA driver")
+
+
+def find_gpus() -> Gpus:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return NO_DRIVER
+    except pynvml.NVMLError as error:
+        return silent(error)
+    try:
+        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        shown = visible(handles, pynvml.nvmlDeviceGetUUID, os.environ.get(VISIBLE))
+        found = tuple(gpu_of(handle) for handle in shown)
+    except pynvml.NVMLError as error:
+        return silent(error)
+    finally:
+        pynvml.nvmlShutdown()
+    built_for = torch_cuda()
+    return Gpus(found, driver, built_for, *problem_of(len(handles), len(found), cuda, built_for))
+
+
+def silent(error: pynvml.NVMLError) -> Gpus:
+    return Gpus(problem=f"NVIDIA's driver does not answer: {error}", fix="see nvidia-smi; load or update the driver")
+
+
+def problem_of(num_there: int, num_visible: int, driver_cuda: int, built_for: str | None) -> tuple[str, str]:
+    """Why a run could use none, and what to do. `driver_cuda`: 12040 is 12.4; `built_for`: torch, see `torch_cuda`."""
+    if not num_there:
+        return "the driver finds no GPU", "see nvidia-smi, and whether the container was given one"
+    if not num_visible:
+        return f"{VISIBLE} hides all {num_there} of them", f"unset {VISIBLE}"
+    if built_for == "":
+        return "torch is built without CUDA", CUDA_PACKAGE
+    if built_for and driver_cuda // 1000 < int(built_for.partition(".")[0]):
+        knows = f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
+        return f"the driver knows CUDA {knows}, torch is built for {built_for}", "update the driver, or an older torch"
+    return "", ""
+
+
+def visible(handles: Sequence[Any], uuid: Callable[[Any], str], listed: str | None) -> list[Any]:
+    """Those that CUDA shows, in its order: CUDA_VISIBLE_DEVICES lists numbers or beginnings of UUIDs, and ends at the
+    first that is none. (Numbers are NVML's: environment.py asks CUDA for its order.)"""
+    if listed is None:
+        return [*handles]
+    found = []
+    for text in listed.split(","):
+        word = text.strip()
+        if word.isdecimal():
+            named = [*handles[int(word) : int(word) + 1]]
+        else:
+            named = [handle for handle in handles if word and uuid(handle).startswith(word)]
+        if len(named) != 1:
+            break
+        found += named
+    return found
+
+
+def gpu_of(handle: Any) -> Gpu:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    links = (asked(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
+    return Gpu(
+        name=pynvml.nvmlDeviceGetName(handle),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        num_processes=len(asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        pcie=(
+            asked(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,  # an idle device lowers the present one
+            asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
+            asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
+        ),
+        num_nvlinks=sum(1 for link in links if link),
+    )
+
+
+def asked(question: Callable[..., Any], *arguments: Any) -> Any:
+    """None where this device has no such thing."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch is built for, 13.0; empty = none; None: there is no torch. Read, not imported."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    match = re.search(r"^cuda\b.*'([\d.]+)'", Path(found.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return match[1] if match else ""

@@ -1,0 +1,53 @@
+"""`spillway run` on a machine with the fake CUDA device: called in a process over the fake.
+
+python -m cases.device_runs DIRECTORY      the trainer, with the device's kernels where its plan is for a device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+from cases import device_attempts
+from fakes import cuda_kernels, fake_streams
+from spillway_cli import __main__ as cli
+from spillway_cli import local_run
+from spillway_trainer import __main__ as trainer
+
+
+def spillway(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command, whose trainer is `train`."""
+    local_run.trainer_command = lambda run, _: [  # type: ignore[assignment]
+        sys.executable, "-P", "-m", "spillway_cli.trainer_process", "cases.device_runs", str(run.path),
+    ]  # fmt: skip
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.run_app([*arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def run(job: Path, root: Path, *options: str) -> tuple[int, str, tuple[object, object]]:
+    """(exit code, what was said, (losses, weights and states of step 4))."""
+    code, _, said = spillway("run", str(job), "--output", str(root), *options)
+    return code, said, device_attempts.outcome(root, 4)
+
+
+def train(directory: Path) -> int:
+    plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+    cuda_kernels.compose_attention()
+    with ExitStack() as stack:
+        if plan["device"] == "Cuda":
+            cuda_kernels.install()
+            stack.enter_context(fake_streams.handing_over(SimpleNamespace(clocks=cuda_kernels.Clocks())))
+        code = trainer.main([str(directory)])
+    cuda_kernels.raise_failed()
+    return code
+
+
+if __name__ == "__main__":
+    trainer.leave(train(Path(sys.argv[1])))

@@ -1,0 +1,66 @@
+"""`spillway run` on a machine with a GPU takes it, says so, and has the CPU's bits. The device is a fake, as in
+test_attempts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from cases import device_attempts, device_runs
+from harness import fake_cuda, local_runs
+
+pytestmark = pytest.mark.ci
+
+
+def job(directory: Path, steps: int = 4, **changes: Any) -> Path:
+    document = yaml.safe_load(local_runs.JOB.replace("TEXT", str(local_runs.write_text(directory / "text"))))
+    document["spec"]["model"] = device_attempts.MODELS["llama"]
+    document["spec"]["training"] |= {"steps": steps, "schedule": {"name": "Constant"}}
+    document["spec"]["data"] = {"text": {"path": str(directory / "text")}}
+    document["spec"]["checkpoint"] = {"everySteps": 2, "keep": 2}
+    document["spec"] |= changes
+    made = directory / f"job-{steps}-{len(changes)}.yaml"
+    made.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return made
+
+
+def assert_same(found: Any, then: Any) -> None:
+    assert found[0] == then[0]
+    assert len(found[1]) > 10
+    assert found[1].keys() == then[1].keys()
+    for name, tensor in found[1].items():
+        assert np.array_equal(tensor, then[1][name]), name
+
+
+def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: Path) -> None:
+    on_gpu, on_cpu = tmp_path / "gpu", tmp_path / "cpu"
+    code, said, found = fake_cuda.run(device_runs.run, job(tmp_path), on_gpu, mode="delayed", seed=1)
+    assert code == 0, said
+    assert "device: Cuda, Fake CUDA device, 8.00 GiB free" in said
+    assert "a step on this GPU" in said
+    code, said, then = fake_cuda.run(device_runs.run, job(tmp_path), on_cpu, devices=0)
+    assert code == 0, said
+    assert "device: Cpu, the driver finds no GPU" in said
+    assert_same(found, then)
+    code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_cpu)
+    assert code == 0, said
+    assert "device: Cpu, as in the attempts before" in said
+    code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_gpu, devices=0)
+    assert code == 64
+    assert "the run began on a GPU, and no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
+
+
+def test_a_rank_needs_a_gpu_of_its_own(tmp_path: Path) -> None:
+    code, out, said = fake_cuda.run(device_runs.spillway, "plan", str(job(tmp_path)), devices=2)
+    assert code == 0, said
+    assert "device: Cuda, Fake CUDA device" in out
+    ranks = ("--ranks", "2")
+    code, said, _ = fake_cuda.run(
+        device_runs.run, job(tmp_path, parallelism={"device": "Cuda"}), tmp_path / "few", *ranks
+    )
+    assert code == 64
+    assert "2 ranks need a GPU each, and there are 1" in " ".join(said.split())
