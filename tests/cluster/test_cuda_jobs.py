@@ -1,10 +1,66 @@
-"""A job for GPUs against the test device plugin: what the real scheduler and kubelet make of its pods."""
+"""Jobs for GPUs against the test device plugin: what the real scheduler and kubelet make of their pods, and training in
+them on a fake CUDA."""
 
 from __future__ import annotations
 
-from harness.installed import Document, Installed, example
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import fake_cuda, sweep_runs
+from harness.installed import Document, Installed, example, named
+from spillway_trainer.checkpoint_manifest import CheckpointName
+from spillway_trainer.sealed_json import unseal
+from testbed.host_mount import PACKAGES
 
 GPU = "nvidia.com/gpu"
+STEPS, EVERY = 30, 5
+SECONDS = 150.0
+LLAMA = {
+    "architecture": "llama", "hiddenSize": 64, "numLayers": 2, "numHeads": 4, "numKeyValueHeads": 2,
+    "intermediateSize": 96, "vocabSize": 512,
+}  # fmt: skip
+SPILLED = {
+    "budget": {"device": "256Mi", "host": "128Mi", "nvme": "512Mi"}, "optimizer": {"placement": "Nvme"},
+    "activations": {"policy": "Recompute"},
+}  # fmt: skip
+"""Kept ones would not fit: attention is composed on the fake, which saves more than is planned."""
+RESIDENT = {"mode": "Disabled", "budget": {"host": "256Mi"}}
+
+
+def small(namespace: str, device: str, memory: Document, environment: dict[str, str]) -> Document:
+    """The same bits whatever the device and the memory."""
+    job = example(
+        "one-pod", namespace, model={"config": LLAMA}, training__sequenceLength=64, training__steps=STEPS,
+        checkpoint={"claim": "gpu", "everySteps": EVERY, "keep": 2}, parallelism__device=device, memory=memory,
+        env=[{"name": name, "value": value} for name, value in environment.items()],
+    )  # fmt: skip
+    return named(job, f"on-{device.lower()}")
+
+
+@pytest.mark.ci
+def test_an_auto_job_takes_a_gpu_resumes_and_has_the_bits_of_a_cpus(spillway: Installed, namespace: str) -> None:
+    """On the fake CUDA (fakes/cuda), which lies on the claim."""
+    folder = spillway.bed.claim("gpu", namespace)
+    given = fake_cuda.copied(folder / "fake", Path("/checkpoints/fake"), PACKAGES)
+    spillway.create(small(namespace, "Auto", SPILLED, given))
+    spillway.until(lambda _: bool([*folder.glob("on-auto-*/step-*")]), namespace, "on-auto", SECONDS)
+    resources = spillway.children("pod", namespace, "on-auto")[0]["spec"]["containers"][0]["resources"]
+    assert resources["requests"][GPU] == resources["limits"][GPU] == "1"
+    spillway.signal(namespace, "on-auto", "SIGKILL")
+    spillway.create(small(namespace, "Cpu", RESIDENT, {"PYTHONPATH": given["PYTHONPATH"]}))
+    on_gpu, on_cpu = (spillway.wait(namespace, name, "Complete", SECONDS)["status"] for name in ("on-auto", "on-cpu"))
+    assert (on_gpu["plan"]["device"], on_cpu["plan"]["device"]) == ("Cuda", "Cpu")
+    assert (on_gpu["attempts"]["total"], on_gpu["attempts"]["restarts"]) == (2, 1)
+    (epoch,) = folder.rglob("epoch-2.json")
+    resumed = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])
+    assert resumed is not None and resumed.step >= EVERY
+    assert on_gpu["progress"]["loss"] == on_cpu["progress"]["loss"]
+    found, then = (sweep_runs.final_tensors(next(folder.glob(f"{name}-*")), STEPS) for name in ("on-auto", "on-cpu"))
+    assert found.keys() == then.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.view(torch.uint8), then[name].view(torch.uint8)), name
 
 
 def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Installed, namespace: str) -> None:

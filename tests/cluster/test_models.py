@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import pytest
 
-from harness.installed import Installed, example
+from harness.installed import Document, Installed, example
 
 SECONDS = 150.0
 
 
+def on_cpu(name: str, namespace: str, **changes: object) -> Document:
+    """An example, shortened; the bed's GPUs, which device Auto would take, compute nothing."""
+    short = {"training__schedule": None, "data__evaluation": None, "parallelism__device": "Cpu"}
+    return example(name, namespace, **short, **changes)
+
+
 def test_adapters_are_trained_within_what_the_operator_planned(spillway: Installed, namespace: str) -> None:
-    job = example("lora", namespace, training__steps=6, training__schedule=None, data__evaluation=None)
+    job = on_cpu("lora", namespace, training__steps=6)
     spillway.create(job)
     done = spillway.wait(namespace, job["metadata"]["name"], "Complete", SECONDS)
     assert done["status"]["attempts"]["total"] == 1
@@ -21,7 +27,7 @@ def test_adapters_are_trained_within_what_the_operator_planned(spillway: Install
 
 @pytest.mark.ci
 def test_a_model_of_four_devices_is_streamed(spillway: Installed, namespace: str) -> None:
-    job = example("larger-than-device", namespace, training__steps=4, training__schedule=None, data__evaluation=None)
+    job = on_cpu("larger-than-device", namespace, training__steps=4)
     spillway.create(job)
     done = spillway.wait(namespace, job["metadata"]["name"], "Complete", SECONDS)
     assert "streamed" in done["status"]["plan"]["summary"]
