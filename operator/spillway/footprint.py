@@ -630,8 +630,10 @@ def streamed_row_bytes(work: Workload, size: int) -> list[int]:
 
 
 def chunk_parameters(work: Workload) -> int:
-    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32)."""
-    return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), 1 << 22)
+    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32), or 32 Mi on a device
+    apart: the host needs as long for an operation there as the link for several MiB."""
+    most = 1 << 22 if work.in_place else 1 << 25
+    return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), most)
 
 
 def accumulator_slack_bytes(work: Workload, optimizer: OptimizerPlan, share: float) -> int:

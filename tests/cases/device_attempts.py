@@ -225,7 +225,7 @@ def lose_edges() -> None:
 
     def order(streams: object, stream: object, event: Any) -> None:
         if isinstance(event, cuda_lanes.StreamOperation):
-            event.launched.wait()
+            event.wait_for_launch()
         elif not isinstance(event, cuda_lanes.Mark):
             event.wait()
 
@@ -235,7 +235,7 @@ def lose_edges() -> None:
 def complete_early() -> None:
     """An operation is over for the host when it is in its stream."""
 
-    def complete(operation: Any, streams: object) -> None:
+    def complete(operation: Any) -> None:
         operation._work, operation._after, operation.regions, operation.done = None, (), (), True
 
     cuda_lanes.StreamOperation.complete = complete  # type: ignore[method-assign]

@@ -128,7 +128,7 @@ class FakeStreams:
         finally:
             self._current.stream = None
 
-    def record(self, stream: str) -> FakeEvent:
+    def record(self, stream: str, *, timed: bool = False) -> FakeEvent:
         with self.clocks.lock:
             return FakeEvent(self.clocks, dict(self.clocks.of(stream)))
 

@@ -204,6 +204,7 @@ Stream::Stream(int device)
 
 void Stream::put(std::function<void()> work, const std::vector<Range>& reads, const std::vector<Range>& writes,
                  const std::string& label) {
+  if (Settings::get().is_immediate()) return work();
   {
     std::lock_guard<std::mutex> lock(judge().mutex);
     tick();
@@ -220,6 +221,11 @@ void Stream::put(std::function<void()> work, const std::vector<Range>& reads, co
 }
 
 std::shared_ptr<Mark> Stream::mark() {
+  if (Settings::get().is_immediate()) {
+    auto made = std::make_shared<Mark>(Clock());
+    made->set();
+    return made;
+  }
   std::lock_guard<std::mutex> lock(judge().mutex);
   tick();
   auto made = std::make_shared<Mark>(clock_);
@@ -228,6 +234,7 @@ std::shared_ptr<Mark> Stream::mark() {
 }
 
 void Stream::wait(const std::shared_ptr<Mark>& mark) {
+  if (Settings::get().is_immediate()) return;
   std::lock_guard<std::mutex> lock(judge().mutex);
   Judge::join(clock_, mark->clock);
   give([mark] { mark->wait(); });

@@ -31,6 +31,7 @@ struct Settings {
   unsigned seed = 0;
   int delay_us = 300;
   bool is_virtual = false;  // memory is counted and addressed, copies and kernels do nothing
+  bool is_immediate() const { return is_virtual && mode == Mode::kEager; }  // no threads, nothing to judge
 
   static const Settings& get();  // from FAKE_CUDA_DEVICES, _MIB, _MODE, _SEED, _DELAY_US, _VIRTUAL
 };

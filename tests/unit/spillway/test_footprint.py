@@ -16,6 +16,7 @@ from spillway.footprint import (
     Streaming,
     Workload,
     accumulator_bytes,
+    chunk_parameters,
     cpu_accumulated,
     device_peak,
     exchange_bytes,
@@ -75,6 +76,14 @@ def test_states_take_12_bytes_or_8_where_the_parameter_is_its_own_master() -> No
     assert states_bytes(work(), RESIDENT, 1.0, on_cpu=False) == 12 * P
     assert states_bytes(work("float32"), RESIDENT, 1.0, on_cpu=False) == 8 * P
     assert states_bytes(work("float32"), ON_CPU, 1.0, on_cpu=True) == pytest.approx(12 * P, rel=1e-3)
+
+
+def test_chunks_of_a_device_apart_are_large_and_those_of_a_cpu_small() -> None:
+    large = {"numLayers": 800}
+    assert chunk_parameters(work(**large)) == 1 << 24
+    assert chunk_parameters(work(**large, in_place=True)) == 1 << 22
+    assert chunk_parameters(work(**large, vocabSize=2_000_000)) == 1 << 25
+    assert chunk_parameters(work()) == chunk_parameters(work(in_place=True)) == 1 << 17
 
 
 def test_a_path_may_hold_one_chunk_beyond_its_share() -> None:

@@ -24,7 +24,7 @@ from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 from .. import kernels
 from ..optimizer import Hyperparameters, Update, UpdateCount, as_loaded, shaped
 from ..reference import SquareSum
-from ..tiers.arena import Arena, Ring, as_bytes
+from ..tiers.arena import Arena, Ring, as_bytes, padded
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
@@ -95,7 +95,14 @@ class OptimizerOffload:
         self._window = StateWindow(lanes, self._window_ring())
         uploads, slots = self._upload_ring(), self._slot_ring()
         self._pipeline = UpdatePipeline(
-            lanes, uploads, slots, self._window, cpu_update or native, device_update or native, in_place
+            lanes,
+            uploads,
+            slots,
+            self._window,
+            cpu_update or native,
+            device_update or native,
+            max((padded(placed.nbytes) for placed in self._apart() or self._placed), default=0),
+            in_place,
         )
         window = plan.speculative_parameters if plan.overlap == "Backward" else 0
         self._speculation = Speculation(
@@ -125,11 +132,11 @@ class OptimizerOffload:
         parameter = self._trainable.parameters[owner]
         assert owner not in self._updating, "wait() or flush() comes between step() and the next forward"
         self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
-        self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
-        if self._begun is not None:
+        is_last = self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
+        if self._begun is not None and self._speculation:
             learning_rate, gradient_scale, count = self._begun
             scalars = count.scalars(owner, parameter, learning_rate, gradient_scale)
-            self._speculation.taken(name, self._of[owner], scalars, self._pipeline.ends)
+            self._speculation.taken(self._of[owner], scalars, self._pipeline.ends, is_last=is_last)
 
     def arrived(self) -> Collection[str]:
         return self._gradients.all_arrived()
@@ -268,9 +275,12 @@ class OptimizerOffload:
 
     def _upload_ring(self) -> Ring:
         """For updated values that the CPU cannot write where they live: on a device apart, on NVMe."""
+        return self._staging_ring([placed.nbytes for placed in self._apart()], "uploads")
+
+    def _apart(self) -> list[Placed]:
+        """What the CPU updates and cannot write where it lives."""
         on_cpu = [placed for placed in self._placed if placed.chunk.path.updates_on_cpu]
-        apart = [p for p in on_cpu if (not self._in_place if p.home is None else p.home.memory is None)]
-        return self._staging_ring([placed.nbytes for placed in apart], "uploads")
+        return [p for p in on_cpu if (not self._in_place if p.home is None else p.home.memory is None)]
 
     def _staging_ring(self, sizes_bytes: Sequence[int], label: str) -> Ring:
         """Host buffers that hold any one of `sizes_bytes`, in whole blocks."""

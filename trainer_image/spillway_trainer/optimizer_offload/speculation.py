@@ -5,14 +5,13 @@
     step       that factor, no gradient since:  states and spare change places, the values go to the device in turn
                else:                            nobody has seen any of it; the step updates as it always does
 
-Which gradient is the last one is a guess, too: each parameter gets as many as in the step before. The arithmetic is the
+Which gradient is the last one is a guess, too (gradients.py). The arithmetic is the
 update's own, so what is committed is what the step would have computed, bit for bit. The window is the end of the
 forward order, where backward begins. It is tried as long as the last step had the factor that it was begun with.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,29 +47,29 @@ class Speculation:
         blocks = arena.parts(Tier.HOST, [placed.held.nbytes for placed in window], "spare states")
         values = arena.parts(Tier.HOST, [padded(placed.nbytes) for placed in window], "spare values")
         self._spares = {p.chunk: Spare(block, value) for p, block, value in zip(window, blocks, values, strict=True)}
-        self._taken: Counter[str] = Counter()
-        """gradients by parameter, in this step"""
-        self._expected: Counter[str] = Counter()
-        """the same of the step before; empty: not known, nothing is guessed"""
         self._factor = 1.0
         """with which updates are made"""
         self._is_likely = True
         """the last step had that factor"""
 
+    def __bool__(self) -> bool:
+        return bool(self._spares)
+
     def begin(self, factor: float) -> None:
         """A step begins that will have `factor`, if nothing is clipped."""
         self._factor = factor
 
-    def taken(self, name: str, chunks: Sequence[Placed], scalars: UpdateScalars, last: Mapping[Chunk, Event]) -> None:
-        """A gradient of `name` is on its way into the accumulators of `chunks`; `last` has what ended each one's last
-        update. Makes the update when it was the last gradient, and takes back one that was made too early."""
-        self._taken[name] += 1
-        for placed in chunks if self._spares else ():
+    def taken(
+        self, chunks: Sequence[Placed], scalars: UpdateScalars, last: Mapping[Chunk, Event], *, is_last: bool
+    ) -> None:
+        """A gradient is on its way into the accumulators of `chunks`; `last` has what ended each one's last update.
+        Makes the update when it `is_last` of the step, and takes back one that was made too early."""
+        for placed in chunks:
             spare = self._spares.get(placed.chunk)
             if spare is None:
                 continue
             spare.made = None
-            if self._is_likely and self._taken[name] == self._expected[name]:
+            if self._is_likely and is_last:
                 spare.made = self._submit(placed, spare, scalars, last.get(placed.chunk))
 
     def discard(self) -> None:
@@ -81,7 +80,6 @@ class Speculation:
     def end(self, factor: float | None) -> None:
         """The step was made with `factor`, or skipped (None). Nothing that was made and not committed counts."""
         self.discard()
-        self._expected, self._taken = self._taken, Counter()
         if factor is not None:
             self._is_likely = factor == self._factor
 

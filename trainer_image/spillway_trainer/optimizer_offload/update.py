@@ -5,7 +5,9 @@
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
-Where the device's memory is the host's (`in_place`), the CPU's update writes the parameter and nothing is uploaded.
+Chunks of the CPU in a row are updated, and uploaded, by one operation as long as they are together no larger than the
+largest. Where the device's memory is the host's (`in_place`), each is updated by one of its own, which writes the
+parameter, and nothing is uploaded.
 The states of a streamed chunk come and go without the half of their master that the device has (master_halves.py).
 Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
 for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 
 from torch import Tensor
@@ -25,7 +28,7 @@ from torch import Tensor
 from .. import kernels
 from ..optimizer import States, Update
 from ..reference import UpdateScalars
-from ..tiers.arena import Part, Ring, RingSlot
+from ..tiers.arena import Part, Ring, RingSlot, padded
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
@@ -34,9 +37,11 @@ from .place import Home, Placed
 
 
 @dataclass(frozen=True, slots=True)
-class InHost:
-    """States that the CPU can update, in `region`, once `ready` is complete."""
+class OnCpu:
+    """One update by the CPU, of states in `region`, once `ready` is complete."""
 
+    placed: Placed
+    scalars: UpdateScalars
     states: States
     region: Region
     ready: tuple[Event, ...] = ()
@@ -56,6 +61,8 @@ class UpdatePipeline:
     """what states on NVMe pass through"""
     cpu_update: Update
     device_update: Update
+    group_bytes: int
+    """of values that one operation of the CPU updates, if it updates several chunks; no more than an upload's buffer"""
     in_place: bool = False
     """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
     ends: dict[Chunk, Event] = field(default_factory=dict)
@@ -65,8 +72,8 @@ class UpdatePipeline:
         updates: Sequence[tuple[Placed, UpdateScalars]],
         committed: Mapping[Chunk, tuple[Part, Event]] = MappingProxyType({}),
     ) -> list[Event]:
-        """Submit the updates in order and return the events that end them, one each: upload, store, write-back or
-        device update. A chunk's accumulator is free for the next gradient once its update has read it.
+        """Submit the updates in order and return what the compute lane waits for before it reads each one's values:
+        upload, store or device update. A chunk's accumulator is free for the next gradient once its update has read it.
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
         come in as early as a slot is free, ahead of the uploads of the CPU chunks between. `committed` chunks have been
@@ -75,71 +82,100 @@ class UpdatePipeline:
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
         loaded: deque[tuple[RingSlot, Event]] = deque()
+        made: dict[Chunk, Event] = {}
+        group: list[OnCpu] = []
         for placed, scalars in updates:
             while to_load and len(loaded) < len(self.slots):
                 loaded.append(self._load_states(to_load.popleft()))
             if placed.chunk in committed:
-                end = self._write_committed(placed, *committed[placed.chunk], computed)
+                made[placed.chunk] = self._write_committed(placed, *committed[placed.chunk], computed)
             elif placed.chunk.path is Path.CPU:
-                end = self._update_on_cpu(placed, scalars, computed, InHost(placed.held_states, placed.held))
+                if group and not self._joins(group, placed):
+                    self._update_group(group, computed, made)
+                group.append(OnCpu(placed, scalars, placed.held_states, placed.held))
             elif placed.chunk.path is Path.NVME:
-                end = self._update_in_window(placed, scalars, computed)
+                made[placed.chunk] = self._update_in_window(placed, scalars, computed)
             elif placed.chunk.path is Path.STREAMED:
-                end = self._update_in_slot(placed, scalars, computed, *loaded.popleft())
+                made[placed.chunk] = self._update_in_slot(placed, scalars, computed, *loaded.popleft())
             else:
-                end = self._update_resident(placed, scalars, computed)
-            self.ends[placed.chunk] = end
-        return [self.ends[placed.chunk] for placed, _ in updates]
+                made[placed.chunk] = self._update_resident(placed, scalars, computed)
+        self._update_group(group, computed, made)
+        for placed, _ in updates:
+            if placed.chunk.path is not Path.STREAMED:
+                self.ends[placed.chunk] = made[placed.chunk]
+        return [made[placed.chunk] for placed, _ in updates]
+
+    def _joins(self, group: Sequence[OnCpu], placed: Placed) -> bool:
+        """Whether one operation may update it with `group`: small enough, and written to memory of the same kind."""
+        homes = [one.home is not None and one.home.memory is not None for one in (placed, group[0].placed)]
+        apart = [one.home is not None for one in (placed, group[0].placed)]
+        nbytes = padded(placed.nbytes) + sum(padded(one.placed.nbytes) for one in group)
+        return not self.in_place and homes == apart and len({*homes}) == 1 and nbytes <= self.group_bytes
+
+    def _update_group(self, group: list[OnCpu], computed: Event, made: dict[Chunk, Event]) -> None:
+        if group:
+            made.update(dict.fromkeys([one.placed.chunk for one in group], self._update_on_cpu(group, computed)))
+            group.clear()
 
     def _update_in_window(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         """States from NVMe, update by the CPU, states back; the new values go their own way meanwhile, which is what
         forward waits for."""
         loaded = self.window.load(placed.on_nvme)
-        states = InHost(placed.states(loaded.block), loaded.slot.buffer, (loaded.read,))
-        moved = self._update_on_cpu(placed, scalars, computed, states)
+        update = OnCpu(placed, scalars, placed.states(loaded.block), loaded.slot.buffer, (loaded.read,))
+        moved = self._update_on_cpu([update], computed)
         self.window.store(placed.on_nvme, loaded, placed.accumulator.settled)
         return moved
 
-    def _update_on_cpu(self, placed: Placed, scalars: UpdateScalars, computed: Event, states: InHost) -> Event:
-        home = placed.home
-        if home is not None and home.memory is not None:
-            values = home.memory.view(placed.dtype)
-            updated = self._submit_cpu(placed, scalars, states, values, home.region, ())
-            home.changed = (updated,)
+    def _update_on_cpu(self, group: Sequence[OnCpu], computed: Event) -> Event:
+        """Updates of one kind (`_joins`), each followed by what brings its values to where they live."""
+        chunks = [one.placed for one in group]
+        homes = [placed.home for placed in chunks if placed.home is not None]
+        if homes and homes[0].memory is not None:
+            memory = [home.memory for home in homes if home.memory is not None]
+            values = [values.view(placed.dtype) for values, placed in zip(memory, chunks, strict=True)]
+            updated = self._submit_cpu(group, values, [placed.weights for placed in chunks], ())
+            for home in homes:
+                home.changed = (updated,)
             return updated
-        if placed.parameter is not None and self.in_place:
-            return self._submit_cpu(placed, scalars, states, placed.parameter, placed.weights, (computed,))
-        slot = self.uploads.take()
-        staged = slot.buffer.tensor[: placed.nbytes]
-        updated = self._submit_cpu(placed, scalars, states, staged.view(placed.dtype), slot.buffer, slot.free)
+        if self.in_place and not homes:
+            values = [placed.parameter for placed in chunks if placed.parameter is not None]
+            return self._submit_cpu(group, values, [placed.weights for placed in chunks], (computed,))
+        slot, ends = self.uploads.take(), accumulate(padded(placed.nbytes) for placed in chunks)
+        begins = [end - padded(placed.nbytes) for end, placed in zip(ends, chunks, strict=True)]
+        staged = [slot.buffer.tensor[at : at + placed.nbytes] for at, placed in zip(begins, chunks, strict=True)]
+        values = [part.view(placed.dtype) for part, placed in zip(staged, chunks, strict=True)]
+        updated = self._submit_cpu(group, values, [slot.buffer], slot.free)
         moved = (
-            self._upload(placed, staged, slot.buffer, (updated, computed))
-            if home is None
-            else self._store(placed, home, slot, updated)
+            self._store(chunks[0], homes[0], slot, updated)
+            if homes
+            else self._upload(chunks, staged, slot.buffer, (updated, computed))
         )
         slot.free = (moved,)
         return moved
 
     def _submit_cpu(
-        self,
-        placed: Placed,
-        scalars: UpdateScalars,
-        states: InHost,
-        out: Tensor,
-        memory: Region,
-        free: Sequence[Event],
+        self, group: Sequence[OnCpu], outs: Sequence[Tensor], memory: Sequence[Region], free: Sequence[Event]
     ) -> Event:
-        """The CPU's update, which writes the rounded parameter into `out`, a part of `memory`."""
+        """The CPU's updates, which write the rounded parameters into `outs`, parts of `memory`."""
+        work = [
+            self._work(self.cpu_update, one.scalars, one.states, one.placed, out)
+            for one, out in zip(group, outs, strict=True)
+        ]
+        chunks = [one.placed for one in group]
+        states, gradients = [one.region for one in group], [placed.accumulator.memory for placed in chunks]
+        settled = [event for placed in chunks for event in placed.accumulator.settled]
+        ready = [event for one in group for event in one.ready]
         updated = self.lanes.submit(
             Lane.CPU,
-            self._work(self.cpu_update, scalars, states.states, placed, out),
-            reads=[states.region, placed.accumulator.memory],
-            writes=[states.region, memory],
-            after=[*states.ready, *placed.accumulator.settled, *free, *self._last(placed)],
-            nbytes=placed.update_bytes + placed.nbytes,
-            label=f"update {placed.chunk.label}",
+            work[0] if len(work) == 1 else partial(_do_all, work),
+            reads=[*states, *gradients],
+            writes=[*states, *memory],
+            after=[*ready, *settled, *free, *(event for placed in chunks for event in self._last(placed))],
+            nbytes=sum(placed.update_bytes + placed.nbytes for placed in chunks),
+            label=_label("update", chunks),
         )
-        placed.accumulator.settled = (updated,)
+        for placed in chunks:
+            placed.accumulator.settled = (updated,)
         return updated
 
     def _last(self, placed: Placed) -> Sequence[Event]:
@@ -153,7 +189,7 @@ class UpdatePipeline:
         for another. Rounding the master instead would read twice as much, and now, when forward waits for it."""
         staged = values.tensor[: placed.nbytes]
         if not self.in_place:
-            return self._upload(placed, staged, values, (made, computed))
+            return self._upload([placed], [staged], values, (made, computed))
         return self.lanes.submit(
             Lane.CPU,
             partial(kernels.copy, placed.device_bytes, staged),
@@ -164,16 +200,19 @@ class UpdatePipeline:
             label=f"commit {placed.chunk.label}",
         )
 
-    def _upload(self, placed: Placed, staged: Tensor, memory: Region, after: Sequence[Event]) -> Event:
-        """`staged` is a part of `memory`."""
+    def _upload(
+        self, chunks: Sequence[Placed], staged: Sequence[Tensor], memory: Region, after: Sequence[Event]
+    ) -> Event:
+        """`staged` are parts of `memory`, one a chunk."""
+        pairs = [(placed.device_bytes, part) for placed, part in zip(chunks, staged, strict=True)]
         return self.lanes.submit(
             Lane.H2D,
-            partial(kernels.copy, placed.device_bytes, staged),
+            partial(kernels.copy_batch, pairs),
             reads=[memory],
-            writes=[placed.weights],
+            writes=[placed.weights for placed in chunks],
             after=after,
-            nbytes=staged.numel(),
-            label=f"upload {placed.chunk.label}",
+            nbytes=sum(part.numel() for part in staged),
+            label=_label("upload", chunks),
         )
 
     def _store(self, placed: Placed, home: Home, slot: RingSlot, updated: Event) -> Event:
@@ -229,7 +268,8 @@ class UpdatePipeline:
             label=f"states {chunk.label}",
         )
         slot.free = (written_back,)
-        return written_back
+        self.ends[chunk] = written_back
+        return updated
 
     def _update_resident(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
         states = placed.states(placed.held.tensor)
@@ -253,3 +293,13 @@ class UpdatePipeline:
             assert out is not None, placed.chunk.label
             return partial(kernels.update_split, update, scalars, states.master, states.moments, gradient, out)
         return partial(update, scalars, states.master, states.moments, gradient, out)
+
+
+def _do_all(work: Sequence[Callable[[], None]]) -> None:
+    for one in work:
+        one()
+
+
+def _label(what: str, chunks: Sequence[Placed]) -> str:
+    more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
+    return f"{what} {chunks[0].chunk.label}{more}"

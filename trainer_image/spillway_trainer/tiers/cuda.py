@@ -92,21 +92,46 @@ def peak_bytes(device: torch.device) -> int:
     return found
 
 
+class PooledEvent:
+    """A mark in a stream; torch's event is used again when nobody refers to the mark."""
+
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, pool: list[torch.cuda.Event], *, timed: bool) -> None:
+        self._pool = pool
+        try:
+            self.event = pool.pop()
+        except IndexError:
+            # Blocking: a host thread that waits for it sleeps.
+            self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
+
+    def query(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
 class CudaStreams:
     """The Streams of a real device. The run's compute stream is the one that is current when this is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = torch.cuda.current_stream(device)
+        self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
+        """that nobody uses; by whether they are timed"""
 
     def compute(self) -> Stream:
-        current = torch.cuda.current_stream(self.device)
-        if current != self._compute:
+        if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:
             raise RuntimeError(
-                f"{current} is the current stream, and the run's kernels go to {self._compute}: the trainer orders its "
-                "copies against that one alone; the model must not enter streams of its own"
+                f"{torch.cuda.current_stream(self.device)} is the current stream, and the run's kernels go to "
+                f"{self._compute}: the trainer orders its copies against that one alone; the model must not enter "
+                "streams of its own"
             )
-        return current
+        return self._compute
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
@@ -115,20 +140,22 @@ class CudaStreams:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
+        torch.cuda.set_stream(stream)
+        try:
             work()
+        finally:
+            torch.cuda.set_stream(self._compute)  # the run's threads have no other
 
-    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
-        # Blocking: a host thread that waits for it sleeps.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+    def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> DeviceEvent:
+        mark = PooledEvent(self._events[timed], timed=timed)
+        mark.event.record(stream)
+        return mark
 
     def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
-        stream.wait_event(event)
+        stream.wait_event(event.event)
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1e3
+        return float(first.event.elapsed_time(second.event)) / 1e3
 
     def allocate(self, nbytes: int) -> Tensor | None:
         try:
@@ -179,10 +206,10 @@ def seconds_of(steps: Sequence[Callable[[], object]]) -> list[float]:
     """Of each on the current stream, from the end of the one before, by device events; the host meets the device once,
     at the end."""
     streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
-    marks = [streams.record(streams.compute())]
+    marks = [streams.record(streams.compute(), timed=True)]
     for step in steps:
         step()
-        marks.append(streams.record(streams.compute()))
+        marks.append(streams.record(streams.compute(), timed=True))
     marks[-1].synchronize()
     return [streams.seconds_between(*pair) for pair in pairwise(marks)]
 

@@ -4,12 +4,13 @@
     streams      one each for h2d, d2h and what is submitted to lane compute, so that an update runs beside a forward
     workers      one thread each for cpu, nvme_read and nvme_write (CpuLanes)
 
-Each stream has two threads. Its *launcher* takes the stream's operations in the order in which they were submitted: it
-waits on the host for predecessors that are host work (a stream gets nothing before that work is done) and lets the
-stream wait, by events, for those that are on another stream. Its *watcher* waits for each operation's event. Only then
-is the operation complete for the host: what it holds (its work's tensors, its regions) is let go, releases are swept,
-errors that came late are kept for whoever waits. So nothing needs `record_stream`. As in CpuLanes it cannot deadlock:
-of all queued operations the one submitted first waits for none of the others.
+A stream gets an operation when its predecessors that are host work are done and the others are in their streams, for
+which it then waits by their events. What is so when it is submitted is launched at once, by who submits it. All else is
+launched by one *launcher*, in the order in which it becomes so: what waits for a CPU's update or a disk holds nothing
+behind it. Each stream has a *watcher*, which waits for each operation's event. Only then is the operation complete for
+the host: what it holds (its work's tensors, its regions) is let go, releases are swept, errors that came late are kept
+for whoever waits. So nothing needs `record_stream`. As in CpuLanes it cannot deadlock: of all queued operations the one
+submitted first waits for none of the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -29,7 +31,7 @@ from spillway.units import format_bytes
 
 from .device_ledger import DeviceLedger
 from .host_slab import HostSlab
-from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, LaneQueue, QueuedOperation, Region
+from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, LaneQueue, Operation, QueuedOperation, Region
 from .releases import obtain
 
 STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
@@ -63,14 +65,14 @@ class Streams(Protocol):
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Call `work`, whose copies and kernels go to `stream`."""
 
-    def record(self, stream: Stream) -> DeviceEvent:
-        """An event that is complete when `stream` has done all it was given until now."""
+    def record(self, stream: Stream, *, timed: bool = False) -> DeviceEvent:
+        """An event that is complete when `stream` has done all it was given until now; `timed`: for seconds_between."""
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
         """What `stream` is given from now on runs after `event`; the host goes on."""
 
     def seconds_between(self, first: DeviceEvent, second: DeviceEvent) -> float:
-        """On the device; both are complete."""
+        """On the device; both are timed and complete."""
 
     def allocate(self, nbytes: int) -> Tensor | None:
         """uint8 memory of the device, in order with the compute stream; None: there is not enough."""
@@ -109,21 +111,42 @@ class DeviceBuffer(Buffer):
         self.born = born
 
 
-class StreamOperation(QueuedOperation):
-    """An operation of a stream. `launched` is set when it is in the stream, `finish` when the stream has done it."""
+class StreamOperation(Operation):
+    """An operation of a stream."""
 
-    __slots__ = ("begin", "end", "launched", "regions")
+    __slots__ = ("_launching", "begin", "end", "is_launched", "lane", "regions")
 
     def __init__(
         self, lane: Lane, work: Callable[[], None], after: Sequence[Event], regions: Sequence[Region], label: str
     ) -> None:
-        super().__init__(lane, work, after, label)
+        super().__init__(work, after, label)
+        self.lane = lane
         self.regions = regions
         """held until it is complete, as its work is"""
-        self.launched = threading.Event()
+        self.is_launched = False
+        """it is in its stream, or failed before"""
+        self._launching: threading.Event | None = None
         self.begin: DeviceEvent | None = None
         self.end: DeviceEvent | None = None
         """None: it has not come so far as to use the stream"""
+
+    def blocker(self) -> StreamOperation | QueuedOperation | None:
+        """A predecessor that is host work and not done, or not in its stream yet: this may be in none before."""
+        for event in self._after:
+            if isinstance(event, StreamOperation):
+                if not event.is_launched:
+                    return event
+            elif isinstance(event, QueuedOperation) and not event.done:
+                return event
+        return None
+
+    def put_off(self) -> None:
+        """It will be launched by another thread."""
+        self._launching = threading.Event()
+
+    def wait_for_launch(self) -> None:
+        if self._launching is not None:
+            self._launching.wait()
 
     def launch(self, streams: Streams, stream: Stream) -> None:
         """Put it into `stream`, behind its predecessors. One whose predecessor failed fails with the same error."""
@@ -134,23 +157,29 @@ class StreamOperation(QueuedOperation):
             for region in self.regions:
                 if isinstance(region, DeviceBuffer):
                     streams.wait(stream, region.born)
-            self.begin = streams.record(stream)
+            self.begin = streams.record(stream, timed=True)
             streams.launch(stream, self._work)
         except BaseException as error:
             self.fail(error)
         try:
             if self.begin is not None:  # also after an error: what was launched before it still uses the memory
-                self.end = streams.record(stream)
+                self.end = streams.record(stream, timed=True)
         except BaseException as error:
             self.fail(error)
-        self.launched.set()
+        self.is_launched = True
+        if self._launching is not None:
+            self._launching.set()
 
-    def complete(self, streams: Streams) -> None:
-        """Wait for the stream, then let go of all that it held."""
+    def wait(self) -> None:
+        self.wait_for_launch()
+        self.complete()
+        self.raise_error()
+
+    def complete(self) -> None:
+        """Wait for the stream, then let go of all that it held. Several threads may."""
         try:
             if self.begin is not None and self.end is not None:
                 self.end.synchronize()
-                self.seconds = streams.seconds_between(self.begin, self.end)
         except BaseException as error:
             self.fail(error)
         self._work, self._after, self.regions = None, (), ()
@@ -161,7 +190,7 @@ def order(streams: Streams, stream: Stream, event: Event) -> None:
     """What `stream` is given next runs after `event`. Blocks the host until host work is done, and until an operation
     of another stream is in that stream. Raises the event's error, where it is known by now."""
     if isinstance(event, StreamOperation):
-        event.launched.wait()
+        event.wait_for_launch()
         event.raise_error()
         if event.end is not None:
             streams.wait(stream, event.end)
@@ -178,20 +207,27 @@ class CudaLanes(CpuLanes):
         super().__init__(host, ledger)
         self._streams = streams
         self._compute = streams.compute()
-        self._launchers: dict[Lane, SimpleQueue[StreamOperation | None]] = {}
-        self._stream_threads: list[threading.Thread] = []
         self._own_threads: set[int] = set()
-        """by threading.get_ident(); those of host lanes, too"""
+        """by threading.get_ident(); those of host lanes, too, and whoever launches"""
+        self._in_streams: dict[Lane, SimpleQueue[Any]] = {lane: SimpleQueue() for lane in STREAM_LANES}
+        """launched, not known to be complete"""
+        self._lane_streams = {lane: streams.make(f"lane-{lane}") for lane in STREAM_LANES}
+        self._launching = {lane: threading.Lock() for lane in STREAM_LANES}
+        """between an operation's first event and its last a stream gets nothing else"""
+        self._news: SimpleQueue[StreamOperation | QueuedOperation | None] = SimpleQueue()
+        """for the launcher: what is to be launched later, and what it was told to wait for, which is done"""
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
         """that releases wait for: nobody else might ever look at them"""
+        self._stream_threads: list[threading.Thread] = []
         self._stalls: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
         """around each wait of the compute stream"""
         self._device_stalled_seconds = 0.0
         streams.pin(host.memory)
         self._pinned: Tensor | None = host.memory
         for lane in STREAM_LANES:
-            self._launchers[lane] = self._start_stream(lane)
+            self._start_thread(f"lane-{lane}-done", partial(self._watch, lane, self._in_streams[lane]))
         self._start_thread("lane-releases", self._watch_marks)
+        self._start_thread("lane-launch", self._launch_later)
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         if tier is not Tier.DEVICE:
@@ -232,7 +268,11 @@ class CudaLanes(CpuLanes):
             return super().submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
         operation = StreamOperation(lane, work, after, (*reads, *writes), label)
         self._moved[lane.value] += nbytes
-        self._launchers[lane].put(operation)
+        if operation.blocker() is None:
+            self._launch(operation)
+        else:
+            operation.put_off()
+            self._news.put(operation)
         return operation
 
     def computed(self) -> Event:
@@ -248,9 +288,9 @@ class CudaLanes(CpuLanes):
         if event.done:
             event.wait()
             return
-        begin = self._streams.record(compute)
+        begin = self._streams.record(compute, timed=True)
         order(self._streams, compute, event)
-        self._stalls.append((begin, self._streams.record(compute)))
+        self._stalls.append((begin, self._streams.record(compute, timed=True)))
 
     def stalled_seconds(self) -> float:
         """Of the compute stream in `wait`, as far as it has come, and of the host for memory."""
@@ -259,29 +299,19 @@ class CudaLanes(CpuLanes):
         return self._stalled_seconds + self._device_stalled_seconds
 
     def close(self) -> None:
-        for queue in self._launchers.values():
-            queue.put(None)
-        if self._stream_threads:
+        super().close()  # the workers of host lanes, on which the launcher may still wait
+        while self._stream_threads:  # the launcher first
+            self._news.put(None)
+            self._stream_threads.pop().join()
+            for queue in self._in_streams.values():
+                queue.put(None)
             self._marks.put(None)
-        super().close()  # the workers of host lanes: the launchers may still wait for them
-        for thread in self._stream_threads:
-            thread.join()
-        self._launchers.clear()
-        self._stream_threads.clear()
         with suppress(RuntimeError):  # of a device that failed: its memory goes with the process
             while self._releases.wait_for_one():
                 pass
         if self._pinned is not None:
             self._streams.unpin(self._pinned)
             self._pinned = None
-
-    def _start_stream(self, lane: Lane) -> SimpleQueue[StreamOperation | None]:
-        submitted: SimpleQueue[StreamOperation | None] = SimpleQueue()
-        in_stream: SimpleQueue[StreamOperation | None] = SimpleQueue()
-        stream = self._streams.make(f"lane-{lane}")
-        self._start_thread(f"lane-{lane}", lambda: self._launch(stream, submitted, in_stream))
-        self._start_thread(f"lane-{lane}-done", lambda: self._watch(lane, in_stream))
-        return submitted
 
     def _start_thread(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -300,24 +330,49 @@ class CudaLanes(CpuLanes):
         self._enter_thread()
         super()._work(queue)
 
-    def _launch(
-        self, stream: Stream, submitted: SimpleQueue[StreamOperation | None], in_stream: SimpleQueue[Any]
-    ) -> None:
-        while (operation := submitted.get()) is not None:
-            operation.launch(self._streams, stream)
-            in_stream.put(operation)
+    def _launch(self, operation: StreamOperation) -> None:
+        me = threading.get_ident()
+        is_guest = me not in self._own_threads
+        with self._launching[operation.lane]:
+            self._own_threads.add(me)
+            operation.launch(self._streams, self._lane_streams[operation.lane])
+            if is_guest:
+                self._own_threads.discard(me)
+            self._in_streams[operation.lane].put(operation)
+
+    def _launch_later(self) -> None:
+        behind: dict[Operation, list[StreamOperation]] = {}
+        """by what they wait for, as far as is known; in the order in which they were submitted"""
+        while (news := self._news.get()) is not None:
+            ready = deque([news] if isinstance(news, StreamOperation) else behind.pop(news, ()))
+            del news
+            while ready:
+                operation = ready.popleft()
+                blocker = operation.blocker()
+                while isinstance(blocker, QueuedOperation) and not blocker.is_awaited:
+                    blocker.is_awaited = True
+                    blocker = operation.blocker()  # the first may have ended before it saw that
+                if blocker is None:
+                    self._launch(operation)
+                    ready.extend(behind.pop(operation, ()))
+                else:
+                    behind.setdefault(blocker, []).append(operation)
             del operation
-        in_stream.put(None)
+
+    def _run(self, operation: QueuedOperation) -> None:
+        super()._run(operation)
+        if operation.is_awaited:
+            self._news.put(operation)
 
     def _watch(self, lane: Lane, in_stream: SimpleQueue[StreamOperation | None]) -> None:
         while (operation := in_stream.get()) is not None:
-            operation.complete(self._streams)
-            self._busy_seconds[lane] += operation.seconds
+            operation.complete()
             try:
-                self._releases.sweep()  # before anybody wakes up: who waited for memory finds it free
-            except BaseException as error:  # a thread that dies would leave everybody waiting
+                if operation.begin is not None and operation.end is not None:
+                    self._busy_seconds[lane] += self._streams.seconds_between(operation.begin, operation.end)
+                self._releases.sweep()
+            except BaseException as error:  # a thread that dies would leave memory held
                 operation.fail(error)
-            operation.finish()
             del operation
 
     def _watch_marks(self) -> None:

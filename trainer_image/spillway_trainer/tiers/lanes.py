@@ -281,13 +281,15 @@ def kept_error(error: AnyError) -> AnyError:
 class QueuedOperation(Operation):
     """Run by a lane's worker, or by a compute lane that waits for it; anybody may wait."""
 
-    __slots__ = ("_finished", "lane", "taken")
+    __slots__ = ("_finished", "is_awaited", "lane", "taken")
 
     def __init__(self, lane: Lane, work: Callable[[], None], after: Sequence[Event], label: str) -> None:
         super().__init__(work, after, label)
         self.lane = lane
         self.taken = False
         """somebody runs it, or has"""
+        self.is_awaited = False
+        """the launcher of a device is to be told when it has been run"""
         self._finished = threading.Event()
 
     @property

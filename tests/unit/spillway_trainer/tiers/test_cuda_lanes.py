@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ class HeldLane(FakeStreams):
         super().__init__()
         self._stream, self._held = f"lane-{lane}", held
 
-    def record(self, stream: str) -> FakeEvent:
-        event = super().record(stream)
+    def record(self, stream: str, *, timed: bool = False) -> FakeEvent:
+        event = super().record(stream, timed=timed)
         if stream == self._stream:
             event.synchronize = self._held.wait  # type: ignore[assignment]
         return event
@@ -196,8 +197,8 @@ def test_an_error_of_the_launch_is_raised_by_every_wait_and_by_compute() -> None
 
 def test_an_error_that_the_device_tells_late_is_raised_by_who_waits() -> None:
     class Failing(FakeStreams):
-        def record(self, stream: str) -> FakeEvent:
-            event = super().record(stream)
+        def record(self, stream: str, *, timed: bool = False) -> FakeEvent:
+            event = super().record(stream, timed=timed)
             event.error = RuntimeError("illegal address") if stream == "lane-h2d" else None
             return event
 
@@ -231,6 +232,37 @@ def test_crossed_edges_between_all_lanes_do_not_lock_up() -> None:
         assert event is not None
         event.wait()
     assert len(count) == 120
+
+
+def test_a_ready_copy_passes_one_that_waits_for_the_host() -> None:
+    host, ledger = host_and_ledger()
+    held, copied = threading.Event(), threading.Event()
+    with recorded(host, ledger) as lanes:
+        updated = lanes.submit(Lane.CPU, lambda: assert_true(held.wait(60)))
+        late = lanes.submit(Lane.H2D, NOTHING, after=[updated])
+        behind = lanes.submit(Lane.COMPUTE, NOTHING, after=[late])
+        lanes.submit(Lane.H2D, copied.set)
+        assert copied.wait(60)
+        assert not late.done
+        held.set()
+        behind.wait()
+        late.wait()
+
+
+def test_copies_behind_one_update_keep_the_order_of_their_submission() -> None:
+    host, ledger = host_and_ledger()
+    held, order = threading.Event(), list[int]()
+    with recorded(host, ledger) as lanes:
+        first, second = (lanes.submit(lane, lambda: assert_true(held.wait(60))) for lane in (Lane.CPU, Lane.NVME_READ))
+        events = [lanes.submit(Lane.H2D, partial(order.append, number), after=[first, second]) for number in range(20)]
+        held.set()
+        for event in events:
+            event.wait()
+    assert order == [*range(20)]
+
+
+def assert_true(found: bool) -> None:
+    assert found
 
 
 def test_failed_device_allocation_reports_what_the_run_holds() -> None:
@@ -271,9 +303,9 @@ def test_busy_seconds_are_the_devices_own() -> None:
     host, ledger = host_and_ledger()
     with recorded(host, ledger) as lanes:
         for _ in range(3):
-            lanes.submit(Lane.D2H, NOTHING, nbytes=5).wait()
-        assert lanes.busy_seconds()["d2h"] == 0.75
-        assert lanes.moved_bytes() == {"d2h": 15}
+            lanes.submit(Lane.D2H, NOTHING, nbytes=5)
+    assert lanes.busy_seconds()["d2h"] == 0.75
+    assert lanes.moved_bytes() == {"d2h": 15}
 
 
 # --- planted races ----------------------------------------------------------------------------------------------------
@@ -306,7 +338,7 @@ def unordered(kind: type) -> Callable[[Streams, Stream, Event], None]:
     def order(streams: Streams, stream: Stream, event: Event) -> None:
         if isinstance(event, kind):
             if isinstance(event, StreamOperation):
-                event.launched.wait()
+                event.wait_for_launch()
             return
         whole(streams, stream, event)
 
@@ -333,35 +365,38 @@ def test_a_stream_that_gets_work_before_the_host_work_is_done_is_found(monkeypat
     assert races_of(upload_after_update)
 
 
-class CompleteWhenLaunched(RecordedLanes):
+@pytest.fixture
+def complete_when_launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The host takes an operation for done when it is in its stream."""
+    whole = StreamOperation.complete
 
-    def _watch(self, lane: Lane, in_stream: Any) -> None:
-        while (operation := in_stream.get()) is not None:
-            operation.end = None
-            operation.complete(self._streams)
-            self._releases.sweep()
-            operation.finish()
+    def complete(operation: StreamOperation) -> None:
+        operation.end = None
+        whole(operation)
+
+    return lambda: monkeypatch.setattr(StreamOperation, "complete", complete)
 
 
-def test_host_work_that_does_not_wait_for_the_stream_is_found() -> None:
+def test_host_work_that_does_not_wait_for_the_stream_is_found(complete_when_launched: Callable[[], None]) -> None:
     def schedule(lanes: RecordedLanes) -> None:
         staging = region("staging")
         copied = lanes.submit(Lane.D2H, NOTHING, writes=[staging])
         lanes.submit(Lane.CPU, NOTHING, reads=[staging], after=[copied]).wait()
 
     assert races_of(schedule) == []
-    assert races_of(schedule, CompleteWhenLaunched)
+    complete_when_launched()
+    assert races_of(schedule)
 
 
-def test_memory_that_is_dropped_while_a_stream_uses_it_is_found() -> None:
+def test_memory_that_is_dropped_while_a_stream_uses_it_is_found(complete_when_launched: Callable[[], None]) -> None:
     def schedule(lanes: RecordedLanes) -> None:
         buffer = lanes.acquire(Tier.DEVICE, PAGE, "slot")
         used = lanes.submit(Lane.H2D, NOTHING, writes=[buffer])
         lanes.release(buffer, after=(used,))
 
     assert races_of(schedule) == []
-    assert any("dropped in use" in race for race in races_of(schedule, CompleteWhenLaunched))
+    complete_when_launched()
+    assert any("dropped in use" in race for race in races_of(schedule))
 
 
 def test_buffer_taken_by_other_streams_before_compute_is_done_is_detected() -> None:
