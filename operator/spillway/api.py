@@ -837,9 +837,6 @@ class TrainingJobSpec(Fields):
         if training.optimizer.moments == "int8" and strategy not in ("Auto", "Ddp"):
             blocks = f"int8 has a scale for every 256 values of a parameter, which {strategy} divides elsewhere"
             problems.append(("parallelism.strategy", f"training.optimizer.moments: {blocks}; use Ddp, or bfloat16"))
-        if training.optimizer.moments == "int8" and self.parallelism.device == "Cuda":
-            no_kernel = "int8 has no kernel on Cuda devices; use bfloat16, or device Cpu"
-            problems.append(("training.optimizer.moments", no_kernel))
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))

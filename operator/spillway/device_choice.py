@@ -15,10 +15,5 @@ def on_device(job: TrainingJob, kind: DeviceKind) -> TrainingJob:
 def cpu_because(spec: TrainingJobSpec, num_ranks: int | None = None) -> str:
     """Why no GPU can run the job; empty where one can. `num_ranks`: of a local run; None = those of the spec."""
     ranks, strategy = num_ranks or spec.parallelism.world_size, spec.parallelism.strategy
-    if ranks > 1 and strategy not in ("Auto", "Ddp"):
-        return f"{strategy} divides a model on CPUs alone so far"
-    if spec.members:
-        return "members take turns on a CPU so far"
-    if spec.training.optimizer.moments == "int8":
-        return "int8 moments have no kernel on Cuda devices"
-    return ""
+    divides = ranks > 1 and strategy not in ("Auto", "Ddp")
+    return f"{strategy} divides a model on CPUs alone so far" if divides else ""

@@ -103,9 +103,6 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     if parallelism.strategy not in ("Auto", "Ddp"):
         undivided = "members take turns on one device, where nothing is divided: use Ddp, or a job for each model"
         yield FieldProblem("spec.parallelism.strategy", parallelism.strategy, undivided)
-    if parallelism.device == "Cuda":
-        cpu = "members take turns on a CPU so far: use Cpu, or a job for each model"
-        yield FieldProblem("spec.parallelism.device", parallelism.device, cpu)
     if reserve := spec.memory.activations.host_reserve:
         fixed = "members have a plan each, and none of them is corrected while it runs: leave it out"
         yield FieldProblem("spec.memory.activations.hostReserve", format_quantity(reserve), fixed)

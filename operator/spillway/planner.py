@@ -220,11 +220,6 @@ def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
         raise UserError(
             f"spec.parallelism.device = {device}: node {node.name} has {node.device_kind} devices; use Auto"
         )
-    if node.device_kind == "Cuda" and job.spec.training.optimizer.moments == "int8":
-        raise UserError(
-            f"spec.training.optimizer.moments = int8: node {node.name} has Cuda devices, which have no kernel for it; "
-            "use bfloat16, or a node of CPUs"
-        )
     if node.device_kind == "Cuda" and local_ranks > node.num_devices:
         raise UserError(
             f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} "

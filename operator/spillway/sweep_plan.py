@@ -209,8 +209,6 @@ def _prediction(slowest: Prediction, members: Sequence[MemberPlan], how: Turns, 
 
 def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Iterator[str]:
     names = ", ".join(one.name for one in members)
-    if node.device_kind == "Cuda":
-        yield "a run would not take this plan: members take turns on a CPU so far, and device Auto is one for them"
     if how.policy == "Sequential":
         yield f"members: {names}, one after the other"
     else:

@@ -71,10 +71,11 @@ def plan_of(technique: str, num_segments: int) -> MemoryPlan:
     return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=changes)})
 
 
-def job_of(root: Path, technique: str, model: str, epoch: int, steps: int) -> JobFile:
+def job_of(root: Path, technique: str, model: str, epoch: int, steps: int, moments: str = "float32") -> JobFile:
     document = yaml.safe_load(local_runs.JOB.replace("TEXT", str(local_runs.write_text(root.parent / "text"))))
     document["spec"]["model"] = MODELS[model]
     document["spec"]["training"]["steps"] = steps
+    document["spec"]["training"]["optimizer"]["moments"] = moments
     document["spec"]["data"]["evaluation"] = {"fraction": "0.05", "everySteps": 2, "sequences": 4}
     document["spec"]["checkpoint"] = {"everySteps": 2, "keep": 2}
     if technique == "backward":
@@ -91,26 +92,83 @@ def write_contract(root: Path, technique: str, model: str) -> None:
         (root / f"{name}.json").write_text(content.model_dump_json(), encoding="utf-8")
 
 
-def attempt(root: Path, technique: str, model: str, on_device: bool, epoch: int = 1, steps: int = 4) -> Any:
+def attempt(
+    root: Path, technique: str, model: str, on_device: bool, epoch: int = 1, steps: int = 4, moments: str = "float32"
+) -> Any:
     """(exit code, what the fake counted, races, (losses, weights and states))."""
+    job = job_of(root, technique, model, epoch, steps, moments)
+    plan = plan_of(technique, len(build_model(job.spec).segments))
+    return *carried_out(job, plan, on_device), outcome(root, steps)
+
+
+def carried_out(job: JobFile, plan: MemoryPlan, on_device: bool) -> tuple[int, dict[str, int], list[str]]:
+    """(exit code, what the fake counted, races)."""
     from spillway_trainer.__main__ import attempt as run
 
-    job = job_of(root, technique, model, epoch, steps)
-    plan = plan_of(technique, len(build_model(job.spec).segments))
     with ExitStack() as stack:
         cuda_kernels.compose_attention()
         if on_device:
             cuda_kernels.install()
             stack.enter_context(fake_streams.handing_over(SimpleNamespace(clocks=cuda_kernels.Clocks())))
-            plan = plan.model_copy(update={"device": "Cuda"})
+            plan = for_device(plan)
         code = run(job, lambda: plan)
     cuda_kernels.raise_failed()
-    return code, cuda_kernels.take_counts(), cuda_kernels.take_races(), outcome(root, steps)
+    return code, cuda_kernels.take_counts(), cuda_kernels.take_races()
+
+
+def for_device(plan: MemoryPlan) -> MemoryPlan:
+    members = tuple(one.model_copy(update={"plan": for_device(one.plan)}) for one in plan.members)
+    return plan.model_copy(update={"device": "Cuda", "members": members})
+
+
+SWEEPS = ("turns", "one base", "one resident base")
+
+
+def sweep_attempt(root: Path, kind: str, on_device: bool) -> Any:
+    """As `attempt`, of a sweep: members of several sizes and rules in turn, or adapters on one frozen base, attached
+    together. The outcome of each member by name."""
+    text, corpus = local_runs.write_text(root.parent / "text"), root.parent / f"corpus of {kind}"
+    document = sweep_runs.JOB
+    if kind != "turns":
+        made = yaml.safe_load(document.replace("OBJECTIVE", ""))
+        made["spec"] |= {"model": MODELS["adapters"], "members": ADAPTERS}
+        document = yaml.safe_dump(made)
+    job = sweep_runs.sweep_file(root, text, corpus, 1, document)
+    plan = sweep_runs.sweep_plan(job, 3)
+    if kind != "turns":
+        homes = (Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST, Tier.HOST) if kind == "one base" else ()
+        order = {"order": "WeightStationary", "num_slots": 2, "boundaries": Answer.HOST} if homes else {}
+        members = tuple(
+            one.model_copy(
+                update={
+                    "base": ADAPTERS[0]["name"],
+                    "num_attached": len(ADAPTERS),
+                    "plan": one.plan.model_copy(
+                        update={"optimizer": STREAMED, "parameters": ParameterPlan(homes=homes, **order)}
+                    ),
+                }
+            )
+            for one in plan.members
+        )
+        turns = plan.turns.model_copy(update={"num_attached": len(ADAPTERS)}) if plan.turns else None
+        plan = members[0].plan.model_copy(update={"members": members, "turns": turns})
+    found, names = carried_out(job, plan, on_device), [one.name for one in plan.members]
+    outputs = [(sweep_runs.member_output(job, name), sweep_runs.member_checkpoints(job, name)) for name in names]
+    return *found, {name: outcome_in(*directories, 8) for name, directories in zip(names, outputs, strict=True)}
+
+
+ADAPTERS = [
+    {"name": "low", "overrides": {"training.optimizer.learningRate": "1e-3"}},
+    {"name": "high", "overrides": {"training.optimizer.learningRate": "5e-2"}},
+]
 
 
 def outcome(root: Path, steps: int) -> tuple[dict[int, float], dict[str, Any]]:
     """Losses by step; weights and states of the last checkpoint, as bytes."""
-    checkpoints = root / "checkpoints"
+    return outcome_in(root, root / "checkpoints", steps)
+
+
+def outcome_in(root: Path, checkpoints: Path, steps: int) -> tuple[dict[int, float], dict[str, Any]]:
     tensors = sweep_runs.final_tensors(checkpoints, steps) if [*checkpoints.glob(f"step-{steps}.e*")] else {}
     return sweep_runs.losses(root), {name: tensor.view(torch.uint8).numpy() for name, tensor in tensors.items()}
 

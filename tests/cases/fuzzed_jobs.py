@@ -202,8 +202,6 @@ class _Maker:
     def _parallelism(self) -> Document:
         made: Document = {"nodes": self.nodes, "devicesPerNode": self.devices}
         self._maybe(made, "device", OFTEN, "Auto", "Cuda", "Cpu")
-        if self.has_blocks and made.get("device") == "Cuda":
-            made["device"] = "Cpu"  # int8 has no kernel on the other
         divides = self._often(0.1) and not (self.is_float16 or self.has_blocks)
         strategies = ("Fsdp", "Zero1", "Zero2", "Zero3") if divides else ("Auto", "Ddp")
         self._maybe(made, "strategy", OFTEN, *strategies)

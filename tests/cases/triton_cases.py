@@ -7,6 +7,7 @@ interpreter of Triton, on the CPU.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ FEW_SIZES = [3, triton_kernels.BLOCK + 1]
 """of what differs by rule alone, in the interpreter, which is slow; a GPU does them all"""
 GRADIENT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 OUT_TYPES = [torch.float32, torch.bfloat16, torch.float16, None]
-MOMENT_TYPES = [torch.float32, torch.bfloat16]
+MOMENT_TYPES = [torch.float32, torch.bfloat16, torch.uint8]
 
 
 def scalars(step: int, weight_decay: float = 0.1, rule: UpdateRule = UpdateRule.ADAMW) -> UpdateScalars:
@@ -47,8 +48,13 @@ def trained_values(n: int, seed: int) -> Tensor:
     return values
 
 
+def moments_of(rule: UpdateRule, n: int, kind: torch.dtype, values: Callable[[int, int], Tensor]) -> list[Tensor]:
+    made = [values(n, seed) for seed, _ in enumerate(rule.moments, start=2)]
+    return [reference.narrowed(one, kind, name) for name, one in zip(rule.moments, made, strict=True)]
+
+
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    return tensor.cpu().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
@@ -70,7 +76,7 @@ def check_update(
 ) -> None:
     """`num_steps` steps from values of both kinds, every bit of every state and of the last `out`."""
     for values in (any_values, trained_values):
-        wanted = [values(n, 1), *(values(n, seed).to(moment_type) for seed, _ in enumerate(rule.moments, start=2))]
+        wanted = [values(n, 1), *moments_of(rule, n, moment_type, values)]
         found = [at_offset(state, offset, device) for state in wanted]
         out = None if out_type is None else torch.zeros(n, dtype=out_type)
         found_out = None if out is None else at_offset(out, offset, device)
@@ -89,10 +95,7 @@ def check_update(
 def check_update_split(device: str, rule: UpdateRule, n: int, offset: int, moment_type: torch.dtype) -> None:
     """Two steps of masters in halves against two of whole ones: moments, weights, and the masters joined."""
     for values in (any_values, trained_values):
-        wanted = [
-            reference.quiet(values(n, 1)),
-            *(values(n, seed).to(moment_type) for seed, _ in enumerate(rule.moments)),
-        ]
+        wanted = [reference.quiet(values(n, 1)), *moments_of(rule, n, moment_type, values)]
         weights = reference.bfloat16(wanted[0])
         rest = torch.empty(master_halves.rest_bytes(n), dtype=torch.uint8)
         master_halves.split(wanted[0], weights, rest)

@@ -34,6 +34,7 @@ OPERATIONS = {
 }
 """of one value"""
 TYPES = {"float32": "*fp32", "bfloat16": "*u16", "float16": "*fp16"}
+MOMENTS = {**TYPES, "int8": "*u8"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ LAUNCHES = [
     *itertools.product([UpdateRule.ADAMW], [80, 90], ["float32"], TYPES, [*TYPES, "none"], [True, False]),
     *itertools.product(OTHERS, [80], ["float32"], TYPES, ["bfloat16"], [True, False]),
     *itertools.product(UpdateRule, [80, 90], ["bfloat16"], ["bfloat16"], ["bfloat16"], [True, False]),
+    *itertools.product(UpdateRule, [80], ["int8"], ["bfloat16"], ["bfloat16"], [True, False]),
 ]
 """rule, architecture, moments, gradient, out, aligned; what `out` and architecture change is the same code for every
 rule"""
@@ -76,9 +78,9 @@ rule"""
 def test_an_update_rounds_every_operation_once(
     rule: UpdateRule, architecture: int, moments: str, gradient: str, out: str, aligned: bool
 ) -> None:
-    arrays = {"master": "*fp32", "moment1": TYPES[moments], "moment2": TYPES[moments]}
+    arrays = {"master": "*fp32", "moment1": MOMENTS[moments], "moment2": MOMENTS[moments]}
     arrays |= {"gradient": TYPES[gradient], "out": TYPES.get(out, "*fp32")}
-    arrays |= {"carries": "*fp32"}
+    arrays |= {"carries": "*fp32", "maps": "*fp32"}
     signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
     constants = {"RULE": rule.value, "HAS_OUT": out != "none", "IS_SPLIT": False, "BLOCK": triton_kernels.BLOCK}
     made = compiled(triton_kernels.update_kernel, signature, constants, architecture=architecture, aligned=aligned)
@@ -86,7 +88,9 @@ def test_an_update_rounds_every_operation_once(
     found = operations(made["ptx"])
     per_thread = triton_kernels.BLOCK // (32 * triton_kernels.OPTIONS["num_warps"])
     arithmetic = {name: found[f"{name}.rn.f32"] for name in ("mul", "add", "sub", "sqrt", "div")}
-    assert arithmetic == {name: n * per_thread for name, n in OPERATIONS[rule].items()}
+    quantizing = len(rule.moments) * (moments == "int8")  # a product with the scale, a quotient by the new one
+    more = {"mul": quantizing, "div": quantizing}
+    assert arithmetic == {name: (n + more.get(name, 0)) * per_thread for name, n in OPERATIONS[rule].items()}
     assert len(made["cubin"]) > 0, "the assembler took it"
     if aligned:
         assert found["ld.global.v4.b32"] > 0, "sixteen bytes an access"
@@ -102,7 +106,7 @@ def test_an_update_of_a_master_in_halves_rounds_every_operation_once(
 ) -> None:
     """And joins and splits it without arithmetic of its own; a rest begins on a line, its carries wherever."""
     arrays = {"master": "*u16", "moment1": TYPES[moments], "moment2": TYPES[moments]}
-    arrays |= {"gradient": "*fp32", "out": "*u16", "carries": "*u8"}
+    arrays |= {"gradient": "*fp32", "out": "*u16", "carries": "*u8", "maps": "*fp32"}
     signature = {**arrays, "n": "i64", **dict.fromkeys(SCALARS, "fp32")}
     constants = {"RULE": rule.value, "HAS_OUT": True, "IS_SPLIT": True, "BLOCK": triton_kernels.BLOCK}
     made = compiled(triton_kernels.update_kernel, signature, constants, architecture=architecture, aligned=aligned)

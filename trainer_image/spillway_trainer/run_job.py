@@ -63,10 +63,7 @@ def run_job(
     usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
     if usable != plan:
         report(f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here")
-    device = device_for(plan, world)
-    if device.type == "cuda":
-        usable = near_device(usable, job.ranks_per_node, world)
-        cuda.prepare(device, plan.budget[Tier.DEVICE])
+    usable, device = on_device(usable, job.ranks_per_node, world)
     if world.size > 1:
         recorder.preparing(f"waiting for all {world.size} ranks")
     with joined(world) as ranks:
@@ -181,6 +178,15 @@ def tell_correction(recorder: Recorder, progress: Progress, correction: Correcti
 def device_for(plan: MemoryPlan, world: World) -> torch.device:
     """This rank's device. Raises UserError where the plan needs one that is not there."""
     return torch.device("cpu") if plan.device == "Cpu" else cuda.device_of(world.local_rank)
+
+
+def on_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> tuple[MemoryPlan, torch.device]:
+    """This rank's device, ready, and the plan with the threads that are near it."""
+    device = device_for(plan, world)
+    if device.type == "cuda":
+        plan = near_device(plan, num_local_ranks, world)
+        cuda.prepare(device, plan.budget[Tier.DEVICE])
+    return plan, device
 
 
 def near_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> MemoryPlan:

@@ -25,24 +25,22 @@ from .models.chain import Chain, allocate, replace_parameters
 from .ranks import ONE_RANK
 from .run_job import survived
 
-CPU = torch.device("cpu")
-
 
 @contextmanager
-def shared_base(job: JobFile, plan: MemoryPlan, model: Chain) -> Iterator[Base]:
+def shared_base(job: JobFile, plan: MemoryPlan, model: Chain, device: torch.device) -> Iterator[Base]:
     """The base of `model`, which has no memory yet, with its values. `plan`: its bytes are those of all models that
-    will be attached. Raises as `assemble` does, and UserError for values that cannot be read."""
-    tiers = make_tiers(job, plan, CPU)
+    will be attached, on `device`. Raises as `assemble` does, and UserError for values that cannot be read."""
+    tiers = make_tiers(job, plan, device)
     try:
         streaming = model_spill.build(
-            plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, frozen_alone=True
+            plan.parameters, model, plan.optimizer.chunk_parameters, tiers.lanes, tiers.nvme, device, frozen_alone=True
         )
         streamed = streaming.streamed if streaming else frozenset[str]()
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         resident = [model.get_parameter(name) for name in frozen if name not in model.tied and name not in streamed]
         tiers.ledger.charge("parameters", sum(p.numel() * p.element_size() for p in resident))
         tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
-        allocate(model, frozen_alone=True)
+        allocate(model, device, frozen_alone=True)
         model.tie()
         base = Base(tiers, streaming, {name: model.get_parameter(name) for name in frozen})
         load(base, model, job.spec.training.seed)
@@ -67,7 +65,7 @@ def load(base: Base, model: Chain, seed: int) -> None:
 def assemble_on(base: Base, job: JobFile, plan: MemoryPlan, model: Chain) -> Assembly:
     """As `assemble`, of one more model on `base`. Raises UserError when that is not its base."""
     adopt(base, model)
-    return assemble(job, plan, model, ONE_RANK, CPU, base)
+    return assemble(job, plan, model, ONE_RANK, base.tiers.device, base)
 
 
 def adopt(base: Base, model: Chain) -> None:

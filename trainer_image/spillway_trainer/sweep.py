@@ -29,7 +29,7 @@ from spillway.metrics import StepMetrics
 from spillway.plan import MemberPlan, MemoryPlan, Tier
 
 from . import checkpoint, config
-from .assemble import FROZEN, Assembly, Base, initial_states
+from .assemble import FROZEN, Assembly, Base, check_device, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoint_directory import CheckpointNotWritten, Epoch
 from .data import TokenBatches
@@ -46,6 +46,7 @@ from .run_job import (
     RunCheckpoints,
     assembled,
     make_batches,
+    on_device,
     operators_environment,
     prepared_corpus,
     report,
@@ -61,7 +62,6 @@ from .together import Trainee, advance_together
 from .tokens import Corpus, CorpusNotWritten
 from .trainer import LoopSettings, Progress, Run, StopRequest, advance, settled_objects
 
-CPU = torch.device("cpu")
 OWN_ENDS = (NonFinite, UserError, CheckpointCorrupt)
 """what ends a member and no other. Memory and devices belong to all: what they lack ends the attempt"""
 EVERYONES = (CheckpointNotWritten, CorpusNotWritten, OutputNotWritten, SweepNotWritten)
@@ -126,7 +126,7 @@ def run_sweep(
     exception (see ending.py): where every member failed, the first one's error. Returns a sentence about the end."""
     torch.set_num_threads(job.compute_threads)
     check(job, plan, world)
-    sweep = Sweep(job, plan, recorder, progress, stop)
+    sweep = Sweep(job, plan, recorder, progress, stop, on_device(plan, 1, world)[1])
     try:
         with settled_objects():  # a turn ends with a collection
             return sweep.run()
@@ -143,10 +143,10 @@ def check(job: JobFile, plan: MemoryPlan, world: World) -> None:
             f"the plan of {plan.job} has members {', '.join(planned) or 'none'}, the job {', '.join(named)}: plan it "
             "again (spillway plan)"
         )
-    if world.size > 1 or plan.device != "Cpu" or plan.strategy != "Ddp":
+    if world.size > 1 or plan.strategy != "Ddp":
         raise UserError(
-            f"spec.members: members take turns on one CPU device so far; the plan of {plan.job} has {world.size} ranks "
-            f"on {plan.device}, strategy {plan.strategy}: write one TrainingJob per model"
+            f"spec.members: members take turns on one device; the plan of {plan.job} has {world.size} ranks, strategy "
+            f"{plan.strategy}: write one TrainingJob per model"
         )
 
 
@@ -154,8 +154,15 @@ class Sweep:
     """The members of one attempt, and what they reported."""
 
     def __init__(
-        self, job: JobFile, plan: MemoryPlan, recorder: SweepRecorder, progress: Progress, stop: StopRequest
+        self,
+        job: JobFile,
+        plan: MemoryPlan,
+        recorder: SweepRecorder,
+        progress: Progress,
+        stop: StopRequest,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.job, self.plan, self.recorder, self.stop, self.progress = job, plan, recorder, stop, progress
         self.objective = job.spec.compared_by
         self.parking = Parking(job, plan)
@@ -309,7 +316,7 @@ class Sweep:
     def _train(self, member: MemberRun, until: int) -> None:
         model = self._model(member)
         text = member.text = member.text or self._text(member, model)
-        with assembled(member.job, member.plan, model, ONE_RANK, CPU) as assembly:
+        with assembled(member.job, member.plan, model, ONE_RANK, self.device) as assembly:
             run = self._attached(member, text, assembly)
             self.stop.wait_for_step()
             advance(run, member.settings, member.progress, self.stop, until)
@@ -331,7 +338,7 @@ class Sweep:
         first, _ = there[0]
         with (
             self._alone(*(member for member, _ in there)),
-            shared_base(first.job, first.plan, models[first.name]) as base,
+            shared_base(first.job, first.plan, models[first.name], self.device) as base,
         ):
             assemblies, trainees = dict[str, Assembly](), dict[str, Trainee]()
             for member, until in there:
@@ -381,13 +388,14 @@ class Sweep:
         held, peak = self.parking.held_bytes, self.parking.take_peak_bytes()
         tiers = replace(assembly.tiers, parked_bytes=held, parked_peak_bytes=peak)
         checkpoints = replace(checkpoints, assembly=replace(assembly, tiers=tiers))
-        return run_of(member.plan, checkpoints, member.recorder, CPU)
+        return run_of(member.plan, checkpoints, member.recorder, self.device)
 
     def _text(self, member: MemberRun, model: Chain) -> Text:
         self.stop.at_once = True  # the build may take long, and there is nothing to save
         corpus = prepared_corpus(member.job, model, ONE_RANK, member.recorder)
         batches = make_batches(member.job, corpus, model.objective)
         say(member.recorder, batches.evaluated)
+        check_device(self.device, model, config.hyperparameters(member.job.spec, model))
         return Text(corpus, batches)
 
     def _attach(self, member: MemberRun, assembly: Assembly, checkpoints: RunCheckpoints) -> None:

@@ -9,6 +9,7 @@ the device, which keeps its denormals and rounds to nearest even, beyond its ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spillway.update_rules import MASTER
+from spillway.update_rules import BLOCK_VALUES, MASTER, UNSIGNED_MOMENTS, UpdateRule
 
 from .master_halves import halves, rest_bytes
-from .reference import NUM_WORDS, UpdateScalars, float32
+from .reference import MAPS, NUM_WORDS, UpdateScalars, float32, kept_elements
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """of every launch"""
@@ -27,6 +28,8 @@ BLOCK = 1024
 """values per program: eight a thread, two 16-byte accesses of each float32 array"""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """of gradients and of updated parameters"""
+QUANTIZED = tl.constexpr(BLOCK_VALUES)
+"""values of a block of bytes, behind 4 bytes of their scale"""
 LONGEST_SUM = 2**28
 """values; each adds less than 2^34 to a word of 63 bits"""
 DRIVER = Path(__file__).with_name(f"triton-{triton.__version__}.so")
@@ -68,6 +71,46 @@ def _store(pointer, at, value, mask):
 
 
 @triton.jit
+def _load_moment(pointer, maps, at, mask):
+    """float32 values of a moment; of bytes reference.dequantized, `maps` as _maps makes them."""
+    if pointer.dtype.element_ty == tl.uint8:
+        block = pointer + (at // QUANTIZED) * (QUANTIZED + 4)
+        scale = tl.load(block, mask=mask, other=0).to(tl.uint32)
+        for index in tl.static_range(1, 4):
+            scale |= tl.load(block + index, mask=mask, other=0).to(tl.uint32) << (8 * index)
+        code = tl.load(block + 4 + at % QUANTIZED, mask=mask, other=0).to(tl.int32)
+        value = _quiet(tl.load(maps + code) * scale.to(tl.float32, bitcast=True))
+    else:
+        value = _load(pointer, at, mask)
+    return value
+
+
+@triton.jit
+def _store_moment(pointer, maps, at, value, mask, n, BLOCK: tl.constexpr):
+    """reference.quantized where the moment is bytes."""
+    if pointer.dtype.element_ty == tl.uint8:
+        magnitude = tl.where(mask, value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.int32)
+        most = tl.max(tl.reshape(magnitude, (BLOCK // QUANTIZED, QUANTIZED)), axis=1)
+        wide = tl.reshape(tl.broadcast_to(most[:, None], (BLOCK // QUANTIZED, QUANTIZED)), (BLOCK,))
+        is_finite = wide < 0x7F800000
+        divisor = tl.where(is_finite & (wide > 0), wide, 0x3F800000)  # 1 where there is no scale
+        fraction = tl.div_rn(value, divisor.to(tl.float32, bitcast=True))
+        position = tl.zeros((BLOCK,), tl.int32)  # how many borders are below
+        for index in tl.static_range(8):
+            border = tl.load(maps + 256 + position + (127 >> index))
+            position += tl.where(border < fraction, 128 >> index, 0)
+        code = tl.where(is_finite, position - tl.load(maps + 511).to(tl.int32), 0) & 0xFF
+        tl.store(pointer + (at // QUANTIZED) * (QUANTIZED + 4) + 4 + at % QUANTIZED, code.to(tl.uint8), mask=mask)
+        block = tl.program_id(0).to(tl.int64) * (BLOCK // QUANTIZED) + tl.arange(0, BLOCK // QUANTIZED)
+        scale = tl.where(most < 0x7F800000, most, 0x7FC00000)
+        for index in tl.static_range(4):
+            octet = ((scale >> (8 * index)) & 0xFF).to(tl.uint8)
+            tl.store(pointer + block * (QUANTIZED + 4) + index, octet, mask=block * QUANTIZED < n)
+    else:
+        _store(pointer, at, value, mask)
+
+
+@triton.jit
 def _join(weights, lower, carries, at, mask):
     """Masters of their bfloat16 weights and what these do not say: master_halves.join."""
     weight = tl.load(weights + at, mask=mask, other=0).to(tl.uint32)
@@ -103,6 +146,7 @@ def update_kernel(  # noqa: PLR0913, PLR0917
     gradient,
     out,
     carries,
+    maps,
     n,
     gradient_scale,
     decay,
@@ -121,12 +165,12 @@ def update_kernel(  # noqa: PLR0913, PLR0917
     BLOCK: tl.constexpr,
 ):
     """One update in place: csrc/include/spillway.h, spillway_rule, line by line. If IS_SPLIT, `master` is the lower
-    halves of masters whose weights are in `out`."""
+    halves of masters whose weights are in `out`. `maps`: of moments that are bytes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     g = gradient_scale * _load(gradient, at, mask)
     p = _join(out, master, carries, at, mask) if IS_SPLIT else _load(master, at, mask)
-    m = _load(moment1, at, mask)
+    m = _load_moment(moment1, maps, at, mask)
     if RULE == "SgdMomentum":
         g = g + weight_decay * p
         m = _quiet(momentum * m + g)
@@ -141,11 +185,11 @@ def update_kernel(  # noqa: PLR0913, PLR0917
         else:
             p = decay * p
         m = _quiet(beta1 * m + one_minus_beta1 * g)
-        v = _quiet(beta2 * _load(moment2, at, mask) + one_minus_beta2 * (g * g))
+        v = _quiet(beta2 * _load_moment(moment2, maps + 512, at, mask) + one_minus_beta2 * (g * g))
         denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
         p = _quiet(p - step_size * tl.div_rn(m, denominator))
-        _store(moment2, at, v, mask)
-    _store(moment1, at, m, mask)
+        _store_moment(moment2, maps + 512, at, v, mask, n, BLOCK)
+    _store_moment(moment1, maps, at, m, mask, n, BLOCK)
     if IS_SPLIT:
         _split(master, carries, at, p, mask, n, BLOCK)
     else:
@@ -240,9 +284,10 @@ def _launch(
 ) -> None:
     """`carries`: of masters whose lower halves `master` is; none = they are whole."""
     n, moment_type = master.numel(), moments[0].dtype
-    _check(scalars.rule.moments[0], moments[0], n, master.device, torch.float32, torch.bfloat16)
+    elements = kept_elements(n, moment_type)
+    _check(scalars.rule.moments[0], moments[0], elements, master.device, torch.float32, torch.bfloat16, torch.uint8)
     for name, tensor in zip(scalars.rule.moments, moments, strict=True):
-        _check(name, tensor, n, master.device, moment_type)
+        _check(name, tensor, elements, master.device, moment_type)
     _check("gradient", gradient, n, master.device, *TYPES)
     if n == 0:
         return
@@ -253,6 +298,7 @@ def _launch(
         _words(gradient),
         master if out is None else _words(out),
         master if carries is None else carries,
+        _maps(scalars.rule, master.device) if moment_type == torch.uint8 else master,
         n,
         float32(scalars.gradient_scale),
         scalars.decay,
@@ -271,6 +317,16 @@ def _launch(
         BLOCK=BLOCK,
         **OPTIONS,
     )
+
+
+@cache
+def _maps(rule: UpdateRule, device: torch.device) -> Tensor:
+    """Of each moment 512 numbers: those of the codes in order, 255 borders, the position of 0."""
+    by = [MAPS[kind in UNSIGNED_MOMENTS] for kind in rule.moments]
+    parts = [part for one in by for part in (one.values.roll(-one.zero), one.borders, torch.tensor([float(one.zero)]))]
+    found = torch.cat(parts).to(device)
+    found[0].item()  # it is there: every stream may use it from now on
+    return found
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:

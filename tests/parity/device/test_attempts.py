@@ -14,6 +14,7 @@ import pytest
 
 from cases import device_attempts
 from harness import fake_cuda
+from harness.depth import FULL
 
 pytestmark = pytest.mark.ci
 
@@ -44,6 +45,33 @@ def test_an_attempt_has_the_cpus_bits_and_no_race(model: str, technique: str, mo
     assert counts["contexts"] == 1
     assert "kernels that did nothing" not in counts
     device_attempts.assert_same(found, expected(root, technique, model))
+
+
+@pytest.mark.parametrize("technique", ["disabled", "spread", "states on nvme"] if FULL else ["disabled", "spread"])
+def test_int8_moments_have_the_cpus_bits_and_no_race(technique: str, root: Path) -> None:
+    options = (1, 4, "int8")
+    code, _, _, then = fake_cuda.run(
+        device_attempts.attempt, root / f"cpu-int8-{technique}", technique, "llama", False, *options
+    )
+    assert code == 0
+    code, _, races, found = fake_cuda.run(
+        device_attempts.attempt, root / f"int8-{technique}", technique, "llama", True, *options, mode="delayed", seed=5
+    )
+    assert (code, races) == (0, [])
+    device_attempts.assert_same(found, then)
+    assert any(tensor.dtype.itemsize == 1 and name.startswith("exp_avg.") for name, tensor in found[1].items())
+
+
+@pytest.mark.parametrize("kind", device_attempts.SWEEPS if FULL else device_attempts.SWEEPS[:2])
+def test_every_member_of_a_sweep_has_the_cpus_bits_and_no_race(kind: str, root: Path) -> None:
+    code, _, _, then = fake_cuda.run(device_attempts.sweep_attempt, root / f"cpu-{kind}", kind, False)
+    assert code == 0
+    code, counts, races, found = fake_cuda.run(
+        device_attempts.sweep_attempt, root / f"sweep-{kind}", kind, True, mode="delayed", seed=4
+    )
+    assert (code, races, counts["contexts"]) == (0, [], 1)
+    for name, member in found.items():
+        device_attempts.assert_same(member, then[name])
 
 
 @pytest.mark.parametrize("technique", ["spread", "weight-stationary"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -28,14 +27,6 @@ def job(directory: Path, steps: int = 4, **changes: Any) -> Path:
     return made
 
 
-def assert_same(found: Any, then: Any) -> None:
-    assert found[0] == then[0]
-    assert len(found[1]) > 10
-    assert found[1].keys() == then[1].keys()
-    for name, tensor in found[1].items():
-        assert np.array_equal(tensor, then[1][name]), name
-
-
 def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: Path) -> None:
     on_gpu, on_cpu = tmp_path / "gpu", tmp_path / "cpu"
     code, said, found = fake_cuda.run(device_runs.run, job(tmp_path), on_gpu, mode="delayed", seed=1)
@@ -45,7 +36,7 @@ def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: P
     code, said, then = fake_cuda.run(device_runs.run, job(tmp_path), on_cpu, devices=0)
     assert code == 0, said
     assert "device: Cpu, the driver finds no GPU" in said
-    assert_same(found, then)
+    device_attempts.assert_same(found, then)
     code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_cpu)
     assert code == 0, said
     assert "device: Cpu, as in the attempts before" in said
