@@ -143,7 +143,7 @@ def rates_from(node: NodeSpec, before: NodeSpec, profile: NodeProfileSpec) -> No
     own = {name: _rounded(getattr(node, name)) for name in RATES if getattr(node, name) != getattr(before, name)}
     link = {
         name: _rounded(getattr(node.link, name))
-        for name in LINK_RATES
+        for name in (*LINK_RATES, "duplex_efficiency")
         if getattr(node.link, name) != getattr(before.link, name)
     }
     return profile.model_copy(update={**own, "link": profile.link.model_copy(update=link)})

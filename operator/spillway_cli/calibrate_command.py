@@ -38,7 +38,7 @@ from spillway.calibration import (
 )
 from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, UserError
 from spillway.extras import need
-from spillway.hardware import NodeSpec, local_node
+from spillway.hardware import DeviceKind, NodeSpec, local_node
 from spillway.job import JobFile
 from spillway.metrics import Phase, StepMetrics
 from spillway.plan import Overlap
@@ -49,6 +49,9 @@ from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.volumes import memory_kind
 
 from .console import Format, message_console, print_json, result_console, table
+from .gpus import Gpus, find_gpus
+from .local_node import LocalResources
+from .local_plan import cuda_node
 from .local_run import read_job_file
 from .node_profile import check_writable, default_path, own_profile, write_profile
 from .report_command import measured_under
@@ -76,10 +79,13 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions) -> int:
-    path = options.output or default_path()
-    check_writable(path)
     cores = usable_cores(Path("/"))
-    found = from_runs(options.runs, path, cores) if options.runs else from_probe(options, cores)
+    read, gpus = [read_evidence(run, cores) for run in options.runs], find_gpus()
+    device: DeviceKind = read[0].device if read else "Cpu" if gpus.lacking(1) else "Cuda"
+    path = options.output or default_path(device)
+    check_writable(path)
+    node = node_here(device, cores, gpus)
+    found = from_runs(read, path, cores, node) if read else from_probe(options, cores, node)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     profile = found.profile.model_copy(update={"num_cores": cores, "measured_time": now})
     made = document(host_name(), profile, {})
@@ -90,7 +96,7 @@ def calibrate(options: CalibrateOptions) -> int:
         console = result_console()
         for shown in found.tables:
             console.print(shown)
-        console.print("\n".join([*found.notes, f"profile: {path}", used_by(path)]))
+        console.print("\n".join([*found.notes, f"profile: {path}", used_by(path, device)]))
     return int(ExitCode.COMPLETED)
 
 
@@ -106,9 +112,18 @@ class Found:
     """of -o json, beside the profile"""
 
 
-def used_by(path: Path) -> str:
+def node_here(device: DeviceKind, cores: int, gpus: Gpus) -> NodeSpec:
+    """This machine at the catalog's rates. Raises UserError where it has no such device."""
+    if device == "Cpu":
+        return local_node(cores, 0, 0, 0)
+    if gpus.lacking(1):
+        raise UserError(f"what a GPU took says nothing here: {gpus.lacking(1)}; see `spillway doctor`")
+    return cuda_node(LocalResources(cores, 0, 0, gpus=gpus), 0, 1)
+
+
+def used_by(path: Path, device: DeviceKind) -> str:
     try:
-        automatic = path.resolve() == default_path().resolve()
+        automatic = path.resolve() == default_path(device).resolve()
     except UserError:
         automatic = False
     if automatic:
@@ -124,10 +139,10 @@ def host_name() -> str:
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
-def from_probe(options: CalibrateOptions, cores: int) -> Found:
+def from_probe(options: CalibrateOptions, cores: int, before: NodeSpec) -> Found:
     need("trainer")
-    result = run_probe(options.directory, cores, options.quick)
-    node = probed_node(result, cores)
+    result = run_probe(options.directory, cores, options.quick, before.device_kind)
+    node = probed_node(result, before)
     samples = [sample for cell in result["cells"] for sample in samples_of(cell)]
     prices = fitted(samples, rank_rates(node, 1, 1, "bfloat16"), fastest(result["figures"]))
     node = priced(node, prices)
@@ -142,7 +157,7 @@ def from_probe(options: CalibrateOptions, cores: int) -> Found:
         costs.add_row(name, text)
     return Found(
         profile=rates_from(
-            node, local_node(cores, 0, 0, 0), NodeProfileSpec.model_validate({"deviceKind": "Cpu", "source": "Probe"})
+            node, before, NodeProfileSpec.model_validate({"deviceKind": before.device_kind, "source": "Probe"})
         ),
         comment="\n".join(["Measured by `spillway calibrate`.", *notes]),
         tables=[shown, costs],
@@ -155,9 +170,9 @@ def from_probe(options: CalibrateOptions, cores: int) -> Found:
     )
 
 
-def run_probe(directory: Path, cores: int, quick: bool) -> dict[str, Any]:
+def run_probe(directory: Path, cores: int, quick: bool, device: DeviceKind) -> dict[str, Any]:
     """The probe's result. Ends the process with us: its spill file has no name, so nothing of it is left."""
-    arguments = ["spillway_trainer.probe", "--directory", str(directory), "--threads", str(cores)]
+    arguments = ["spillway_trainer.probe", "--directory", str(directory), "--threads", str(cores), "--device", device]
     command = [sys.executable, "-P", "-m", "spillway_cli.trainer_process", *arguments, *(["--quick"] if quick else [])]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
@@ -197,15 +212,15 @@ def outcome(result: dict[str, Any] | None, exit_code: int, errors: str) -> dict[
     return measured
 
 
-def probed_node(result: Mapping[str, Any], cores: int) -> NodeSpec:
-    """This machine at the medians of what was measured; compute is still the catalog's."""
+def probed_node(result: Mapping[str, Any], node: NodeSpec) -> NodeSpec:
+    """`node` at the medians of what was measured; compute is still the catalog's."""
     at = {name: statistics.median(values) for name, values in result["figures"].items()}
-    node = local_node(cores, 0, 0, 0)
-    link = replace(node.link, h2d_bytes_per_second=at["copy"], d2h_bytes_per_second=at["copy"])
+    up, down = at.get("h2d", at["copy"]), at.get("d2h", at["copy"])
+    duplex = at["both_ways"] / (up + down) if "both_ways" in at else node.link.duplex_efficiency
     return replace(
         node,
-        link=link,
-        device_bytes_per_second=at["optimizer update"],
+        link=replace(node.link, h2d_bytes_per_second=up, d2h_bytes_per_second=down, duplex_efficiency=min(1.0, duplex)),
+        device_bytes_per_second=at.get("on_device", at["optimizer update"]),
         cpu_bytes_per_second=at["optimizer update"],
         dram_bytes_per_second=max(at["host memory"], at["optimizer update"]),
         nvme_read_bytes_per_second=at["disk read"],
@@ -229,6 +244,10 @@ def samples_of(cell: Mapping[str, Any]) -> list[Sample]:
     work, seconds = cell["work"], step.phase_seconds
     optimizer = Sample(cell["compute"], work[Phase.OPTIMIZER], seconds[Phase.OPTIMIZER])
     passes = (Phase.FORWARD, Phase.BACKWARD)
+    if cell["device"] == "Cuda":  # kernels run when the host is elsewhere: of a step only the whole is meaningful
+        names = {name for phase in (*passes, Phase.OPTIMIZER) for name in work[phase]}
+        sums = {name: sum(work[phase].get(name, 0.0) for phase in (*passes, Phase.OPTIMIZER)) for name in names}
+        return [Sample(cell["compute"], sums, step.step_seconds)]
     if cell["activations"] in {"Keep", "Recompute"} and cell["optimizer"] == "Device":
         return [*(Sample(cell["compute"], work[phase], seconds[phase]) for phase in passes), optimizer]
     both = {name: sum(work[phase].get(name, 0.0) for phase in passes) for name in {*work[passes[0]], *work[passes[1]]}}
@@ -323,17 +342,19 @@ class RunEvidence:
     overlap: Overlap
     """what ran beside the update: backward only where something of it was updated there"""
     num_cipher_threads: int
+    device: DeviceKind = "Cpu"
 
     def rates(self, node: NodeSpec) -> Rates:
         return rank_rates(node, self.local_ranks, self.num_nodes, self.compute, self.num_cipher_threads)
 
 
-def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
+def from_runs(read: Sequence[RunEvidence], target: Path, cores: int, node: NodeSpec) -> Found:
     """The machine's profile (that of --output when it is there), else the catalog's rates, corrected by the runs."""
-    read = [read_evidence(run, cores) for run in runs]
-    own = own_profile(cores, given=target if target.exists() else None)
-    before = local_node(cores, 0, 0, 0)
-    before = before if own.spec is None else with_rates(own.spec, before)
+    device = node.device_kind
+    if any(run.device != device for run in read):
+        raise UserError("--from: some runs took a GPU and some the CPU; correct each profile by its own")
+    own = own_profile(cores, device, given=target if target.exists() else None)
+    before = node if own.spec is None else with_rates(own.spec, node)
     found = medians([corrections(run.work, run.rates(before), run.step, run.overlap) for run in read])
     kept = [f"{run.job}: {one}" for run in read for one in not_told(run.work, run.rates(before), run.overlap)]
     after = corrected(before, found, across_nodes=any(run.num_nodes > 1 for run in read))
@@ -346,7 +367,7 @@ def from_runs(runs: Sequence[Path], target: Path, cores: int) -> Found:
         predicted = [predicted_seconds(run.work, run.rates(node)) for node in (before, after)]
         steps.add_row(run.job, *map(format_seconds, (*predicted, run.step.step_seconds)))
     names = ", ".join(f"{run.job} ({run.step.num_steps} steps)" for run in read)
-    base = own.spec or NodeProfileSpec.model_validate({"deviceKind": "Cpu"})
+    base = own.spec or NodeProfileSpec.model_validate({"deviceKind": device})
     return Found(
         profile=rates_from(after, before, base.model_copy(update={"source": "Training"})),
         comment=f"Corrected by `spillway calibrate --from`: {names}.",
@@ -397,7 +418,8 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
     overlap = "Forward" if backward else plan.optimizer.overlap
     work = plan.prediction.work
     threads = job.spec.spill.num_cipher_threads
-    return RunEvidence(job.name, job.num_nodes, measured, work, job.ranks_per_node, compute, overlap, threads)
+    ranks = job.ranks_per_node
+    return RunEvidence(job.name, job.num_nodes, measured, work, ranks, compute, overlap, threads, plan.device)
 
 
 def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:

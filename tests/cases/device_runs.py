@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +17,9 @@ from types import SimpleNamespace
 from cases import device_attempts
 from fakes import cuda_kernels, fake_streams
 from spillway_cli import __main__ as cli
-from spillway_cli import local_run
+from spillway_cli import calibrate_command, local_run
 from spillway_trainer import __main__ as trainer
+from spillway_trainer import probe
 
 
 def spillway(*arguments: str) -> tuple[int, str, str]:
@@ -35,6 +37,31 @@ def run(job: Path, root: Path, *options: str) -> tuple[int, str, tuple[object, o
     """(exit code, what was said, (losses, weights and states of step 4))."""
     code, _, said = spillway("run", str(job), "--output", str(root), *options)
     return code, said, device_attempts.outcome(root, 4)
+
+
+def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]:
+    """(figures, the profile that `spillway calibrate` leaves, what `spillway plan` says then); models are tiny."""
+    os.environ["XDG_STATE_HOME"] = str(root)
+    cuda_kernels.compose_attention()
+    cuda_kernels.install()
+    probe.MATRIX_SIZES, probe.DEVICE_SCALE, probe.COPY_BYTES, probe.DISK_BYTES = (32, 64, 96), 1, 1 << 20, 1 << 24
+    probe.QUICK_CELLS = tuple(
+        probe.Cell(32 * size, 2, 300, 32, 2, compute, *where)
+        for compute, size, where in (
+            ("bfloat16", 1, ()), ("bfloat16", 2, ()), ("bfloat16", 1, ("Host", "Host")), ("float32", 1, ()),
+            ("float32", 2, ()),
+        )
+    )  # fmt: skip
+    probe.DEVICE_CELLS = ()
+    probe.as_the_trainer(1)
+    result = json.loads(json.dumps(probe.measure(root, 1, True, probe.device_named("Cuda"))))
+    cuda_kernels.raise_failed()
+    calibrate_command.run_probe = lambda *_: result
+    code, out, err = spillway("calibrate", "--directory", str(root))
+    assert code == 0, out + err
+    _, planned, said = spillway("plan", str(job))
+    profile = (root / "spillway" / "node-profile-cuda.yaml").read_text(encoding="utf-8")
+    return result["figures"], profile, said + planned
 
 
 def train(directory: Path) -> int:

@@ -6,6 +6,7 @@ disk      batches of 16 MiB through our I/O engine into a nameless file, which e
 matrices  products of the sizes that transformers have
 memory    a copy by one thread, as a lane makes it; a copy by all of them
 update    our AdamW kernel on more bytes than caches hold
+links     on a GPU: copies up, down, both ways at once, and within the device
 training  whole steps of small models, in turn, so that a busy moment hits them all
 
 Prints one JSON object a line: {"doing": ...} before each part, and {"result": ...} or {"error": ...} at last.
@@ -35,7 +36,7 @@ import torch
 from spillway.api import TrainingJob, parse_job
 from spillway.calibration import LEAST_STEPS, WARM_UP_STEPS
 from spillway.errors import SpillVolumeFull, SpillwayError
-from spillway.hardware import local_node
+from spillway.hardware import gpu_node, local_node
 from spillway.job import JobFile
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan
@@ -48,6 +49,7 @@ from .data import Batch, TokenBatches
 from .recorder import Recorder
 from .reference import UpdateScalars
 from .spill_file import SpillFile
+from .tiers import cuda
 from .tiers.host_slab import HostSlab
 from .trainer import Progress, Run, StopRequest, train_step
 
@@ -59,9 +61,12 @@ COPY_BYTES = 64 * MIB
 UPDATE_PARAMETERS = 4 * 2**20
 """112 MiB of states and gradients"""
 MATRIX_SIZES = (256, 512, 1024, 2048)
+DEVICE_SCALE = 4
+"""of these sizes on a GPU"""
 REPEATS = 7
 ROUNDS = WARM_UP_STEPS + LEAST_STEPS + 2
 
+CPU = torch.device("cpu")
 Figures = dict[str, list[float]]
 """name -> samples"""
 
@@ -120,15 +125,20 @@ CELLS = (
 )
 
 
+DEVICE_CELLS = (Cell(1024, 4, 8192, 1024, 4), Cell(1024, 4, 8192, 1024, 2, "float32"))
+"""of a GPU besides: what takes it longer than the host takes to ask for it"""
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(prog="spillway_trainer.probe")
     arguments.add_argument("--directory", type=Path, required=True)
     arguments.add_argument("--threads", type=int, required=True)
+    arguments.add_argument("--device", choices=("Cpu", "Cuda"), default="Cpu")
     arguments.add_argument("--quick", action="store_true")
     given = arguments.parse_args()
     as_the_trainer(given.threads)
     try:
-        say({"result": measure(given.directory, given.threads, given.quick)})
+        say({"result": measure(given.directory, given.threads, given.quick, device_named(given.device))})
     except SpillwayError as error:
         say({"error": {"exitCode": int(error.exit_code), "message": str(error)}})
         sys.exit(error.exit_code)
@@ -140,23 +150,38 @@ def as_the_trainer(threads: int) -> None:
     native.return_freed_memory()
 
 
+def device_named(kind: str) -> torch.device:
+    """Ready for work. Raises UserError where there is none."""
+    if kind == "Cpu":
+        return CPU
+    device = cuda.device_of(0)
+    cuda.prepare(device, cuda.memory_bytes(device))
+    return device
+
+
 def say(document: Mapping[str, Any]) -> None:
     print(json.dumps(document, allow_nan=False), flush=True)
 
 
-def measure(directory: Path, threads: int, quick: bool) -> dict[str, Any]:
+def measure(directory: Path, threads: int, quick: bool, device: torch.device = CPU) -> dict[str, Any]:
     """Everything. Raises SpillVolumeFull or UserError before anything else when `directory` cannot be probed."""
     load = os.getloadavg()[0]
     say({"doing": f"disk: writing and reading {format_bytes(disk_bytes(quick))} in {directory}"})
     figures, backend = disk(directory, disk_bytes(quick))
     say({"doing": "matrix products"})
-    figures |= matrices(MATRIX_SIZES[:3] if quick else MATRIX_SIZES)
+    sizes = MATRIX_SIZES[:3] if quick else MATRIX_SIZES
+    figures |= matrices(sizes if device == CPU else [DEVICE_SCALE * size for size in sizes], device)
     say({"doing": "memory and the optimizer's update"})
     figures |= memory(threads) | update(threads)
-    cells = list(training(QUICK_CELLS if quick else CELLS, directory, threads))
+    cells: tuple[Cell, ...] = QUICK_CELLS if quick else CELLS
+    if device != CPU:
+        say({"doing": "links of the device"})
+        figures |= links(device)
+        cells += DEVICE_CELLS
+    measured = list(training(cells, directory, threads, device=device))
     return {
         "figures": figures,
-        "cells": cells,
+        "cells": measured,
         "backend": backend,
         "isa": native.isa(),
         "threads": threads,
@@ -215,13 +240,20 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
         file.close()
 
 
-def matrices(sizes: Sequence[int]) -> Figures:
+def links(device: torch.device) -> Figures:
+    """Bytes per second between device and host, and within the device: medians, several times."""
+    found = [cuda.link_rates(device, HostSlab(2 * COPY_BYTES), COPY_BYTES) for _ in range(REPEATS)]
+    return {name: [one[name] for one in found] for name in found[0]}
+
+
+def matrices(sizes: Sequence[int], device: torch.device = CPU) -> Figures:
     """FLOPs per second of square products."""
     figures: Figures = {}
     for dtype in (torch.bfloat16, torch.float32):
         for size in sizes:
-            left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-            seconds = repeated(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+            left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+            work = lambda left=left, right=right: left @ right  # noqa: E731
+            seconds = repeated(work) if device == CPU else cuda.seconds_of([work] * (REPEATS + 1))[1:]
             figures[f"matrix product {str(dtype).removeprefix('torch.')} {size}"] = [2 * size**3 / s for s in seconds]
     return figures
 
@@ -266,18 +298,21 @@ class RandomTokens:
 
 
 def training(
-    cells: Sequence[Cell], directory: Path, threads: int, num_rounds: int = ROUNDS
+    cells: Sequence[Cell], directory: Path, threads: int, num_rounds: int = ROUNDS, device: torch.device = CPU
 ) -> Iterator[dict[str, Any]]:
     """Steps of every cell, as run.jsonl has them, and what its plan says they ask for. Of `directory` only
     nameless spill files are made."""
     node = local_node(threads, 4 * GIB, 4 * GIB, GIB)
+    if device != CPU:
+        on_device = gpu_node("", cuda.memory_bytes(device), 1)
+        node = dataclasses.replace(on_device, num_cores=threads, host_bytes=4 * GIB, nvme_bytes=GIB)
     with ExitStack() as opened:
         runs = []
         for cell in cells:
             job = cell.job()
             plan = make_plan(job, node)
             assert isinstance(plan, MemoryPlan), "4 GiB are enough for every cell"
-            assembly = opened.enter_context(assembled(job, plan, directory, threads))
+            assembly = opened.enter_context(assembled(job, plan, directory, threads, device))
             runs.append((cell, plan, run_of(job, cell, assembly), config.loop_settings(job.spec, plan), Progress()))
         steps: list[list[StepMetrics]] = [[] for _ in runs]
         for number in range(num_rounds):
@@ -288,6 +323,7 @@ def training(
             spread = [step.step_seconds for step in measured[WARM_UP_STEPS:]]
             yield {
                 **dataclasses.asdict(cell),
+                "device": node.device_kind,
                 "work": plan.prediction.work,
                 "steps": [finite(step) for step in measured],
                 "medianSeconds": statistics.median(spread),
@@ -300,7 +336,9 @@ def finite(step: StepMetrics) -> dict[str, Any]:
 
 
 @contextmanager
-def assembled(job: TrainingJob, plan: MemoryPlan, directory: Path, threads: int) -> Iterator[Assembly]:
+def assembled(
+    job: TrainingJob, plan: MemoryPlan, directory: Path, threads: int, device: torch.device
+) -> Iterator[Assembly]:
     file = JobFile(
         name="probe",
         uid="probe",
@@ -313,7 +351,7 @@ def assembled(job: TrainingJob, plan: MemoryPlan, directory: Path, threads: int)
         termination_message_path=str(directory / "termination.json"),
         compute_threads=threads,
     )
-    assembly = assemble(file, plan)
+    assembly = assemble(file, plan, device=device)
     try:
         fill(assembly, seed=0)
         yield assembly
@@ -337,6 +375,7 @@ def run_of(job: TrainingJob, cell: Cell, assembly: Assembly) -> Run:
         checkpoints=NoCheckpoints(),
         recorder=Recorder(None),
         order=assembly.order,
+        device=assembly.tiers.device,
     )
 
 

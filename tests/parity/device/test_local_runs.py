@@ -45,6 +45,17 @@ def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: P
     assert "the run began on a GPU, and no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
 
 
+def test_calibrate_measures_the_gpu_and_plans_use_what_it_found(tmp_path: Path) -> None:
+    figures, text, said = fake_cuda.run(device_runs.calibrated, tmp_path, job(tmp_path))
+    assert {"h2d", "d2h", "both_ways", "on_device", "matrix product bfloat16 64", "host memory"} <= figures.keys()
+    spec = yaml.safe_load(text)["spec"]
+    assert spec["deviceKind"] == "Cuda"
+    assert {"h2dBytesPerSecond", "d2hBytesPerSecond"} <= spec["link"].keys()
+    assert {"operationOverheadSeconds", "deviceBytesPerSecond", "bfloat16FlopsPerSecond"} <= spec.keys()
+    assert "this machine: rates measured on" in " ".join(said.split())
+    assert "-measured" in said
+
+
 def test_a_rank_needs_a_gpu_of_its_own(tmp_path: Path) -> None:
     code, out, said = fake_cuda.run(device_runs.spillway, "plan", str(job(tmp_path)), devices=2)
     assert code == 0, said

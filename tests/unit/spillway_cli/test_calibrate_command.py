@@ -11,7 +11,7 @@ import pytest
 from cases.job_documents import job
 from fakes.fake_trainer import start_line, step_line
 from spillway.errors import ExitCode, SpillVolumeFull, UserError
-from spillway.hardware import NodeSpec, local_node
+from spillway.hardware import NodeSpec, local_node, resolve_node
 from spillway.job import JobFile
 from spillway.metrics import Phase
 from spillway.plan import MemoryPlan
@@ -206,7 +206,7 @@ def cell(compute: str, flops: float, operations: float) -> dict[str, Any]:
     phases = {"forward": seconds, "backward": seconds, "optimizer": 40 * OPERATION, "wait": 0.0}
     step = {**step_line(1, 1.0), "phase_seconds": phases}
     return {
-        "compute": compute, "optimizer": "Device", "activations": "Keep", "steps": [step] * 9,
+        "compute": compute, "optimizer": "Device", "activations": "Keep", "device": "Cpu", "steps": [step] * 9,
         "work": {"forward": amounts, "backward": amounts, "optimizer": {"operations": 40}},
     }  # fmt: skip
 
@@ -280,8 +280,23 @@ def test_cells_with_copies_count_as_one_sample_with_their_waiting() -> None:
     assert optimizer.amounts == made["work"][Phase.OPTIMIZER]
 
 
+def test_of_a_step_on_a_gpu_only_the_whole_counts() -> None:
+    (whole,) = samples_of(cell("bfloat16", 1e9, 20) | {"device": "Cuda"})
+    assert whole.amounts == {"flops": 2e9, "values": 0.0, "operations": 80.0}
+    assert whole.seconds == step_line(1, 1.0)["step_seconds"]
+
+
+def test_the_probed_node_of_a_gpu_has_its_links() -> None:
+    names = {"h2d": 5e10, "d2h": 4e10, "both_ways": 6.3e10, "on_device": 2e12}
+    measured = {"figures": FIGURES | {name: [rate, rate] for name, rate in names.items()}}
+    node = probed_node(measured, resolve_node("h100"))
+    assert (node.link.h2d_bytes_per_second, node.link.d2h_bytes_per_second) == (5e10, 4e10)
+    assert node.link.duplex_efficiency == 0.7
+    assert (node.device_bytes_per_second, node.cpu_bytes_per_second) == (2e12, 3e10)
+
+
 def test_the_probed_node_has_the_medians() -> None:
-    node = probed_node(result(), CORES)
+    node = probed_node(result(), local_node(CORES, 0, 0, 0))
     assert node.nvme_read_bytes_per_second == 2e11
     assert node.network_bytes_per_second == here().network_bytes_per_second
 
