@@ -36,11 +36,12 @@ def spans(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def copy(dst: Tensor, src: Tensor) -> None:
     """dst = src, uint8 tensors of one size, on the current stream; returns before it is done."""
-    host = src if is_cuda(dst) else dst
-    if is_cuda(host):
+    host = src if dst.is_cuda else dst
+    address, nbytes = host.data_ptr(), host.numel()
+    if host.is_cuda or address % PINNED_BYTES + nbytes <= PINNED_BYTES:
         dst.copy_(src, non_blocking=True)
         return
-    for first, end in spans(host.data_ptr(), host.numel()):
+    for first, end in spans(address, nbytes):
         dst[first:end].copy_(src[first:end], non_blocking=True)
 
 

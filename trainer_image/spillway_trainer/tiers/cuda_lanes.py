@@ -182,8 +182,13 @@ class StreamOperation(Operation):
                 self.end.synchronize()
         except BaseException as error:
             self.fail(error)
-        self._work, self._after, self.regions = None, (), ()
+        with _LETTING_GO:
+            self._work, self._after, self.regions = None, (), ()
         self.done = True
+
+
+_LETTING_GO = threading.RLock()
+"""who has waited for an operation finds that nothing of it is left, also if another thread let go of it"""
 
 
 def order(streams: Streams, stream: Stream, event: Event) -> None:

@@ -153,6 +153,25 @@ def test_what_an_operation_uses_is_held_until_the_stream_has_done_it() -> None:
         assert alive() is None
 
 
+def test_who_waits_goes_on_only_when_another_thread_has_let_go_of_all() -> None:
+    host, ledger = host_and_ledger()
+    letting_go, gone_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Held:
+        def __del__(self) -> None:
+            letting_go.set()
+            gone_on.wait(0.2)
+            ended.set()
+
+    with recorded(host, ledger) as lanes:
+        copied = lanes.submit(Lane.D2H, partial(id, Held()))  # type: ignore[arg-type]
+        assert letting_go.wait(60)  # by the watcher
+        copied.wait()
+        found = ended.is_set()
+        gone_on.set()
+    assert found
+
+
 @pytest.mark.parametrize("lane", Lane)
 def test_released_memory_is_dropped_when_its_users_are_complete(lane: Lane) -> None:
     host, ledger = host_and_ledger()
