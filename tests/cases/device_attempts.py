@@ -22,6 +22,7 @@ from spillway.api import TrainingJob
 from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
 from spillway_trainer import numa, trainer
+from spillway_trainer.activation_spill import rebuilding
 from spillway_trainer.models.build import build_model
 from spillway_trainer.tiers import cuda, cuda_lanes
 from spillway_trainer.tiers.cuda import CudaStreams
@@ -119,6 +120,23 @@ def carried_out(job: JobFile, plan: MemoryPlan, on_device: bool) -> tuple[int, d
 def for_device(plan: MemoryPlan) -> MemoryPlan:
     members = tuple(one.model_copy(update={"plan": for_device(one.plan)}) for one in plan.members)
     return plan.model_copy(update={"device": "Cuda", "members": members})
+
+
+def lean_attempt(root: Path, model: str, on_device: bool) -> Any:
+    """As `attempt`, under a plan that rebuilds what it can; how often it did besides."""
+    num_rebuilt, run = 0, rebuilding.Rebuilt._run
+
+    def counted(rebuilt: Any) -> Any:
+        nonlocal num_rebuilt
+        num_rebuilt += 1
+        return run(rebuilt)
+
+    rebuilding.Rebuilt._run = counted  # type: ignore[method-assign]
+    job = job_of(root, "spread", model, 1, 4)
+    plan = plan_of("spread", len(build_model(job.spec).segments))
+    lean = plan.activations.model_copy(update={"lean": True, "minimum_bytes": 512})
+    found = carried_out(job, plan.model_copy(update={"activations": lean}), on_device)
+    return *found, outcome(root, 4), num_rebuilt
 
 
 SWEEPS = ("turns", "one base", "one resident base")

@@ -61,8 +61,8 @@ REAL = frozenset(
     }
 )
 """memory and views: torch's own kernels, which compute nothing"""
-SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
-"""the device has to come to an end before the result can be allocated"""
+SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
+"""the device has to come to an end before the result can be allocated, or told"""
 DRAWN = ["uniform_", "normal_", "bernoulli_.float", "exponential_", "random_", "random_.to", "random_.from"]
 REDISPATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 

@@ -226,7 +226,7 @@ def assemble(
     Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small,
     DeviceFault when the device does not give the bits of the CPU.
     """
-    refuse_lean(plan, device)
+    refuse_lean(plan)
     model = model or build_model(job.spec, job.claims)
     refuse_divided_statistics(plan, model)
     settings = config.hyperparameters(job.spec, model)
@@ -351,16 +351,14 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
         )
 
 
-def refuse_lean(plan: MemoryPlan, device: torch.device) -> None:
-    """Raises UserError where what a plan rebuilds would not be rebuilt, or not proven to have the same bits."""
+def refuse_lean(plan: MemoryPlan) -> None:
+    """Raises UserError where what a plan rebuilds would not be rebuilt."""
     if not plan.activations.lean:
         return
     if plan.mode == "Disabled":
         why = "its mode is Disabled, which sees no saved tensors"
     elif plan.strategy not in LEAN_STRATEGIES:
         why = f"its strategy is {plan.strategy}, under which parameters are whole for one segment at a time"
-    elif device.type != "cpu":
-        why = f"this run's device is {device}: rebuilds are proven bit by bit on CPUs alone so far"
     else:
         return
     raise UserError(

@@ -47,6 +47,17 @@ def test_an_attempt_has_the_cpus_bits_and_no_race(model: str, technique: str, mo
     device_attempts.assert_same(found, expected(root, technique, model))
 
 
+@pytest.mark.parametrize("model", device_attempts.MODELS if FULL else ["llama", "gpt2"])
+def test_what_is_rebuilt_on_the_device_has_the_cpus_bits(model: str, root: Path) -> None:
+    _, _, _, then, on_cpu = fake_cuda.run(device_attempts.lean_attempt, root / f"cpu-lean-{model}", model, False)
+    code, _, races, found, on_device = fake_cuda.run(
+        device_attempts.lean_attempt, root / f"lean-{model}", model, True, mode="delayed", seed=6
+    )
+    assert (code, races) == (0, [])
+    assert on_device == on_cpu > 0
+    device_attempts.assert_same(found, then)
+
+
 @pytest.mark.parametrize("technique", ["disabled", "spread", "states on nvme"] if FULL else ["disabled", "spread"])
 def test_int8_moments_have_the_cpus_bits_and_no_race(technique: str, root: Path) -> None:
     options = (1, 4, "int8")

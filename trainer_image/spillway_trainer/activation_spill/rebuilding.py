@@ -121,7 +121,9 @@ def view_of(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of its values, at some 30 GB/s."""
+    """Of its values, at some 30 GB/s; 0 for all on a device, where the host would have to wait for each."""
+    if tensor.device.type != "cpu":
+        return 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if span > tensor.numel():  # with gaps, which may be others'
         tensor, span = tensor.contiguous(), tensor.numel()
@@ -275,7 +277,9 @@ class Rebuilt:
                 torch.set_num_threads(now)
 
 
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 class RebuiltTensor:
@@ -298,7 +302,8 @@ class RebuiltTensor:
         if self._witness._version != self._version:
             raise changed_in_place(self._segment, self._layout.size, self._version, self._witness._version)
         dtype, size, stride, offset = self._layout
-        found = empty(dtype, self._witness.device).set_(self._rebuilt.storage(), offset, size, stride)
+        storage = self._rebuilt.storage()
+        found = empty(dtype, storage.device).set_(storage, offset, size, stride)
         return counted_with(self._witness, found)
 
 
@@ -500,7 +505,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:
-    whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in (first, second)]
+    whole = [
+        torch.empty(0, dtype=torch.uint8, device=each.device).set_(each.untyped_storage()) for each in (first, second)
+    ]
     return torch.equal(*whole)
 
 
