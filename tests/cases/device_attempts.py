@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from fakes import cuda_kernels, fake_streams
+from fakes import cuda_kernels
 from harness import local_runs, sweep_runs
 from spillway.api import TrainingJob
 from spillway.job import JobFile
@@ -104,6 +104,7 @@ def attempt(
 
 def carried_out(job: JobFile, plan: MemoryPlan, on_device: bool) -> tuple[int, dict[str, int], list[str]]:
     """(exit code, what the fake counted, races)."""
+    from fakes import fake_streams
     from spillway_trainer.__main__ import attempt as run
 
     with ExitStack() as stack:

@@ -88,7 +88,7 @@ _REGISTRY = "needs a registry"
 _PACKAGES = "fetches packages of gigabytes from an index"
 _KIND = "needs kind, which needs a container engine"
 _RIVAL = "installs its rivals from a package index, and takes minutes; `make bench` runs it"
-_GPU = "needs a GPU"
+_GPU = "needs a GPU; tests/local/test_gpu_session.py runs it on a fake one"
 
 ELSEWHERE = {
     "make test": "is what runs this",
@@ -98,8 +98,9 @@ ELSEWHERE = {
     ".venv/bin/spillway --version": _PACKAGES,
     ".venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
     "SPILLWAY_FORCE_ISA=avx2 .venv/bin/python benchmarks/cpu_adam.py": _RIVAL,
-    "PYTHONPATH=operator:trainer_image python hack/gpu_session.py --output build/gpu": _GPU,
-    "PYTHONPATH=operator:trainer_image python benchmarks/gpu_optimizer_offload.py --output build/gpu --model S": _GPU,
+    "python3 hack/gpu_session.py --output build/gpu --wheels wheels": _GPU,
+    "python3 benchmarks/gpu_optimizer_offload.py --output build/gpu --wheels wheels": _GPU,
+    "python3 -m pip download --only-binary=:all: --python-version 3.12 --dest wheels pydantic": _PACKAGES,
     "docker build -f operator/Dockerfile -t REGISTRY/spillway-operator:0.1.0 .": _ENGINE,
     "docker build -f trainer_image/Dockerfile -t REGISTRY/spillway-trainer:0.1.0 .": _ENGINE,
     "docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt --secret id=pip,src=pip.conf "

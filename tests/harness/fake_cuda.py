@@ -16,6 +16,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -32,11 +33,11 @@ MODES = ("eager", "delayed", "reordered")
 
 
 @cache
-def library() -> Path:
-    """The folder of the built libcuda.so.1: one for each state of the sources and of CUDA's headers."""
-    nvidia = importlib.import_module("nvidia").__path__[0]
-    triton = Path(str(importlib.import_module("triton").__file__)).parent
-    headers = next(Path(nvidia).glob("cu*/include/cuda_runtime_api.h")).parent
+def library(packages: Path | None = None) -> Path:
+    """The folder of the built libcuda.so.1: one for each state of the sources and of CUDA's headers, which lie beside
+    torch in `packages` (none: this Python's)."""
+    packages = packages or Path(sysconfig.get_path("purelib"))
+    headers = next(packages.glob("nvidia/cu*/include/cuda_runtime_api.h")).parent
     sources = sorted(SOURCES.iterdir())
     text = [headers.joinpath("cuda_runtime_api.h").read_bytes(), *(path.read_bytes() for path in sources)]
     build = CACHE / f"cuda-{hashlib.sha256(b''.join(text)).hexdigest()[:16]}"
@@ -47,7 +48,7 @@ def library() -> Path:
             build.mkdir(exist_ok=True)
             found = build / "building.so"
             # The wheel of CUDA's headers lacks crt/, which Triton's has.
-            include = ["-I", str(headers), "-idirafter", str(triton / "backends/nvidia/include")]
+            include = ["-I", str(headers), "-idirafter", str(packages / "triton/backends/nvidia/include")]
             flags = ["-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
             code = [str(path) for path in sources if path.suffix == ".cpp"]
             run_command("g++", *flags, *include, *code, "-o", str(found), "-ldl", "-lpthread")
@@ -58,9 +59,11 @@ def library() -> Path:
 
 def environment() -> dict[str, str]:
     """Of a process that is to see the fake."""
-    path = os.pathsep.join(filter(None, sys.path))
-    found = str(library())
-    return {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": f"{found}/libcuda.so.1", "LD_LIBRARY_PATH": found}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **preloading(library())}
+
+
+def preloading(build: Path) -> dict[str, str]:
+    return {"LD_PRELOAD": f"{build}/libcuda.so.1", "LD_LIBRARY_PATH": str(build)}
 
 
 def copied(folder: Path, seen_as: Path, packages: str = "") -> dict[str, str]:

@@ -1,0 +1,164 @@
+"""Whole attempts of gpu_session.py, on real lanes: a process each.
+
+python hack/gpu_attempts.py --output DIR --cell NAME
+"""
+
+from __future__ import annotations
+
+# isort: off
+from spillway_trainer import environment  # noqa: F401 - before torch is imported
+# isort: on
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_cells
+from cases import device_attempts
+from gpu_cells import is_fake, say
+from harness import local_runs
+from spillway.job import JobFile
+from spillway.plan import MemoryPlan, Tier
+from spillway_trainer import __main__ as trainer_program
+from spillway_trainer.models.build import build_model
+
+DEVICE_BYTES = 2 * 2**30
+"""of a small attempt: cuBLAS's workspace and whole segments of the allocator count, too"""
+STEPS = 4
+TOOLS = ("memcheck", "racecheck")
+
+
+def parity(output: Path, model: str, moments: str = "float32") -> None:
+    """Attempts with every technique, each compared with one of the same job that has none."""
+    gpu_cells.device()
+    wanted: dict[str, Any] = {}
+    for technique in device_attempts.TECHNIQUES:
+        root = output / "parity" / f"{model} {moments}" / technique
+        job, plan = attempt_of(root, technique, model, STEPS, moments=moments)
+        same = job.spec.model_dump_json()
+        if same not in wanted:
+            root = root.with_name(f"{technique}, plain")
+            wanted[same] = ended(*attempt_of(root, technique, model, STEPS, plan="disabled", moments=moments))
+        found = differences(ended(job, plan), wanted[same])
+        say(**{technique: found or "equal"})
+        if found:
+            sys.exit(f"{technique}: other bits than without any")
+
+
+def attempt_of(
+    root: Path, technique: str, model: str, steps: int, epoch: int = 1, plan: str = "", moments: str = "float32"
+) -> tuple[JobFile, MemoryPlan]:
+    """In a new directory where it is the first."""
+    if epoch == 1:
+        shutil.rmtree(root, ignore_errors=True)
+    job = device_attempts.job_of(root, technique, model, epoch, steps, moments)
+    found = device_attempts.plan_of(plan or technique, len(build_model(job.spec).segments))
+    return job, found.model_copy(update={"device": "Cuda", "budget": {**found.budget, Tier.DEVICE: DEVICE_BYTES}})
+
+
+def ended(job: JobFile, plan: MemoryPlan) -> Any:
+    """(losses, weights and states) of an attempt that ended well."""
+    code = trainer_program.attempt(job, lambda: plan)
+    if code != 0:
+        sys.exit(f"{job.output_directory}: exit code {code}")
+    return device_attempts.outcome(Path(job.output_directory), job.spec.training.steps)
+
+
+def differences(found: Any, wanted: Any) -> list[str]:
+    (losses, tensors), (then, then_tensors) = found, wanted
+    named = [f"the loss of step {step}" for step in then if losses.get(step) != then[step]]
+    named += [f"{len(tensors)} tensors"] if tensors.keys() != then_tensors.keys() or not tensors else []
+    named += [name for name, tensor in tensors.items() if (tensor != then_tensors.get(name)).any()]
+    return [*named[:8], *([f"{len(named) - 8} more"] if len(named) > 8 else [])]
+
+
+def killed(output: Path) -> None:
+    """Processes of the trainer: a whole attempt; one that is killed once it has a checkpoint, and the next."""
+    gpu_cells.device()
+    steps = 6 if is_fake() else 60
+    whole, cut = (output / "killed" / name for name in ("whole", "cut"))
+    trainer(written(whole, 1, steps)).wait()
+    process = trainer(written(cut, 1, steps))
+    while process.poll() is None and not [*(cut / "checkpoints").glob("step-*")]:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        sys.exit(f"it was over, with {process.returncode}, before it could be killed")
+    say(killed_after_steps=len(device_attempts.outcome(cut, steps)[0]), of=steps)
+    code = trainer(written(cut, 2, steps)).wait()
+    different = differences(device_attempts.outcome(cut, steps), device_attempts.outcome(whole, steps))
+    say(resumed="equal" if code == 0 and not different else different, exit_code=code)
+    sys.exit(code != 0 or bool(different))
+
+
+def sanitizer(output: Path, tool: str) -> None:
+    found = shutil.which("compute-sanitizer")
+    if found is None or is_fake():
+        say(run=False, why="no compute-sanitizer in PATH" if found is None else "nothing to see on a fake device")
+        return
+    root = written(output / "sanitizer" / tool, 1, 1)
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor has bounds of its own
+    process = trainer(root, found, "--tool", tool, "--error-exitcode", "99")
+    sys.exit(process.wait())
+
+
+def written(root: Path, epoch: int, steps: int) -> Path:
+    """job.json and plan.json of an attempt."""
+    job, plan = attempt_of(root, "spread", "llama", steps, epoch)
+    (root / "job.json").write_text(job.model_dump_json())
+    (root / "plan.json").write_text(plan.model_dump_json())
+    return root
+
+
+def trainer(root: Path, *before: str) -> subprocess.Popen[bytes]:
+    """The trainer's own entry, in a process of its own."""
+    return subprocess.Popen([*before, sys.executable, __file__, "--output", str(root), "--cell", "trainer"])
+
+
+def train(root: Path) -> None:
+    gpu_cells.device()
+    trainer_program.leave(trainer_program.main([str(root)]))
+
+
+def run_by_command(output: Path) -> None:
+    """A job file, and nothing said about the device."""
+    gpu_cells.device()
+    from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
+    from spillway_cli import local_run  # noqa: PLC0415
+
+    if is_fake():  # whose operators have numbers in a trainer of ours alone
+        local_run.trainer_command = lambda run, _: [  # type: ignore[assignment]
+            *(sys.executable, "-m", "spillway_cli.trainer_process", "gpu_attempts"),
+            *("--output", str(run.path), "--cell", "trainer"),
+        ]
+    root = output / "command"
+    shutil.rmtree(root, ignore_errors=True)
+    job = root.with_suffix(".yaml")
+    job.write_text(local_runs.JOB.replace("TEXT", str(local_runs.write_text(output / "text"))))
+    code = cli.run_app(["run", str(job), "--output", str(root)])
+    device = json.loads((root / "plan.json").read_text())["device"]
+    say(device=device, steps=len(local_runs.events(root, "step")), exit_code=code)
+    sys.exit(code != 0 or device != "Cuda")
+
+
+WORK: dict[str, Callable[[Path], None]] = {
+    **{f"parity {model}": partial(parity, model=model) for model in device_attempts.MODELS},
+    "parity llama with int8 moments": partial(parity, model="llama", moments="int8"),
+    "killed and resumed": killed,
+    "spillway run": run_by_command,
+    **{f"sanitizer {tool}": partial(sanitizer, tool=tool) for tool in TOOLS},
+    "trainer": train,
+}
+
+
+if __name__ == "__main__":
+    given = gpu_cells.parser(__doc__).parse_args()
+    WORK[given.cell](given.output)
