@@ -130,7 +130,8 @@ class Record:
     def unload(self) -> None:
         """Give the reload up; the next need loads it again."""
         if self._reload is not None and self._loaded is not None:
-            self._lanes.release(self._reload, after=(self._loaded, self._lanes.computed()))
+            last = self._lanes.computed() if self._awaited else self._loaded
+            self._lanes.release(self._reload, after=(last,))
         self._reload, self._loaded, self._awaited = None, None, False
 
     def storage(self, size: torch.Size, *, with_batch: bool) -> UntypedStorage:

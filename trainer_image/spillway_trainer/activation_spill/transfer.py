@@ -157,7 +157,8 @@ class HostCopy:
     def __init__(self, lanes: Lanes, buffer: Buffer, stored: Event) -> None:
         self._lanes = lanes
         self._buffer = buffer
-        self._users = [stored]
+        self._reads = list[Event]()
+        """each comes after `stored`"""
         self.nbytes = buffer.nbytes
         self.stored = stored
 
@@ -171,10 +172,10 @@ class HostCopy:
         return Staged(self._buffer, [record.offset for record in records], self.stored)
 
     def unstage(self, staged: Staged, loaded: Event) -> None:
-        self._users.append(loaded)
+        self._reads.append(loaded)
 
     def release(self) -> None:
-        self._lanes.release(self._buffer, after=self._users)
+        self._lanes.release(self._buffer, after=self._reads or (self.stored,))
 
 
 class NvmeCopy:
@@ -197,7 +198,8 @@ class NvmeCopy:
         self._nvme = nvme
         self._sources = sources
         self._extent = extent
-        self._users = [stored]
+        self._reads = list[Event]()
+        """each comes after `stored`"""
         self._stored_at = stored_at
         self.nbytes = extent.nbytes
         self.copied = copied
@@ -225,7 +227,7 @@ class NvmeCopy:
             nbytes=sum(tensor.numel() for _, tensor, _ in parts),
             label=f"read of {self._extent.label}",
         )
-        self._users.append(read)
+        self._reads.append(read)
         return read
 
     def stage(self, records: Sequence[Record]) -> Staged:
@@ -255,12 +257,12 @@ class NvmeCopy:
 
     def unstage(self, staged: Staged, loaded: Event) -> None:
         if staged.buffer is self._extent.home:
-            self._users.append(loaded)
+            self._reads.append(loaded)
         else:
-            self._lanes.release(staged.buffer, after=(staged.ready, loaded))
+            self._lanes.release(staged.buffer, after=(loaded,))
 
     def release(self) -> None:
-        self._lanes.release(self._extent, after=self._users)
+        self._lanes.release(self._extent, after=self._reads or (self.stored,))
 
 
 def copy_to_host(lanes: Lanes, ledger: DeviceLedger, segment: str, records: Sequence[Record]) -> HostCopy:
@@ -291,7 +293,7 @@ def copy_to_nvme(
         nbytes=extent.nbytes,
         label=f"write of {label}",
     )
-    lanes.release(staging, after=(copied, written))
+    lanes.release(staging, after=(written,))
     return NvmeCopy(lanes, nvme, extent, copied, written, stored_at)
 
 

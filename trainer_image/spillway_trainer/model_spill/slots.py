@@ -157,8 +157,8 @@ class Slots:
         assert slot.loaded is not None
         del self._holding[segment]
         slot.segment = None
-        # The load as well: a prefetch that nobody came for is not known to the compute lane.
-        slot.free = (slot.loaded, self._lanes.computed())
+        # A prefetch that nobody came for is not known to the compute lane.
+        slot.free = (self._lanes.computed() if slot.is_bound else slot.loaded,)
         if slot.is_bound:
             slot.is_bound = False
             self._unbind(segment, slot)

@@ -167,7 +167,8 @@ class OptimizerOffload:
         ready = ((placed.chunk, self._speculation.commit(placed, gradient_scale)) for placed, _ in updates)
         committed = {chunk: values for chunk, values in ready if values is not None}
         for (placed, _), end in zip(updates, self._pipeline.submit(updates, committed), strict=True):
-            self._updating.setdefault(placed.chunk.parameter, []).append(end)
+            if placed.home is None:  # else whoever brings the values from home waits for the update
+                self._updating.setdefault(placed.chunk.parameter, []).append(end)
         self._end_step(gradient_scale)
         if not self._overlaps:
             self.flush()
