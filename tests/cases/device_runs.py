@@ -1,7 +1,4 @@
-"""`spillway run` on a machine with the fake CUDA device: called in a process over the fake.
-
-python -m cases.device_runs DIRECTORY      the trainer, with the device's kernels where its plan is for a device
-"""
+"""`spillway run` on a machine with the fake CUDA device: called in a process over the fake."""
 
 from __future__ import annotations
 
@@ -9,24 +6,19 @@ import contextlib
 import io
 import json
 import os
-import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 from cases import device_attempts
-from fakes import cuda_kernels, fake_streams
+from fakes import cuda_kernels
+from harness.places import TESTS
 from spillway_cli import __main__ as cli
-from spillway_cli import calibrate_command, local_run
-from spillway_trainer import __main__ as trainer
+from spillway_cli import calibrate_command
 from spillway_trainer import probe
 
 
 def spillway(*arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command, whose trainer is `train`."""
-    local_run.trainer_command = lambda run, _: [  # type: ignore[assignment]
-        sys.executable, "-P", "-m", "spillway_cli.trainer_process", "cases.device_runs", str(run.path),
-    ]  # fmt: skip
+    """(exit code, stdout, stderr) of the command, whose trainers get the device's kernels."""
+    os.environ["PYTHONPATH"] = f"{TESTS / 'fakes' / 'cuda_trainer'}{os.pathsep}{os.environ['PYTHONPATH']}"
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.run_app([*arguments])
@@ -62,19 +54,3 @@ def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]
     _, planned, said = spillway("plan", str(job))
     profile = (root / "spillway" / "node-profile-cuda.yaml").read_text(encoding="utf-8")
     return result["figures"], profile, said + planned
-
-
-def train(directory: Path) -> int:
-    plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
-    cuda_kernels.compose_attention()
-    with ExitStack() as stack:
-        if plan["device"] == "Cuda":
-            cuda_kernels.install()
-            stack.enter_context(fake_streams.handing_over(SimpleNamespace(clocks=cuda_kernels.Clocks())))
-        code = trainer.main([str(directory)])
-    cuda_kernels.raise_failed()
-    return code
-
-
-if __name__ == "__main__":
-    trainer.leave(train(Path(sys.argv[1])))

@@ -56,13 +56,12 @@ def test_calibrate_measures_the_gpu_and_plans_use_what_it_found(tmp_path: Path) 
     assert "-measured" in said
 
 
-def test_a_rank_needs_a_gpu_of_its_own(tmp_path: Path) -> None:
-    code, out, said = fake_cuda.run(device_runs.spillway, "plan", str(job(tmp_path)), devices=2)
+def test_ranks_take_a_gpu_each_with_the_bits_of_ranks_on_cpus(tmp_path: Path) -> None:
+    ranks, two = ("--ranks", "2"), job(tmp_path)
+    code, said, found = fake_cuda.run(device_runs.run, two, tmp_path / "gpus", *ranks, devices=2)
     assert code == 0, said
-    assert "device: Cuda, Fake CUDA device" in out
-    ranks = ("--ranks", "2")
-    code, said, _ = fake_cuda.run(
-        device_runs.run, job(tmp_path, parallelism={"device": "Cuda"}), tmp_path / "few", *ranks
-    )
-    assert code == 64
-    assert "2 ranks need a GPU each, and there are 1" in " ".join(said.split())
+    assert "device: Cuda, Fake CUDA device" in said
+    code, said, then = fake_cuda.run(device_runs.run, two, tmp_path / "cpus", *ranks)
+    assert code == 0, said
+    assert "device: Cpu, 2 ranks need a GPU each, and there are 1" in said
+    device_attempts.assert_same(found, then)
