@@ -19,7 +19,7 @@ from spillway.api import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSp
 from spillway.candidates import TIE
 from spillway.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
 from spillway.corrections import NO_CORRECTIONS, Corrections
-from spillway.device_choice import cpu_because, on_device
+from spillway.device_choice import because, devices, on_device
 from spillway.errors import UserError
 from spillway.explain import lacking
 from spillway.hardware import DeviceKind, NodeSpec, gpu_node, local_node, resolve_node
@@ -110,32 +110,22 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
     DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
     """
-    if job.spec.parallelism.device != "Auto":
-        return _place(job, cluster)
-    decided, why = cluster.device, "as in the attempts before"
-    if decided is None and (why := cpu_because(job.spec) or _no_devices(job.spec, cluster)):
-        decided = "Cpu"
-    if decided is not None:
-        return _told(_place(on_device(job, decided), cluster), f"device: {decided}, {why}")
-    found = _place(on_device(job, "Cuda"), cluster)
-    if isinstance(found, Placement):
-        return _told(found, f"device: Cuda, nodes have {job.spec.resource_name}")
-    other = _told(_place(on_device(job, "Cpu"), cluster), f"device: Cpu, Cuda is not possible: {found.message}")
-    return other if isinstance(other, Placement) else found
+    found, name = list[Unplaceable](), job.spec.resource_name
+    ranks = job.spec.parallelism.world_size
+    for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device, ranks):
+        placed = _place(on_device(job, device), cluster)
+        if isinstance(placed, Placement):
+            said = f"Cuda is not possible: {found[0].message}" if found else why
+            return replace(placed, plan=because(placed.plan, said))
+        found.append(placed)
+    return found[0]
 
 
-def _told(found: Placement | Unplaceable, choice: str) -> Placement | Unplaceable:
-    if isinstance(found, Unplaceable):
-        return found
-    reasons = (choice, *found.plan.reasons)
-    return replace(found, plan=found.plan.model_copy(update={"reasons": reasons}))
-
-
-def _no_devices(spec: TrainingJobSpec, cluster: ClusterView) -> str:
+def _no_devices(name: str, cluster: ClusterView) -> str:
     if cluster.nodes is None:
         return "the operator may not list nodes"
-    has_one = any(view.allocatable_devices.get(spec.resource_name) for view in cluster.nodes)
-    return "" if has_one else f"no node has {spec.resource_name}"
+    has_one = any(view.allocatable_devices.get(name) for view in cluster.nodes)
+    return "" if has_one else f"no node has {name}"
 
 
 def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:

@@ -255,7 +255,8 @@ def gpus(found: Gpus | Missing) -> Iterator[Finding]:
     for index, gpu in enumerate(found.found):
         check, (generation, width, most) = f"gpu {index}", gpu.pcie
         links = f", PCIe {generation} x{width}" * bool(width) + f", {gpu.num_nvlinks} NVLinks" * bool(gpu.num_nvlinks)
-        yield finding(check, OK, f"{gpu.said} of {format_bytes(gpu.total_bytes)}{links}")
+        free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
+        yield finding(check, OK, f"{gpu.name}, {free} free of {total}{links}")
         used = gpu.total_bytes - gpu.free_bytes
         if used > MOST_USED * gpu.total_bytes:
             by = f"{gpu.num_processes} computing processes" if gpu.num_processes else "the display, or others"

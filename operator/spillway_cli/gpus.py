@@ -29,10 +29,6 @@ class Gpu:
     """generation; lanes now, and at most; 0 = not known"""
     num_nvlinks: int = 0
 
-    @property
-    def said(self) -> str:
-        return f"{self.name}, {format_bytes(self.free_bytes)} free"
-
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
@@ -45,6 +41,11 @@ class Gpus:
     problem: str = ""
     """why a run can use none; empty = it can"""
     fix: str = ""
+
+    @property
+    def said(self) -> str:
+        """Of the first."""
+        return f"{self.found[0].name}, {format_bytes(self.found[0].free_bytes)} free" if self.found else ""
 
     def lacking(self, num_ranks: int) -> str:
         """Why so many ranks cannot run here; empty where they can."""
@@ -59,25 +60,18 @@ NO_DRIVER = Gpus(problem="no NVIDIA driver")
 def find_gpus() -> Gpus:
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:
-        return NO_DRIVER
-    except pynvml.NVMLError as error:
-        return silent(error)
-    try:
         driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         shown = visible(handles, pynvml.nvmlDeviceGetUUID, os.environ.get(VISIBLE))
         found = tuple(gpu_of(handle) for handle in shown)
-    except pynvml.NVMLError as error:
-        return silent(error)
-    finally:
         pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        return NO_DRIVER
+    except pynvml.NVMLError as error:
+        problem = f"NVIDIA's driver does not answer: {error}"
+        return Gpus(problem=problem, fix="see nvidia-smi; load or update the driver")
     built_for = torch_cuda()
     return Gpus(found, driver, built_for, *problem_of(len(handles), len(found), cuda, built_for))
-
-
-def silent(error: pynvml.NVMLError) -> Gpus:
-    return Gpus(problem=f"NVIDIA's driver does not answer: {error}", fix="see nvidia-smi; load or update the driver")
 
 
 def problem_of(num_there: int, num_visible: int, driver_cuda: int, built_for: str | None) -> tuple[str, str]:

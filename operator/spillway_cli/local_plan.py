@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spillway.api import NodeProfileSpec, TrainingJob, TrainingJobSpec
 from spillway.corrections import NO_CORRECTIONS, Corrections
-from spillway.device_choice import cpu_because, on_device
+from spillway.device_choice import because, devices, on_device
 from spillway.errors import DoesNotFit, UserError
 from spillway.explain import lacking
 from spillway.hardware import DeviceKind, NodeSpec, gpu_node, local_node
@@ -54,21 +55,16 @@ def quantity(tier: str, text: str) -> int:
 def local_devices(
     spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: DeviceKind | None = None
 ) -> list[tuple[DeviceKind, str]]:
-    """What the job may run on here, best first, each with why where the spec leaves it open. `before`: what the run's
-    attempts ran on. Raises UserError where it needs GPUs that are not here."""
-    asked, lacking_gpus = spec.parallelism.device, gpus.lacking(num_ranks)
-    chosen = before if asked == "Auto" else asked
-    if chosen == "Cuda" and lacking_gpus:
-        began = "the run began on a GPU, and " if asked == "Auto" else ""
+    """As `devices`, on this machine. Raises UserError where the job needs GPUs that are not here."""
+    lacking_gpus = gpus.lacking(num_ranks)
+    found = devices(spec, lacking_gpus, gpus.said, before, num_ranks)
+    if found[0][0] == "Cuda" and lacking_gpus:
+        began = "the run began on a GPU, and " if before else ""
         raise UserError(
-            f"spec.parallelism.device = {asked}: {began}no GPU can be used here: {lacking_gpus}; see `spillway "
-            "doctor`, use Auto or Cpu, or plan for another machine (`spillway plan --node`)"
+            f"spec.parallelism.device = {spec.parallelism.device}: {began}no GPU can be used here: {lacking_gpus}; see "
+            "`spillway doctor`, use Auto or Cpu, or plan for another machine (`spillway plan --node`)"
         )
-    if chosen is not None:
-        return [(chosen, "as in the attempts before" if asked == "Auto" else "")]
-    if why := cpu_because(spec, num_ranks) or lacking_gpus:
-        return [("Cpu", why)]
-    return [("Cuda", gpus.found[0].said), ("Cpu", f"the model does not fit {gpus.found[0].said}")]
+    return found
 
 
 def plan_for_this_machine(
@@ -98,15 +94,14 @@ def decided_for_this_machine(
     before: DeviceKind | None = None,
 ) -> MemoryPlan | Infeasible:
     """Of device Auto the first kind on which it fits; where it fits none, what the best one lacks."""
-    outcomes = []
+    found = list[Infeasible]()
     for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
         asked = Overrides(world_size=num_ranks, shape=shape, strategy=run_strategy(job.spec), corrections=corrections)
         outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
         if isinstance(outcome, MemoryPlan):
-            said = (f"device: {device}, {why}",) if why else ()
-            return outcome.model_copy(update={"reasons": (*said, *outcome.reasons)})
-        outcomes.append(outcome)
-    return outcomes[0]
+            return because(outcome, f"the model does not fit {resources.gpus.said}" if found else why)
+        found.append(outcome)
+    return found[0]
 
 
 def _decided_on(
@@ -139,14 +134,12 @@ def cuda_node(resources: LocalResources, memory_bytes: int, num_ranks: int) -> N
     used = resources.gpus.found[:num_ranks]
     product = used[0].name.replace(" ", "-")  # as feature discovery names it in a cluster
     node = gpu_node(product, min(gpu.free_bytes for gpu in used), len(resources.gpus.found))
-    return replace(
-        node,
-        name=f"local-{node.name}",
-        num_cores=resources.cores,
-        host_bytes=memory_bytes,
-        nvme_bytes=resources.disk_bytes,
-        nvme_rated_bytes=0.0,
-    )
+    here: dict[str, Any] = {
+        "num_cores": resources.cores,
+        "host_bytes": memory_bytes,
+        "nvme_bytes": resources.disk_bytes,
+    }
+    return replace(node, name=f"local-{node.name}", nvme_rated_bytes=0.0, **here)
 
 
 def describe(outcome: Infeasible) -> str:

@@ -36,7 +36,7 @@ def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]
     os.environ["XDG_STATE_HOME"] = str(root)
     cuda_kernels.compose_attention()
     cuda_kernels.install()
-    probe.MATRIX_SIZES, probe.DEVICE_SCALE, probe.COPY_BYTES, probe.DISK_BYTES = (32, 64, 96), 1, 1 << 20, 1 << 24
+    probe.MATRIX_SIZES, probe.COPY_BYTES, probe.DISK_BYTES = (8, 16, 24), 1 << 20, 1 << 24
     probe.QUICK_CELLS = tuple(
         probe.Cell(32 * size, 2, 300, 32, 2, compute, *where)
         for compute, size, where in (

@@ -61,8 +61,6 @@ COPY_BYTES = 64 * MIB
 UPDATE_PARAMETERS = 4 * 2**20
 """112 MiB of states and gradients"""
 MATRIX_SIZES = (256, 512, 1024, 2048)
-DEVICE_SCALE = 4
-"""of these sizes on a GPU"""
 REPEATS = 7
 ROUNDS = WARM_UP_STEPS + LEAST_STEPS + 2
 
@@ -170,7 +168,7 @@ def measure(directory: Path, threads: int, quick: bool, device: torch.device = C
     figures, backend = disk(directory, disk_bytes(quick))
     say({"doing": "matrix products"})
     sizes = MATRIX_SIZES[:3] if quick else MATRIX_SIZES
-    figures |= matrices(sizes if device == CPU else [DEVICE_SCALE * size for size in sizes], device)
+    figures |= matrices(sizes if device == CPU else [4 * size for size in sizes], device)
     say({"doing": "memory and the optimizer's update"})
     figures |= memory(threads) | update(threads)
     cells: tuple[Cell, ...] = QUICK_CELLS if quick else CELLS
