@@ -29,6 +29,9 @@ STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="spillway-tests-s
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 
 
+# Nor must a GPU of this machine, which device Auto would take; tests/gpu and the fake see theirs.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 # What would spill into memory is refused: where /tmp lies there, tests use a disk.
 if memory_kind(Path(tempfile.gettempdir())):
     ON_DISK = ROOT / "build" / "tmp"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ NO_DEVICE = "no CUDA device"
 
 
 @pytest.fixture(autouse=True)
-def device() -> str:
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # hidden from all other tests
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
         pytest.skip(NO_DEVICE)
     return "cuda"

@@ -59,7 +59,8 @@ def library(packages: Path | None = None) -> Path:
 
 def environment() -> dict[str, str]:
     """Of a process that is to see the fake."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **preloading(library())}
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **preloading(library())}
 
 
 def preloading(build: Path) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
+import pynvml
 import pytest
 
 from cases.job_documents import job
@@ -54,8 +56,13 @@ def test_why_no_gpu_can_be_used_is_said(facts: tuple[int, int, int, str | None],
     assert problem_of(*facts)[0] == problem
 
 
-def test_a_machine_without_a_driver_has_no_gpus() -> None:
-    assert find_gpus() == NO_DRIVER
+def test_a_machine_without_a_driver_or_with_a_silent_one_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, problem in (
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, NO_DRIVER.problem),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "NVIDIA's driver does not answer: Driver Not Loaded"),
+    ):
+        monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(code)))
+        assert find_gpus().problem == problem
 
 
 def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
