@@ -121,7 +121,7 @@ def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:
 
 def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
     """`copy` of every (dst, src), in any order: no destination may overlap another pair."""
-    if any(cuda.is_cuda(dst) or cuda.is_cuda(src) for dst, src in pairs[:1]):
+    if pairs and (pairs[0][0].is_cuda or pairs[0][1].is_cuda):
         for dst, src in pairs:
             cuda.copy(dst, src)
     elif native.available():

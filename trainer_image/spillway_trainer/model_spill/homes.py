@@ -94,6 +94,8 @@ class Homes:
         self._nvme = nvme
         self._chunk_parameters = chunk_parameters
         self._chunks: dict[str, list[Chunk]] = {}
+        self._in_host: dict[str, Tensor] = {}
+        """by segment: its own parameters, where they are in a slot"""
         for layout in layouts.values():
             if layout.home is Tier.HOST:
                 self._settle_in_host(layout)
@@ -124,9 +126,14 @@ class Homes:
         """
         fills = self._fills[segment]
         changed = [event for fill in fills for event in fill.chunk.changed]
-        from_host = [(fill.part_of(slot.tensor), fill.chunk.memory) for fill in fills if fill.chunk.memory is not None]
-        if from_host:
-            return self._copy(segment, from_host, [fill.chunk.region for fill in fills], slot, [*changed, *after])
+        own = self._in_host.get(segment)
+        if own is not None:  # in one piece
+            elsewhere = [fill for fill in fills if fill.offset >= own.numel()]
+            aliases = [
+                (fill.part_of(slot.tensor), fill.chunk.memory) for fill in elsewhere if fill.chunk.memory is not None
+            ]
+            pairs = [(slot.tensor[: own.numel()], own), *aliases] if own.numel() else aliases
+            return self._copy(segment, pairs, [fill.chunk.region for fill in fills], slot, [*changed, *after])
         staging = self._staging.take()
         staged = _staged(staging.buffer.tensor, fills)
         read = self._lanes.submit(
@@ -170,6 +177,7 @@ class Homes:
 
     def _settle_in_host(self, layout: SegmentLayout) -> None:
         home = self._lanes.acquire(Tier.HOST, layout.home_bytes, f"parameters of {layout.segment}").tensor
+        self._in_host[layout.segment] = home
         for row in layout.own:
             self._chunks[row.name] = [
                 HostChunk(part, part.tensor)

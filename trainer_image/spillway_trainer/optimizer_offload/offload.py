@@ -27,7 +27,7 @@ from ..reference import SquareSum
 from ..tiers.arena import Arena, Ring, as_bytes, padded
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
-from ..tiers.lanes import Event, Lane, Lanes, Region
+from ..tiers.lanes import Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from ..trainable import Trainable, check_gradient, master_values
 from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chunks
@@ -90,6 +90,8 @@ class OptimizerOffload:
         self._of: dict[str, list[Placed]] = {name: [] for name in owners}  # an empty parameter has no chunk
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
+        self._weights = {name: [p.weights for p in parts if p.home is None] for name, parts in self._of.items()}
+        """what the compute lane reads of a parameter; whoever has the homes declares those that have one"""
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.update, num_threads=plan.num_threads)
         self._window = StateWindow(lanes, self._window_ring())
@@ -117,11 +119,11 @@ class OptimizerOffload:
 
     def wait(self, names: Sequence[str]) -> None:
         owners = [self._trainable.owner(name) for name in names]
-        events = [event for owner in owners for event in self._updating.pop(owner, ())]
+        events = dict.fromkeys(event for owner in owners for event in self._updating.pop(owner, ()))
         for event in reversed(events):  # the last first: lanes may do what is ahead of it while they wait
             self._lanes.wait(event)
         for name, owner in zip(names, owners, strict=True):
-            self._lanes.compute(reads=self._weights(owner), label=f"forward of {name}")
+            self._lanes.compute(reads=self._weights[owner], label=f"forward of {name}")
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         self._begun = learning_rate, gradient_scale, self._count.following()
@@ -131,7 +133,7 @@ class OptimizerOffload:
         owner = self._trainable.owner(name)
         parameter = self._trainable.parameters[owner]
         assert owner not in self._updating, "wait() or flush() comes between step() and the next forward"
-        self._lanes.compute(reads=self._weights(owner), label=f"backward of {name}")
+        self._lanes.compute(reads=self._weights[owner], label=f"backward of {name}")
         is_last = self._gradients.take(name, check_gradient(name, parameter, gradient, self._gradient_dtype))
         if self._begun is not None and self._speculation:
             learning_rate, gradient_scale, count = self._begun
@@ -177,7 +179,7 @@ class OptimizerOffload:
         self._end_step(None)
 
     def flush(self) -> None:
-        for event in self._pipeline.ends.values():
+        for event in dict.fromkeys(self._pipeline.ends.values()):
             event.wait()
         for placed in self._placed:
             if placed.chunk.path is Path.NVME:  # its states are on their way back when its values have arrived
@@ -225,10 +227,6 @@ class OptimizerOffload:
         self._gradients.drop()
         self._speculation.end(factor)
         self._begun = None
-
-    def _weights(self, owner: str) -> list[Region]:
-        """What the compute lane reads of a parameter; whoever has the homes declares those that have one."""
-        return [placed.weights for placed in self._of[owner] if placed.home is None]
 
     def _gathered(self, name: str, kind: str) -> Tensor:
         """One kind of state of a whole parameter, flat, a copy in host memory."""
