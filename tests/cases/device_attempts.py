@@ -23,10 +23,13 @@ from spillway.job import JobFile
 from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
 from spillway_trainer import numa, trainer
 from spillway_trainer.activation_spill import rebuilding
+from spillway_trainer.activation_spill.records import Record
 from spillway_trainer.models.build import build_model
+from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers import cuda, cuda_lanes
+from spillway_trainer.tiers.arena import Ring
 from spillway_trainer.tiers.cuda import CudaStreams
-from spillway_trainer.tiers.cuda_lanes import CudaLanes
+from spillway_trainer.tiers.cuda_lanes import CudaLanes, StreamOperation
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import DONE, Lane
@@ -318,15 +321,121 @@ def complete_early() -> None:
     cuda_lanes.StreamOperation.complete = complete  # type: ignore[method-assign]
 
 
+def release_at_once() -> None:
+    """Memory goes back while operations use it."""
+    release = CudaLanes.release
+    CudaLanes.release = lambda self, region, after=(): release(self, region)  # type: ignore[method-assign]
+
+
+def let_go_at_launch() -> None:
+    """Nobody holds the tensors of an operation that is under way."""
+    launch = StreamOperation.launch
+
+    def launched(operation: StreamOperation, *where: Any) -> None:
+        launch(operation, *where)
+        operation._work, operation.regions = None, ()
+
+    StreamOperation.launch = launched  # type: ignore[method-assign]
+
+
+def mark_the_beginning() -> None:
+    """Who waits for an operation waits for what came before it."""
+    launch = StreamOperation.launch
+
+    def launched(operation: StreamOperation, *where: Any) -> None:
+        launch(operation, *where)
+        operation.end = operation.begin
+
+    StreamOperation.launch = launched  # type: ignore[method-assign]
+
+
+def mix_up_streams() -> None:
+    """All work goes to the stream of the model."""
+    CudaStreams.launch = lambda self, stream, work: work()  # type: ignore[method-assign]
+
+
+def reuse_events() -> None:
+    """An event marks another place while somebody may still wait for it."""
+    make = cuda.PooledEvent.__init__
+
+    def made(self: Any, pool: Any, **how: Any) -> None:
+        make(self, pool, **how)
+        pool.append(self.event)
+
+    cuda.PooledEvent.__init__ = made  # type: ignore[method-assign]
+    cuda.PooledEvent.__del__ = lambda self: None  # type: ignore[method-assign]
+
+
+def lose_turns() -> None:
+    """A buffer of a ring is filled while it is read."""
+    take = Ring.take
+
+    def taken(ring: Ring) -> Any:
+        slot = take(ring)
+        slot.free = ()
+        return slot
+
+    Ring.take = taken  # type: ignore[method-assign]
+
+
+def read_norms_early() -> None:
+    """The host takes an operation of a stream for complete without waiting."""
+    StreamOperation.wait = lambda self: self.wait_for_launch()  # type: ignore[method-assign]
+
+
+def forget_updates() -> None:
+    """Forward does not wait for the updates of its parameters."""
+    OptimizerOffload.wait = lambda *_: None  # type: ignore[method-assign]
+
+
+def forget_reloads() -> None:
+    """Backward takes what is saved before it has come back."""
+    load_into = Record.load_into
+
+    def loaded_into(record: Record, *loaded: Any) -> None:
+        load_into(record, *loaded)
+        record._awaited = True
+
+    Record.load_into = loaded_into  # type: ignore[method-assign]
+
+
+def register_nothing() -> None:
+    """Copies go through memory that the device does not know."""
+    CudaStreams.pin = CudaStreams.unpin = lambda *_: None  # type: ignore[method-assign]
+
+
+def miscompile() -> None:
+    """The device's update of a state has one other bit."""
+    update = cuda_kernels.TRITON.update
+
+    def updated(scalars: Any, master: Any, moments: Any, gradient: Any, out: Any) -> None:
+        update(scalars, master, moments, gradient, out)
+        moments[0].view(torch.int32)[-1] += 1
+
+    cuda_kernels.TRITON.update = updated
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
-    one.__name__.replace("_", " "): one for one in (lose_waits, lose_marks, lose_births, lose_edges, complete_early)
+    one.__name__.replace("_", " "): one
+    for one in (
+        *(lose_waits, lose_marks, lose_births, lose_edges, let_go_at_launch, mark_the_beginning, reuse_events),
+        *(lose_turns, read_norms_early, forget_updates, forget_reloads),
+    )
+}
+"""of streams: the judge finds them in every run"""
+HOST_DEFECTS: dict[str, Callable[[], None]] = {
+    one.__name__.replace("_", " "): one for one in (complete_early, release_at_once, mix_up_streams)
+}
+"""the host goes on too early, which shows where a stream is late"""
+OTHER_DEFECTS: dict[str, Callable[[], None]] = {
+    one.__name__.replace("_", " "): one for one in (register_nothing, miscompile)
 }
 
 
-def attempt_with(root: Path, defect: str) -> list[str]:
-    DEFECTS[defect]()
-    _, _, races, _ = attempt(root, "spread", "llama", True)
-    return races
+def attempt_with(root: Path, defect: str) -> Any:
+    """As `attempt`."""
+    (DEFECTS | HOST_DEFECTS | OTHER_DEFECTS)[defect]()
+    return attempt(root, "backward" if defect == "forget updates" else "spread", "llama", True)
 
 
 def waits_for_another_stream(is_correct: bool) -> bool:
