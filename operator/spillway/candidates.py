@@ -80,10 +80,6 @@ from spillway.step_time import (
 )
 from spillway.units import format_bytes
 
-DEVICE_MARGIN_PERCENT = 5
-"""of a Cuda device's budget: no plan fills it. The budget is the limit of torch's allocator (cuda.prepare), which takes
-whole blocks, leaves holes between them and lends some to cuBLAS; a plan counts tensors. Assumed: no plan has run on a
-GPU yet. A CPU's budget is held against what the ledger counts, which has no such loss"""
 TIE = 1.01
 """plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
 SPARED_SHARE = 0.05
@@ -133,13 +129,6 @@ class Question:
     policy: str
     parameters: str
     overlap: str = "Auto"
-    margin_bytes: int = 0
-    """of the device, beside the budget: no candidate fills them"""
-
-    def margin(self, tier: Tier, budget_bytes: int) -> int:
-        """Of a budget of so much, what stays free."""
-        has_one = tier is Tier.DEVICE and self.node.device_kind == "Cuda"
-        return budget_bytes * DEVICE_MARGIN_PERCENT // 100 if has_one else 0
 
     @property
     def num_layers(self) -> int:
@@ -248,6 +237,7 @@ def workload(question: Question, strategy: Strategy) -> Workload:
         moments=spec.training.optimizer.moment_type,
         in_place=question.node.copies_use_cores,
         is_float16=spec.model.precision.compute == "float16",
+        on_cuda=question.node.device_kind == "Cuda",
     )
     return _shared(made)
 

@@ -387,7 +387,7 @@ def unexplained(search: Search) -> Infeasible:
         job=question.job.metadata.name,
         node=question.node.name,
         missing_bytes=search.nearest_miss().missing,
-        budget=_budget(question),
+        budget=question.budget,
         nearest="",
         segment=_too_large(question),
     )
@@ -459,21 +459,15 @@ def _needed_budget(search: Search, tier: Tier) -> int | None:
     ranks = 1 if tier is Tier.DEVICE else question.local_ranks
 
     def fits(budget_bytes: int) -> bool:
-        room = budget_bytes - question.margin(tier, budget_bytes)
-        return search.within({**question.budget, tier: room}).fits()
+        return search.within({**question.budget, tier: budget_bytes}).fits()
 
-    low, high = _budget(question)[tier], capacity // ranks
+    low, high = question.budget[tier], capacity // ranks
     if high <= low or not fits(high):
         return None
     while high - low > max(MIB, high // 100):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return min(-(-high * ranks // MIB) * MIB, capacity)
-
-
-def _budget(question: Question) -> dict[Tier, int]:
-    """As it was given, with what stays free of it."""
-    return {**question.budget, Tier.DEVICE: question.budget[Tier.DEVICE] + question.margin_bytes}
 
 
 def _capacities(question: Question) -> dict[Tier, int]:
@@ -487,13 +481,11 @@ def _larger_node(search: Search, nearest: Candidate) -> str:
     question = search.question
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
-    room = {tier: capacities[tier] - question.margin(tier, capacities[tier]) for tier in Tier}
-    if search.within({tier: room[tier] // ranks[tier] for tier in Tier}).fits():
+    if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
         return "larger budgets of several tiers: with all of the node's memory it fits"
     wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
     needs = (
-        f"{format_bytes(amount + question.margin(tier, amount))} of {tier} memory "
-        f"(it has {format_bytes(capacities[tier])})"
+        f"{format_bytes(amount)} of {tier} memory (it has {format_bytes(capacities[tier])})"
         for tier, amount in wanted.items()
     )
     return f"a node with {' and '.join(needs)}"

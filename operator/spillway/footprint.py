@@ -61,6 +61,10 @@ LOSS_BYTES = CACHE_LINE_BYTES
 """scalars that the loss saves: the sum of its labels' weights"""
 EXCHANGE_PARAMETERS = 2**20
 """gradients that ranks exchange at once"""
+ALLOCATOR_BYTES = 192 * 2**20
+"""of torch's CUDA allocator, whatever the plan: two workspaces of 32 MiB that it lends to cuBLAS (one a thread that
+launches products: torch before 2.15 keeps them), and pages of 20 MiB, of each stream and of small and large blocks,
+that are not full. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)"""
 PAGE_BYTES = 4096
 """pieces of host memory and NVMe extents are multiples of this"""
 
@@ -175,6 +179,8 @@ class Workload:
     """weights are in it: no half of their masters"""
     lean: bool = False
     """blocks that are not recomputed rebuild what their shape says"""
+    on_cuda: bool = False
+    """device memory comes from torch's CUDA allocator"""
 
     @property
     def splits_masters(self) -> bool:
@@ -631,9 +637,11 @@ def streamed_row_bytes(work: Workload, size: int) -> list[int]:
 
 def chunk_parameters(work: Workload) -> int:
     """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32), or 32 Mi on a device
-    apart: the host needs as long for an operation there as the link for several MiB."""
-    most = 1 << 22 if work.in_place else 1 << 25
-    return min(max(1 << (work.rank_parameters // 64).bit_length(), 1 << 16), most)
+    apart: the host needs as long for an operation there as the link for several MiB. Large ones are no more than 1/64,
+    for a plan counts a chunk beyond a path's share."""
+    near = 1 << (work.rank_parameters // 64).bit_length()
+    most = 1 << 22 if work.in_place else min(max(near >> 1, 1 << 22), 1 << 25)
+    return min(max(near, 1 << 16), most)
 
 
 def accumulator_slack_bytes(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
@@ -732,8 +740,8 @@ def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def exchange_bytes(work: Workload) -> int:
-    """Device buffers of the sum of gradients over ranks: one bucket on its way out, one on its way in, this rank's own
-    share of the sum. In float32; what travels as bfloat16 takes less."""
+    """Buffers of the sum of gradients over ranks: one bucket on its way out, one on its way in, this rank's own
+    share of the sum. In float32; what travels as bfloat16 takes less. In host memory, which may be the device's."""
     if work.world_size == 1:
         return 0
     segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_accumulated) / work.world_size)
@@ -752,10 +760,12 @@ class DevicePeak:
     buffers: int
     """copies in flight out of the device, and reloads"""
     workspace: int
+    holes: int = 0
+    """what the allocator takes beyond them at its fullest moment, between blocks that are in use"""
 
     @property
     def total(self) -> int:
-        return self.activations + self.buffers + self.workspace
+        return self.activations + self.buffers + self.workspace + self.holes
 
 
 def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT) -> DevicePeak:
@@ -800,12 +810,25 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
         previous = moving
     head = resident + tokens * shape.head.saved_bytes_per_token + LOSS_BYTES
     forward.append((head, min(window_bytes, previous), tokens * shape.head.forward_workspace_bytes))
-    backward.append((head, previous, tokens * shape.head.backward_workspace_bytes))
+    workspace, logits = tokens * shape.head.backward_workspace_bytes, 0
+    if work.on_cuda:
+        # Where the head's logits lay in the compute type no block of float32 fits.
+        logits = workspace * shape.compute_bytes // (2 * FLOAT32_BYTES) * (shape.compute_bytes < FLOAT32_BYTES)
+        # The first of backward: no gradient is there yet (Assembly.start_backward), and they are counted beside.
+        workspace = max(0, workspace - transient_gradient_bytes(work))
+    backward.append((head, previous, workspace))
     # Copies have the forward of the next block to leave in. Where they are later than that, or on their way out beside
     # what comes back, whoever would go beyond the plan waits for them (DeviceLedger).
     events = [*forward, *backward]
     activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
-    return DevicePeak(activations, buffers, max(map(sum, events)) - activations - buffers)
+    fullest = max(map(sum, events))
+    holes = max(0, sum(backward[-1]) + logits - fullest)
+    if work.on_cuda:
+        # Storages come back into other places than they left; and when the gradients of the micro-batch before are
+        # gone, what the next one has allocated since lies around them.
+        moved, gradients = 2 * work.largest_block.moved, transient_gradient_bytes(work)
+        holes += max(moved * (blocks.moved > 0), gradients * (work.num_micro_batches > 1))
+    return DevicePeak(activations, buffers, fullest - activations - buffers, holes)
 
 
 def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Answer, BlockBytes, int]]:
@@ -876,10 +899,12 @@ def device_bytes(
         gradients=accumulator_bytes(work, accumulated) + slack + transient_gradient_bytes(work),
         optimizer_states=states_bytes(work, optimizer, optimizer.resident_share, on_cpu=False),
         activations=peak.activations,
-        buffers=sum(
-            (slot_bytes(work, optimizer), streamed_slot_bytes(work, streaming), exchange_bytes(work), peak.buffers)
-        ),
+        buffers=slot_bytes(work, optimizer)
+        + streamed_slot_bytes(work, streaming)
+        + exchange_bytes(work) * (not work.on_cuda)
+        + peak.buffers,
         workspace=peak.workspace,
+        allocator=peak.holes + ALLOCATOR_BYTES * work.on_cuda,
     )
 
 
@@ -899,7 +924,8 @@ def host_bytes(
         optimizer_states=padded(on_cpu + streamed),
         activations=work.alive(streaming) * work.sum_of("moved_host", blocks.nvme, blocks.moved)
         + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
-        buffers=staging_bytes(work, optimizer)
+        buffers=padded(exchange_bytes(work) * work.on_cuda)
+        + staging_bytes(work, optimizer)
         + upload_bytes(work, optimizer, streaming)
         + speculation_bytes(work, optimizer)
         + state_window_bytes(work, optimizer)

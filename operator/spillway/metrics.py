@@ -42,7 +42,9 @@ class StepMetrics:
     tier_bytes: dict[str, int] = field(default_factory=dict)
     """bytes held per tier at the end of the step"""
     tier_peak_bytes: dict[str, int] = field(default_factory=dict)
-    """highest bytes held per tier during the step"""
+    """highest bytes held per tier during the step; of a Cuda device, what torch's allocator had of it"""
+    allocator_retries: int = 0
+    """how often that allocator found no room, gave back what it kept and tried again: the device waits meanwhile"""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: that updates on the CPU touched"""
     lane_seconds: dict[str, float] = field(default_factory=dict)
@@ -101,6 +103,12 @@ LOSS_SCALE_OVERFLOWS = Metric(
 PHASE_SECONDS = Metric(PREFIX + "phase_seconds_total", "counter", "Seconds by phase of the step.", ("phase",))
 TIER_BYTES = Metric(PREFIX + "tier_bytes", "gauge", "Bytes held per memory tier.", (RANK_LABEL, "tier"))
 TIER_PEAK_BYTES = Metric(PREFIX + "tier_peak_bytes", "gauge", "Highest bytes held per tier.", (RANK_LABEL, "tier"))
+ALLOCATOR_RETRIES = Metric(
+    PREFIX + "allocator_retries_total",
+    "counter",
+    "Times that the allocator of a Cuda device found no room, gave back what it kept and tried again.",
+    (RANK_LABEL,),
+)
 TIER_BUDGET_BYTES = Metric(PREFIX + "tier_budget_bytes", "gauge", "Bytes allowed per tier.", (RANK_LABEL, "tier"))
 PREDICTED_TIER_BYTES = Metric(PREFIX + "predicted_tier_bytes", "gauge", "Planned peak per tier.", (RANK_LABEL, "tier"))
 PREDICTED_STEP_SECONDS = Metric(PREFIX + "predicted_step_seconds", "gauge", "Planned seconds per step.")

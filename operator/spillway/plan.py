@@ -59,6 +59,8 @@ class TierBytes(Frozen):
     """staging, reload windows, slots of streamed subgroups"""
     workspace: int = 0
     """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
+    allocator: int = Field(default=0, exclude_if=lambda size: not size)
+    """Cuda: what torch's allocator takes beyond the tensors: whole pages, holes between blocks, cuBLAS's workspaces"""
     correction: int = 0
     """what observation adds to the prediction, which the other rows are: the model took more before"""
     reserve: int = Field(default=0, exclude_if=lambda size: not size)
@@ -67,9 +69,8 @@ class TierBytes(Frozen):
     @property
     def predicted(self) -> int:
         """By arithmetic alone; what observed bytes are compared with."""
-        return (
-            self.parameters + self.gradients + self.optimizer_states + self.activations + self.buffers + self.workspace
-        )
+        held = (self.parameters, self.gradients, self.optimizer_states, self.activations, self.buffers)
+        return sum(held) + self.workspace + self.allocator
 
     @property
     def total(self) -> int:
@@ -225,8 +226,6 @@ class MemoryPlan(Frozen):
     parameters: ParameterPlan = ParameterPlan()
     bytes: dict[Tier, TierBytes]
     budget: dict[Tier, int]
-    margin_bytes: int = Field(default=0, ge=0)
-    """of the device's budget, which the plan leaves free: for what its allocator takes beyond the tensors"""
     unplanned_bytes: int = Field(default=0, ge=0)
     """memory of a pod beside all that is counted for it, because a pod of the model ran out of that"""
     process_bytes: int = Field(default=0, ge=0)

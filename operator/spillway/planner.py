@@ -124,10 +124,7 @@ def _plan_of_one(
 ) -> MemoryPlan | Infeasible:
     """As `make_plan`, of one model. `together`: whose micro-batches are those of several members on its base."""
     question, corrections = ask(job, node, overrides), overrides.corrections
-    room = corrections.searched(question.budget)
-    margin_bytes = question.margin(Tier.DEVICE, room[Tier.DEVICE])
-    room[Tier.DEVICE] -= margin_bytes
-    search = Search(replace(question, budget=room, margin_bytes=margin_bytes))
+    search = Search(replace(question, budget=corrections.searched(question.budget)))
     search = search.visited_once() if together else search
     if search.is_empty:
         raise UserError(_contradiction(question))
@@ -260,7 +257,6 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
         parameters=parameter_plan(work, candidate.streaming),
         bytes=candidate.bytes,
         budget=question.budget,
-        margin_bytes=question.margin(Tier.DEVICE, question.budget[Tier.DEVICE]) if question.mode == "Auto" else 0,
         prediction=chosen.prediction.model_copy(update={"work": asked}),
         reasons=tuple(why),
         alternatives=tuple(others),

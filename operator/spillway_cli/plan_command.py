@@ -28,7 +28,10 @@ from .local_plan import BudgetOverrides, decided_for_this_machine, local_devices
 from .model_inspection import inspected_shape
 from .node_profile import named_node, own_profile
 
-PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "correction", "reserve")
+PARTS = (
+    *("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "allocator", "correction"),
+    "reserve",
+)
 SEARCHING = "comparing plans"
 
 
@@ -114,9 +117,6 @@ def tier_table(plan: MemoryPlan) -> Table:
             made.add_row(part.replace("_", " "), *(format_bytes(amount) if amount else "-" for amount in held))
     totals = {tier: plan.bytes[tier].total for tier in Tier}
     made.add_row("total", *(format_bytes(totals[tier]) for tier in Tier), style="bold")
-    if plan.margin_bytes:
-        made.add_row("safety margin", format_bytes(plan.margin_bytes), "-", "-")
-        totals[Tier.DEVICE] += plan.margin_bytes
     made.add_row("budget", *(format_bytes(plan.budget[tier]) for tier in Tier))
     made.add_row("headroom", *(format_bytes(plan.budget[tier] - totals[tier]) for tier in Tier))
     return made

@@ -254,6 +254,8 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
             budget = f", budget {format_bytes(use.budget_bytes)}" if use.budget_bytes else ""
             planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
             shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
+    if summary.num_allocator_retries:
+        shown.add_row("allocator retries", f"{summary.num_allocator_retries}: the device was short of memory")
     resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""
     shown.add_row("restarts", f"{summary.num_restarts}{resumes}")
     if summary.num_skipped:

@@ -311,6 +311,7 @@ def step_metrics(fields: dict[str, Any]) -> StepMetrics:
         phase_seconds=dict(fields["phase_seconds"]),
         tier_bytes=dict(fields["tier_bytes"]),
         tier_peak_bytes=dict(fields["tier_peak_bytes"]),
+        allocator_retries=int(fields.get("allocator_retries", 0)),
         moved_bytes=dict(fields["moved_bytes"]),
         lane_seconds=dict(fields.get("lane_seconds", {})),
         cpu_seconds=float(fields.get("cpu_seconds", 0.0)),

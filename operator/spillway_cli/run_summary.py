@@ -53,6 +53,8 @@ class RunSummary:
     """of these, because the loss scale was too large for float16"""
     num_restarts: int
     """of the attempts after the first; before the others a request or the last step had ended the run"""
+    num_allocator_retries: int
+    """of the steps under the plan: how often a Cuda device's allocator found no room and gave back what it kept"""
     tiers: tuple[TierUse, ...]
 
     @property
@@ -75,6 +77,7 @@ class RunSummary:
             "overflowedSteps": self.num_overflowed,
             "restarts": self.num_restarts,
             "resumes": self.num_resumes,
+            "allocatorRetries": self.num_allocator_retries,
             "tiers": {
                 use.tier.value: {
                     "budgetBytes": use.budget_bytes,
@@ -106,6 +109,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[Step]) -> RunSum
         num_skipped=sum(step.metrics.skipped for step in steps),
         num_overflowed=sum(step.metrics.overflowed for step in steps),
         num_restarts=log.num_restarts,
+        num_allocator_retries=sum(step.metrics.allocator_retries for step in measured),
         tiers=tuple(tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
     )
 

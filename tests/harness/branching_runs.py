@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def optimizer_of(model: nn.Module, shares: tuple[float, float, float] | None) ->
 
 
 def states_after(directory: Path, world: World, shares: tuple[float, float, float] | None) -> dict[str, Tensor]:
-    model, ledger = Branching(), DeviceLedger(None)
+    model = Branching()
     optimizer = optimizer_of(model, shares)
 
     def take(name: str, parameter: Tensor) -> None:
@@ -92,7 +93,7 @@ def states_after(directory: Path, world: World, shares: tuple[float, float, floa
             checkpoints=None,  # type: ignore[arg-type]
             recorder=Recorder(directory / f"run-{world.rank}.jsonl"),
             ranks=ranks,
-            sum_gradients=ranks.gradient_sum(num_values, torch.float32, ledger, 1),
+            sum_gradients=ranks.gradient_sum(num_values, torch.float32, partial(torch.empty, dtype=torch.uint8), 1),
         )
         for _ in range(NUM_STEPS):
             train_step(run, settings, progress, StopRequest())

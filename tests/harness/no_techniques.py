@@ -10,6 +10,9 @@ class NoTechniques:
     def peak_bytes(self) -> dict[str, int]:
         return {}
 
+    def allocator_retries(self) -> int:
+        return 0
+
     def moved_bytes(self) -> dict[str, int]:
         return {}
 

@@ -47,6 +47,7 @@ from .zero import fsdp
 from .zero import run as zero
 
 CPU = torch.device("cpu")
+EXCHANGE = "gradient exchange"
 FROZEN = "frozen."
 """states of parameters that are not trained: their values alone, in no checkpoint"""
 
@@ -70,7 +71,7 @@ class Tiers:
         return {Tier.DEVICE: self.ledger.held_bytes, Tier.HOST: self.host.held_bytes, Tier.NVME: nvme}
 
     def peak_bytes(self) -> dict[str, int]:
-        """Highest bytes held since the last call; on a CUDA device no less than torch's allocator counted."""
+        """Highest bytes held since the last call; on a CUDA device no less than torch's allocator had of it."""
         nvme = max(self.parked_peak_bytes, self.parked_bytes + (self.nvme.peak_bytes if self.nvme else 0))
         peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
@@ -79,6 +80,17 @@ class Tiers:
         if self.device.type == "cuda":
             peaks[Tier.DEVICE] = max(peaks[Tier.DEVICE], cuda.peak_bytes(self.device))
         return peaks
+
+    def allocator_retries(self) -> int:
+        """Of the device's, since the last call."""
+        return cuda.allocator_retries(self.device) if self.device.type == "cuda" else 0
+
+    def exchange_buffer(self, nbytes: int) -> Tensor:
+        """What ranks exchange gradients through lies in host memory: where the device has its own, in the slab."""
+        if self.device.type == "cuda":
+            return self.host.allocate(nbytes, EXCHANGE)
+        self.ledger.charge(EXCHANGE, nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def cause_of(self, error: SpillwayError) -> SpillwayError:
         """`error`, memory that ran out; or the failure of a spill device that had bytes stay in that memory."""
@@ -139,7 +151,7 @@ class Assembly:
         if self.divided is not None:
             return unsummed
         num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return ranks.gradient_sum(num_values, wire, self.tiers.ledger, num_threads)
+        return ranks.gradient_sum(num_values, wire, self.tiers.exchange_buffer, num_threads)
 
     def tell_choices(self, tell: Callable[[activation_spill.Chosen], None]) -> None:
         """From now on `tell` gets what is decided about single saved storages."""
@@ -147,6 +159,8 @@ class Assembly:
             self.spill.tell = tell
 
     def start_backward(self) -> None:
+        if self.tiers.device.type == "cuda" and isinstance(self.optimizer, OptimizerOffload):
+            self.optimizer.start_backward()
         if self.spill is not None:
             self.spill.start_backward()
 
@@ -159,6 +173,9 @@ class Assembly:
 
     def peak_bytes(self) -> dict[str, int]:
         return self.tiers.peak_bytes()
+
+    def allocator_retries(self) -> int:
+        return self.tiers.allocator_retries()
 
     def moved_bytes(self) -> dict[str, int]:
         return self.tiers.lanes.moved_bytes()
@@ -240,6 +257,7 @@ def assemble(
         streamed = streaming.streamed if streaming else frozenset[str]()
         allocate_resident(model, streamed, tiers.ledger, device)
         tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+        tiers.ledger.charge("allocator", plan.bytes[Tier.DEVICE].allocator)
     else:
         streaming = base.streaming
         allocate_resident(model, base.frozen, tiers.ledger, device)
@@ -248,6 +266,8 @@ def assemble(
     send_gradients(model, optimizer)
     parameters = parameter_source(model, streaming)
     ready = updated(model, optimizer)
+    if device.type == "cuda":
+        cuda.reserve(device, min(plan.bytes[Tier.DEVICE].total, plan.budget[Tier.DEVICE]))
     spill, order = None, in_order
     if plan.mode == "Disabled":
         refuse_streaming(plan)

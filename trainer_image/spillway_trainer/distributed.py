@@ -33,10 +33,9 @@ from spillway.update_rules import MomentType
 from . import kernels
 from .ending import PeerLost
 from .optimizer import MOMENT_DTYPES
-from .ranks import ONE_RANK, GradientSum, Ranks, Result, World
+from .ranks import ONE_RANK, GradientSum, Ranks, Result, TakeBuffer, World
 from .reference import SquareSum
 from .tiers.arena import as_bytes
-from .tiers.device_ledger import DeviceLedger
 
 RENDEZVOUS_SECONDS = 300.0
 """for all ranks to appear: pods start at different times, and a name may not resolve at first"""
@@ -252,8 +251,8 @@ class TorchRanks:
             dist.all_gather_into_tensor(every, own)
         return [part.tolist() for part in torch.tensor_split(every, self.world.size)]
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int) -> GradientSum:
-        return ExchangedSum(self.world, num_values, wire, ledger, num_threads)
+    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
+        return ExchangedSum(self.world, num_values, wire, buffer, num_threads)
 
     def _wait(self, label: str, operation: dist.Work | None) -> None:
         assert operation is not None, "only a rank outside the group gets none"
@@ -356,18 +355,15 @@ class ExchangedSum:
     rank has one micro-batch, a bfloat16 gradient loses nothing on the way: the sum is a single rank's, bit by bit.
     """
 
-    def __init__(
-        self, world: World, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int
-    ) -> None:
+    def __init__(self, world: World, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> None:
         self._world, self._wire, self._num_threads = world, wire, num_threads
         segment = -(-min(EXCHANGE_PARAMETERS, num_values) // world.size)
         self._bucket = segment * world.size
         wire_bytes, sum_bytes = wire.itemsize * self._bucket, torch.float32.itemsize * segment
-        ledger.charge("gradient exchange", world.size * sum_bytes + wire_bytes + sum_bytes)
-        self._outgoing = torch.empty(world.size * sum_bytes, dtype=torch.uint8)
+        parts = [world.size * sum_bytes, sum_bytes, wire_bytes]
+        self._outgoing, own, incoming = torch.split(buffer(sum(parts)), parts)
         """the bucket on its way out; then the sums that come back"""
-        self._incoming = torch.empty(self._bucket, dtype=wire)
-        self._own = torch.empty(segment, dtype=torch.float32)
+        self._own, self._incoming = own.view(torch.float32), incoming.view(wire)
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:
         for pieces in buckets(gradients, self._bucket):

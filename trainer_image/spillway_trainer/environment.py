@@ -19,3 +19,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 # cuBLAS gives the same bits each time only with a workspace of this form; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# torch's CUDA allocator maps pages where a block is to grow: its holes are few, and the plan's row `allocator` counts
+# them (footprint.py). The second is the name of before torch 2.9, which the first would hide.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -27,6 +27,7 @@ class Totals:
     tokens: int = 0
     non_finite: int = 0
     overflows: int = 0
+    allocator_retries: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -70,6 +71,7 @@ class Exporter(Collector):
         totals.tokens += step.tokens
         totals.non_finite += step.skipped
         totals.overflows += step.overflowed
+        totals.allocator_retries += step.allocator_retries
         for phase, seconds in step.phase_seconds.items():
             totals.phase_seconds[phase] = totals.phase_seconds.get(phase, 0.0) + seconds
         for link, moved in step.moved_bytes.items():
@@ -137,6 +139,7 @@ class Exporter(Collector):
         yield from self._labelled(metrics.PHASE_SECONDS, self._totals.phase_seconds)
         yield from self._labelled(metrics.TIER_BYTES, last.tier_bytes)
         yield from self._labelled(metrics.TIER_PEAK_BYTES, last.tier_peak_bytes)
+        yield from self._labelled(metrics.ALLOCATOR_RETRIES, {"": float(self._totals.allocator_retries)})
         yield from self._labelled(metrics.MOVED_BYTES, self._totals.moved_bytes)
 
     def _gauge(self, metric: metrics.Metric, value: float) -> Iterator[Metric]:

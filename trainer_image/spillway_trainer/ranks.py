@@ -14,9 +14,9 @@ from torch import Tensor
 
 from spillway.errors import UserError
 
-from .tiers.device_ledger import DeviceLedger
-
 Result = TypeVar("Result")
+TakeBuffer = Callable[[int], Tensor]
+"""host memory of so many bytes, uint8, for as long as the run lasts"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Ranks(Protocol):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank, by rank; equally many on each."""
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int) -> GradientSum:
+    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
         """Takes its buffers now, for gradients of `num_values` values in all that travel as `wire`."""
 
 
@@ -132,7 +132,7 @@ class OneRank:
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values)]
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, ledger: DeviceLedger, num_threads: int) -> GradientSum:
+    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
         return unsummed
 
 

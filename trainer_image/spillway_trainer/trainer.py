@@ -46,6 +46,9 @@ class Techniques(Protocol):
     def peak_bytes(self) -> dict[str, int]:
         """Highest bytes held since the last call, per tier."""
 
+    def allocator_retries(self) -> int:
+        """Of the device's allocator, since the last call."""
+
     def moved_bytes(self) -> dict[str, int]:
         """Bytes moved since the process started, per link."""
 
@@ -368,6 +371,7 @@ class StepOnItsWay:
             phase_seconds=self._watch.seconds,
             tier_bytes=techniques.held_bytes(),
             tier_peak_bytes=techniques.peak_bytes(),
+            allocator_retries=techniques.allocator_retries(),
             moved_bytes=self._moved,
             lane_seconds=self._busy,
             cpu_seconds=self._cpu_seconds,

@@ -17,7 +17,7 @@ using fake::Settings;
 
 namespace {
 
-constexpr size_t kTouchedBytes = 65536;  // what is virtual is larger
+constexpr size_t kTouchedBytes = 4096;  // what is virtual is larger
 
 thread_local cudaError_t last_error = cudaSuccess;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from spillway.footprint import (
     exchange_bytes,
     host_bytes,
     nvme_bytes,
+    padded,
     parameter_bytes,
     slot_bytes,
     staging_bytes,
@@ -80,9 +82,9 @@ def test_states_take_12_bytes_or_8_where_the_parameter_is_its_own_master() -> No
 
 def test_chunks_of_a_device_apart_are_large_and_those_of_a_cpu_small() -> None:
     large = {"numLayers": 800}
-    assert chunk_parameters(work(**large)) == 1 << 24
+    assert chunk_parameters(work(**large)) == 1 << 23
     assert chunk_parameters(work(**large, in_place=True)) == 1 << 22
-    assert chunk_parameters(work(**large, vocabSize=2_000_000)) == 1 << 25
+    assert chunk_parameters(work(numLayers=999, vocabSize=4_000_000)) == 1 << 25
     assert chunk_parameters(work()) == chunk_parameters(work(in_place=True)) == 1 << 17
 
 
@@ -225,6 +227,28 @@ def test_moving_or_recomputing_exceeds_keeping_by_at_most_three_blocks(layers: i
     assert peak.activations + peak.buffers <= kept.activations + kept.buffers + 3 * block(w).saved
 
 
-def test_ranks_that_exchange_gradients_hold_its_buffers_on_the_device() -> None:
-    one, four = (tier_bytes(work(world_size=size), RESIDENT, Blocks(4), 0)[Tier.DEVICE] for size in (1, 4))
-    assert four.buffers - one.buffers == exchange_bytes(work(world_size=4)) > 0
+@pytest.mark.parametrize(("on_cuda", "tier"), [(False, Tier.DEVICE), (True, Tier.HOST)])
+def test_ranks_exchange_gradients_through_host_memory(on_cuda: bool, tier: Tier) -> None:
+    works = (replace(work(world_size=size), on_cuda=on_cuda) for size in (1, 4))
+    one, four = (tier_bytes(each, RESIDENT, Blocks(4), 0) for each in works)
+    exchange = exchange_bytes(work(world_size=4))
+    added = {each: four[each].buffers - one[each].buffers for each in Tier}
+    assert added == dict.fromkeys(Tier, 0) | {tier: padded(exchange) if on_cuda else exchange}
+
+
+def test_on_a_gpu_the_gradients_of_logits_leave_a_hole_and_precede_others() -> None:
+    w = work(vocabSize=32000, num_micro_batches=1)
+    on_cpu, on_gpu = (device_peak(replace(w, on_cuda=on), Blocks(4), 0) for on in (False, True))
+    assert on_cpu.workspace - on_gpu.workspace == transient_gradient_bytes(w)
+    assert (on_cpu.holes, on_gpu.holes) == (0, w.tokens * w.shape.compute_bytes * 32000)
+
+
+def test_on_a_gpu_gradients_of_the_micro_batch_before_leave_a_hole() -> None:
+    one, two = (device_peak(replace(work(num_micro_batches=n), on_cuda=True), Blocks(4), 0) for n in (1, 2))
+    assert two.holes - one.holes == transient_gradient_bytes(work())
+
+
+def test_on_a_gpu_activations_that_move_leave_holes_of_two_blocks() -> None:
+    w = replace(work(num_micro_batches=1), on_cuda=True)
+    kept, moved = (device_peak(w, Blocks(4, host=host), 0) for host in (0, 4))
+    assert moved.holes - kept.holes >= 2 * block(w).moved

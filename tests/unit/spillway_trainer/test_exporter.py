@@ -32,6 +32,7 @@ def step(tokens: int = 100, skipped: bool = False, loss: float = 2.5, loss_scale
         tier_bytes={"device": 10, "host": 20, "nvme": 0},
         tier_peak_bytes={"device": 12, "host": 22, "nvme": 5},
         moved_bytes={"h2d": 3},
+        allocator_retries=2,
         skipped=skipped,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,9 @@ from harness import local_runs
 from spillway.errors import CheckpointCorrupt, Fenced, InvalidJob, SpillwayError, UserError
 from spillway.footprint import EXCHANGE_PARAMETERS, Workload, exchange_bytes
 from spillway.model_shape import model_shape
+from spillway.plan import Tier
 from spillway_trainer import config, distributed, run_job
+from spillway_trainer.assemble import Tiers
 from spillway_trainer.checkpoint_directory import CheckpointNotWritten
 from spillway_trainer.distributed import Decision, ExchangedSum, Limits, buckets, decided, header_of, read_header
 from spillway_trainer.ending import PeerLost, ending_of
@@ -24,6 +28,8 @@ from spillway_trainer.exporter import Exporter
 from spillway_trainer.ranks import World, dealt
 from spillway_trainer.recorder import Recorder
 from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import CpuLanes
 
 
 def test_without_torchruns_variables_there_is_one_rank() -> None:
@@ -202,15 +208,29 @@ def test_the_footprint_counts_the_buffers_of_the_exchange(size: int, wire: torch
     shape = model_shape(job.spec.model.transformer, "bfloat16")
     for num_values in (shape.num_accumulated, 10**9):
         work = Workload(shape, 4, 64, 2, world_size=size)
-        ledger = DeviceLedger(None)
-        held = ExchangedSum(World(size=size), num_values, wire, ledger, 1)
+        taken = list[int]()
+        held = ExchangedSum(World(size=size), num_values, wire, partial(buffer_of, taken), 1)
         tensors = [value for value in vars(held).values() if isinstance(value, torch.Tensor)]
-        assert ledger.held_bytes == sum(tensor.nbytes for tensor in tensors)
+        assert taken == [sum(tensor.nbytes for tensor in tensors)]
         if num_values < EXCHANGE_PARAMETERS:
-            assert ledger.held_bytes <= exchange_bytes(work)
-            assert wire != torch.float32 or ledger.held_bytes == exchange_bytes(work)
+            assert taken[0] <= exchange_bytes(work)
+            assert wire != torch.float32 or taken[0] == exchange_bytes(work)
         else:
-            assert ledger.held_bytes <= 14 * 2**20
+            assert taken[0] <= 14 * 2**20
+
+
+def buffer_of(taken: list[int], nbytes: int) -> torch.Tensor:
+    taken.append(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("kind", "tier"), [("cpu", Tier.DEVICE), ("cuda", Tier.HOST)])
+def test_the_exchange_is_held_where_the_plan_counts_it(kind: str, tier: Tier) -> None:
+    host, ledger = HostSlab(2**20), DeviceLedger(None)
+    tiers = Tiers(ledger, host, None, CpuLanes(host, ledger), torch.device(kind))
+    with closing(tiers):
+        assert tiers.exchange_buffer(4096).nbytes == 4096
+        assert tiers.held_bytes() == dict.fromkeys(Tier, 0) | {tier: 4096}
 
 
 def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:

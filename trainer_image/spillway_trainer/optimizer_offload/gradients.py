@@ -232,6 +232,10 @@ class Gradients:
         self._window.drain()
         return kernels.finish_square_sums([one for run in runs for one in run.squares or ()])
 
+    def leave(self) -> None:
+        """Return when none that arrived is on the device as it came."""
+        self._window.drain()
+
     def drop(self) -> None:
         """Forget what arrived: the next gradient of each use overwrites its accumulator."""
         self._arrived.clear()

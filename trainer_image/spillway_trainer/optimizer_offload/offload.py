@@ -140,6 +140,11 @@ class OptimizerOffload:
             scalars = count.scalars(owner, parameter, learning_rate, gradient_scale)
             self._speculation.taken(self._of[owner], scalars, self._pipeline.ends, is_last=is_last)
 
+    def start_backward(self) -> None:
+        """The first that backward does needs, on a Cuda device, the memory that the last micro-batch's gradients have
+        (footprint.device_peak)."""
+        self._gradients.leave()
+
     def arrived(self) -> Collection[str]:
         return self._gradients.all_arrived()
 

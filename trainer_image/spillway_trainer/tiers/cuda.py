@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from spillway.errors import HostOutOfMemory, UserError
-from spillway.units import GIB, format_bytes
+from spillway.units import GIB, MIB, format_bytes
 
 from .cuda_lanes import DeviceEvent, Stream
 from .host_slab import HostSlab
 
+PAGE_BYTES = 20 * MIB
+"""what torch's allocator takes of a device at once, for blocks above 1 MiB"""
+SMALL_BLOCKS_BYTES = 32 * MIB
+"""left for the others: it takes 2 MiB at once for them, and each stream has its own"""
 PINNED_BYTES = GIB
 """host memory is registered in pieces that end where an address is a multiple of this. A copy lies in one registration,
 so it is cut there, too (`spans`)"""
@@ -61,7 +65,7 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
     """Before anything is allocated there: the process's device, kernels that give the same bits each time, and no more
     memory than `budget_bytes`."""
     torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # `use_deterministic_algorithms` imports a compiler: seconds
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no bit of a run is read before it is written
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -70,6 +74,16 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
     torch.backends.cudnn.benchmark = False
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+
+
+def reserve(device: torch.device, nbytes: int) -> None:
+    """Have torch's allocator take so many bytes in all, in one piece beside what is there: what steps need is cut from
+    it, whatever their order. Before it grows by a block it asks for room for all of it, beside what it could extend.
+    Raises OutOfMemoryError where others have the memory."""
+    torch.cuda.empty_cache()  # of what was there before, such as memory of tied parameters
+    pages = (nbytes - torch.cuda.memory_reserved(device) - SMALL_BLOCKS_BYTES) // PAGE_BYTES
+    if pages > 0:
+        torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
 
 
 def bus_address(index: int) -> str:
@@ -87,9 +101,16 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors held there since the last call, as torch's allocator counts it."""
-    found = torch.cuda.max_memory_allocated(device)
+    """The most that torch's allocator had of the device since the last call, between tensors, too."""
+    found = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def allocator_retries(device: torch.device) -> int:
+    """How often it gave back what it kept and tried again, since the last call."""
+    found = int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    torch.cuda.reset_accumulated_memory_stats(device)
     return found
 
 

@@ -1,0 +1,40 @@
+"""A plan that fills its GPU budget runs within it: torch's own allocator at full size, without numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases.gpu_plans import DEVICE_MIB, SHAPES, Shape, misses, run_shape
+from harness import fake_cuda
+
+IN_CI = {
+    "llama-1b, disabled, 1x2048",
+    "llama-1b, interleaved, 1x2048, float32",
+    "llama-1b, auto, 2x2048, 12 GiB",
+    "llama-1b, auto, 4x2048, 2 micro-batches, free, 24 GiB",
+    "llama-3b, recompute, 1x8192, 2 micro-batches",
+    "llama-3b, activations on host, 2x4096",
+    "llama-3b, activations on nvme, 1x4096",
+    "llama-3b, beside backward, 1x2048, float16, free",
+    "llama-7b, states on nvme, 1x2048, 4 micro-batches",
+    "llama-8b, streamed, recompute, 1x4096, 4 micro-batches",
+    "gpt2-2.7b, states on host, 2x2048",
+    "llama-13b, recompute, 2x4096",
+}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.ci if shape.name in IN_CI else pytest.mark.full, id=shape.name)
+        for shape in SHAPES
+    ],
+)
+def test_a_plan_that_fills_its_gpu_budget_runs_as_planned(shape: Shape) -> None:
+    found = fake_cuda.run(run_shape, shape, virtual=1, mib=DEVICE_MIB)
+    assert misses(found) == []
+
+
+def test_the_dozen_of_ci_is_there() -> None:
+    assert {shape.name for shape in SHAPES} >= IN_CI
+    assert len({shape.name for shape in SHAPES}) == len(SHAPES) >= 60
