@@ -35,6 +35,15 @@ def test_a_plan_that_fills_its_gpu_budget_runs_as_planned(shape: Shape) -> None:
     assert misses(found) == []
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [mode for mode in fake_cuda.MODES if mode != "eager"])
+def test_late_streams_make_no_plan_run_out_of_memory(mode: str) -> None:
+    """Copies that are on their way out of the device hold what they copy."""
+    shape = next(one for one in SHAPES if one.name == "llama-3b, activations on host, 2x4096")
+    late = {"mode": mode, "seed": 3, "delay_us": 2000}
+    assert misses(fake_cuda.run(run_shape, shape, virtual=1, mib=DEVICE_MIB, **late)) == []
+
+
 def test_the_dozen_of_ci_is_there() -> None:
     assert {shape.name for shape in SHAPES} >= IN_CI
     assert len({shape.name for shape in SHAPES}) == len(SHAPES) >= 60
