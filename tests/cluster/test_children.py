@@ -181,9 +181,9 @@ def test_a_wiped_or_forged_status_costs_no_second_attempt_beside_the_first(spill
     for name in ("wiped", "forged"):
         running(spillway, steady(namespace, name))
     pods = uids(spillway, "pods", namespace, "wiped")
-    patch(spillway, "tjob", "wiped", namespace, {"status": None}, "--subresource=status")
+    patch(spillway, "trainingjobs.spillway.dev", "wiped", namespace, {"status": None}, "--subresource=status")
     forged = {"status": {"attempts": {"total": 41, "ended": 41}, "state": "Complete"}}
-    patch(spillway, "tjob", "forged", namespace, forged, "--subresource=status")
+    patch(spillway, "trainingjobs.spillway.dev", "forged", namespace, forged, "--subresource=status")
     until_running(spillway, namespace, "wiped")
     assert uids(spillway, "pods", namespace, "wiped") == pods, "the same pods run on"
     until_running(spillway, namespace, "forged", attempt=42)
@@ -204,15 +204,15 @@ def test_deletion_leaves_nothing_but_the_checkpoint_claim(spillway: Installed, n
         job["spec"]["checkpoint"]["claim"] = "kept"
         running(spillway, job)
     for cascade in cascades:
-        delete(spillway, "tjob", cascade, namespace, f"--cascade={cascade}")
+        delete(spillway, "trainingjobs.spillway.dev", cascade, namespace, f"--cascade={cascade}")
     eventually_true("nothing is left", lambda: left(spillway, namespace) == [])
-    assert spillway.bed.get("tjob", "-n", namespace)["items"] == []
+    assert spillway.bed.get("trainingjobs.spillway.dev", "-n", namespace)["items"] == []
     assert [claim["metadata"]["name"] for claim in spillway.bed.get("pvc", "-n", namespace)["items"]] == ["kept"]
 
 
 def test_orphaned_children_block_a_namesake_until_they_are_removed(spillway: Installed, namespace: str) -> None:
     running(spillway, steady(namespace, "orphans"))
-    spillway.bed.kubectl("delete", "tjob", "orphans", "-n", namespace, "--cascade=orphan")
+    spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", "orphans", "-n", namespace, "--cascade=orphan")
     pods = uids(spillway, "pods", namespace, "orphans")
     spillway.create(steady(namespace, "orphans"))
     eventually_true(
@@ -231,7 +231,7 @@ def test_a_namesake_made_at_once_takes_nothing_of_the_job_before(spillway: Insta
     job["spec"]["checkpoint"]["claim"] = "kept"
     before = running(spillway, job)
     pods = uids(spillway, "pods", namespace, "again")
-    spillway.bed.kubectl("delete", "tjob", "again", "-n", namespace, "--cascade=background")
+    spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", "again", "-n", namespace, "--cascade=background")
     after = spillway.create(job)
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     until_running(spillway, namespace, "again")
