@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -42,7 +43,8 @@ PACKAGES = (*LEAST_PACKAGES, "yaml", "numpy", "safetensors", "tokenizers", "xxha
 """what attempts need"""
 FAKE_PATIENCE = 10
 """as many times the limits: a fake device is as slow as the CPU below it"""
-FURTHER_PACKAGES = ("typer", "rich", "pynvml", "pytest")
+FURTHER_PACKAGES = ("typer", "rich", "pynvml", "transformers", "peft", "pytest")
+"""which are looked for, and not imported: that takes long"""
 TAIL_LINES = 15
 SAID = "figures: "
 
@@ -91,6 +93,7 @@ def begin(output: Path, wheels: Path | None) -> None:
 def run(cells: Sequence[Cell], given: argparse.Namespace) -> int:
     """All that are not done yet; the number of those that are not done at the end."""
     end = time.monotonic() + given.minutes * 60
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the cell that runs ends, too
     results = Results(given.output)
     found = results.add(MACHINE, in_own_process(MACHINE, given.output, MACHINE.seconds))
     if "device" not in found:
@@ -119,8 +122,11 @@ class Results:
     def __init__(self, output: Path) -> None:
         self.output = output
         self._path = output / "results.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self.lines: dict[str, dict[str, Any]] = {line["cell"]: line for line in map(json.loads, lines)}
+        text = self._path.read_text() if self._path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # what a kill cut off is no line
+        if whole != text:
+            self._path.write_text(whole)
+        self.lines: dict[str, dict[str, Any]] = {line["cell"]: line for line in map(json.loads, whole.splitlines())}
 
     def is_done(self, name: str) -> bool:
         return not {"why", "missing"} & self.lines.get(name, {"missing": ""}).keys()
@@ -144,7 +150,7 @@ def in_own_process(cell: Cell, output: Path, limit_seconds: float) -> dict[str, 
     begin = time.monotonic()
     with log.open("w") as opened:
         process = subprocess.Popen(
-            [sys.executable, *cell.command], cwd=ROOT, stdout=opened, stderr=opened, start_new_session=True
+            [sys.executable, *cell.command], cwd=ROOT, stdout=opened, stderr=opened, process_group=0
         )
         try:
             ended = f"ended with {process.wait(limit_seconds)}"
@@ -196,7 +202,10 @@ def is_fake() -> bool:
 def machine() -> None:
     """What there is, and what cannot be imported."""
     missing, versions = {}, {}
-    for name in (*PACKAGES, *FURTHER_PACKAGES):
+    for name in FURTHER_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            missing[name] = "not found"
+    for name in PACKAGES:
         try:
             versions[name] = str(getattr(importlib.import_module(name), "__version__", "there"))
         except Exception as error:

@@ -21,18 +21,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import gpu_cells
 from cases import device_attempts
-from gpu_cells import is_fake, say
+from gpu_cells import is_fake, measured, say
 from harness import local_runs
 from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 from spillway_trainer import __main__ as trainer_program
+from spillway_trainer import probe
 from spillway_trainer.models.build import build_model
 
 DEVICE_BYTES = 2 * 2**30
 """of a small attempt: cuBLAS's workspace and whole segments of the allocator count, too"""
-STEPS = 4
+STEPS, SANITIZED_STEPS = 4, 3
+MEASURED = ("PerSecond", "Seconds", "Efficiency")
+"""ends of names in a profile"""
 TOOLS = ("memcheck", "racecheck")
 
 
@@ -100,14 +105,19 @@ def killed(output: Path) -> None:
 
 
 def sanitizer(output: Path, tool: str) -> None:
+    """Over few steps, in a process in which every tensor has bounds of its own."""
     found = shutil.which("compute-sanitizer")
-    if found is None or is_fake():
-        say(run=False, why="no compute-sanitizer in PATH" if found is None else "nothing to see on a fake device")
+    before: tuple[str, ...] = ()
+    gpu_cells.device()
+    if is_fake():
+        say(run=False, why="a fake device has nothing to see: the attempt without it")
+    elif found is None:
+        say(run=False, why="no compute-sanitizer in PATH")
         return
-    root = written(output / "sanitizer" / tool, 1, 1)
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor has bounds of its own
-    process = trainer(root, found, "--tool", tool, "--error-exitcode", "99")
-    sys.exit(process.wait())
+    else:
+        before = (found, "--tool", tool, "--error-exitcode", "99")
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    sys.exit(trainer(written(output / "sanitizer" / tool, 1, SANITIZED_STEPS), *before).wait())
 
 
 def written(root: Path, epoch: int, steps: int) -> Path:
@@ -149,11 +159,34 @@ def run_by_command(output: Path) -> None:
     sys.exit(code != 0 or device != "Cuda")
 
 
+def calibrate_by_command(output: Path) -> None:
+    gpu_cells.device()
+    from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
+    from spillway_cli import calibrate_command  # noqa: PLC0415
+
+    if is_fake():  # the probe in this process, whose operators have numbers
+        from cases import device_runs  # noqa: PLC0415
+
+        device_runs.shrink_probe()
+        device = probe.device_named("Cuda")
+        calibrate_command.run_probe = lambda directory, threads, quick, _: probe.measure(directory, 1, quick, device)
+    profile = output / "node-profile.yaml"
+    code = cli.run_app(["calibrate", "--quick", "--directory", str(output), "--output", str(profile)])
+    found = yaml.safe_load(profile.read_text())["spec"]
+    say(exit_code=code, device=found["deviceKind"])
+    rates = {**found, **found["link"]}
+    measured(**{name: float(value) for name, value in rates.items() if name.endswith(MEASURED)})
+    if is_fake():
+        profile.unlink()
+    sys.exit(code != 0 or found["deviceKind"] != "Cuda")
+
+
 WORK: dict[str, Callable[[Path], None]] = {
     **{f"parity {model}": partial(parity, model=model) for model in device_attempts.MODELS},
     "parity llama with int8 moments": partial(parity, model="llama", moments="int8"),
     "killed and resumed": killed,
     "spillway run": run_by_command,
+    "spillway calibrate": calibrate_by_command,
     **{f"sanitizer {tool}": partial(sanitizer, tool=tool) for tool in TOOLS},
     "trainer": train,
 }

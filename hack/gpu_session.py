@@ -10,7 +10,7 @@ failed or could not begin; the same command goes on where it stopped (options: b
     device check MOMENTS     every update rule and every type against the CPU's bits, through the lanes
     parity MODEL             attempts with every technique have the bits of one without any, on the same device
     killed and resumed       a trainer process that is killed, and the one after it, have the bits of a whole one
-    spillway run             a job file, by the command that users have
+    spillway COMMAND         run, of a job file that names no device, and calibrate
     sanitizer TOOL           compute-sanitizer over an attempt of one step
     kernels WHAT             a part of tests/gpu, by pytest
     update rates, cpu rates  AdamW, sums and norms of the device and of the CPU
@@ -31,9 +31,9 @@ import gpu_optimizer_offload as benchmark  # noqa: E402
 from gpu_cells import LEAST_PACKAGES, PACKAGES, Cell  # noqa: E402
 
 MOMENTS = ("float32", "bfloat16", "int8")
-INT8 = "llama with int8 moments"
-MODELS = ("llama", "llama in float32", "llama in float16", "gpt2", "bert", "t5", "adapters")
-"""of tests/cases/device_attempts.py"""
+MODELS = ("llama", "llama in float32", "llama in float16", "llama with int8 moments")
+OTHER_MODELS = ("gpt2", "bert", "t5", "adapters")
+"""that are built by transformers and peft"""
 
 
 def cells(output: Path) -> list[Cell]:
@@ -51,9 +51,10 @@ def cells(output: Path) -> list[Cell]:
         benchmark.RATES.run_as(output),
         check("native library"),
         *(check(f"device check {moments}") for moments in MOMENTS),
-        *(attempt(f"parity {model}") for model in (*MODELS, INT8)),
+        *(attempt(f"parity {model}") for model in MODELS),
+        *(attempt(f"parity {model}", "transformers", "peft") for model in OTHER_MODELS),
         attempt("killed and resumed"),
-        attempt("spillway run", "typer", "rich", "pynvml"),
+        *(attempt(f"spillway {command}", "typer", "rich", "pynvml") for command in ("run", "calibrate")),
         *(attempt(f"sanitizer {tool}") for tool in ("memcheck", "racecheck")),
         *(check(f"kernels {what}", "pytest") for what in ("sums", "updates", "halves", "large")),
         *(check(f"update rates {gradient}") for gradient in ("bfloat16", "float32")),

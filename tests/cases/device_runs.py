@@ -36,15 +36,7 @@ def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]
     os.environ["XDG_STATE_HOME"] = str(root)
     cuda_kernels.compose_attention()
     cuda_kernels.install()
-    probe.MATRIX_SIZES, probe.COPY_BYTES, probe.DISK_BYTES = (8, 16, 24), 1 << 20, 1 << 24
-    probe.QUICK_CELLS = tuple(
-        probe.Cell(32 * size, 2, 300, 32, 2, compute, *where)
-        for compute, size, where in (
-            ("bfloat16", 1, ()), ("bfloat16", 2, ()), ("bfloat16", 1, ("Host", "Host")), ("float32", 1, ()),
-            ("float32", 2, ()),
-        )
-    )  # fmt: skip
-    probe.DEVICE_CELLS = ()
+    shrink_probe()
     probe.as_the_trainer(1)
     result = json.loads(json.dumps(probe.measure(root, 1, True, probe.device_named("Cuda"))))
     cuda_kernels.raise_failed()
@@ -54,3 +46,16 @@ def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]
     _, planned, said = spillway("plan", str(job))
     profile = (root / "spillway" / "node-profile-cuda.yaml").read_text(encoding="utf-8")
     return result["figures"], profile, said + planned
+
+
+def shrink_probe() -> None:
+    """`spillway calibrate` measures little, of models that take no time."""
+    probe.MATRIX_SIZES, probe.COPY_BYTES, probe.DISK_BYTES = (8, 16, 24), 1 << 20, 1 << 24
+    probe.QUICK_CELLS = tuple(
+        probe.Cell(32 * size, 2, 300, 32, 2, compute, *where)
+        for compute, size, where in (
+            ("bfloat16", 1, ()), ("bfloat16", 2, ()), ("bfloat16", 1, ("Host", "Host")), ("float32", 1, ()),
+            ("float32", 2, ()),
+        )
+    )  # fmt: skip
+    probe.DEVICE_CELLS = ()

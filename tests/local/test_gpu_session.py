@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ TORCH = "torch==2.11.0"
 CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 THERE = (
     *("numpy", "pyyaml", "safetensors", "tokenizers", "xxhash", "prometheus-client"),
-    *("typer", "rich", "nvidia-ml-py", "pytest"),
+    *("transformers", "peft", "typer", "rich", "nvidia-ml-py", "pytest"),
 )
 """what a machine with a GPU has beside torch, as a rule"""
 RATES = ("rates", "update rates bfloat16", "update rates float32", "cpu rates", "disk rates")
@@ -35,9 +34,10 @@ RATES = ("rates", "update rates bfloat16", "update rates float32", "cpu rates", 
 
 def session(output: Path, *options: str, python: str = sys.executable, packages: Path | None = None) -> int:
     """Its exit code; what it printed goes to the test's output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **fake_cuda.preloading(fake_cuda.library(packages))}
+    preloading = fake_cuda.preloading(fake_cuda.library(packages))
+    environment = {**fake_cuda.environment(), **preloading, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = [python, str(ROOT / "hack" / "gpu_session.py"), "--output", str(output), "--minutes", "240", *options]
-    return subprocess.run(command, env={**environment, "PYTHONPATH": ""}, check=False).returncode
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def not_done(output: Path) -> dict[str, Any]:
@@ -50,7 +50,8 @@ def assert_rehearsed(output: Path) -> None:
     results = Results(output)
     assert not_done(output) == {}
     assert results.lines.keys() == {"machine", *(cell.name for cell in gpu_session.cells(output))}
-    for model in (*device_attempts.MODELS, gpu_session.INT8):
+    assert {*device_attempts.MODELS} < {*gpu_session.MODELS, *gpu_session.OTHER_MODELS}
+    for model in (*gpu_session.MODELS, *gpu_session.OTHER_MODELS):
         assert results.figures(f"parity {model}") == dict.fromkeys(device_attempts.TECHNIQUES, "equal")
     assert results.figures("killed and resumed")["resumed"] == "equal"
     assert results.figures("spillway run")["device"] == "Cuda"

@@ -58,7 +58,10 @@ def test_every_system_is_measured_at_every_size_with_clipping_and_without() -> N
 
 @pytest.mark.usefixtures("h100")
 def test_plans_are_for_this_machine_and_its_measured_rates(tmp_path: Path) -> None:
-    node = gpu_systems.node_of(results(tmp_path, rates=RATES, cpu_rates=CPU_RATES, disk_rates=DISK_RATES))
+    overhead = {"operationOverheadSeconds": 2e-5}
+    known = results(tmp_path, rates=RATES, cpu_rates=CPU_RATES, disk_rates=DISK_RATES, spillway_calibrate=overhead)
+    node = gpu_systems.node_of(known)
+    assert node.operation_overhead_seconds == 2e-5
     assert (node.num_cores, node.host_bytes, node.is_calibrated) == (16, 96 * GIB, True)
     assert (node.link.h2d_bytes_per_second, node.link.d2h_bytes_per_second) == (50e9, 40e9)
     assert node.link.duplex_efficiency == 0.8

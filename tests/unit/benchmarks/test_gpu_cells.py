@@ -87,6 +87,14 @@ def test_the_next_call_goes_on_and_comes_to_failed_cells_last(tmp_path: Path) ->
     assert len(lines(tmp_path)) == 4
 
 
+def test_a_line_that_a_kill_cut_off_is_none(tmp_path: Path) -> None:
+    run(tmp_path, saying("first"), saying("second"))
+    text = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(text[:-5])
+    assert run(tmp_path, saying("first"), saying("second")) == 0
+    assert [line["cell"] for line in lines(tmp_path)] == ["first", "second"]
+
+
 def test_the_end_of_the_session_cuts_a_cell_and_lets_none_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
