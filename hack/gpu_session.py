@@ -11,7 +11,7 @@ failed or could not begin; the same command goes on where it stopped (options: b
     parity MODEL             attempts with every technique have the bits of one without any, on the same device
     killed and resumed       a trainer process that is killed, and the one after it, have the bits of a whole one
     spillway COMMAND         run, of a job file that names no device, and calibrate
-    sanitizer TOOL           compute-sanitizer over an attempt of one step
+    sanitizer TOOL           compute-sanitizer over an attempt of three steps
     kernels WHAT             a part of tests/gpu, by pytest
     update rates, cpu rates  AdamW, sums and norms of the device and of the CPU
     disk rates               of DIR's disk, through the trainer's I/O engine
