@@ -45,6 +45,19 @@ def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: P
     assert "the run began on a GPU, and no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
 
 
+def test_memory_that_runs_out_on_the_device_costs_tries_and_no_bit(tmp_path: Path) -> None:
+    """Attention saves far more here than the planner counts for a GPU: the fake has no fused kernel."""
+    training = {"steps": 4, "sequenceLength": 512, "globalBatchSize": 8, "microBatchSize": 8}
+    heavy = {"training": training, "memory": {"budget": {"device": "320Mi", "host": "2Gi"}}}
+    code, said, found = fake_cuda.run(device_runs.run, job(tmp_path, **heavy), tmp_path / "gpu")
+    assert code == 0, said
+    assert "another plan: " in said
+    plain = {"training": training, "memory": {"mode": "Disabled", "budget": {"host": "2Gi"}}}
+    code, said, then = fake_cuda.run(device_runs.run, job(tmp_path, **plain), tmp_path / "cpu", devices=0)
+    assert code == 0, said
+    device_attempts.assert_same(found, then)
+
+
 def test_calibrate_measures_the_gpu_and_plans_use_what_it_found(tmp_path: Path) -> None:
     figures, text, said = fake_cuda.run(device_runs.calibrated, tmp_path, job(tmp_path))
     assert {"h2d", "d2h", "both_ways", "on_device", "matrix product bfloat16 64", "host memory"} <= figures.keys()
