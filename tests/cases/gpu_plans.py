@@ -15,7 +15,7 @@ import torch
 from fakes import cuda_without_numbers
 from fakes.cuda_kernels import take_counts
 from spillway.api import TrainingJob
-from spillway.errors import DeviceOutOfMemory
+from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from spillway.hardware import resolve_node
 from spillway.job import JobFile
 from spillway.plan import Infeasible, MemoryPlan, Tier
@@ -245,7 +245,7 @@ def run_shape(shape: Shape) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         try:
             run_plan(job, plan, directory, found)
-        except (DeviceOutOfMemory, torch.OutOfMemoryError) as error:
+        except (DeviceOutOfMemory, HostOutOfMemory, torch.OutOfMemoryError) as error:
             found["outOfMemory"] = str(error)
     return found | {"seconds": round(time.perf_counter() - started, 1)}
 

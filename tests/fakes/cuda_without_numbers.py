@@ -9,12 +9,14 @@ address space, copies of more than a page do nothing, kernels never do):
     the host slab       address space: it may be larger than the machine's memory, and no page of it is written
     the spill file      its bytes are counted; writes and reads do nothing
     the device check    compares nothing, so it finds no difference
+    masks               `transformers` looks at positions to see whether texts are packed: here none are
 
 Values are whatever memory holds: zeros, or small integers. A process needs the fake preloaded (`harness.fake_cuda`).
 """
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch
 import triton
 
 from spillway_trainer import assemble, device_check, native, reference
+from spillway_trainer.models import build
 from spillway_trainer.optimizer_offload import offload
 from spillway_trainer.reference import SquareSum
 from spillway_trainer.tiers import host_slab
@@ -59,6 +62,15 @@ def address_space(nbytes: int) -> host_slab._Mapping:
     return host_slab._Mapping(torch.frombuffer(mapping, dtype=torch.uint8), memoryview(mapping), mapping, 0)
 
 
+families = build._families
+
+
+def with_nothing_packed() -> Any:
+    found = families()
+    importlib.import_module("transformers.masking_utils").find_packed_sequence_indices = nothing
+    return found
+
+
 def install() -> None:
     """In a process of its own: nothing is put back."""
     triton.runtime.JITFunction.run = nothing
@@ -69,4 +81,5 @@ def install() -> None:
     offload._initialise = nothing
     assemble.SpillFile = BlankSpillFile
     device_check.check = nothing
+    build._families = with_nothing_packed
     host_slab._map = address_space

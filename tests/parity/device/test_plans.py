@@ -18,7 +18,7 @@ IN_CI = {
     "llama-3b, beside backward, 1x2048, float16, free",
     "llama-7b, states on nvme, 1x2048, 4 micro-batches",
     "llama-8b, streamed, recompute, 1x4096, 4 micro-batches",
-    "gpt2-2.7b, states on host, 2x2048",
+    "gpt2-6.7b, activations on host, 2x2048",
     "llama-13b, recompute, 2x4096",
 }
 

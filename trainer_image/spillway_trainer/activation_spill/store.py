@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
@@ -233,7 +234,7 @@ class Batch:
         nbytes = storage.nbytes()
         if (
             nbytes < self.minimum_bytes
-            or not tensor.is_floating_point()
+            or not (tensor.is_floating_point() or (tensor.is_cuda and tensor.dtype is torch.bool))  # of dropout there
             or tensor.is_neg()
             or storage.data_ptr() % ALIGNED_BYTES
         ):
