@@ -271,7 +271,7 @@ HEADROOM = Row(
             "bytes",
             (Query(left(Tier.NVME)),),
             "stat",
-            width=4,
+            width=3,
         ),
         Panel(
             "Spill files",
@@ -279,7 +279,15 @@ HEADROOM = Row(
             "bytes",
             (Query(f"max({of_job(metrics.SPILL_FILE_BYTES)})"),),
             "stat",
-            width=4,
+            width=3,
+        ),
+        Panel(
+            "Allocator retries",
+            "In the range shown, of all ranks: a GPU's allocator found no room, gave back what it kept, tried again.",
+            "short",
+            (Query(f"sum(increase({of_job(metrics.ALLOCATOR_RETRIES)}[{RANGE}]))"),),
+            "stat",
+            width=2,
         ),
         Panel(
             "Peak of the budget",

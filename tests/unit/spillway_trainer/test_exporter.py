@@ -126,6 +126,7 @@ def test_counters_add_up_over_steps() -> None:
     assert samples[metrics.NON_FINITE.name, (job,)] == 1
     assert samples[metrics.PHASE_SECONDS.name, (("phase", "forward"), job)] == 0.4
     assert samples[metrics.MOVED_BYTES.name, (("link", "h2d"), ("rank", "0"), job)] == 6
+    assert samples[metrics.ALLOCATOR_RETRIES.name, (("rank", "0"), job)] == 4
 
 
 def test_tier_series_carry_rank_and_tier() -> None:
