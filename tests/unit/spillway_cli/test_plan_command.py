@@ -69,11 +69,11 @@ def test_the_processes_around_the_plan_are_shown(manifest: Path, capsys: pytest.
     assert f"the machine needs {format_bytes(made.machine_bytes)}" in printed
 
 
-def test_a_gpu_plan_shows_its_safety_margin(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_plan_shows_what_its_allocator_takes(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(manifest, "1xh100")
-    assert re.search(r"^safety margin +3\.88 GiB", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^allocator +[0-9]+ MiB +-", capsys.readouterr().out, re.MULTILINE)
     run(manifest)
-    assert "safety margin" not in capsys.readouterr().out
+    assert "allocator" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_comes_with_figures_and_the_nearest_that_fits(
