@@ -352,7 +352,7 @@ def test_a_70b_llama_on_eight_gpus_is_sharded_and_spills() -> None:
 def test_a_gpu_plan_counts_what_its_allocator_takes_beyond_tensors() -> None:
     made = plan(LLAMA_8B | {"spec.memory.budget.device": str(16 * GIB)}, resolve_node("1xh100"))
     logits = 2 * 128256 * 4096
-    assert made.bytes[Tier.DEVICE].allocator == ALLOCATOR_BYTES + logits
+    assert made.bytes[Tier.DEVICE].allocator >= ALLOCATOR_BYTES + logits
     assert made.bytes[Tier.DEVICE].total <= made.budget[Tier.DEVICE] == 16 * GIB
     assert plan().bytes[Tier.DEVICE].allocator == 0
 
