@@ -35,6 +35,7 @@ WITHOUT_MEMORY: dict[str, Any] = {
     "suspend": True,
     "objective": True,
     "checkpoint": {"claim", "sub_path"},
+    "parallelism": {"device"},  # the plan says what Auto came to
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate", "betas", "eps", "weight_decay"}},
 }
 """of a spec: what moves no byte of a pod"""
@@ -111,10 +112,11 @@ NO_PODS_SEEN = SeenPods()
 
 def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
     """16 hexadecimal digits over all that a pod's memory may depend on beside model, plan and ranks: every field of the
-    spec but those in WITHOUT_MEMORY, so that one that is new counts; the trainer's image, and threads, which have
-    buffers of their own."""
+    spec but those in WITHOUT_MEMORY, so that one that is new counts; the device that Auto came to; the trainer's image,
+    and threads, which have buffers of their own."""
     decides = {
         "spec": spec.model_dump(mode="json", exclude_none=True, exclude=WITHOUT_MEMORY),
+        "device": plan.device,
         "image": image,
         "numThreads": plan.optimizer.num_threads,
         "numIoThreads": plan.activations.num_io_threads,

@@ -159,7 +159,7 @@ def test_int8_moments_are_planned_for_gpus_and_ranks_that_divide_nothing() -> No
 def test_small_budget_never_narrows_float32_moments_automatically() -> None:
     on_device = {"spec.memory.optimizer.placement": "Device", "spec.memory.activations.policy": "Keep"}
     decided = [
-        make_plan(job(on_device | {"spec.memory.budget": {"device": "169Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
+        make_plan(job(on_device | {"spec.memory.budget": {"device": "361Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
         for kind in ("float32", "bfloat16")
     ]
     assert [type(found).__name__ for found in decided] == ["Infeasible", "MemoryPlan"]
