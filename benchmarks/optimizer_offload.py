@@ -71,7 +71,9 @@ LIVE_PARAMETERS = 1e9
 """stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: so many are not gathered again. That
 all of forward shrinks with them is assumed; the A100's runs need something like it, 7B being a third faster a parameter
 than 20B, and it leaves the largest error"""
-AT_MOST = {"model_error_max": 0.20, "modelled_vs_bound_max": 1.10}
+# 1.10 with chunks of 4 Mi parameters. Those of up to 32 Mi, a fifth of the cost on the host, interleave more coarsely:
+# 1.18 for 7B.
+AT_MOST = {"model_error_max": 0.20, "modelled_vs_bound_max": 1.20}
 AT_LEAST = {"modelled_vs_stride_min": 1.15, "modelled_vs_deepspeed_min": 2.0}
 
 

@@ -354,18 +354,6 @@ def mix_up_streams() -> None:
     CudaStreams.launch = lambda self, stream, work: work()  # type: ignore[method-assign]
 
 
-def reuse_events() -> None:
-    """An event marks another place while somebody may still wait for it."""
-    make = cuda.PooledEvent.__init__
-
-    def made(self: Any, pool: Any, **how: Any) -> None:
-        make(self, pool, **how)
-        pool.append(self.event)
-
-    cuda.PooledEvent.__init__ = made  # type: ignore[method-assign]
-    cuda.PooledEvent.__del__ = lambda self: None  # type: ignore[method-assign]
-
-
 def lose_turns() -> None:
     """A buffer of a ring is filled while it is read."""
     take = Ring.take
@@ -418,7 +406,7 @@ def miscompile() -> None:
 DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__.replace("_", " "): one
     for one in (
-        *(lose_waits, lose_marks, lose_births, lose_edges, let_go_at_launch, mark_the_beginning, reuse_events),
+        *(lose_waits, lose_marks, lose_births, lose_edges, let_go_at_launch, mark_the_beginning),
         *(lose_turns, read_norms_early, forget_updates, forget_reloads),
     )
 }
