@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -73,6 +73,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", default=[], metavar="TEXT", help="cells with this in their names")
     made.add_argument("--cell", help=argparse.SUPPRESS)
     return made
+
+
+def do(work: Mapping[str, Callable[[Path], None]], doc: str | None) -> None:
+    """What a cell's process does: the work that --cell names, with its output."""
+    given = parser(doc).parse_args()
+    work[given.cell](given.output)
 
 
 def begin(output: Path, wheels: Path | None) -> None:

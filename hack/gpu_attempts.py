@@ -193,5 +193,4 @@ WORK: dict[str, Callable[[Path], None]] = {
 
 
 if __name__ == "__main__":
-    given = gpu_cells.parser(__doc__).parse_args()
-    WORK[given.cell](given.output)
+    gpu_cells.do(WORK, __doc__)

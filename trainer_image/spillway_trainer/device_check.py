@@ -123,9 +123,10 @@ def check_update(device: torch.device, settings: Hyperparameters, dtype: torch.d
         scalars, gradient = step_scalars(rule, step), values(10 + step, n)
         kernels.update(scalars, found[0], found[1:], gradient.to(device), found_out)
         reference.update(scalars, wanted[0], wanted[1:], gradient, out)
-    outs = [] if out is None or found_out is None else [(found_out, out)]
-    pairs = [*zip(found, wanted, strict=True), *outs]
-    same(pairs, [*rule.state_kinds, "parameter"], f"an update by {rule} in {dtype}")
+    pairs, names = [*zip(found, wanted, strict=True)], [*rule.state_kinds]
+    if out is not None and found_out is not None:
+        pairs, names = [*pairs, (found_out, out)], [*names, "parameter"]
+    same(pairs, names, f"an update by {rule} in {dtype}")
 
 
 def check_update_split(device: torch.device, settings: Hyperparameters, n: int) -> None:
@@ -180,7 +181,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str) -> None:
     """`pairs`: found on the device, wanted."""
-    for name, (on_device, theirs) in zip(names, pairs, strict=False):
+    for name, (on_device, theirs) in zip(names, pairs, strict=True):
         ours, integers = on_device.cpu(), INTEGERS[theirs.itemsize]
         differing = ours.view(integers) != theirs.view(integers)
         if bool(differing.any()):

@@ -1,6 +1,7 @@
 """Every edge between lanes of CudaLanes is needed: without it a schedule of some technique has a race.
 
-Between two operations of one lane there is none to leave out: a lane keeps its order.
+Edges between two operations of one lane are not looked at. A host lane keeps its order; a stream takes a ready
+operation before one that waits for the host, so what its edges are needed for is not shown here.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ class UpdatePipeline:
 
     def _joins(self, group: Sequence[OnCpu], placed: Placed) -> bool:
         """Whether one operation may update it with `group`: small enough, and written to memory of the same kind."""
-        homes = [one.home is not None and one.home.memory is not None for one in (placed, group[0].placed)]
-        apart = [one.home is not None for one in (placed, group[0].placed)]
+        homes = [one.home for one in (placed, group[0].placed)]
+        on_nvme = any(home is not None and home.memory is None for home in homes)
+        alike = (homes[0] is None) == (homes[1] is None)
         nbytes = padded(placed.nbytes) + sum(padded(one.placed.nbytes) for one in group)
-        return not self.in_place and homes == apart and len({*homes}) == 1 and nbytes <= self.group_bytes
+        return alike and not (self.in_place or on_nvme) and nbytes <= self.group_bytes
 
     def _update_group(self, group: list[OnCpu], computed: Event, made: dict[Chunk, Event]) -> None:
         if group:
