@@ -52,7 +52,7 @@ check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 	$(RUN)lint-imports
-	$(RUN)python -m spillway.crd --check
+	$(RUN)python -m spillway.api.crd --check
 	$(RUN)python charts/chart_files.py --check
 
 format: env ## let ruff mend what it can
@@ -60,7 +60,7 @@ format: env ## let ruff mend what it can
 	$(RUN)ruff format .
 
 crds: env ## crds/*.yaml from api.py
-	$(RUN)python -m spillway.crd
+	$(RUN)python -m spillway.api.crd
 	$(RUN)python charts/chart_files.py
 
 bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, and with 1,000 jobs; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last)

@@ -29,9 +29,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from spillway.plan import Answer
-from spillway_trainer import native
 from spillway_trainer.activation_spill import Spilling
 from spillway_trainer.activation_spill.store import SpillStore
+from spillway_trainer.kernels import native
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.saved_tensors import SavedTensors
 from spillway_trainer.tiers.device_ledger import DeviceLedger

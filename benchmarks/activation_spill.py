@@ -57,7 +57,7 @@ import paired
 from activation_modes import Built, Mode, Shape, StepFigures
 from paired import median, paired_ratio
 from spillway.units import format_bytes, format_seconds
-from spillway_cli.report_charts import Series, picture
+from spillway_cli.report.charts import Series, picture
 from spillway_trainer.activation_spill import Spilling
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 

@@ -1,6 +1,6 @@
 """The AdamW update on the CPU, from the gradient that backward leaves to the parameter that the next forward reads.
 
-Ours: csrc through spillway_trainer.native. Rivals: torch's fused AdamW (`torch.optim.AdamW(fused=True)`, and its kernel
+Ours: csrc through kernels.native. Rivals: torch's fused AdamW (`torch.optim.AdamW(fused=True)`, and its kernel
 `torch._fused_adamw_(grad_scale=...)`, which spares a pass over the gradient when it is clipped) and DeepSpeed (its real
 `engine.step()`: ZeRO-2 with the optimizer offloaded, DeepSpeedCPUAdam). All in one process, on one number of threads,
 on memory of the same kind, in turns.
@@ -31,8 +31,8 @@ from torch import Tensor
 import paired
 import rivals
 from compiled import compiled
-from spillway_trainer import native
-from spillway_trainer.reference import UpdateScalars
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.reference import UpdateScalars
 
 NUM_PARAMETERS = 16 * 2**20
 """some 300 MiB a contestant; they take turns, so none finds its arrays in a cache"""

@@ -70,11 +70,11 @@ class Play:
     def __init__(self, cell: str) -> None:
         import torch  # noqa: PLC0415
 
-        from spillway.api import parse_job  # noqa: PLC0415
-        from spillway.hardware import resolve_node  # noqa: PLC0415
-        from spillway.job import JobFile  # noqa: PLC0415
+        from spillway.api.job_file import JobFile  # noqa: PLC0415
+        from spillway.api.training_job import parse_job  # noqa: PLC0415
         from spillway.plan import Tier  # noqa: PLC0415
-        from spillway.planner import make_plan  # noqa: PLC0415
+        from spillway.planning.hardware import resolve_node  # noqa: PLC0415
+        from spillway.planning.planner import make_plan  # noqa: PLC0415
         from spillway_trainer import assemble  # noqa: PLC0415
         from spillway_trainer.models.build import build_model  # noqa: PLC0415
         from spillway_trainer.models.chain import allocate  # noqa: PLC0415
@@ -107,9 +107,11 @@ class Play:
         }
 
     def _without_arithmetic(self) -> None:
-        from spillway_trainer import assemble, kernels, triton_kernels  # noqa: PLC0415
+        from spillway_trainer import assemble  # noqa: PLC0415
+        from spillway_trainer.kernels import dispatch as kernels  # noqa: PLC0415
+        from spillway_trainer.kernels import triton_kernels  # noqa: PLC0415
+        from spillway_trainer.kernels.reference import SquareSum  # noqa: PLC0415
         from spillway_trainer.optimizer_offload import offload  # noqa: PLC0415
-        from spillway_trainer.reference import SquareSum  # noqa: PLC0415
         from spillway_trainer.tiers import host_slab  # noqa: PLC0415
 
         def nothing(*_: object, **__: object) -> None:

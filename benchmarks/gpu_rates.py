@@ -20,9 +20,10 @@ import torch
 import gpu_cells
 from gpu_cells import is_fake, measured, say
 from spillway.units import GIB, MIB
-from spillway_trainer import kernels, native
 from spillway_trainer.cgroup import usable_cores
-from spillway_trainer.reference import UpdateScalars
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.tiers import cuda
 from spillway_trainer.tiers.host_slab import HostSlab
 

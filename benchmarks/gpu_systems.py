@@ -28,11 +28,11 @@ import gpu_cells
 from gpu_cells import Results, is_fake, measured, say
 from gpu_optimizer_offload import Cell
 from gpu_rates import positive
-from spillway.api import TrainingJob, parse_job
-from spillway.hardware import MEASURED, NodeSpec, gpu_node
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob, parse_job
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import MEASURED, NodeSpec, gpu_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer.assemble import assemble, fill
 from spillway_trainer.cgroup import free_memory_bytes, usable_cores, with_usable_threads

@@ -38,8 +38,8 @@ from cases.job_documents import document
 from fakes.fake_api import FakeApi
 from fakes.lying_prometheus import Health, LyingPrometheus, NodeTruth
 from harness.operator_process import OperatorProcess, write_kubeconfig
-from spillway_operator.metrics_source import QUERIES
-from spillway_trainer.launch import free_ports
+from spillway_operator.measured.metrics_source import QUERIES
+from spillway_trainer.launch.launcher import free_ports
 
 Object = dict[str, Any]
 

@@ -13,14 +13,14 @@ from typing import Any
 from spillway_trainer import environment  # noqa: F401 - before torch is imported
 # isort: on
 
-from spillway.hardware import local_node
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Overlap
-from spillway.planner import make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB
 from spillway_trainer import config, probe
 from spillway_trainer.assemble import Assembly
-from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.optimizer.plain import Optimizer
 from spillway_trainer.probe import Cell
 from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train_step
 

@@ -31,18 +31,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spillway.api import TrainingJob, parse_job
-from spillway.hardware import NodeSpec, local_node
-from spillway.job import JobFile
-from spillway.members import member_directory, member_job
+from spillway.api.job_file import JobFile
+from spillway.api.members import member_directory, member_job
+from spillway.api.training_job import TrainingJob, parse_job
 from spillway.plan import MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import NodeSpec, local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB, format_bytes, format_seconds
 from spillway_trainer import probe
 from spillway_trainer.ranks import World
-from spillway_trainer.recorder import Recorder
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.run_job import run_job
-from spillway_trainer.sweep import open_sweep_recorder, run_sweep
+from spillway_trainer.sweep.attempt import open_sweep_recorder, run_sweep
 from spillway_trainer.trainer import Progress, StopRequest
 
 MODULES = ("argparse.py", "dataclasses.py", "enum.py", "inspect.py", "typing.py", "tarfile.py")

@@ -15,7 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from spillway.member_schedule import Candidate, Machine, MemberWork, Policy, Readiness, Visit, choose, waits_seconds
+from spillway.planning.member_schedule import (
+    Candidate,
+    Machine,
+    MemberWork,
+    Policy,
+    Readiness,
+    Visit,
+    choose,
+    waits_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)

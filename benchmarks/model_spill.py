@@ -50,9 +50,10 @@ import measured_sweep
 import model_parallel
 import paired
 from member_simulation import STEPWISE, Outcome, fastest, simulate
-from spillway.api import TrainingJob
-from spillway.hardware import NodeSpec, resolve_node
-from spillway.member_schedule import (
+from spillway.api.training_job import TrainingJob
+from spillway.plan import MemoryPlan, Tier
+from spillway.planning.hardware import NodeSpec, resolve_node
+from spillway.planning.member_schedule import (
     Machine,
     MemberWork,
     Policy,
@@ -65,9 +66,8 @@ from spillway.member_schedule import (
     pilot_shards,
     visited_together,
 )
-from spillway.model_shape import ModelShape, shape_of
-from spillway.plan import MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.model_shape import ModelShape, shape_of
+from spillway.planning.planner import make_plan
 from spillway.units import format_bytes, format_seconds
 
 AT_MOST = {

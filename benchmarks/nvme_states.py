@@ -23,8 +23,9 @@ from unittest import mock
 import paired
 from measured_runs import HUNDRED_MILLION, MeasuredRuns, WithoutUpdate
 from spillway.units import format_seconds
-from spillway_trainer import kernels, probe
-from spillway_trainer.optimizer import Optimizer
+from spillway_trainer import probe
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.optimizer.plain import Optimizer
 from spillway_trainer.probe import Cell
 
 CELL = replace(HUNDRED_MILLION, micro_batch_size=4, optimizer="Nvme")

@@ -69,8 +69,8 @@ from harness.installed import (  # noqa: E402
     running_for_an_hour,
 )
 from harness.operator_process import OperatorProcess, write_kubeconfig  # noqa: E402
-from spillway_operator.memory_profiles import PROFILE_SECONDS  # noqa: E402
-from spillway_trainer.launch import free_ports  # noqa: E402
+from spillway_operator.measured.memory_profiles import PROFILE_SECONDS  # noqa: E402
+from spillway_trainer.launch.launcher import free_ports  # noqa: E402
 from synthetic_trainers import JOBS_PATH, Server, Statuses, Trainers, end_pods, prometheus  # noqa: E402
 from testbed.bed import runs as bed_runs  # noqa: E402
 from testbed.certificates import ADMINISTRATOR, AUTHORITY  # noqa: E402

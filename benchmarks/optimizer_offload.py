@@ -47,14 +47,14 @@ from published_optimizer_offload import (
     Phases,
     Row,
 )
-from spillway.api import TrainingJob
-from spillway.candidates import rates_of, workload
-from spillway.footprint import Workload
-from spillway.hardware import NodeSpec, resolve_node
+from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, OptimizerPlan
-from spillway.planner import ask, make_plan
-from spillway.step_time import Rates, balanced_streamed_share, beside_copies, least_update_seconds
-from spillway_trainer.optimizer import Hyperparameters
+from spillway.planning.candidates import rates_of, workload
+from spillway.planning.footprint import Workload
+from spillway.planning.hardware import NodeSpec, resolve_node
+from spillway.planning.planner import ask, make_plan
+from spillway.planning.step_time import Rates, balanced_streamed_share, beside_copies, least_update_seconds
+from spillway_trainer.optimizer.plain import Hyperparameters
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import STRIDES, Assignment, assign_by_size, stride
 from spillway_trainer.tiers.device_ledger import DeviceLedger

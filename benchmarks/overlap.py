@@ -32,11 +32,12 @@ import paired
 from compiled import compiled
 from measured_runs import HUNDRED_MILLION, MeasuredRun, MeasuredRuns
 from spillway.units import format_bytes, format_seconds
-from spillway_trainer import native, probe
+from spillway_trainer import probe
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.place import Placed
 from spillway_trainer.probe import Cell
-from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.lanes import Lane
 
 CELL = replace(HUNDRED_MILLION, optimizer="Host")

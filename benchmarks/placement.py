@@ -37,7 +37,7 @@ import paired
 from placement_policies import Dlrover, Requests, Spillway, best_fit, counted, least_allocated, plans_remembered
 from placement_simulation import Ask, Policy, simulate
 from placement_traces import ADVERSARIAL, NODES, NUM_JOBS, REALISTIC, TRACES, arrivals, recorded_runs, user_factor
-from spillway.api import TrainingJob
+from spillway.api.training_job import TrainingJob
 
 TUNING = tuple(range(10))
 HELD_OUT = tuple(range(1000, 1020))

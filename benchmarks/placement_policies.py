@@ -15,15 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 from placement_simulation import METRICS_SECONDS, START_SECONDS, Ask, Ended, Policy
-from spillway.api import MemoryProfileSpec, TrainingJob
-from spillway.cluster_view import ClusterView, NodeView, Reservation
-from spillway.ladder import MOST_MEMORY_TRIES, MemoryFailure, corrections_after, repeats, tries_are_used_up
-from spillway.placement import Placement, place
-from spillway.plan import Tier
-from spillway.planner import make_plan
-from spillway.pod_evidence import PodPeak, workload
-from spillway.pod_resources import pod_resources
-from spillway.profiles import (
+from spillway.api.training_job import MemoryProfileSpec, TrainingJob
+from spillway.feedback.ladder import MOST_MEMORY_TRIES, MemoryFailure, corrections_after, repeats, tries_are_used_up
+from spillway.feedback.pod_evidence import PodPeak, workload
+from spillway.feedback.profiles import (
     memory_fingerprint,
     model_fingerprint,
     observed_corrections,
@@ -31,8 +26,13 @@ from spillway.profiles import (
     profile_after_failure,
     profile_update,
 )
+from spillway.placement.cluster_view import ClusterView, NodeView, Reservation
+from spillway.placement.place import Placement, place
+from spillway.plan import Tier
+from spillway.planning.planner import make_plan
+from spillway.planning.pod_resources import pod_resources
 from spillway.units import GIB
-from spillway_operator.reservations import READINGS, WARM_UP_SECONDS
+from spillway_operator.measured.reservations import READINGS, WARM_UP_SECONDS
 
 IMAGE = "trainer@sha256:0"
 """of all jobs"""
@@ -55,7 +55,7 @@ def plans_remembered() -> Iterator[None]:
             known[key] = make_plan(job, node, overrides, explained=False)
         return known[key]
 
-    with patch("spillway.placement.known_plan", remembered):
+    with patch("spillway.placement.place.known_plan", remembered):
         yield
 
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from spillway.api import TrainingJob
-from spillway.cluster_view import LiveBytes, NodeView
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
+from spillway.feedback.retries import OOM_KILLED
+from spillway.placement.cluster_view import LiveBytes, NodeView
 from spillway.plan import MemoryPlan, Tier
-from spillway.retries import OOM_KILLED
 
 START_SECONDS = 30.0
 """of an attempt before its first step: image, imports, group, checkpoint"""

@@ -28,8 +28,8 @@ from statistics import mean, median
 from typing import Any
 
 from placement_simulation import Arrival, Ask, Truth
-from spillway.api import TrainingJob, parse_job
-from spillway.cluster_view import NodeView
+from spillway.api.training_job import TrainingJob, parse_job
+from spillway.placement.cluster_view import NodeView
 from spillway.plan import Tier
 from spillway.units import GIB
 

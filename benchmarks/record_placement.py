@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paired
-from spillway.api import parse_job
+from spillway.api.training_job import parse_job
 from spillway.plan import MemoryPlan
-from spillway.pod_resources import pod_resources, tier_memory_bytes
-from spillway_cli.run_directory import RunDirectory
-from spillway_cli.run_log import read_run_log
-from spillway_cli.run_summary import summarize
+from spillway.planning.pod_resources import pod_resources, tier_memory_bytes
+from spillway_cli.record.directory import RunDirectory
+from spillway_cli.record.log import read_run_log
+from spillway_cli.record.summary import summarize
 
 KIB = 1024
 NUM_STEPS = 4

@@ -39,10 +39,10 @@ from torch import Tensor
 
 import paired
 import rivals
-from spillway_trainer import native
-from spillway_trainer.io_engine import Direction, Transfer
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.io_engine import Direction, Transfer
 from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.spill_file import SpillFile
 
 MIB = 2**20
 DIRECTORY = Path(os.environ.get("SPILL_IO_DIRECTORY", "."))

@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import paired
-from spillway.api import NodeProfileSpec
-from spillway.calibration import corrected, corrections, fitted, measured_step
-from spillway.hardware import NodeSpec, local_node
+from spillway.api.training_job import NodeProfileSpec
+from spillway.feedback.calibration import corrected, corrections, fitted, measured_step
+from spillway.feedback.profiles import rates_from, with_rates
 from spillway.plan import MemoryPlan
-from spillway.planner import make_plan
-from spillway.profiles import rates_from, with_rates
-from spillway.step_time import rank_rates
+from spillway.planning.hardware import NodeSpec, local_node
+from spillway.planning.planner import make_plan
+from spillway.planning.step_time import rank_rates
 from spillway.units import GIB, MIB, format_seconds
-from spillway_cli.calibrate_command import fastest, priced, probed_node, samples_of, spread
-from spillway_cli.run_log import step_metrics
+from spillway_cli.calibrate.command import fastest, priced, probed_node, samples_of, spread
+from spillway_cli.record.log import step_metrics
 from spillway_trainer import probe
 from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.probe import Cell

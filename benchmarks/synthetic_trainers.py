@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from spillway.progress import TOKEN_AUDIENCE
+from spillway.api.progress import TOKEN_AUDIENCE
 from spillway.units import parse_quantity
-from spillway_operator.metrics_source import DISK_SERIES, HOST_SERIES
+from spillway_operator.measured.metrics_source import DISK_SERIES, HOST_SERIES
 
 Document = dict[str, Any]
 Key = tuple[str, str]

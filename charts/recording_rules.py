@@ -11,9 +11,9 @@
     namespace_pod:spillway_io_stalled:rate2m
     series:spillway_without_node:count          series that are left out because their target names no node
 
-What is free and what stalls is asked as the operator asks it (spillway.node_signals). A series of a node exporter or of
-dcgm-exporter belongs to the node that its target names; dcgm-exporter's own `Hostname` became `hostname` in 2026, and
-neither is used. kube-state-metrics and cAdvisor speak of other objects than their target: these are named by `node`,
+What is free and what stalls is asked as the operator asks it (placement.node_signals). A series of a node exporter or
+of dcgm-exporter belongs to the node that its target names; its own `Hostname` became `hostname` in 2026, and neither
+is used. kube-state-metrics and cAdvisor speak of other objects than their target: these are named by `node`,
 `namespace` and `pod` where labels of the payload are honoured, else by `exported_node` and so on, and then `node` is
 where the exporter itself runs. A trainer's payload is never among them.
 
@@ -25,8 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spillway import node_signals as signals
 from spillway.metrics import JOB_LABEL, RANK_UP
+from spillway.placement import node_signals as signals
 from spillway.plan import Tier
 from spillway.units import MIB
 

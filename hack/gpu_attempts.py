@@ -27,7 +27,7 @@ import gpu_cells
 from cases import device_attempts
 from gpu_cells import is_fake, measured, say
 from harness import local_runs
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.plan import MemoryPlan, Tier
 from spillway_trainer import __main__ as trainer_program
 from spillway_trainer import probe
@@ -142,11 +142,11 @@ def run_by_command(output: Path) -> None:
     """A job file, and nothing said about the device."""
     gpu_cells.device()
     from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
-    from spillway_cli import local_run  # noqa: PLC0415
+    from spillway_cli.run import local_run  # noqa: PLC0415
 
     if is_fake():  # whose operators have numbers in a trainer of ours alone
         local_run.trainer_command = lambda run, _: [  # type: ignore[assignment]
-            *(sys.executable, "-m", "spillway_cli.trainer_process", "gpu_attempts"),
+            *(sys.executable, "-m", "spillway_cli.run.trainer_process", "gpu_attempts"),
             *("--output", str(run.path), "--cell", "trainer"),
         ]
     root = output / "command"
@@ -162,7 +162,7 @@ def run_by_command(output: Path) -> None:
 def calibrate_by_command(output: Path) -> None:
     gpu_cells.device()
     from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
-    from spillway_cli import calibrate_command  # noqa: PLC0415
+    from spillway_cli.calibrate import command as calibrate_command  # noqa: PLC0415
 
     if is_fake():  # the probe in this process, whose operators have numbers
         from cases import device_runs  # noqa: PLC0415

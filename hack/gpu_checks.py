@@ -24,10 +24,11 @@ import torch
 import gpu_cells
 from gpu_cells import is_fake, measured, say
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import device_check, native
-from spillway_trainer import kernels as trainer_kernels
-from spillway_trainer.optimizer import Hyperparameters
-from spillway_trainer.reference import UpdateScalars
+from spillway_trainer import device_check
+from spillway_trainer.kernels import dispatch as trainer_kernels
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.reference import UpdateScalars
+from spillway_trainer.optimizer.plain import Hyperparameters
 from spillway_trainer.tiers import cuda
 from spillway_trainer.tiers.cuda_lanes import CudaLanes
 from spillway_trainer.tiers.device_ledger import DeviceLedger

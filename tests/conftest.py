@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from harness.depth import DEPTH, Depth, at, covering, examples
 from harness.places import ROOT, TESTS
-from spillway_trainer.volumes import memory_kind
+from spillway_trainer.tiers.volumes import memory_kind
 
 # No example is too slow: machines that run tests are shared.
 settings.register_profile(
@@ -107,5 +107,5 @@ def memory_of_one_file() -> Iterator[None]:
     """What a file's models needed at their fullest does not stay with the worker for the files after it."""
     yield
     gc.collect()
-    if native := sys.modules.get("spillway_trainer.native"):
+    if native := sys.modules.get("spillway_trainer.kernels.native"):
         native.empty_tensor_pool()

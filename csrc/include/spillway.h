@@ -1,4 +1,4 @@
-/* Spillway's native functions: a plain C ABI, mirrored by spillway_trainer/native.py (a contract test compares the two).
+/* Spillway's native functions: a plain C ABI, mirrored by spillway_trainer/kernels/native.py (a contract test compares the two).
  *
  * Rules of this header
  *   - No state but opaque handles, one pool of worker threads, started on first use and again after a fork, and the memory

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from spillway import DISTRIBUTION
-from spillway.api import TrainingJobSpec
+from spillway.api.members import solo_specs
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.footprint import ZERO_STRATEGIES
-from spillway.members import solo_specs
+from spillway.planning.footprint import ZERO_STRATEGIES
 
 EXTRAS = {
     "trainer": ("torch", "numpy", "tokenizers", "safetensors", "prometheus-client"),

@@ -5,7 +5,7 @@
     SgdMomentum   torch.optim.SGD with momentum, without dampening: weight decay is added to the gradient (L2)
     Lion          Chen et al. 2023 (arXiv 2302.06675): the sign of a mean, decay as AdamW's
 
-The arithmetic, operation by operation, is spillway_trainer/reference.py.
+The arithmetic, operation by operation, is spillway_trainer/kernels/reference.py.
 """
 
 from __future__ import annotations

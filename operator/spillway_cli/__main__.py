@@ -129,8 +129,8 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import run_command  # noqa: PLC0415
-    from .local_plan import BudgetOverrides  # noqa: PLC0415
+    from .run import command as run_command  # noqa: PLC0415
+    from .run.plan import BudgetOverrides  # noqa: PLC0415
 
     budget = BudgetOverrides(device, host, nvme)
     options = run_command.RunOptions(
@@ -163,7 +163,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
             )
         if not image:
             raise UserError(f"a Job measures node {node}: give the trainer's image, as the node pulls it, with --image")
-        from . import calibrate_node  # noqa: PLC0415
+        from .calibrate import node as calibrate_node  # noqa: PLC0415
 
         on_node = calibrate_node.NodeOptions(node, image, context, namespace, quick, file, output)
         raise typer.Exit(calibrate_node.calibrate_node(on_node))
@@ -172,7 +172,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
         raise UserError(
             f"{given}: is for a node of a cluster; name it (`spillway calibrate NODE`), or leave {given} out"
         )
-    from . import calibrate_command  # noqa: PLC0415
+    from .calibrate import command as calibrate_command  # noqa: PLC0415
 
     if runs and (quick or directory is not None):
         ignored = "--quick" if quick else "--directory"
@@ -198,7 +198,7 @@ def report(
     file: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Default: RUN/report.html.")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import report_command  # noqa: PLC0415
+    from .report import command as report_command  # noqa: PLC0415
 
     raise typer.Exit(report_command.report(run, file, output))
 
@@ -214,7 +214,7 @@ def submit(
         str, typer.Option("-o", "--format", metavar="text|json|yaml|name", help="How the object is printed.")
     ] = "text",
 ) -> None:
-    from . import submit_command  # noqa: PLC0415
+    from .cluster import submit as submit_command  # noqa: PLC0415
 
     formats = submit_command.SubmitFormat
     if output not in list(formats):
@@ -232,7 +232,7 @@ def status(
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again on every change.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import status_command  # noqa: PLC0415
+    from .cluster import status as status_command  # noqa: PLC0415
 
     options = status_command.StatusOptions(job, context, namespace, all_namespaces, watch, output)
     raise typer.Exit(status_command.status(options))
@@ -247,7 +247,7 @@ def logs(
     rank_node: Annotated[int | None, typer.Option("--rank-node", min=0, metavar="I", help="One node only.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: the newest.")] = None,
 ) -> None:
-    from . import logs_command  # noqa: PLC0415
+    from .cluster import logs as logs_command  # noqa: PLC0415
 
     raise typer.Exit(logs_command.logs(logs_command.LogsOptions(job, context, namespace, follow, rank_node, attempt)))
 
@@ -264,7 +264,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print once.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import top_command  # noqa: PLC0415
+    from .top import command as top_command  # noqa: PLC0415
 
     options = top_command.TopOptions(name, context, namespace, all_namespaces, interval, once, output)
     raise typer.Exit(top_command.top(options))
@@ -278,7 +278,7 @@ def doctor(
     context: ContextOption = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    from . import doctor_command  # noqa: PLC0415
+    from .doctor import command as doctor_command  # noqa: PLC0415
 
     options = doctor_command.DoctorOptions(directory, job, context, namespace, output)
     raise typer.Exit(doctor_command.doctor(options))
@@ -339,7 +339,7 @@ def import_(  # noqa: PLR0913, PLR0917 - one argument per option
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import import_command  # noqa: PLC0415
-    from .local_plan import BudgetOverrides  # noqa: PLC0415
+    from .run.plan import BudgetOverrides  # noqa: PLC0415
 
     budget = BudgetOverrides(device, host, nvme)
     options = import_command.ImportOptions(source, job, directory, claim or [], budget, output, ranks)

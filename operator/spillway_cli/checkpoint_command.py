@@ -12,23 +12,23 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-from spillway.api import TrainingJobSpec
+from spillway.api.halving import METRIC_WORDS
+from spillway.api.members import DIRECTORY as MEMBERS_DIRECTORY
+from spillway.api.members import member_directory, named_specs
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, UserError
 from spillway.extras import need
-from spillway.halving import METRIC_WORDS
-from spillway.members import DIRECTORY as MEMBERS_DIRECTORY
-from spillway.members import member_directory, named_specs
 from spillway.units import format_bytes
-from spillway_trainer import checkpoint_directory
-from spillway_trainer.checkpoint_directory import CheckpointSummary
-from spillway_trainer.checkpoint_manifest import open_checkpoint
-from spillway_trainer.durable_files import describe_file
+from spillway_trainer.checkpoints import directory as checkpoint_directory
+from spillway_trainer.checkpoints.directory import CheckpointSummary
+from spillway_trainer.checkpoints.durable_files import describe_file
+from spillway_trainer.checkpoints.manifest import open_checkpoint
 
 from .console import Format, message_console, print_json, result_console, table
-from .local_run import read_job_file
-from .run_directory import RunDirectory, existing_run
-from .run_log import read_run_log
-from .run_summary import format_loss
+from .record.directory import RunDirectory, existing_run
+from .record.log import read_run_log
+from .record.summary import format_loss
+from .run.local_run import read_job_file
 
 
 class ExportDtype(StrEnum):
@@ -196,7 +196,7 @@ def export(options: ExportOptions) -> int:
 
 def export_weights(options: ExportOptions, saved: Saved, checkpoint: Path) -> tuple[dict[str, object], str]:
     """Weights as a Hugging Face directory; returns what is said of it, for machines and for people."""
-    from spillway_trainer import export as exporter  # noqa: PLC0415 - imports torch
+    from spillway_trainer.interchange import export as exporter  # noqa: PLC0415 - imports torch
 
     dtype = options.dtype or ExportDtype.BFLOAT16
     files = exporter.export(checkpoint, options.to, tokenizer=tokenizer_of(checkpoint, saved), dtype=dtype.value)

@@ -107,3 +107,8 @@ def table(*headings: str, title: str | None = None) -> Table:
     for index, heading in enumerate(headings):
         made.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
     return made
+
+
+def printable(text: str) -> str:
+    """One line without what a terminal would obey: parts of a status were written by others."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

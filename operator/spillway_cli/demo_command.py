@@ -18,26 +18,26 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spillway.api import Memory, TrainingJob, parse_job
-from spillway.corrections import Corrections
+from spillway.api.training_job import Memory, TrainingJob, parse_job
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planning.corrections import Corrections
 from spillway.units import format_bytes, format_seconds
 
-from . import local_run
 from .console import Format, message_console, print_json, result_console, table
-from .local_attempts import Attempt
-from .local_ladder import LocalLadder
-from .local_node import probe
-from .local_plan import decided_for_this_machine, plan_for_this_machine
-from .local_run import LocalJob
-from .progress import ProgressReporter
-from .report_command import read_record, write_report
-from .run_command import say_plan
-from .run_directory import RunDirectory, create_run_directory, exclusive
-from .run_log import Checkpoint, Event, RunLog, Step, read_run_log
-from .run_summary import RunSummary, summarize
+from .machine.local_node import probe
+from .record.attempt_ends import Attempt
+from .record.directory import RunDirectory, create_run_directory, exclusive
+from .record.log import Checkpoint, Event, RunLog, Step, read_run_log
+from .record.progress import ProgressReporter
+from .record.summary import RunSummary, summarize
+from .report.command import read_record, write_report
+from .run import local_run
+from .run.command import say_plan
+from .run.ladder import LocalLadder
+from .run.local_run import LocalJob
+from .run.plan import decided_for_this_machine, plan_for_this_machine
 
 MARKER = ".spillway-demo"
 """a directory with this file in it is a demo's, and the next demo may empty it"""
@@ -231,7 +231,7 @@ def losses(log: RunLog) -> dict[int, float]:
 
 def final_state(directory: RunDirectory) -> list[tuple[str, int, str]]:
     """(name, bytes, xxh3) of the tensor files of the last checkpoint; which are the same for every plan."""
-    from spillway_trainer.checkpoint_directory import choose_resume  # noqa: PLC0415 - needs the extra [trainer]
+    from spillway_trainer.checkpoints.directory import choose_resume  # noqa: PLC0415 - needs the extra [trainer]
 
     checkpoint = choose_resume(directory.checkpoints).checkpoint
     entries = checkpoint.manifest.files if checkpoint else ()

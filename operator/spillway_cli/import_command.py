@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from spillway.api import TrainingJob, load_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob, load_job
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
-from spillway.job import JobFile
-from spillway_trainer.durable_files import DurableFiles
+from spillway_trainer.checkpoints.durable_files import DurableFiles
 
-from . import local_run
 from .console import Format, message_console, print_json, result_console
-from .local_node import probe
-from .local_plan import BudgetOverrides, plan_for_this_machine, with_budget
-from .local_run import LocalJob, local_files
-from .model_inspection import inspected_shape
-from .node_profile import own_profile
-from .run_directory import RunDirectory, is_text, write_atomic
+from .machine.local_node import probe
+from .machine.node_profile import own_profile
+from .record.directory import RunDirectory, is_text, write_atomic
+from .run import local_run
+from .run.local_run import LocalJob, local_files
+from .run.model_inspection import inspected_shape
+from .run.plan import BudgetOverrides, plan_for_this_machine, with_budget
 
 EPOCH = 1
 

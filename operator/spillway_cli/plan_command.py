@@ -12,21 +12,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from spillway.api import MANAGER, load_job
+from spillway.api.training_job import MANAGER, load_job
 from spillway.errors import ExitCode
-from spillway.explain import rated
+from spillway.feedback.profiles import rates_sentence
 from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
-from spillway.planner import Overrides, make_plan
-from spillway.profiles import rates_sentence
+from spillway.planning.explain import rated
+from spillway.planning.planner import Overrides, make_plan
 from spillway.units import format_bytes, format_rough_seconds
-from spillway_operator.acceptance import refusal
+from spillway_operator.decide.acceptance import refusal
 
-from . import local_run
 from .console import message_console, print_result, result_console, said_if_slow, table
-from .local_node import probe
-from .local_plan import BudgetOverrides, decided_for_this_machine, local_devices, quantity, with_budget
-from .model_inspection import inspected_shape
-from .node_profile import named_node, own_profile
+from .machine.local_node import probe
+from .machine.node_profile import named_node, own_profile
+from .run import local_run
+from .run.model_inspection import inspected_shape
+from .run.plan import BudgetOverrides, decided_for_this_machine, local_devices, quantity, with_budget
 
 PARTS = (
     *("parameters", "gradients", "optimizer_states", "activations", "buffers", "workspace", "allocator", "correction"),

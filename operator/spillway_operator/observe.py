@@ -14,8 +14,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .acceptance import given
-from .api_client import (
+from .decide.acceptance import given
+from .decide.case import whole
+from .decide.conditions import SCHEDULED
+from .decide.gangs import is_gang
+from .decide.manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
+from .decide.observed import (
+    AttemptObject,
+    Claim,
+    ContainerEnding,
+    Contract,
+    JobObject,
+    Observed,
+    OperatorFacts,
+    PodObject,
+    WaitingGang,
+)
+from .kube.api_client import (
     CLAIMS,
     CONFIG_MAPS,
     EVENTS,
@@ -28,34 +43,10 @@ from .api_client import (
     Refused,
     is_path_segment,
 )
-from .case import whole
-from .cluster import Cluster
-from .conditions import SCHEDULED
-from .gangs import is_gang
-from .held_devices import Holders
-from .manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
-from .observed import (
-    AttemptObject,
-    Claim,
-    ContainerEnding,
-    Contract,
-    JobObject,
-    Observed,
-    OperatorFacts,
-    PodObject,
-    WaitingGang,
-)
-from .reservations import Reservations
-from .store import (
-    MANAGED_BY,
-    Key,
-    Store,
-    attempt_number,
-    controller,
-    known_attempts,
-    project_attempt,
-    project_job,
-)
+from .kube.store import MANAGED_BY, Key, Store, attempt_number, controller, known_attempts, project_attempt, project_job
+from .measured.cluster import Cluster
+from .measured.held_devices import Holders
+from .measured.reservations import Reservations
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"

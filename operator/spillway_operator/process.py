@@ -23,34 +23,34 @@ from typing import Any
 
 from aiohttp import web
 
-from spillway.api import GROUP, VERSION
+from spillway.api.training_job import GROUP, VERSION
 
-from .api_client import TRAINING_JOBS, ApiClient, ApiError
-from .apply import Applier
-from .audit import Audit
-from .case import is_corrected
-from .cluster import Cluster
-from .credentials import load_credentials
-from .events import EventPoster
+from .decide.case import is_corrected
+from .decide.observed import OperatorFacts
 from .exporter import Exporter, Gauges
-from .handlers import KOPF_SECONDS, watch
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
-from .key_queue import KeyQueue
-from .lease import Election, LeaseLost
+from .kube.api_client import TRAINING_JOBS, ApiClient, ApiError
+from .kube.apply import Applier
+from .kube.audit import Audit
+from .kube.credentials import load_credentials
+from .kube.events import EventPoster
+from .kube.handlers import KOPF_SECONDS, watch
+from .kube.key_queue import KeyQueue
+from .kube.lease import Election, LeaseLost
+from .kube.store import Key, Store
+from .kube.watched import watched_kinds
 from .log import is_not_found
-from .memory_profiles import MemoryProfiles
-from .metrics_source import MetricsSource
+from .measured.cluster import Cluster
+from .measured.memory_profiles import MemoryProfiles
+from .measured.metrics_source import MetricsSource
+from .measured.reservations import Reservations
+from .measured.scrape_targets import ScrapeTargets
 from .observe import Observer
-from .observed import OperatorFacts
-from .progress_address import ProgressAddress
-from .progress_endpoint import Certificate, ProgressEndpoint
-from .progress_outbox import ProgressOutbox
-from .reservations import Reservations
-from .scrape_targets import ScrapeTargets
+from .progress.address import ProgressAddress
+from .progress.endpoint import Certificate, ProgressEndpoint
+from .progress.outbox import ProgressOutbox
+from .progress.token_reviews import TokenReviews
 from .settings import Settings
-from .store import Key, Store
-from .token_reviews import TokenReviews
-from .watched import watched_kinds
 from .worker import Told, Worker
 
 logger = logging.getLogger(__name__)

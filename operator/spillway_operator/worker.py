@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from spillway.status import Escalation
+from spillway.api.status import Escalation
 
-from .api_client import ApiError, Refused, Unavailable
-from .apply import DONE, Applied, Applier
-from .events import EventPoster
+from .decide.observed import Desired, JobObject, Observed
+from .decide.reconcile import reconcile
 from .exporter import Exporter
-from .key_queue import KeyQueue
+from .kube.api_client import ApiError, Refused, Unavailable
+from .kube.apply import DONE, Applied, Applier
+from .kube.events import EventPoster
+from .kube.key_queue import KeyQueue
+from .kube.store import Key, known_attempts
 from .log import about
+from .measured.reservations import Reservations
 from .observe import Observer, Sight
-from .observed import Desired, JobObject, Observed
-from .progress_outbox import ProgressOutbox, Received
-from .reconcile import reconcile
-from .reservations import Reservations
-from .store import Key, known_attempts
+from .progress.outbox import ProgressOutbox, Received
 
 logger = logging.getLogger(__name__)
 

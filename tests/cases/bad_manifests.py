@@ -23,9 +23,9 @@ import yaml
 from harness.cluster_model import FACTS, NAMESPACE, UID
 from harness.observations import NOW
 from harness.places import FIXTURES
-from spillway.cluster_view import ClusterView
-from spillway_operator.observed import Claim, JobObject, Observed
-from spillway_operator.reconcile import reconcile
+from spillway.placement.cluster_view import ClusterView
+from spillway_operator.decide.observed import Claim, JobObject, Observed
+from spillway_operator.decide.reconcile import reconcile
 
 FOLDER = FIXTURES / "bad_manifests"
 GOOD: dict[str, Any] = yaml.safe_load((FOLDER / "good.yaml").read_text(encoding="utf-8"))

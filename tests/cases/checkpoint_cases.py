@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spillway_trainer.checkpoint_directory import Epoch
-from spillway_trainer.checkpoint_manifest import Checkpoint, TrainingState
-from spillway_trainer.durable_files import DurableFiles
+from spillway_trainer.checkpoints.directory import Epoch
+from spillway_trainer.checkpoints.durable_files import DurableFiles
+from spillway_trainer.checkpoints.manifest import Checkpoint, TrainingState
 
 
 def training_state(step: int, **changes: object) -> TrainingState:

@@ -18,14 +18,15 @@ import yaml
 
 from fakes import cuda_kernels
 from harness import local_runs, sweep_runs
-from spillway.api import TrainingJob
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob
 from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
-from spillway_trainer import numa, trainer
+from spillway_trainer import trainer
 from spillway_trainer.activation_spill import rebuilding
 from spillway_trainer.activation_spill.records import Record
 from spillway_trainer.models.build import build_model
 from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.parallel import numa
 from spillway_trainer.tiers import cuda, cuda_lanes
 from spillway_trainer.tiers.arena import Ring
 from spillway_trainer.tiers.cuda import CudaStreams

@@ -12,7 +12,7 @@ from cases import device_attempts
 from fakes import cuda_kernels
 from harness.places import TESTS
 from spillway_cli import __main__ as cli
-from spillway_cli import calibrate_command
+from spillway_cli.calibrate import command as calibrate_command
 from spillway_trainer import probe
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from cases.bad_manifests import claims_of, observed_spec
 from harness.observations import NOW
-from spillway.api import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
-from spillway.cluster_view import ClusterView, LiveBytes, NodeView, Taint
-from spillway.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
-from spillway.manifest import validate
+from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
+from spillway.api.manifest import validate
+from spillway.api.training_job import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
+from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Taint
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_operator.observed import Claim, Desired
-from spillway_operator.reconcile import reconcile
+from spillway_operator.decide.observed import Claim, Desired
+from spillway_operator.decide.reconcile import reconcile
 
 Document = dict[str, Any]
 GIB = 1 << 30

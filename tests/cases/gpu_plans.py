@@ -14,18 +14,18 @@ import torch
 
 from fakes import cuda_without_numbers
 from fakes.cuda_kernels import take_counts
-from spillway.api import TrainingJob
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
-from spillway.hardware import resolve_node
-from spillway.job import JobFile
 from spillway.plan import Infeasible, MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import resolve_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer import config
 from spillway_trainer.assemble import assemble
-from spillway_trainer.data import Batch
+from spillway_trainer.corpus.data import Batch
 from spillway_trainer.models.build import build_model
-from spillway_trainer.recorder import Recorder
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers import cuda
 from spillway_trainer.trainer import Progress, Run, StopRequest, train_step
 

@@ -8,10 +8,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from spillway.api import TrainingJob, TrainingJobSpec
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway_trainer.corpus.objective import IGNORED_LABEL, Objective, prefix_length
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, allocate
-from spillway_trainer.models.objective import IGNORED_LABEL, Objective, prefix_length
 
 VOCABULARY, LENGTH, BATCH = 97, 16, 2
 SPEC = """

@@ -19,11 +19,11 @@ from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Ove
 from spillway.units import MIB
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer.assemble import Assembly, assemble, fill
-from spillway_trainer.data import Batch
+from spillway_trainer.corpus.data import Batch
 from spillway_trainer.models.chain import Chain, as_carried
 from spillway_trainer.models.transformer import Block, Transformer, TransformerConfig
-from spillway_trainer.recorder import Recorder
-from spillway_trainer.schedule import LearningRate
+from spillway_trainer.optimizer.schedule import LearningRate
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes

@@ -15,8 +15,8 @@ from fakes.fake_spill_file import FakeSpillFile
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import reference
-from spillway_trainer.optimizer import Hyperparameters, Optimizer, ResidentOptimizer
+from spillway_trainer.kernels import reference
+from spillway_trainer.optimizer.plain import Hyperparameters, Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from spillway.update_rules import UpdateRule
-from spillway_trainer import kernels, master_halves, reference, triton_kernels
-from spillway_trainer.reference import UpdateScalars
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import master_halves, reference, triton_kernels
+from spillway_trainer.kernels.reference import UpdateScalars
 
 SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
 FEW_SIZES = [3, triton_kernels.BLOCK + 1]

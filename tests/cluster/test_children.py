@@ -21,7 +21,7 @@ from harness.installed import (
     named,
     on_fake_nodes,
 )
-from spillway.retries import JOB_DELETED
+from spillway.feedback.retries import JOB_DELETED
 
 SECONDS = 60.0
 KINDS = ("jobs", "configmaps", "services", "pods", "persistentvolumeclaims")

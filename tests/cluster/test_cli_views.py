@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from harness.installed import LONG, SYSTEM_NAMESPACE, Document, Installed, example, named
-from spillway_cli import calibrate_node
-from spillway_cli.cluster import connect
+from spillway_cli.calibrate import node as calibrate_node
+from spillway_cli.cluster.api import connect
 from testbed.client import Bed
 from testbed.layout import NODE, REPOSITORY
 

@@ -10,8 +10,8 @@ import torch
 
 from harness import fake_cuda, sweep_runs
 from harness.installed import Document, Installed, example, named
-from spillway_trainer.checkpoint_manifest import CheckpointName
-from spillway_trainer.sealed_json import unseal
+from spillway_trainer.checkpoints.manifest import CheckpointName
+from spillway_trainer.checkpoints.sealed_json import unseal
 from testbed.host_mount import PACKAGES
 
 GPU = "nvidia.com/gpu"

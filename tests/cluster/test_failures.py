@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from harness.installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
-from spillway.ladder import MOST_MEMORY_TRIES
-from spillway.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
-from spillway_trainer.checkpoint_manifest import CheckpointName
-from spillway_trainer.sealed_json import unseal
+from spillway.feedback.ladder import MOST_MEMORY_TRIES
+from spillway.feedback.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
+from spillway_trainer.checkpoints.manifest import CheckpointName
+from spillway_trainer.checkpoints.sealed_json import unseal
 from testbed.errors import Failed
 
 FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"

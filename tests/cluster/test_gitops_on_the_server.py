@@ -10,7 +10,7 @@ import pytest
 from lupa import lua51
 
 from harness.installed import Document, Installed, example, named, on_fake_nodes, running_for_an_hour
-from spillway_operator.api_client import FIELD_MANAGER
+from spillway_operator.kube.api_client import FIELD_MANAGER
 from testbed.layout import REPOSITORY
 
 SECONDS = 120.0

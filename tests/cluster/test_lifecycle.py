@@ -8,7 +8,7 @@ import pytest
 
 from harness.installed import LONG, Document, Installed, changed, example, named
 from spillway.errors import ExitCode
-from spillway.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
+from spillway.feedback.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
 
 SECONDS = 60.0
 """for each test"""

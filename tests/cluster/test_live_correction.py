@@ -17,10 +17,10 @@ import pytest
 
 from harness.installed import Document, Installed, example, named
 from harness.witness import files_of, watched
-from spillway.live_correction import LEAST_DEFICIT, MARGIN
+from spillway.feedback.live_correction import LEAST_DEFICIT, MARGIN
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import MIB, parse_quantity
-from spillway_trainer.checkpoint_manifest import CheckpointName
+from spillway_trainer.checkpoints.manifest import CheckpointName
 from testbed.client import POD_USER
 
 NUM_RANKS = 2

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from harness.installed import Installed, example, named
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.metrics import TIER_PEAK_BYTES
 from spillway.plan import MemoryPlan, Tier
-from spillway.pod_resources import pod_resources
+from spillway.planning.pod_resources import pod_resources
 from spillway.units import MIB
 
 AGREEMENT = 0.05

@@ -15,8 +15,8 @@ import pytest
 
 from harness.installed import Document, Installed, example, named
 from harness.witness import files_of, watched
-from spillway.ladder import MOST_MEMORY_TRIES
-from spillway.retries import OOM_KILLED
+from spillway.feedback.ladder import MOST_MEMORY_TRIES
+from spillway.feedback.retries import OOM_KILLED
 from spillway.units import MIB, parse_quantity
 from testbed.host_mount import PACKAGES
 from testbed.layout import REPOSITORY

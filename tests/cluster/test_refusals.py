@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from harness.installed import Document, Installed, example, on_fake_nodes
-from spillway_cli.doctor_gather import sample_pod
+from spillway_cli.doctor.gather import sample_pod
 from testbed.client import Bed
 from testbed.errors import Failed
 

@@ -11,9 +11,9 @@ import pytest
 
 from harness.depth import FULL
 from harness.installed import Document, Installed, example
-from spillway.job import JobFile
-from spillway_trainer.checkpoint_directory import choose_resume
-from spillway_trainer.checkpoint_manifest import Checkpoint
+from spillway.api.job_file import JobFile
+from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.checkpoints.manifest import Checkpoint
 from testbed.layout import REPOSITORY
 
 SECONDS = 240.0

@@ -10,9 +10,9 @@ import yaml
 
 from cases.crd_cases import cases, constraints, fields, schema_of
 from harness.places import ROOT
-from spillway import crd
-from spillway.api import MemoryProfileSpec, NodeProfileSpec, TrainingJobSpec
-from spillway.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
+from spillway.api import crd
+from spillway.api.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
+from spillway.api.training_job import MemoryProfileSpec, NodeProfileSpec, TrainingJobSpec
 
 MAX_FILE_BYTES = 200 * 1024
 KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}

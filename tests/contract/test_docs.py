@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from harness.places import ROOT
-from spillway.api import parse_job
-from spillway.hardware import resolve_node
+from spillway.api.training_job import parse_job
 from spillway.plan import MemoryPlan
-from spillway.planner import make_plan
+from spillway.planning.hardware import resolve_node
+from spillway.planning.planner import make_plan
 from spillway_cli.__main__ import app
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from harness.cluster_model import NAME, UID
 from harness.observations import attempt, condition, decide, observed
 from harness.places import FIXTURES
-from spillway.job import JOB_VERSION
+from spillway.api.job_file import JOB_VERSION
+from spillway.api.progress import PROGRESS_VERSION, ProgressAnswer, ProgressReport
 from spillway.plan import PLAN_VERSION
-from spillway.progress import PROGRESS_VERSION, ProgressAnswer, ProgressReport
-from spillway_operator.attempt_end import TERMINATION_VERSION, read_termination
-from spillway_operator.manifests import read_contract
-from spillway_operator.observed import Claim, ContainerEnding, Contract
+from spillway_operator.decide.attempt_end import TERMINATION_VERSION, read_termination
+from spillway_operator.decide.manifests import read_contract
+from spillway_operator.decide.observed import Claim, ContainerEnding, Contract
 
 FOLDER = FIXTURES / "contracts"
 VERSIONS = sorted(int(path.name) for path in FOLDER.iterdir())

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from harness.places import ROOT
-from spillway.api import load_job, parse_job
-from spillway.hardware import resolve_node
+from spillway.api.training_job import load_job, parse_job
 from spillway.plan import MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import resolve_node
+from spillway.planning.planner import make_plan
 
 FOLDER = ROOT / "examples"
 NODES = {

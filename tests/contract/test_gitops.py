@@ -16,8 +16,8 @@ from lupa import lua51
 
 from harness.places import ROOT
 from spillway.errors import RANK_CRASHED
-from spillway_operator import conditions as c
-from spillway_operator.conditions import Finding, Truth, merge
+from spillway_operator.decide import conditions as c
+from spillway_operator.decide.conditions import Finding, Truth, merge
 
 SCRIPT = (ROOT / "docs" / "argocd-health.lua").read_text(encoding="utf-8")
 NOT_IN_ARGO_CD = ("string", "io", "os", "math", "debug", "package", "coroutine", "require", "python")

@@ -1,4 +1,4 @@
-"""csrc/include/spillway.h = spillway_trainer/native.py: functions, argument types, structs, enums."""
+"""csrc/include/spillway.h = spillway_trainer/kernels/native.py: functions, argument types, structs, enums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from harness.places import ROOT
 from spillway.update_rules import BLOCK_VALUES
-from spillway_trainer import io_engine, native
+from spillway_trainer.kernels import io_engine, native
 
 HEADER_PATH = ROOT / "csrc" / "include" / "spillway.h"
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.c"))

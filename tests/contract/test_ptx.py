@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spillway.update_rules import UpdateRule
-from spillway_trainer import triton_kernels
+from spillway_trainer.kernels import triton_kernels
 
 FORBIDDEN = re.compile(r"fma|\.ftz|approx|div\.full|\b(?:add|sub|mul)\.f32")
 """the last: without .rn the assembler may contract a product and a sum on its own"""

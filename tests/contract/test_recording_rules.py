@@ -14,7 +14,7 @@ import chart_files
 import recording_rules
 from harness.built_programs import built_program
 from harness.places import FIXTURES, ROOT
-from spillway import node_signals
+from spillway.placement import node_signals
 
 FILE = ROOT / chart_files.FILES / "rules" / "nodes.yaml"
 EXPECTED = FIXTURES / "recording_rules_test.yaml"
@@ -43,7 +43,9 @@ def test_the_file_is_in_step_with_its_source() -> None:
 
 def test_what_the_operator_asks_is_what_is_recorded() -> None:
     """So that promtool's tests of the rules are tests of the questions."""
-    queries = pytest.importorskip("spillway_operator.metrics_source", reason="needs the extra [operator]").QUERIES
+    queries = pytest.importorskip(
+        "spillway_operator.measured.metrics_source", reason="needs the extra [operator]"
+    ).QUERIES
     recorded = " ".join(rule.expression for rule in recording_rules.ALL)
     for question in (
         node_signals.HOST_FREE_BYTES,

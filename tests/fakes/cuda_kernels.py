@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from spillway_trainer import kernels, master_halves, reference
-from spillway_trainer.reference import NUM_WORDS
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import master_halves, reference
+from spillway_trainer.kernels.reference import NUM_WORDS
 from spillway_trainer.tiers.host_slab import HostSlab
 
 Operator = Any

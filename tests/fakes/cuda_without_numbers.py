@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import triton
 
-from spillway_trainer import assemble, device_check, native, reference
+from spillway_trainer import assemble, device_check
+from spillway_trainer.kernels import native, reference
+from spillway_trainer.kernels.reference import SquareSum
 from spillway_trainer.models import build
 from spillway_trainer.optimizer_offload import offload
-from spillway_trainer.reference import SquareSum
 from spillway_trainer.tiers import host_slab
 
 MAP_NORESERVE = 0x4000

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from spillway_trainer.durable_files import DurableFiles, FileEntry
+from spillway_trainer.checkpoints.durable_files import DurableFiles, FileEntry
 
 
 class CountingFiles(DurableFiles):

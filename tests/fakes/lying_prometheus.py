@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import parse_qsl, urlsplit
 
-from spillway.node_signals import DISK_SERIES, HOST_SERIES, STALLED_SERIES
+from spillway.placement.node_signals import DISK_SERIES, HOST_SERIES, STALLED_SERIES
 
 
 class Health(StrEnum):

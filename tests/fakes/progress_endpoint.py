@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spillway.progress import ProgressAnswer, ProgressReport
+from spillway.api.progress import ProgressAnswer, ProgressReport
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spillway_trainer import native
+from spillway_trainer.kernels import native
 
 
 @pytest.fixture(params=["io_uring", "threads", "python"])

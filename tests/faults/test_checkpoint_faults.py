@@ -12,8 +12,8 @@ import pytest
 from cases.checkpoint_cases import commit, flip_bit
 from fakes.failing_files import CountingFiles, LosingFiles, PowerCut, full_at, killed_at
 from spillway.errors import Fenced
-from spillway_trainer.checkpoint_directory import CheckpointNotWritten, Epoch, choose_resume, verify
-from spillway_trainer.durable_files import DurableFiles
+from spillway_trainer.checkpoints.directory import CheckpointNotWritten, Epoch, choose_resume, verify
+from spillway_trainer.checkpoints.durable_files import DurableFiles
 
 STEPS = (10, 20, 30, 40)
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spillway.errors import SpillIOError, SpillVolumeFull
-from spillway_trainer.io_engine import Direction, SystemCall, system_call
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.kernels.io_engine import Direction, SystemCall, system_call
 from spillway_trainer.tiers import encrypted_file, nvme_slab
 from spillway_trainer.tiers.encrypted_file import encrypted
 from spillway_trainer.tiers.nvme_slab import NvmeSlab, ScratchFile
+from spillway_trainer.tiers.spill_file import SpillFile
 
 PAGE, AES_BLOCK = 4096, 16
 FILE_PAGES = 16

@@ -12,12 +12,12 @@ import torch
 
 from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, split
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull, SpillwayError
-from spillway_trainer.io_engine import Direction, system_call
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.kernels.io_engine import Direction, system_call
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
+from spillway_trainer.tiers.spill_file import SpillFile
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("engine")

@@ -23,14 +23,14 @@ from harness.depth import FULL
 from harness.places import ROOT
 from spillway.errors import SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
-from spillway_trainer import native
-from spillway_trainer.io_engine import Direction, SystemCall
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.io_engine import Direction, SystemCall
 from spillway_trainer.tiers import nvme_slab
 from spillway_trainer.tiers.encrypted_file import encrypted
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Buffer
 from spillway_trainer.tiers.nvme_slab import Kept, NvmeExtent, NvmeSlab, OpenFile, PlannedRates, Stored
+from spillway_trainer.tiers.spill_file import SpillFile
 
 NUM_OPERATIONS, SEED, FAULTY_PER_MILLION = (1_000_000 if FULL else 4_000), 1, 10_000
 PAGE, NUM_CONTENTS, NUM_EXTENTS = 4096, 16, 24

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from harness.depth import FULL
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
-from spillway_trainer import native, spill_file
-from spillway_trainer.io_engine import Direction, Failure, SystemCall, Transfer, system_call
-from spillway_trainer.spill_file import BLOCK_BYTES, Read, SpillFile, Write
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.io_engine import Direction, Failure, SystemCall, Transfer, system_call
+from spillway_trainer.tiers import spill_file
+from spillway_trainer.tiers.spill_file import BLOCK_BYTES, Read, SpillFile, Write
 
 MIB = 1 << 20
 NUM_OPERATIONS, SEED = (1_000_000 if FULL else 10_000), 1

@@ -8,7 +8,8 @@ import torch
 from cases import triton_cases
 from cases.triton_cases import GRADIENT_TYPES, MOMENT_TYPES, OUT_TYPES, SIZES, any_values, bits, scalars, trained_values
 from spillway.update_rules import UpdateRule
-from spillway_trainer import kernels, triton_kernels
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import triton_kernels
 
 LARGE = 32 * 2**20 + 5
 

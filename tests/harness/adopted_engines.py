@@ -75,13 +75,13 @@ def engine_of(stage: int, optimizer: Any = None, **changes: Any) -> Any:
 
 
 def adopted(engine: Any, plan: OptimizerPlan | None, rank: int) -> Any:
-    from spillway_trainer.optimizer import Hyperparameters, ResidentOptimizer
+    from spillway_trainer.optimizer.plain import Hyperparameters, ResidentOptimizer
     from spillway_trainer.optimizer_offload import OptimizerOffload
+    from spillway_trainer.parallel.deepspeed.adopted import adopt
     from spillway_trainer.ranks import World
     from spillway_trainer.tiers.device_ledger import DeviceLedger
     from spillway_trainer.tiers.host_slab import HostSlab
     from spillway_trainer.tiers.lanes import CpuLanes
-    from spillway_trainer.zero.adopted import adopt
 
     ledger, settings = DeviceLedger(None), Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     lanes = CpuLanes(HostSlab(MIB), ledger)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from cases.optimizer_cases import HOST_BYTES, SETTINGS, split
 from harness import local_runs
 from harness.no_techniques import NoTechniques
-from spillway_trainer import distributed
-from spillway_trainer.data import Batch
-from spillway_trainer.launch import free_ports
-from spillway_trainer.optimizer import Optimizer, ResidentOptimizer
+from spillway_trainer.corpus.data import Batch
+from spillway_trainer.launch.launcher import free_ports
+from spillway_trainer.optimizer.plain import Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.optimizer_offload import OptimizerOffload
+from spillway_trainer.parallel import distributed
 from spillway_trainer.ranks import World
-from spillway_trainer.recorder import Recorder
-from spillway_trainer.schedule import LearningRate
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.segments import Position
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab

@@ -21,34 +21,26 @@ from types import SimpleNamespace
 from typing import Any
 
 from cases.job_documents import TINY
-from spillway.api import TrainingJob
-from spillway.cluster_view import ClusterView, LiveBytes
-from spillway.corrections import Corrections
-from spillway.hardware import local_node
-from spillway.placement import Placement
+from spillway.api.progress import ProgressReport
+from spillway.api.status import Escalation
+from spillway.api.training_job import TrainingJob
+from spillway.placement.cluster_view import ClusterView, LiveBytes
+from spillway.placement.place import Placement
 from spillway.plan import MemoryPlan, Tier
-from spillway.planner import Overrides, make_plan
-from spillway.pod_resources import pod_resources
-from spillway.progress import ProgressReport
-from spillway.status import Escalation
+from spillway.planning.corrections import Corrections
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import Overrides, make_plan
+from spillway.planning.pod_resources import pod_resources
 from spillway_operator import worker
-from spillway_operator.api_client import (
-    ApiError,
-    Conflict,
-    Listing,
-    NotFound,
-    Refused,
-    Resource,
-    Unavailable,
-)
-from spillway_operator.apply import Applier
-from spillway_operator.key_queue import KeyQueue
+from spillway_operator.decide.observed import Desired, Observed, OperatorFacts
+from spillway_operator.decide.reconcile import reconcile
+from spillway_operator.kube.api_client import ApiError, Conflict, Listing, NotFound, Refused, Resource, Unavailable
+from spillway_operator.kube.apply import Applier
+from spillway_operator.kube.key_queue import KeyQueue
+from spillway_operator.kube.store import Store, project_attempt, project_job
+from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer
-from spillway_operator.observed import Desired, Observed, OperatorFacts
-from spillway_operator.progress_outbox import ProgressOutbox, Received
-from spillway_operator.reconcile import reconcile
-from spillway_operator.reservations import Reservations
-from spillway_operator.store import Store, project_attempt, project_job
+from spillway_operator.progress.outbox import ProgressOutbox, Received
 
 NAMESPACE, NAME, UID = "team", "demo", "11111111-2222-3333-4444-555555555555"
 KEY = (NAMESPACE, NAME)

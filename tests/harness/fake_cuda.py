@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from harness.native_builds import CACHE
 from harness.native_builds import run as run_command
 from harness.places import TESTS
-from spillway_trainer.launch_rank import die_with_parent
+from spillway_trainer.launch.rank import die_with_parent
 
 SOURCES = TESTS / "fakes" / "cuda"
 MODES = ("eager", "delayed", "reordered")

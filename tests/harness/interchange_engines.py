@@ -224,11 +224,11 @@ def shard_case(directory: Path, flatten: bool) -> dict[str, bool]:
 def export(directory: Path, foreign: Any, form: Any) -> int:
     """Foreign states -> a checkpoint of ours -> DIRECTORY/ours; returns its number of updates."""
     from cases.checkpoint_cases import training_state
-    from spillway_trainer.checkpoint import save
-    from spillway_trainer.checkpoint_directory import Epoch
+    from spillway_trainer.checkpoints.directory import Epoch
+    from spillway_trainer.checkpoints.tensors import save
     from spillway_trainer.interchange.exporting import export_states
     from spillway_trainer.interchange.foreign import powers_after
-    from spillway_trainer.optimizer import Hyperparameters
+    from spillway_trainer.optimizer.plain import Hyperparameters
 
     scalars = powers_after(Hyperparameters(beta1=BETAS[0], beta2=BETAS[1]), foreign.num_updates)
     state = training_state(foreign.num_steps, scalars=scalars, model={"class": "tests.Mlp"})

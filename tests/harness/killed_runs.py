@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from harness import local_runs
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.plan import MemoryPlan
 
 OFFLOAD, STREAMING = "spillway_trainer.optimizer_offload", "spillway_trainer.model_spill"
 POINTS = {
     "a step": ("spillway_trainer.trainer", "", "train_step"),
-    "a segment of one of several": ("spillway_trainer.together", "", "goes_on"),
-    "the load of a base": ("spillway_trainer.shared_base", "", "load"),
-    "parking": ("spillway_trainer.parking", "Parking", "park"),
-    "attaching": ("spillway_trainer.sweep", "Sweep", "_attach"),
+    "a segment of one of several": ("spillway_trainer.sweep.together", "", "goes_on"),
+    "the load of a base": ("spillway_trainer.sweep.shared_base", "", "load"),
+    "parking": ("spillway_trainer.sweep.parking", "Parking", "park"),
+    "attaching": ("spillway_trainer.sweep.attempt", "Sweep", "_attach"),
     "a segment's forward": (f"{STREAMING}.weight_stationary", "Step", "_enter"),
     "the last segment's backward": ("spillway_trainer.assemble", "Assembly", "start_backward"),
     "a segment's backward": (f"{STREAMING}.weight_stationary", "Passage", "backward"),
     "an evaluation": ("spillway_trainer.trainer", "", "evaluate"),
     "a commit": ("spillway_trainer.trainer", "", "commit"),
-    "a record of values": ("spillway_trainer.sweep_record", "SweepRecord", "write"),
-    "a file's name": ("spillway_trainer.durable_files", "DurableFiles", "rename"),
-    "an update on the CPU": ("spillway_trainer.kernels", "", "update"),
+    "a record of values": ("spillway_trainer.sweep.record", "SweepRecord", "write"),
+    "a file's name": ("spillway_trainer.checkpoints.durable_files", "DurableFiles", "rename"),
+    "an update on the CPU": ("spillway_trainer.kernels.dispatch", "", "update"),
     "a commit of what backward updated": (f"{OFFLOAD}.speculation", "Speculation", "commit"),
     "states on their way from NVMe": (f"{OFFLOAD}.nvme_states", "NvmeStates", "read"),
     "states on their way to NVMe": (f"{OFFLOAD}.nvme_states", "NvmeStates", "write"),

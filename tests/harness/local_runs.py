@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from spillway.api import parse_job
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.plan import (
     ActivationPlan,
     Answer,

@@ -8,9 +8,9 @@ from typing import Any
 
 from cases.job_documents import document
 from harness.cluster_model import FACTS, NAME, NAMESPACE, UID, place
-from spillway.cluster_view import ClusterView
-from spillway_operator.observed import AttemptObject, Desired, JobObject, Observed
-from spillway_operator.reconcile import reconcile
+from spillway.placement.cluster_view import ClusterView
+from spillway_operator.decide.observed import AttemptObject, Desired, JobObject, Observed
+from spillway_operator.decide.reconcile import reconcile
 
 NOW = "2026-11-21T10:00:30Z"
 

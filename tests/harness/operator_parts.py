@@ -11,10 +11,10 @@ from typing import Any
 from kubernetes.client.configuration import Configuration
 
 from fakes.fake_api import FakeApi
-from spillway_operator.api_client import ApiClient
-from spillway_operator.credentials import Credentials
-from spillway_operator.observed import JobObject
-from spillway_operator.store import project_job
+from spillway_operator.decide.observed import JobObject
+from spillway_operator.kube.api_client import ApiClient
+from spillway_operator.kube.credentials import Credentials
+from spillway_operator.kube.store import project_job
 
 Object = dict[str, Any]
 KEY = ("team", "demo")

@@ -25,14 +25,15 @@ from pathlib import Path
 import torch
 
 from harness.allocator_peak import allocated_peak
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Tier
-from spillway_trainer import config, native
+from spillway_trainer import config
 from spillway_trainer.assemble import Assembly, assemble, fill
-from spillway_trainer.data import Batch
-from spillway_trainer.recorder import Recorder
-from spillway_trainer.schedule import LearningRate
+from spillway_trainer.corpus.data import Batch
+from spillway_trainer.kernels import native
+from spillway_trainer.optimizer.schedule import LearningRate
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.trainer import Progress, Run, StopRequest, train
 
 STEPS = 1

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from spillway.plan import Answer
-from spillway_trainer.activation_spill.choice import Course, Limits, Played
+from spillway.planning.storage_choice import Course, Limits, Played
 
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
 

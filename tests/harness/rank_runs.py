@@ -12,10 +12,10 @@ from typing import Any
 
 from harness import local_runs
 from harness.patience import Patience, Taken, taken_by
-from spillway.api import parse_job
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
-from spillway_trainer.launch import free_ports
+from spillway_trainer.launch.launcher import free_ports
 
 NUM_LAYERS = 2
 JOB = """
@@ -176,8 +176,10 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
-    from spillway_trainer import distributed, progress_client, run_job
+    from spillway_trainer import run_job
     from spillway_trainer.__main__ import attempt, leave
+    from spillway_trainer.parallel import distributed
+    from spillway_trainer.reporting import progress_client
 
     meet = distributed.meet
 

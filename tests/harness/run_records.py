@@ -16,7 +16,7 @@ from spillway.plan import (
     Tier,
     TierBytes,
 )
-from spillway_cli.run_log import RunLog
+from spillway_cli.record.log import RunLog
 
 MIB = 2**20
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from harness import local_runs
-from spillway.api import parse_job
-from spillway.job import JobFile
-from spillway.members import member_job
+from spillway.api.job_file import JobFile
+from spillway.api.members import member_job
+from spillway.api.training_job import parse_job
 from spillway.plan import MemberPlan, MemoryPlan, Turns
 from spillway.units import MIB
 

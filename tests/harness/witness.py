@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import TextIO
 
 from harness.installed import Document, Installed
-from spillway_trainer.checkpoint_manifest import CheckpointName, open_checkpoint
+from spillway_trainer.checkpoints.manifest import CheckpointName, open_checkpoint
 from testbed.layout import state
 
 

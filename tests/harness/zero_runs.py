@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 from harness import local_runs, rank_runs
 from harness.patience import wait_until
 from harness.places import IMPORTABLE
-from spillway.api import parse_job
-from spillway.footprint import Strategy
-from spillway.hardware import local_node
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.plan import ActivationPlan, MemoryPlan, Tier
-from spillway.planner import Overrides, make_plan
+from spillway.planning.footprint import Strategy
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB
-from spillway_trainer.checkpoint_directory import choose_resume
+from spillway_trainer.checkpoints.directory import choose_resume
 
 SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 2"}
 ONE_MICRO_BATCH = {"globalBatchSize: 8": "globalBatchSize: 4"}
@@ -183,7 +183,7 @@ def imported_by(strategies: set[str]) -> Iterator[str]:
     if "Fsdp" in strategies:
         yield from ("torch.distributed.fsdp", "torch._dynamo")
     if any(strategy.startswith("Zero") for strategy in strategies):
-        yield from ("deepspeed", "spillway_trainer.zero.adopted", "torch._inductor.compile_fx")
+        yield from ("deepspeed", "spillway_trainer.parallel.deepspeed.adopted", "torch._inductor.compile_fx")
         yield "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
@@ -193,8 +193,8 @@ def main(path: Path, directory: Path) -> None:
     ]
     for module in imported_by({attempt.strategy for case in cases for attempt in case.attempts}):
         importlib.import_module(module)
-    from spillway_trainer.text_source import text_source
-    from spillway_trainer.tokens import build_corpus
+    from spillway_trainer.corpus.text_source import text_source
+    from spillway_trainer.corpus.tokens import build_corpus
 
     local_runs.CONTEXT = multiprocessing.get_context("fork")  # type: ignore[assignment]
     text, corpus = local_runs.write_text(directory / "text"), directory / "corpus"

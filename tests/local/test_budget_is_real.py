@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from harness import local_runs
-from spillway.api import TrainingJob, parse_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob, parse_job
 from spillway.errors import ExitCode
-from spillway.hardware import local_node
-from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
-from spillway.planner import Overrides, make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB, MIB
 
 MARGIN_BYTES = 64 * MIB
@@ -87,7 +87,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("wide")
     text = local_runs.write_text(root / "text")
     subprocess.run(
-        [sys.executable, "-m", "spillway_trainer.tokens", "--text", str(text), str(root / "corpus"), "512"], check=True
+        [sys.executable, "-m", "spillway_trainer.corpus.tokens", "--text", str(text), str(root / "corpus"), "512"],
+        check=True,
     )
     return text, root / "corpus"
 

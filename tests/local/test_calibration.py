@@ -16,7 +16,7 @@ import pytest
 from harness.local_runs import write_text
 from harness.patience import wait_until
 from spillway_cli.__main__ import run_app
-from spillway_cli.node_profile import read_profile
+from spillway_cli.machine.node_profile import read_profile
 
 pytestmark = pytest.mark.ci
 

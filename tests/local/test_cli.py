@@ -15,7 +15,7 @@ import pytest
 
 from spillway.errors import ExitCode
 from spillway_cli.__main__ import run_app
-from spillway_cli.run_log import read_run_log
+from spillway_cli.record.log import read_run_log
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.local_runs import write_text
-from spillway.api import TrainingJob
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway_cli import demo_command
 from spillway_cli.console import Format

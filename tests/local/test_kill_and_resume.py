@@ -14,10 +14,10 @@ import pytest
 from harness import local_runs
 from harness.depth import at
 from harness.patience import wait_until
-from spillway.api import parse_job
+from spillway.api.training_job import parse_job
 from spillway.errors import ExitCode
-from spillway_trainer.checkpoint_directory import choose_resume
-from spillway_trainer.checkpoint_manifest import Checkpoint
+from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.checkpoints.manifest import Checkpoint
 
 TRIALS = at(2, 12, 100)
 

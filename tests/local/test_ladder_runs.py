@@ -13,17 +13,17 @@ import pytest
 
 from harness.local_runs import write_text
 from harness.places import TESTS
-from spillway.api import TrainingJob, load_job
-from spillway.corrections import Corrections
+from spillway.api.training_job import TrainingJob, load_job
 from spillway.errors import ExitCode
-from spillway.ladder import MOST_MEMORY_TRIES
+from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planning.corrections import Corrections
 from spillway.units import GIB, MIB
-from spillway_cli.local_ladder import earlier_failures, first_plan
-from spillway_cli.local_node import LocalResources
-from spillway_cli.local_plan import decided_for_this_machine
-from spillway_cli.run_directory import RunDirectory
-from spillway_cli.run_log import read_run_log
+from spillway_cli.machine.local_node import LocalResources
+from spillway_cli.record.directory import RunDirectory
+from spillway_cli.record.log import read_run_log
+from spillway_cli.run.ladder import earlier_failures, first_plan
+from spillway_cli.run.plan import decided_for_this_machine
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1

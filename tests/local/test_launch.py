@@ -16,7 +16,7 @@ import pytest
 
 from harness.patience import wait_until
 from harness.places import TESTS
-from spillway_trainer import launch
+from spillway_trainer.launch import launcher as launch
 
 FAKE_RANK = TESTS / "fakes" / "fake_rank.py"
 DRIVER = """
@@ -165,7 +165,7 @@ def test_ranks_are_asked_to_stop_when_the_local_run_is_killed(tmp_path: Path) ->
         f"sys.exit(launch.main([sys.argv[1]], [sys.executable, {str(FAKE_RANK)!r}]))\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "spillway_cli.trainer_process", "launches_fakes", str(tmp_path)],
+        [sys.executable, "-m", "spillway_cli.run.trainer_process", "launches_fakes", str(tmp_path)],
         stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     wait_until(lambda: (tmp_path / "started-1").exists() and (tmp_path / "started-0").exists())
@@ -268,11 +268,11 @@ def test_metrics_of_the_ranks_come_from_one_port(tmp_path: Path) -> None:
 
 
 def test_launcher_costs_a_twentieth_of_torchruns_agent() -> None:
-    code = "import spillway_trainer.launch, sys; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
+    code = "import spillway_trainer.launch.launcher, sys; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     read = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
     out = subprocess.run(
-        [sys.executable, "-c", f"import spillway_trainer.launch\n{read}"], capture_output=True, check=True
+        [sys.executable, "-c", f"import spillway_trainer.launch.launcher\n{read}"], capture_output=True, check=True
     )
     assert int(out.stdout) < 27_000
 

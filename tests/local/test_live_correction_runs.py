@@ -12,9 +12,9 @@ import pytest
 
 from fakes.progress_endpoint import Operator
 from harness import local_runs, rank_runs
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.progress import ProgressReport
 from spillway.plan import MemoryPlan, Tier, TierBytes
-from spillway.progress import ProgressReport
 from spillway.units import KIB, MIB
 
 pytestmark = pytest.mark.ci

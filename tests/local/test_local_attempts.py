@@ -16,9 +16,10 @@ import pytest
 
 from harness.places import TESTS
 from spillway.errors import UserError
-from spillway_cli.local_attempts import NO_RUNG, Attempt, Rung, StopRequest, Trainer, read_ended, run_attempts
-from spillway_cli.run_directory import RunDirectory, exclusive, next_epoch
-from spillway_cli.run_log import Event, RunLog, Step, read_run_log
+from spillway_cli.record.attempt_ends import NO_RUNG, Attempt, Rung, read_ended
+from spillway_cli.record.directory import RunDirectory, exclusive, next_epoch
+from spillway_cli.record.log import Event, RunLog, Step, read_run_log
+from spillway_cli.run.attempts import StopRequest, Trainer, run_attempts
 
 FAKE_TRAINER = TESTS / "fakes" / "fake_trainer.py"
 NOTHING = {"steps": [1, 0], "end": 0}
@@ -215,7 +216,7 @@ def test_directory_stays_taken_while_a_trainer_lives_on(tmp_path: Path) -> None:
 
 PARENT = """
 import subprocess, sys
-command = [sys.executable, "-P", "-m", "spillway_cli.trainer_process", "waits_for_sigterm", sys.argv[1]]
+command = [sys.executable, "-P", "-m", "spillway_cli.run.trainer_process", "waits_for_sigterm", sys.argv[1]]
 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 print(child.pid, child.stdout.readline().decode().strip(), flush=True)
 child.wait()

@@ -26,13 +26,13 @@ from transformers import (
 from cases.huggingface_models import batch_for
 from harness import local_runs
 from harness.depth import some
-from spillway.api import TrainingJob, TrainingJobSpec
-from spillway.job import JobFile
-from spillway_trainer.checkpoint_manifest import open_checkpoint
-from spillway_trainer.export import export
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway_trainer.checkpoints.manifest import open_checkpoint
+from spillway_trainer.corpus.objective import Objective, prefix_length
+from spillway_trainer.interchange.export import export
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, allocate
-from spillway_trainer.models.objective import Objective, prefix_length
 
 STEPS = 6
 SIZES = {"hiddenSize": 32, "numLayers": 2, "numHeads": 4, "intermediateSize": 48, "vocabSize": 300, "maxPositions": 64}

@@ -17,8 +17,8 @@ import pytest
 from harness.local_runs import write_text
 from harness.places import TESTS
 from spillway.errors import ExitCode
-from spillway_cli.run_log import RunLog, read_run_log
-from spillway_trainer.io_engine import Direction
+from spillway_cli.record.log import RunLog, read_run_log
+from spillway_trainer.kernels.io_engine import Direction
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1

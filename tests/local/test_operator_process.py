@@ -22,7 +22,7 @@ from fakes.fake_api import FakeApi
 from harness.patience import until
 from spillway_operator.health import LoopLag
 from spillway_operator.settings import Settings, variable
-from spillway_trainer.launch import free_ports
+from spillway_trainer.launch.launcher import free_ports
 
 MOST_RESIDENT_BYTES = 120 * 1024**2
 """of the operator with NUM_JOBS jobs under way"""

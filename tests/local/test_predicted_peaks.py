@@ -29,11 +29,11 @@ from cases.job_documents import job
 from harness import peak_run
 from harness.depth import FULL
 from harness.places import IMPORTABLE
-from spillway.api import TrainingJob
-from spillway.hardware import NodeSpec, local_node
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import NodeSpec, local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 
 pytestmark = pytest.mark.ci

@@ -14,10 +14,10 @@ import pytest
 from harness import local_runs, rank_runs
 from harness.depth import some
 from harness.patience import wait_until
+from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode
-from spillway.job import JobFile
-from spillway_trainer.checkpoint_directory import choose_resume
-from spillway_trainer.checkpoint_manifest import Checkpoint
+from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.checkpoints.manifest import Checkpoint
 
 CHANGES: Mapping[str, str] = {
     "steps: 4": "steps: 24",

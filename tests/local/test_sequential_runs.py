@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from harness import local_runs
-from spillway.api import TrainingJob
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob
 from spillway.errors import UserError
-from spillway.hardware import local_node
-from spillway.job import JobFile
 from spillway.plan import MemoryPlan
-from spillway.planner import Overrides, make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer import running_statistics
 from spillway_trainer.assemble import refuse_divided_statistics

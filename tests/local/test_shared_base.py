@@ -15,10 +15,9 @@ from cases.huggingface_models import spec_of
 from harness import killed_runs, local_runs, sweep_runs
 from harness.depth import FULL
 from harness.killed_runs import Kill
-from spillway.api import parse_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.errors import UserError
-from spillway.hardware import local_node
-from spillway.job import JobFile
 from spillway.plan import (
     ActivationPlan,
     Answer,
@@ -30,11 +29,12 @@ from spillway.plan import (
     TierBytes,
     Turns,
 )
-from spillway.planner import make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer.assemble import Base, Tiers
 from spillway_trainer.models.build import build_model
-from spillway_trainer.shared_base import adopt
+from spillway_trainer.sweep.shared_base import adopt
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes

@@ -11,12 +11,12 @@ import pytest
 
 from harness import local_runs
 from harness.patience import wait_until
-from spillway.api import parse_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.errors import ExitCode
-from spillway.job import JobFile
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier, TierBytes
 from spillway.units import MIB
-from spillway_trainer.checkpoint_directory import choose_resume
+from spillway_trainer.checkpoints.directory import choose_resume
 
 NUM_LAYERS, STEPS = 24, 6
 CHANGES = {

@@ -13,8 +13,8 @@ from harness import killed_runs, local_runs, sweep_runs
 from harness.depth import FULL
 from harness.killed_runs import Kill
 from harness.sweep_runs import same_as_alone
+from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode
-from spillway.job import JobFile
 from spillway.plan import MemberPlan, Turns
 from spillway.units import MIB
 from spillway_cli.__main__ import run_app

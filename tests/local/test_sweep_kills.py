@@ -14,7 +14,7 @@ import pytest
 from harness import killed_runs, local_runs, sweep_runs
 from harness.depth import FULL
 from harness.killed_runs import Kill
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.plan import (
     ActivationPlan,
     Answer,
@@ -27,7 +27,7 @@ from spillway.plan import (
     Turns,
 )
 from spillway.units import MIB
-from spillway_trainer.checkpoint_directory import choose_resume
+from spillway_trainer.checkpoints.directory import choose_resume
 
 pytestmark = pytest.mark.ci
 

@@ -16,7 +16,10 @@ from torch import Tensor
 from cases.checkpoint_cases import flip_bit, training_state
 from spillway.errors import CheckpointCorrupt, UserError
 from spillway.update_rules import MASTER, MomentType, UpdateRule
-from spillway_trainer.checkpoint import (
+from spillway_trainer.checkpoints.directory import Epoch
+from spillway_trainer.checkpoints.durable_files import describe_file
+from spillway_trainer.checkpoints.manifest import Checkpoint, TrainingState
+from spillway_trainer.checkpoints.tensors import (
     check_same_run,
     load,
     random_state,
@@ -24,15 +27,12 @@ from spillway_trainer.checkpoint import (
     save,
     write_tensors,
 )
-from spillway_trainer.checkpoint_directory import Epoch
-from spillway_trainer.checkpoint_manifest import Checkpoint, TrainingState
-from spillway_trainer.data import TokenBatches
-from spillway_trainer.durable_files import describe_file
-from spillway_trainer.export import WeightFile, export
+from spillway_trainer.corpus.data import TokenBatches
+from spillway_trainer.corpus.text_source import text_source
+from spillway_trainer.corpus.tokens import Corpus, build_corpus, open_corpus
+from spillway_trainer.interchange.export import WeightFile, export
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
-from spillway_trainer.optimizer import Hyperparameters, in_dtype
-from spillway_trainer.text_source import text_source
-from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
+from spillway_trainer.optimizer.plain import Hyperparameters, in_dtype
 
 CONFIG = TransformerConfig(
     hidden_size=16, num_layers=2, num_heads=4, num_key_value_heads=2, intermediate_size=24, vocab_size=300

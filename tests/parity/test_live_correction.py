@@ -15,22 +15,22 @@ from torch import Tensor
 
 from fakes.fake_spill_file import FakeSpillFile
 from harness.local_runs import PREDICTION
+from spillway.api.progress import SpillVolume
 from spillway.errors import SpillIOError
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Tier, TierBytes
-from spillway.progress import SpillVolume
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import Chooser, Limits
 from spillway_trainer.activation_spill.chooser import WATCHED_STEPS
 from spillway_trainer.live_correction import CHECK_STEPS, Correction, Seen, Volume, attach
 from spillway_trainer.ranks import ONE_RANK, OneRank, Ranks
 from spillway_trainer.resident_parameters import ResidentParameters
-from spillway_trainer.spill_file import SpillFile
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.encrypted_file import encrypted
 from spillway_trainer.tiers.extents import Extents
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
+from spillway_trainer.tiers.spill_file import SpillFile
 
 PAGE = 4096
 HOST, NVME = Answer.HOST, Answer.NVME

@@ -14,17 +14,17 @@ import torch
 
 from cases.optimizer_cases import odd_chunk
 from harness import local_runs
-from spillway.api import parse_job
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier, TierBytes
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job
 from spillway_trainer.activation_spill import Chooser, Chosen
 from spillway_trainer.assemble import assemble, fill
+from spillway_trainer.corpus.tokens import Corpus, build_corpus, open_corpus
 from spillway_trainer.optimizer_offload import OptimizerOffload
-from spillway_trainer.recorder import Recorder
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
-from spillway_trainer.tokens import Corpus, build_corpus, open_corpus
 from spillway_trainer.trainer import Progress, Run, StopRequest, train
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import torch
 
 from cases.parity_models import PARITY_MODELS
 from harness.parity_harness import ANSWERS, LANES, Outcome, Spilling, train
-from spillway_trainer.spill_file import SpillFile
+from spillway_trainer.tiers.spill_file import SpillFile
 
 MICRO_BATCHES = (1, 4)
 

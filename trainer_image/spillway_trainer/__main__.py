@@ -19,16 +19,16 @@ from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
-from spillway.job import JobFile
 from spillway.plan import MemoryPlan
 
-from . import environment, native  # noqa: F401 - environment first: native imports torch
 from .ending import completed, ending_of, write_termination
+from .kernels import native
 from .ranks import World
-from .recorder import Recorder, refusals
+from .reporting.recorder import Recorder, refusals
 from .run_job import run_job
-from .sweep import open_sweep_recorder, run_sweep
+from .sweep.attempt import open_sweep_recorder, run_sweep
 from .trainer import Progress, StopRequest
 
 TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"

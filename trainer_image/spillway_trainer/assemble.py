@@ -19,22 +19,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from spillway.api.job_file import JobFile
 from spillway.errors import SpillwayError, UserError
-from spillway.footprint import LEAN_STRATEGIES, PAGE_BYTES
-from spillway.job import JobFile
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
+from spillway.planning.footprint import LEAN_STRATEGIES, PAGE_BYTES
 
-from . import activation_spill, config, device_check, kernels, model_spill, running_statistics
+from . import activation_spill, config, device_check, model_spill, running_statistics
 from .cgroup import spare_host_bytes
+from .kernels import dispatch as kernels
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
-from .optimizer import Hyperparameters, Optimizer, ResidentOptimizer
+from .optimizer.plain import Hyperparameters, Optimizer, ResidentOptimizer
 from .optimizer_offload import OptimizerOffload
+from .parallel import fsdp
+from .parallel import run as zero
 from .ranks import ONE_RANK, GradientSum, Ranks, unsummed
 from .resident_parameters import ResidentParameters
 from .saved_tensors import ParameterSource
 from .segments import Position, Ready, Residence, wrap_segments
-from .spill_file import SpillFile
 from .tiers import cuda
 from .tiers.cuda_lanes import CudaLanes
 from .tiers.device_ledger import DeviceLedger
@@ -42,9 +44,8 @@ from .tiers.encrypted_file import encrypted
 from .tiers.host_slab import HostSlab
 from .tiers.lanes import CpuLanes, Lanes
 from .tiers.nvme_slab import FAULT_KINDS, NvmeSlab, OpenFile, PlannedRates
+from .tiers.spill_file import SpillFile
 from .trainer import MicroBatchOrder, in_order
-from .zero import fsdp
-from .zero import run as zero
 
 CPU = torch.device("cpu")
 EXCHANGE = "gradient exchange"

@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 
 import torch
 
-from spillway.api import Location, TrainingJobSpec
-from spillway.api import LossScale as LossScaleFields
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import LossScale as LossScaleFields
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.job import JobFile
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import Answer, MemoryPlan, Tier
 
-from .loss_scale import LossScale, ScaleRule
+from .models.build import DTYPES
 from .models.chain import Chain
-from .models.transformer import TransformerConfig
-from .optimizer import Hyperparameters
+from .optimizer.loss_scale import LossScale, ScaleRule
+from .optimizer.plain import Hyperparameters
+from .optimizer.schedule import LearningRate
 from .ranks import World
-from .schedule import LearningRate
 from .trainer import LoopSettings
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def transformer_config(spec: TrainingJobSpec) -> TransformerConfig:
-    sizes = spec.model.transformer
-    return TransformerConfig(
-        hidden_size=sizes.hidden_size,
-        num_layers=sizes.num_layers,
-        num_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        intermediate_size=sizes.intermediate_size,
-        vocab_size=sizes.vocab_size,
-        tie_word_embeddings=sizes.tie_word_embeddings,
-        dropout=sizes.dropout,
-        rope_theta=sizes.rope_theta,
-        norm_eps=sizes.norm_eps,
-    )
-
-
-def directory_of(location: Location, claims: Mapping[str, str], field: str) -> Path:
-    """The directory (or file) of a location as this process sees it. Raises UserError for a claim that is not there."""
-    if location.path is not None:
-        return Path(location.path)
-    assert location.claim is not None
-    if location.claim not in claims:
-        raise UserError(f"{field}.claim = {location.claim}: not mounted; known claims: {sorted(claims)}")
-    return Path(claims[location.claim]) / location.sub_path
-
-
-def compute_dtype(spec: TrainingJobSpec) -> torch.dtype:
-    return DTYPES[spec.model.precision.compute]
 
 
 def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:

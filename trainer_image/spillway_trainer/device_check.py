@@ -17,11 +17,12 @@ from spillway.errors import DeviceFault, SpillwayError
 from spillway.plan import Tier
 from spillway.update_rules import UpdateRule
 
-from . import kernels, reference
 from .ending import is_device_out_of_memory, is_out_of_memory
-from .master_halves import join, rest_bytes, split
-from .optimizer import Hyperparameters
-from .reference import UpdateScalars, narrowed
+from .kernels import dispatch as kernels
+from .kernels import reference
+from .kernels.master_halves import join, rest_bytes, split
+from .kernels.reference import UpdateScalars, narrowed
+from .optimizer.plain import Hyperparameters
 from .tiers.extents import round_up
 from .tiers.lanes import Event, Lane, Lanes
 

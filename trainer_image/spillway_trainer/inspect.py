@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spillway.api import TrainingJobSpec, load_job
+from spillway.api.training_job import TrainingJobSpec, load_job
 from spillway.errors import UserError
-from spillway.model_shape import ModelShape, ParameterShape, Segment
+from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
 
 from .models.build import build_model
 from .models.chain import Chain, as_carried, replace_parameters

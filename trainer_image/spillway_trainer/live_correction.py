@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from spillway.api.progress import MAX_BYTES, SpillVolume
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.progress import MAX_BYTES, SpillVolume
 from spillway.units import format_bytes
 
 from .activation_spill import ActivationSpill, Chooser

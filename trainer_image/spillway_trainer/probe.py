@@ -33,24 +33,26 @@ from typing import Any, cast
 
 import torch
 
-from spillway.api import TrainingJob, parse_job
-from spillway.calibration import LEAST_STEPS, WARM_UP_STEPS
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob, parse_job
 from spillway.errors import SpillVolumeFull, SpillwayError
-from spillway.hardware import gpu_node, local_node
-from spillway.job import JobFile
+from spillway.feedback.calibration import LEAST_STEPS, WARM_UP_STEPS
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan
-from spillway.planner import make_plan
+from spillway.planning.hardware import gpu_node, local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB, format_bytes
 
-from . import config, kernels, native
+from . import config
 from .assemble import Assembly, assemble, fill
-from .data import Batch, TokenBatches
-from .recorder import Recorder
-from .reference import UpdateScalars
-from .spill_file import SpillFile
+from .corpus.data import Batch, TokenBatches
+from .kernels import dispatch as kernels
+from .kernels import native
+from .kernels.reference import UpdateScalars
+from .reporting.recorder import Recorder
 from .tiers import cuda
 from .tiers.host_slab import HostSlab
+from .tiers.spill_file import SpillFile
 from .trainer import Progress, Run, StopRequest, train_step
 
 DISK_BYTES, QUICK_DISK_BYTES = 256 * MIB, 64 * MIB

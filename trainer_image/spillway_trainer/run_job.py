@@ -17,32 +17,35 @@ import torch
 import xxhash
 from torch import Tensor
 
+from spillway.api.job_file import JobFile
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
-from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
 
-from . import checkpoint, config, live_correction, native, numa, running_statistics
+from . import config, live_correction, running_statistics
 from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
-from .building_peak import peak_of_building, room_for_more_text
 from .cgroup import usable_cores, with_usable_threads
-from .checkpoint_directory import CheckpointNotWritten, Epoch
-from .checkpoint_manifest import TrainingState
-from .data import TokenBatches
-from .distributed import joined
-from .exporter import Exporter
+from .checkpoints import tensors as checkpoint
+from .checkpoints.directory import CheckpointNotWritten, Epoch
+from .checkpoints.manifest import TrainingState
+from .corpus.building_peak import peak_of_building, room_for_more_text
+from .corpus.data import TokenBatches
+from .corpus.objective import Objective
+from .corpus.text_source import TextSource, directory_of, python_stdlib, text_source
+from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
+from .kernels import native
 from .live_correction import Correction
-from .loss_scale import LossScale
-from .models.build import build_model
+from .models.build import build_model, source_directory
 from .models.chain import Chain
-from .models.objective import Objective
-from .progress_client import reporting
+from .optimizer.loss_scale import LossScale
+from .optimizer.schedule import LearningRate
+from .parallel import numa
+from .parallel.distributed import joined
 from .ranks import Ranks, World
-from .recorder import Recorder
-from .schedule import LearningRate
-from .text_source import TextSource, python_stdlib, text_source
+from .reporting.exporter import Exporter
+from .reporting.progress_client import reporting
+from .reporting.recorder import Recorder
 from .tiers import cuda
-from .tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
 from .trainer import Progress, Run, StopRequest, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
@@ -407,7 +410,7 @@ def tokenizer_recipe(job: JobFile, objective: Objective) -> TokenizerRecipe:
     """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
     source = job.spec.model.source
     if source is not None:
-        return TokenizerRecipe(model_directory=config.directory_of(source, job.claims, "spec.model.source"))
+        return TokenizerRecipe(model_directory=source_directory(source, job.claims))
     return TokenizerRecipe(has_mask=objective is Objective.MASKED)
 
 
@@ -416,7 +419,7 @@ def sources_of(job: JobFile) -> list[TextSource]:
     data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
     if data.builtin is None and data.text is None:
         raise UserError("spec.data: only text and builtin can be trained on so far")
-    found = [text_source(config.directory_of(place, job.claims, field), field) for field, place in places.items()]
+    found = [text_source(directory_of(place, job.claims, field), field) for field, place in places.items()]
     return found if data.builtin is None else [python_stdlib(), *found]
 
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase, StepMetrics
 
-from .checkpoint_directory import CheckpointNotWritten
-from .data import Batch, TokenBatches
-from .loss_scale import LossScale, float16_operations
-from .optimizer import Optimizer
+from .checkpoints.directory import CheckpointNotWritten
+from .corpus.data import Batch, TokenBatches
+from .optimizer.loss_scale import LossScale, float16_operations
+from .optimizer.plain import Optimizer
+from .optimizer.schedule import LearningRate
 from .ranks import ONE_RANK, GradientSum, Ranks, World, dealt, unsummed
-from .recorder import Recorder
-from .schedule import LearningRate
+from .reporting.recorder import Recorder
 from .segments import Position
 
 CPU = torch.device("cpu")

@@ -28,13 +28,13 @@ import pytest
 from harness.depth import FULL
 from harness.installed import LONG, WANTED, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import ExitCode
+from spillway.feedback.retries import EVICTED, NODE_LOST, POD_DELETED
 from spillway.metrics import STEP, TIER_BYTES
-from spillway.retries import EVICTED, NODE_LOST, POD_DELETED
 from spillway.units import parse_quantity
-from spillway_operator.observed import OperatorFacts
-from spillway_trainer.checkpoint_directory import choose_resume, list_checkpoints, verify
-from spillway_trainer.checkpoint_manifest import CheckpointName, open_checkpoint
-from spillway_trainer.sealed_json import unseal
+from spillway_operator.decide.observed import OperatorFacts
+from spillway_trainer.checkpoints.directory import choose_resume, list_checkpoints, verify
+from spillway_trainer.checkpoints.manifest import CheckpointName, open_checkpoint
+from spillway_trainer.checkpoints.sealed_json import unseal
 from testbed import api
 from testbed import second_node as second_node_of
 from testbed.client import Bed

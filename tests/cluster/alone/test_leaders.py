@@ -17,7 +17,7 @@ from harness.installed import (
     named,
     running_for_an_hour,
 )
-from spillway_operator.lease import LEASE_SECONDS
+from spillway_operator.kube.lease import LEASE_SECONDS
 from testbed.client import Request
 
 SECONDS = 180.0

@@ -32,8 +32,8 @@ from harness.installed import (
     running_for_an_hour,
 )
 from harness.operator_process import OperatorProcess, write_kubeconfig
-from spillway_operator.lease import boot_seconds
-from spillway_trainer.launch import free_ports
+from spillway_operator.kube.lease import boot_seconds
+from spillway_trainer.launch.launcher import free_ports
 from testbed.layout import API_SERVER
 from testbed.processes import start_ticks_of
 

@@ -20,7 +20,8 @@ if "spillway_trainer" in sys.orig_argv:  # a rank, not its launcher
     if torch.cuda.is_available():
         cuda_kernels.install()
 
-        from spillway_trainer import kernels, triton_kernels
+        from spillway_trainer.kernels import dispatch as kernels
+        from spillway_trainer.kernels import triton_kernels
 
         class Both:
             """A kernel of Triton's, then its reference."""

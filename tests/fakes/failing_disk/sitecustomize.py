@@ -17,7 +17,7 @@ PATCHED = "spillway_trainer.assemble"
 
 def disk(direction: Any, file: int, memory: memoryview, offset: int) -> int:
     """In place of pread and pwrite."""
-    from spillway_trainer.io_engine import system_call
+    from spillway_trainer.kernels.io_engine import system_call
 
     after = Path(os.environ["TEST_DISK_FAILS_AFTER"])
     failed = after.parent / "the-disk-has-failed"

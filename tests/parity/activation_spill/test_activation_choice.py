@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fakes.fake_spill_file import FakeSpillFile
 from spillway.plan import ActivationPlan, Answer, Tier
+from spillway.planning.storage_choice import Choice
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import Chooser, Chosen, Limits
-from spillway_trainer.activation_spill.choice import Choice
 from spillway_trainer.activation_spill.chooser import WATCHED_STEPS, WINDOW_STEPS
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import DeviceLedger

@@ -18,12 +18,12 @@ from cases.sequential_models import VOCABULARY as TEXT_VOCABULARY
 from cases.sequential_models import SequentialModel
 from fakes.fake_spill_file import FakeSpillFile
 from harness.parity_harness import ANSWERS, LANES, Outcome, Spilling, train
+from spillway.api.job_file import JobFile
 from spillway.errors import UserError
-from spillway.hardware import local_node
-from spillway.job import JobFile
-from spillway.model_shape import ModelShape, shape_of
 from spillway.plan import ActivationPlan, Answer, MemoryPlan
-from spillway.planner import make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.model_shape import ModelShape, shape_of
+from spillway.planning.planner import make_plan
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import rebuilding
 from spillway_trainer.activation_spill.rebuilding import Rebuilt

@@ -24,8 +24,8 @@ from fakes.fake_spill_file import FakeSpillFile
 from harness.spillings import spillings
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway.plan import Tier
-from spillway_trainer import volumes
 from spillway_trainer.activation_spill import Spilling, alone
+from spillway_trainer.tiers import volumes
 
 KIB = 1 << 10
 TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(3))

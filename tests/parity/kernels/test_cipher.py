@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from harness.places import FIXTURES
-from spillway_trainer import native, reference_cipher
-from spillway_trainer.io_engine import Direction
+from spillway_trainer.kernels import native, reference_cipher
+from spillway_trainer.kernels.io_engine import Direction
 
 VECTORS = FIXTURES / "aes_xts_cavs.rsp"
 UNIT_BYTES = 512

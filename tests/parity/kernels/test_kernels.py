@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway_trainer import kernels, native, reference
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import native, reference
 
 torch.set_num_threads(1)
 needs_library = pytest.mark.skipif(not native.instruction_sets(), reason="no native library: nothing to compare with")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway_trainer import native, reference
-from spillway_trainer.reference import SquareSum
+from spillway_trainer.kernels import native, reference
+from spillway_trainer.kernels.reference import SquareSum
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.places import TESTS
-from spillway_trainer import triton_kernels
+from spillway_trainer.kernels import triton_kernels
 
 CASES = TESTS / "cases" / "triton_cases.py"
 

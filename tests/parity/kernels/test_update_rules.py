@@ -17,8 +17,8 @@ from torch import Tensor
 from cases.next_byte import NextByte, losses_of
 from cases.triton_cases import OUT_TYPES, around_ties
 from spillway.update_rules import MASTER, UpdateRule
-from spillway_trainer import native, reference
-from spillway_trainer.reference import UpdateScalars
+from spillway_trainer.kernels import native, reference
+from spillway_trainer.kernels.reference import UpdateScalars
 
 NUM_VALUES = dict.fromkeys(UpdateRule, 100_003) | {UpdateRule.ADAMW: 1_000_003}
 NUM_STEPS = 10

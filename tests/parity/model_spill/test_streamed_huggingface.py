@@ -14,10 +14,10 @@ from cases.huggingface_models import BATCH, batch_for, spec_of
 from cases.model_spill_cases import Laboratory, Technique
 from harness import local_runs
 from spillway.plan import Answer
-from spillway_trainer.data import Batch
+from spillway_trainer.corpus.data import Batch
+from spillway_trainer.corpus.objective import Objective
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain
-from spillway_trainer.models.objective import Objective
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "config": {"tieWordEmbeddings": True}},

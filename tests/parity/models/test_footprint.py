@@ -13,12 +13,12 @@ import torch
 from cases.job_documents import job
 from harness import peak_run
 from harness.depth import some
-from spillway import candidates
-from spillway.api import TrainingJob
-from spillway.hardware import local_node
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import TrainingJob
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning import candidates
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import make_plan
 
 GIB = 1 << 30
 NODE = local_node(1, 2 * GIB, 2 * GIB, 2 * GIB)

@@ -40,14 +40,15 @@ from transformers import (
 from cases.huggingface_models import VOCABULARY, batch_for, filled, small_model, spec_of
 from harness import local_runs
 from harness.depth import FULL
-from spillway.job import JobFile
+from spillway.api.job_file import JobFile
 from spillway.plan import ActivationPlan, Answer, OptimizerPlan, ParameterPlan, Tier
-from spillway_trainer import config, export
+from spillway_trainer import config
 from spillway_trainer.assemble import assemble, fill
-from spillway_trainer.data import Batch
+from spillway_trainer.corpus.data import Batch
+from spillway_trainer.corpus.objective import Objective, prefix_length
+from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.huggingface import HuggingFaceChain
-from spillway_trainer.models.objective import Objective, prefix_length
 from spillway_trainer.models.source import PREFIX
 from spillway_trainer.trainer import Passes
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of
 from harness.allocator_peak import allocated_peak
 from spillway.errors import UserError
-from spillway.model_shape import ModelShape, Segment, model_shape
+from spillway.planning.model_shape import ModelShape, Segment, model_shape
 from spillway_trainer.inspect import shape_of_chain
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, as_carried

@@ -16,22 +16,15 @@ from cases.next_byte import NextByte, losses_of
 from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, resident, split
 from spillway.errors import UserError
 from spillway.update_rules import BLOCK_VALUES, UNSIGNED_MOMENTS, MomentType, UpdateRule
-from spillway_trainer import kernels, native
-from spillway_trainer.distributed import Peers
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import native
+from spillway_trainer.kernels.reference import MAPS, Map, UpdateScalars, dequantized, kept_elements, quantized, widened
+from spillway_trainer.parallel.distributed import Peers
+from spillway_trainer.parallel.shards import ShardedOptimizer
 from spillway_trainer.ranks import World
-from spillway_trainer.reference import (
-    MAPS,
-    Map,
-    UpdateScalars,
-    dequantized,
-    kept_elements,
-    quantized,
-    widened,
-)
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import LazyLanes
-from spillway_trainer.zero.shards import ShardedOptimizer
 
 torch.set_num_threads(1)
 

@@ -16,17 +16,17 @@ import torch
 
 from harness import local_runs
 from harness.depth import FULL
-from spillway.api import parse_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import parse_job
 from spillway.errors import NonFinite, Preempted, UserError
-from spillway.job import JobFile
 from spillway.metrics import StepMetrics
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
-from spillway_trainer.checkpoint_directory import choose_resume
-from spillway_trainer.loss_scale import NUM_FINITE, SCALE
+from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.models.transformer import Embedding
+from spillway_trainer.optimizer.loss_scale import NUM_FINITE, SCALE
 from spillway_trainer.optimizer_offload.speculation import Speculation
 from spillway_trainer.ranks import World
-from spillway_trainer.recorder import Recorder
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.run_job import run_job
 from spillway_trainer.trainer import Progress, StopRequest
 

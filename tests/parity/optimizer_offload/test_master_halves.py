@@ -25,11 +25,12 @@ from cases.optimizer_cases import (
     split,
 )
 from harness.depth import FULL
-from spillway.footprint import REST_BITS
+from spillway.planning.footprint import REST_BITS
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import kernels, master_halves, reference
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import master_halves, reference
+from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.optimizer_offload import OptimizerOffload
-from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Lane, LazyLanes

@@ -16,7 +16,7 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.parameter_groups import Group
 from spillway.update_rules import UpdateRule
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
-from spillway_trainer.optimizer import Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer.plain import Optimizer, ResidentOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab

@@ -31,9 +31,9 @@ from cases.optimizer_cases import (
 from harness.depth import sweep
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import kernels
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.optimizer_offload import OptimizerOffload
-from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes

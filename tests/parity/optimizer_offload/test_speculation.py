@@ -14,11 +14,11 @@ from cases.planted_races import Defect, LanesThatGoOn, LanesWithDefect
 from harness.depth import sweep
 from spillway.plan import OptimizerPlan
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import kernels
-from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels.reference import UpdateScalars
+from spillway_trainer.optimizer.plain import Optimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.speculation import Speculation
-from spillway_trainer.reference import UpdateScalars
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from cases.optimizer_cases import HOST_BYTES, LANES, SKIPPED_STEP, Case, offload, outcome, resident, split
 from harness import local_runs, rank_runs
 from harness.depth import some
-from spillway_trainer.checkpoint_directory import choose_resume
-from spillway_trainer.distributed import buckets
-from spillway_trainer.models.objective import Objective
-from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.corpus.objective import Objective
+from spillway_trainer.corpus.tokens import build_corpus, open_corpus
+from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.parallel.distributed import buckets
 from spillway_trainer.run_job import make_batches, text_source
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.tracing import TracingLanes
-from spillway_trainer.tokens import build_corpus, open_corpus
 
 LOSS_TOLERANCE = 1e-5
 """relative, per step"""

@@ -19,9 +19,9 @@ import placement_traces as traces
 import record_placement
 from placement_policies import Dlrover, Requests, Spillway, best_fit, counted, least_allocated, plans_remembered
 from placement_simulation import Arrival, Outcome, Policy, Truth, simulate, why_it_runs_out
-from spillway.api import parse_job
-from spillway.cluster_view import ClusterView
-from spillway.placement import Placement, place
+from spillway.api.training_job import parse_job
+from spillway.placement.cluster_view import ClusterView
+from spillway.placement.place import Placement, place
 from spillway.plan import Tier
 from spillway.units import GIB, MIB
 
@@ -85,9 +85,9 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
 def test_what_is_remembered_is_what_the_planner_says() -> None:
     job = jobs("recorded")[0].job
     with pytest.MonkeyPatch.context() as patch:
-        from spillway.planner import make_plan
+        from spillway.planning.planner import make_plan
 
-        patch.setattr("spillway.placement.known_plan", make_plan)
+        patch.setattr("spillway.placement.place.known_plan", make_plan)
         plain = place(job, ClusterView(nodes=SMALL))
     found = place(job, ClusterView(nodes=SMALL))
     assert isinstance(plain, Placement)

@@ -7,7 +7,7 @@ import yaml
 
 import planned_bytes
 from planned_bytes import JOBS, Row
-from spillway.api import parse_job, refusals
+from spillway.api.training_job import parse_job, refusals
 from spillway.units import MIB
 
 

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from cases.job_documents import job
-from spillway.api import Optimizer
+from spillway.api.training_job import Optimizer
 from spillway.errors import UserError
-from spillway.footprint import Workload, states_bytes_per_parameter
-from spillway.hardware import NodeSpec, resolve_node
-from spillway.model_shape import model_shape
+from spillway.feedback.profiles import memory_fingerprint
 from spillway.parameter_groups import Group
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
-from spillway.planner import make_plan
-from spillway.profiles import memory_fingerprint
-from spillway.step_time import QUANTIZING_BYTES, Resource, rank_rates, update_loads
+from spillway.planning.footprint import Workload, states_bytes_per_parameter
+from spillway.planning.hardware import NodeSpec, resolve_node
+from spillway.planning.model_shape import model_shape
+from spillway.planning.planner import make_plan
+from spillway.planning.step_time import QUANTIZING_BYTES, Resource, rank_rates, update_loads
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 from spillway_trainer.config import hyperparameters
+from spillway_trainer.kernels.reference import rounded
 from spillway_trainer.models.build import build_model
-from spillway_trainer.optimizer import Hyperparameters
-from spillway_trainer.reference import rounded
+from spillway_trainer.optimizer.plain import Hyperparameters
 
 OPTIMIZER = "spec.training.optimizer"
 NODE, CPU = resolve_node("8xh100"), resolve_node("cpu")

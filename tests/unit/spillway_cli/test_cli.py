@@ -17,21 +17,22 @@ from cases.job_documents import job
 from fakes.fake_trainer import attempt_lines, step_line
 from harness.places import ROOT
 from harness.run_records import plan as made_plan
-from spillway.api import Member, Objective, TrainingJob, parse_job
+from spillway.api.job_file import JobFile
+from spillway.api.training_job import Member, Objective, TrainingJob, parse_job
 from spillway.errors import DoesNotFit, ExitCode, UserError
-from spillway.hardware import local_node
-from spillway.job import JobFile
 from spillway.plan import MemoryPlan, Tier
-from spillway.planner import make_plan, shared_memory
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import make_plan, shared_memory
 from spillway_cli import __main__ as cli
-from spillway_cli import local_run, run_command
 from spillway_cli.console import Format
-from spillway_cli.local_attempts import Attempt, read_ended
-from spillway_cli.local_node import bytes_in_equal_shares, free_disk_bytes, probe
-from spillway_cli.local_plan import BudgetOverrides, plan_for_this_machine, with_budget
-from spillway_cli.report_command import read_record, write_report
-from spillway_cli.run_directory import RunDirectory, create_run_directory, write_atomic
-from spillway_trainer import volumes
+from spillway_cli.machine.local_node import bytes_in_equal_shares, free_disk_bytes, probe
+from spillway_cli.record.attempt_ends import Attempt, read_ended
+from spillway_cli.record.directory import RunDirectory, create_run_directory, write_atomic
+from spillway_cli.report.command import read_record, write_report
+from spillway_cli.run import command as run_command
+from spillway_cli.run import local_run
+from spillway_cli.run.plan import BudgetOverrides, plan_for_this_machine, with_budget
+from spillway_trainer.tiers import volumes
 
 JOB = """\
 apiVersion: spillway.dev/v1alpha1
@@ -233,7 +234,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "spillway.errors", "spillway_cli.plan_command", "spillway.planner"])
+@pytest.mark.parametrize(
+    "module", ["typer", "spillway.errors", "spillway_cli.plan_command", "spillway.planning.planner"]
+)
 @pytest.mark.parametrize("words", [[], ["-o", "json"]])
 def test_ctrl_c_while_anything_is_imported_is_a_sentence(module: str, words: list[str]) -> None:
     arguments = ["plan", str(ROOT / "examples" / "demo.yaml"), "--node", "cpu", *words]

@@ -9,9 +9,9 @@ import pytest
 
 from cases.job_documents import job
 from harness.places import ROOT
-from spillway.hardware import node_names, resolve_node
 from spillway.plan import Answer, MemoryPlan, Tier
-from spillway.planner import make_plan
+from spillway.planning.hardware import node_names, resolve_node
+from spillway.planning.planner import make_plan
 from spillway_cli import plan_command
 
 PAGE = (ROOT / "docs/planning.md").read_text(encoding="utf-8")

@@ -10,14 +10,14 @@ import pytest
 
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, child, labels, owned, pod, put_job, with_cluster
-from spillway.placement import LiveBytes
-from spillway_operator.api_client import ApiClient, Unavailable
-from spillway_operator.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
-from spillway_operator.metrics_source import MetricsSource
+from spillway.placement.place import LiveBytes
+from spillway_operator.decide.observed import Claim, JobObject, OperatorFacts
+from spillway_operator.kube.api_client import ApiClient, Unavailable
+from spillway_operator.kube.store import Store, canonical, known_attempts, project_attempt, project_job
+from spillway_operator.measured.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
+from spillway_operator.measured.metrics_source import MetricsSource
+from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer, Sight, may_start, project_pod
-from spillway_operator.observed import Claim, JobObject, OperatorFacts
-from spillway_operator.reservations import Reservations
-from spillway_operator.store import Store, canonical, known_attempts, project_attempt, project_job
 
 FACTS = OperatorFacts(trainer_image="trainer:1")
 NODE = {

@@ -8,9 +8,9 @@ import pytest
 
 from harness.cluster_model import World, rounds
 from harness.observations import attempt, condition, decide, observed
-from spillway_operator.api_client import ApiError, NotFound, Refused
+from spillway_operator.decide.observed import Observed
+from spillway_operator.kube.api_client import ApiError, NotFound, Refused
 from spillway_operator.observe import project_workload
-from spillway_operator.observed import Observed
 
 QUEUED = {"spec.scheduling": {"queueName": "team", "workloadPriorityClassName": "urgent"}}
 SAID = "couldn't assign flavors to pod set main: insufficient unused quota for memory in flavor any, 1Gi more needed"

@@ -14,23 +14,23 @@ from cases.job_documents import document
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, pod, with_cluster
 from harness.patience import HANG_SECONDS
-from spillway.progress import ProgressReport
-from spillway.status import PlanStatus
-from spillway_operator import reservations as reservations_module
+from spillway.api.progress import ProgressReport
+from spillway.api.status import PlanStatus
 from spillway_operator import worker as worker_module
-from spillway_operator.api_client import ApiClient
-from spillway_operator.apply import Applier
-from spillway_operator.cluster import Cluster
-from spillway_operator.events import EventPoster
+from spillway_operator.decide.observed import Desired, Observed, OperatorFacts
+from spillway_operator.decide.reconcile import reconcile
 from spillway_operator.exporter import Exporter
-from spillway_operator.key_queue import KeyQueue
-from spillway_operator.metrics_source import MetricsSource
+from spillway_operator.kube.api_client import ApiClient
+from spillway_operator.kube.apply import Applier
+from spillway_operator.kube.events import EventPoster
+from spillway_operator.kube.key_queue import KeyQueue
+from spillway_operator.kube.store import Key, Store, project_attempt, project_job
+from spillway_operator.measured import reservations as reservations_module
+from spillway_operator.measured.cluster import Cluster
+from spillway_operator.measured.metrics_source import MetricsSource
+from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer, Sight
-from spillway_operator.observed import Desired, Observed, OperatorFacts
-from spillway_operator.progress_outbox import ProgressOutbox, Received
-from spillway_operator.reconcile import reconcile
-from spillway_operator.reservations import Reservations
-from spillway_operator.store import Key, Store, project_attempt, project_job
+from spillway_operator.progress.outbox import ProgressOutbox, Received
 from spillway_operator.worker import MOST_ROUNDS, Told, Worker
 
 PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})

@@ -12,10 +12,12 @@ from fakes.fake_streams import FakeStreams, recorded
 from harness import local_runs
 from spillway.errors import DeviceFault, ExitCode, UserError
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_trainer import device_check, kernels, reference, run_job
-from spillway_trainer.optimizer import Hyperparameters
+from spillway_trainer import device_check, run_job
+from spillway_trainer.kernels import dispatch as kernels
+from spillway_trainer.kernels import reference
+from spillway_trainer.kernels.reference import SquareSum
+from spillway_trainer.optimizer.plain import Hyperparameters
 from spillway_trainer.ranks import World
-from spillway_trainer.reference import SquareSum
 from spillway_trainer.tiers import cuda
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab

@@ -16,7 +16,7 @@ import pytest
 from harness import local_runs
 from spillway_trainer import __main__ as entry_point
 from spillway_trainer import config, run_job
-from spillway_trainer.checkpoint_directory import CheckpointNotWritten
+from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.ranks import ONE_RANK
 from spillway_trainer.trainer import Progress
 

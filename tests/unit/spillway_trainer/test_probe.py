@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from spillway.errors import SpillVolumeFull
-from spillway.hardware import local_node
 from spillway.plan import MemoryPlan
-from spillway.planner import make_plan
+from spillway.planning.hardware import local_node
+from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer import probe
 

@@ -16,17 +16,26 @@ import torch
 
 from harness import local_runs
 from spillway.errors import CheckpointCorrupt, Fenced, InvalidJob, SpillwayError, UserError
-from spillway.footprint import EXCHANGE_PARAMETERS, Workload, exchange_bytes
-from spillway.model_shape import model_shape
 from spillway.plan import Tier
-from spillway_trainer import config, distributed, run_job
+from spillway.planning.footprint import EXCHANGE_PARAMETERS, Workload, exchange_bytes
+from spillway.planning.model_shape import model_shape
+from spillway_trainer import config, run_job
 from spillway_trainer.assemble import Tiers
-from spillway_trainer.checkpoint_directory import CheckpointNotWritten
-from spillway_trainer.distributed import Decision, ExchangedSum, Limits, buckets, decided, header_of, read_header
+from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.ending import PeerLost, ending_of
-from spillway_trainer.exporter import Exporter
+from spillway_trainer.parallel import distributed
+from spillway_trainer.parallel.distributed import (
+    Decision,
+    ExchangedSum,
+    Limits,
+    buckets,
+    decided,
+    header_of,
+    read_header,
+)
 from spillway_trainer.ranks import World, dealt
-from spillway_trainer.recorder import Recorder
+from spillway_trainer.reporting.exporter import Exporter
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes

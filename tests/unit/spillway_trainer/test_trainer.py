@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from harness.no_techniques import NoTechniques
 from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase
-from spillway_trainer.checkpoint_directory import CheckpointNotWritten
-from spillway_trainer.data import Batch
-from spillway_trainer.loss_scale import LossScale, ScaleRule
+from spillway_trainer.checkpoints.directory import CheckpointNotWritten
+from spillway_trainer.corpus.data import Batch
+from spillway_trainer.optimizer.loss_scale import LossScale, ScaleRule
+from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.ranks import ONE_RANK, World
-from spillway_trainer.recorder import Recorder
-from spillway_trainer.schedule import LearningRate
+from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.segments import Position
 from spillway_trainer.trainer import (
     LoopSettings,

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from cases.job_documents import LLAMA_70B, job
 from harness.local_runs import spread_plan
-from spillway.hardware import local_node, resolve_node
 from spillway.plan import MemoryPlan
-from spillway.planner import make_plan
-from spillway.step_time import LAUNCHING_CORES, update_threads
+from spillway.planning.hardware import local_node, resolve_node
+from spillway.planning.planner import make_plan
+from spillway.planning.step_time import LAUNCHING_CORES, update_threads
 from spillway.units import GIB
-from spillway_trainer import native
 from spillway_trainer.cgroup import usable_cores, with_usable_threads
+from spillway_trainer.kernels import native
 
 HERE = len(os.sched_getaffinity(0))
 

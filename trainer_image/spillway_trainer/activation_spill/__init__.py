@@ -14,8 +14,9 @@
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """
 
+from spillway.planning.storage_choice import Limits
+
 from .alone import Spilling
-from .choice import Limits
 from .chooser import Chooser, Chosen
 from .spill import ActivationSpill, build
 

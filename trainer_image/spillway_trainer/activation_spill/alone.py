@@ -30,16 +30,16 @@ from spillway.errors import SpillwayError, UserError
 from spillway.plan import Answer, Tier
 from spillway.units import format_bytes
 
-from .. import native
+from ..kernels import native
 from ..resident_parameters import ResidentParameters
 from ..saved_tensors import Keeper, Packed, Packer, Visit, changed_in_place, has_storage, unpack
-from ..spill_file import SpillFile
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.encrypted_file import encrypted
 from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import CpuLanes
 from ..tiers.nvme_slab import NvmeSlab
-from ..volumes import refuse_memory
+from ..tiers.spill_file import SpillFile
+from ..tiers.volumes import refuse_memory
 from .lean import Forward, Wanted, wanted
 from .rebuilding import Recorder
 from .store import Batch, SpillStore

@@ -20,11 +20,11 @@ from statistics import median
 from torch import Tensor, UntypedStorage
 
 from spillway.plan import Answer, Tier
+from spillway.planning.storage_choice import Choice, Course, Limits, NoChoice, SavedStorage, choose
 
 from ..saved_tensors import SpilledHandle
 from ..tiers.extents import round_up
 from ..tiers.lanes import Lane, Lanes
-from .choice import Choice, Course, Limits, NoChoice, SavedStorage, choose
 
 WATCHED_STEPS = 3
 """the first of them warms up, and does not count"""

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import native
+from ..kernels import native
 from ..saved_tensors import Handle, Packed, Packer, SavedParameter, Visit, changed_in_place, has_storage
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total

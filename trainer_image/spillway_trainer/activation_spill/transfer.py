@@ -20,7 +20,7 @@ from torch import Tensor
 from spillway.errors import HostOutOfMemory, SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
 
-from .. import kernels
+from ..kernels import dispatch as kernels
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import ALIGNMENT_BYTES
 from ..tiers.host_slab import HostSlab

@@ -16,12 +16,12 @@ from torch import Tensor
 from spillway.errors import UserError
 from spillway.update_rules import MASTER
 
-from ..checkpoint_manifest import Checkpoint
-from ..durable_files import DurableFiles
-from ..export import verified
-from ..optimizer import Hyperparameters
-from ..reference import widened
+from ..checkpoints.durable_files import DurableFiles
+from ..checkpoints.manifest import Checkpoint
+from ..kernels.reference import widened
+from ..optimizer.plain import Hyperparameters
 from .distributed import write_distributed
+from .export import verified
 from .foreign import KINDS, powers_after
 from .naming import class_names
 from .universal import LATEST, write_universal

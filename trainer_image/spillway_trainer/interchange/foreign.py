@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spillway.errors import UserError
 
-from ..optimizer import Hyperparameters, UpdateCount
+from ..optimizer.plain import Hyperparameters, UpdateCount
 
 MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")
 """what AdamW and Adam keep for a parameter; the formats have no place for other kinds"""

@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from spillway.api.job_file import JobFile
 from spillway.errors import UserError
-from spillway.job import JobFile
 
-from .. import checkpoint, config, run_job
-from ..checkpoint_directory import Epoch
-from ..checkpoint_manifest import Checkpoint, TrainingState
+from .. import config, run_job
+from ..checkpoints import tensors as checkpoint
+from ..checkpoints.directory import Epoch
+from ..checkpoints.manifest import Checkpoint, TrainingState
+from ..corpus.tokens import Corpus, prepare_corpus
 from ..models.build import build_model
 from ..models.chain import Chain
-from ..optimizer import Hyperparameters, in_dtype
-from ..tokens import Corpus, prepare_corpus
+from ..optimizer.plain import Hyperparameters, in_dtype
 from .distributed import METADATA, PROGRAM, read_distributed
 from .foreign import KINDS, Foreign, powers_after
 from .naming import class_names, matched

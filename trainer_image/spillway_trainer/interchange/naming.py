@@ -7,7 +7,7 @@ from typing import Any
 
 from spillway.errors import UserError
 
-from ..export import huggingface_names, llama_name
+from .export import huggingface_names, llama_name
 from .foreign import Foreign
 
 MOST_NAMED = 3

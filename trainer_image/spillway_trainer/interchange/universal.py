@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spillway.errors import UserError
 
-from ..durable_files import DurableFiles
+from ..checkpoints.durable_files import DurableFiles
 from .foreign import (
     EXP_AVG,
     EXP_AVG_SQ,

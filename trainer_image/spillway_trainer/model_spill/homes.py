@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillway.footprint import NUM_SLOTS
 from spillway.plan import Tier
+from spillway.planning.footprint import NUM_SLOTS
 
-from .. import kernels
+from ..kernels import dispatch as kernels
+from ..optimizer.trainable import cut
 from ..tiers.arena import Part, Ring, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Buffer, Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import Address, NvmeSlab, Stored
-from ..trainable import cut
 from .layout import Row, SegmentLayout
 
 

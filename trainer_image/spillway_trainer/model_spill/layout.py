@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import UserError
-from spillway.footprint import PARAMETER_UNIT_BYTES, padded
 from spillway.plan import Tier
+from spillway.planning.footprint import PARAMETER_UNIT_BYTES, padded
 
 from ..models.chain import Chain
 from ..tiers.extents import round_up

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from spillway.metrics import Phase
 
-from ..data import Batch
+from ..corpus.data import Batch
 from ..models.chain import Chain, as_carried
 from ..saved_tensors import SavedTensors, Visit
 from ..trainer import Passes, Run, TimedPhase, read

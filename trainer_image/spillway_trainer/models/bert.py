@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
+from ..corpus.objective import Objective
 from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
-from .objective import Objective
 
 
 class Layer(nn.Module):

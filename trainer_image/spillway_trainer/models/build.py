@@ -12,17 +12,19 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from spillway.api import Location, Model, TrainingJobSpec
+from spillway.api.training_job import Location, Model, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.extras import need
 
-from .. import config, running_statistics
+from .. import running_statistics
+from ..corpus.text_source import directory_of
 from .chain import Chain
 from .sequential import SequentialChain
-from .transformer import Transformer
+from .transformer import Transformer, TransformerConfig
 
 MOST_CHILDREN = 6
 """that a message names"""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NO_CLAIMS: Mapping[str, str] = {}
 
 
@@ -40,21 +42,37 @@ def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) ->
 
 
 def _chain(spec: TrainingJobSpec, claims: Mapping[str, str]) -> Chain:
-    model, compute = spec.model, config.compute_dtype(spec)
+    model, compute = spec.model, DTYPES[spec.model.precision.compute]
     if model.entrypoint is not None:
         return _from_entrypoint(model, compute)
     if model.source is not None:
         return _from_source(model, model.source, compute, claims)
     if model.is_own_llama:
         with without_memory(compute):
-            return Transformer(config.transformer_config(spec))
+            return Transformer(_transformer_config(spec))
     families = _families()
     made = families.empty_model(families.config_of(model.transformer, spec.training.sequence_length))
     return families.chain_of(made, compute, model.lora)  # type: ignore[no-any-return]
 
 
+def _transformer_config(spec: TrainingJobSpec) -> TransformerConfig:
+    sizes = spec.model.transformer
+    return TransformerConfig(
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        dropout=sizes.dropout,
+        rope_theta=sizes.rope_theta,
+        norm_eps=sizes.norm_eps,
+    )
+
+
 def source_directory(source: Location, claims: Mapping[str, str]) -> Path:
-    return config.directory_of(source, claims, "spec.model.source")
+    return directory_of(source, claims, "spec.model.source")
 
 
 def _from_source(model: Model, source: Location, compute: torch.dtype, claims: Mapping[str, str]) -> Chain:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .objective import IGNORED_LABEL, Objective
+from ..corpus.objective import IGNORED_LABEL, Objective
 
 CPU = torch.device("cpu")
 

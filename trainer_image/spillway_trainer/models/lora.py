@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from spillway.api import Lora
+from spillway.api.training_job import Lora
 from spillway.errors import UserError
-from spillway.model_shape import ATTENTION_MODULES
+from spillway.planning.model_shape import ATTENTION_MODULES
 
 ADAPTER = "default"
 

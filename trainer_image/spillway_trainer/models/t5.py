@@ -19,9 +19,9 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 
 from spillway.errors import UserError
 
+from ..corpus.objective import Objective, prefix_length
 from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
-from .objective import Objective, prefix_length
 
 
 class EncoderEmbedding(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..trainable import cut
+from ..optimizer.trainable import cut
 
 
 class Path(StrEnum):

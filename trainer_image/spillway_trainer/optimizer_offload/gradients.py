@@ -16,8 +16,8 @@ from functools import partial
 
 from torch import Tensor
 
-from .. import kernels
-from ..reference import SquareSum
+from ..kernels import dispatch as kernels
+from ..kernels.reference import SquareSum
 from ..tiers.arena import Part, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import DONE, Event, Lane, Lanes, Region

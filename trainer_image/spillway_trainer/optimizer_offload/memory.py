@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..master_halves import rest_bytes
-from ..optimizer import MOMENT_DTYPES, Hyperparameters
-from ..reference import kept_elements
+from ..kernels.master_halves import rest_bytes
+from ..kernels.reference import kept_elements
+from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
 from ..tiers.arena import ALIGNMENT_BYTES, padded
 
 FLOAT32_BYTES = 4

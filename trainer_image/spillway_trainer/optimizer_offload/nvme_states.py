@@ -17,7 +17,7 @@ from functools import partial
 
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import dispatch as kernels
 from ..tiers.arena import Ring, RingSlot
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import Address, NvmeSlab, Stored

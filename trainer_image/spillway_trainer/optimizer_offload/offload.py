@@ -17,19 +17,19 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from spillway.errors import UserError
-from spillway.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.plan import OptimizerPlan, Tier
+from spillway.planning.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
-from .. import kernels
-from ..optimizer import Hyperparameters, Update, UpdateCount, as_loaded, shaped
-from ..reference import SquareSum
+from ..kernels import dispatch as kernels
+from ..kernels.reference import SquareSum
+from ..optimizer.plain import Hyperparameters, Update, UpdateCount, as_loaded, shaped
+from ..optimizer.trainable import Trainable, check_gradient, master_values
 from ..tiers.arena import Arena, Ring, as_bytes, padded
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeSlab
-from ..trainable import Trainable, check_gradient, master_values
 from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chunks
 from .gradients import Gradients, GradientWindow
 from .memory import FLOAT32_BYTES

@@ -13,13 +13,13 @@ from torch.nn import Parameter
 from spillway.plan import Tier
 from spillway.update_rules import MASTER, UpdateRule
 
-from ..master_halves import join, split
-from ..optimizer import Hyperparameters, States
+from ..kernels.master_halves import join, split
+from ..optimizer.plain import Hyperparameters, States
+from ..optimizer.trainable import flat, master_values
 from ..tiers.arena import ALIGNMENT_BYTES, Arena, Part, as_bytes
 from ..tiers.extents import ALIGNMENT_BYTES as PAGE_BYTES
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
-from ..trainable import flat, master_values
 from .assign import Chunk, Path
 from .gradients import Accumulator
 from .memory import FLOAT32_BYTES, Rows, accumulator_bytes, rows_of

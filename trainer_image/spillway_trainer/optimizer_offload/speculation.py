@@ -20,8 +20,8 @@ from torch import Tensor
 
 from spillway.plan import Tier
 
-from ..optimizer import Update
-from ..reference import UpdateScalars
+from ..kernels.reference import UpdateScalars
+from ..optimizer.plain import Update
 from ..tiers.arena import Arena, Part, padded
 from ..tiers.lanes import Event, Lane, Lanes
 from .assign import Chunk, Path

@@ -25,9 +25,9 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from .. import kernels
-from ..optimizer import States, Update
-from ..reference import UpdateScalars
+from ..kernels import dispatch as kernels
+from ..kernels.reference import UpdateScalars
+from ..optimizer.plain import States, Update
 from ..tiers.arena import Part, Ring, RingSlot, padded
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region

@@ -1,0 +1,1 @@
+"""Device, host and NVMe memory, and the lanes that move bytes between them."""

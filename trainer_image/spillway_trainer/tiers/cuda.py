@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from spillway.errors import HostOutOfMemory, UserError
-from spillway.units import GIB, MIB, format_bytes
+from spillway.units import MIB, format_bytes
 
+from ..kernels.pinned import copy, spans
 from .cuda_lanes import DeviceEvent, Stream
 from .host_slab import HostSlab
 
@@ -20,33 +21,6 @@ PAGE_BYTES = 20 * MIB
 """what torch's allocator takes of a device at once, for blocks above 1 MiB"""
 SMALL_BLOCKS_BYTES = 32 * MIB
 """left for the others: it takes 2 MiB at once for them, and each stream has its own"""
-PINNED_BYTES = GIB
-"""host memory is registered in pieces that end where an address is a multiple of this. A copy lies in one registration,
-so it is cut there, too (`spans`)"""
-
-
-def is_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
-def spans(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of the parts of `nbytes` at `address` that lie in one registration each, relative to `address`."""
-    first = 0
-    while first < nbytes:
-        end = min(nbytes, first + PINNED_BYTES - (address + first) % PINNED_BYTES)
-        yield first, end
-        first = end
-
-
-def copy(dst: Tensor, src: Tensor) -> None:
-    """dst = src, uint8 tensors of one size, on the current stream; returns before it is done."""
-    host = src if dst.is_cuda else dst
-    address, nbytes = host.data_ptr(), host.numel()
-    if host.is_cuda or address % PINNED_BYTES + nbytes <= PINNED_BYTES:
-        dst.copy_(src, non_blocking=True)
-        return
-    for first, end in spans(address, nbytes):
-        dst[first:end].copy_(src[first:end], non_blocking=True)
 
 
 def device_of(local_rank: int) -> torch.device:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..io_engine import Direction
-from ..spill_file import BLOCK_BYTES
+from ..kernels import dispatch as kernels
+from ..kernels.io_engine import Direction
 from .nvme_slab import OpenFile, ScratchFile
+from .spill_file import BLOCK_BYTES
 
 BOUNCE_BYTES = 8 << 20
 """of encrypted bytes on their way out, for each file: what is written stays as it is"""

@@ -26,12 +26,12 @@ from torch import Tensor
 from spillway.errors import SpillIOError, SpillVolumeFull, SpillwayError
 from spillway.units import format_bytes
 
-from .. import kernels
-from ..spill_file import SpillFile
+from ..kernels import dispatch as kernels
 from .extents import Extents, round_up
 from .host_slab import HostSlab
 from .lanes import Buffer, Region, kept_error
 from .releases import obtain
+from .spill_file import SpillFile
 from .spill_health import HEALTHY, DeviceHealth, after_failed_write, after_transfer
 
 STRIPE_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from harness.cluster_model import (
     writes,
 )
 from harness.observations import attempt, condition, decide, observed
-from spillway_operator.observed import Contract, PodObject
+from spillway_operator.decide.observed import Contract, PodObject
 
 
 def course(world: World, seconds: float, every: float = 5.0) -> None:

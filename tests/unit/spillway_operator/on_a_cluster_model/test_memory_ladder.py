@@ -12,11 +12,11 @@ import pytest
 
 from harness import cluster_model
 from harness.cluster_model import Fault, World, fail, rounds, running, writes
-from spillway.ladder import MOST_MEMORY_TRIES, corrections_after
-from spillway.placement import Unplaceable
+from spillway.feedback.ladder import MOST_MEMORY_TRIES, corrections_after
+from spillway.placement.place import Unplaceable
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import parse_quantity
-from spillway_operator import planning
+from spillway_operator.decide import planning
 
 DEVICE, HOST, VOLUME = 70, 76, 72
 

@@ -13,8 +13,8 @@ import pytest
 from harness.depth import FULL
 from harness.plain_play import PlainCourse
 from spillway.plan import Answer, Tier
-from spillway_trainer.activation_spill import choice
-from spillway_trainer.activation_spill.choice import Choice, Course, Limits, NoChoice, Played, SavedStorage, choose
+from spillway.planning import storage_choice as choice
+from spillway.planning.storage_choice import Choice, Course, Limits, NoChoice, Played, SavedStorage, choose
 
 KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
 MIB = 1 << 20

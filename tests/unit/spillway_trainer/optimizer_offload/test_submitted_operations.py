@@ -8,7 +8,7 @@ import torch
 
 from cases.optimizer_cases import HOST_BYTES, NUM_STEPS, Case, drive, offload, outcome, resident, split
 from spillway.plan import OptimizerPlan
-from spillway_trainer.optimizer import Optimizer
+from spillway_trainer.optimizer.plain import Optimizer
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Event, Lane, LazyLanes, LazyOperation, Region

@@ -14,8 +14,8 @@ import torch
 from fakes.fake_streams import FakeEvent, FakeStreams, RecordedLanes, host_and_ledger, recorded
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from spillway.plan import Tier
+from spillway_trainer.kernels.pinned import PINNED_BYTES, spans
 from spillway_trainer.tiers import cuda_lanes
-from spillway_trainer.tiers.cuda import PINNED_BYTES, spans
 from spillway_trainer.tiers.cuda_lanes import DeviceBuffer, Stream, StreamOperation, Streams
 from spillway_trainer.tiers.lanes import Event, Lane, QueuedOperation, Region
 

@@ -1,0 +1,185 @@
+"""Successive halving of a sweep: which members train on until which step, who is stopped and why, who is the best.
+
+Rounds stand at `objective.halving` steps, twice that, four times that, ... : each one compares members that all trained
+so long, and lets the better half go on (12 -> 6 -> 3 -> 1), as the algorithm has it (Jamieson and Talwalkar, arXiv
+1502.07943). A pure function of recorded values: a sweep that is killed and resumed decides the same again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spillway.api.progress import MemberProgress, MemberState
+from spillway.api.training_job import Objective
+
+METRIC_WORDS = {"EvaluationLoss": "evaluation loss", "Loss": "loss"}
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A member of the list, in its order."""
+
+    name: str
+    num_steps: int
+    """that it trains when no round stops it"""
+    failed: bool = False
+    """it reports no more and nobody waits for it. A round that it reported in counts its value, so that what was
+    decided before it failed stays decided; in any other it ranks behind all that have one"""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a member reported of the objective."""
+
+    member: str
+    step: int
+    """optimizer steps of the member, counting the one that it is of"""
+    value: float
+    """may be not finite: such a value is the worst in either direction"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A round stopped this member."""
+
+    member: str
+    step: int
+    """optimizer steps that it trained"""
+    reason: str
+    """a sentence: "stopped after 20 steps: evaluation loss 5.3100, best 4.9000" """
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the values that are known decide."""
+
+    until: Mapping[str, int]
+    """every member that is neither stopped nor failed, in the order of the list, and the step that it may train to: the
+    next round's, where it waits for the others, or its last. One that has reached it is parked, or complete"""
+    stops: tuple[Stop, ...]
+    """by round, then in the order of the list"""
+    best: str
+    """the best so far, by each one's newest value; those who survived most rounds before the others; "" = none"""
+
+
+def round_steps(halving: int, num_steps: int) -> tuple[int, ...]:
+    """Steps before the last of `num_steps` at which rounds can stand: their values must be reported.
+
+    (10, 100) -> (10, 20, 40, 80); nothing for halving 0.
+    """
+    found: list[int] = []
+    step = halving
+    while 0 < step < num_steps:
+        found.append(step)
+        step *= 2
+    return tuple(found)
+
+
+def standing(contenders: Sequence[Contender], values: Iterable[Value], objective: Objective) -> Standing:
+    """Play all rounds that `values` decide. Of several values of one member and step the last one counts: a resumed
+    member repeats its steps. A round waits until every member that may go on has a value at its step (one that
+    trains fewer steps: at its last). `contenders` have different names."""
+    known: dict[str, dict[int, float]] = {one.name: {} for one in contenders}
+    for one in values:
+        if one.member in known:
+            known[one.member][one.step] = one.value
+    table = _Table(tuple(contenders), known, objective)
+    left, stops, survived = list(contenders), [], dict.fromkeys(known, 0)
+    last = max((one.num_steps for one in contenders), default=0)
+    next_round: int | None = None
+    for step in round_steps(objective.halving, last):
+        present = [one for one in left if not one.failed or table.reported(one, step)]
+        if len(present) < 2 or all(one.num_steps <= step for one in present):
+            break
+        if not all(table.reported(one, step) for one in present):
+            next_round = step
+            break
+        kept = table.better_half(left, step)
+        stops += table.stops(left, kept, step)
+        left = kept
+        survived |= {one.name: survived[one.name] + 1 for one in left}
+    stopped = {stop.member for stop in stops}
+    until = {
+        one.name: one.num_steps if next_round is None or one not in left else min(next_round, one.num_steps)
+        for one in contenders
+        if not one.failed and one.name not in stopped
+    }
+    return Standing(until, tuple(stops), table.best(survived))
+
+
+def steps_ahead(members: Iterable[MemberProgress], halving: int) -> dict[str, float]:
+    """Steps that are before each member that goes on, of all members of a sweep. Rounds to come stop some of them, and
+    nobody knows whom: steps behind a round count by the part of the members that it lets go on."""
+    known = tuple(members)
+    going = [one for one in known if not one.state.is_over]
+    last = max((one.num_steps for one in going), default=0)
+    undecided = [
+        step for step in round_steps(halving, last) if any(one.step < min(step, one.num_steps) for one in going)
+    ]
+    ahead = dict.fromkeys((one.name for one in going), 0.0)
+    share, num_left = 1.0, sum(one.state not in (MemberState.STOPPED, MemberState.FAILED) for one in known)
+    for begin, end in pairwise((0, *undecided, last)):
+        for one in going:
+            ahead[one.name] += share * max(0, min(end, one.num_steps) - max(begin, one.step))
+        num_kept = max(1, num_left // 2)
+        share, num_left = share * num_kept / max(1, num_left), num_kept
+    return ahead
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The values that are known, and how they compare."""
+
+    contenders: tuple[Contender, ...]
+    values: Mapping[str, Mapping[int, float]]
+    objective: Objective
+
+    def reported(self, one: Contender, step: int) -> bool:
+        return min(step, one.num_steps) in self.values[one.name]
+
+    def better_half(self, left: Sequence[Contender], step: int) -> list[Contender]:
+        """Of two or more, in the order of the list. Sorting is stable: of equals the earlier one is kept."""
+        ranked = sorted(left, key=lambda one: self._rank(self._at(one, step)))
+        kept = {one.name for one in ranked[: len(ranked) // 2]}
+        return [one for one in left if one.name in kept]
+
+    def stops(self, left: Sequence[Contender], kept: Sequence[Contender], step: int) -> list[Stop]:
+        """Of those who are not kept and train on otherwise."""
+        best = min((self._at(one, step) for one in kept), key=self._rank)
+        return [
+            Stop(one.name, step, self._sentence(step, self._at(one, step), best))
+            for one in left
+            if one not in kept and not one.failed and one.num_steps > step
+        ]
+
+    def best(self, survived: Mapping[str, int]) -> str:
+        """By newest values; failed members and values that are not finite are none."""
+        newest = {
+            one.name: found[max(found)]
+            for one in self.contenders
+            if not one.failed and (found := self.values[one.name])
+        }
+        finite = {name: value for name, value in newest.items() if math.isfinite(value)}
+        return min(finite, key=lambda name: (-survived[name], self._rank(finite[name])), default="")
+
+    def _at(self, one: Contender, step: int) -> float | None:
+        """None for a member that failed before this round, the worst of all."""
+        return self.values[one.name].get(min(step, one.num_steps))
+
+    def _rank(self, value: float | None) -> tuple[int, float]:
+        """Smaller is better."""
+        if value is None or not math.isfinite(value):
+            return (2 if value is None else 1, 0.0)
+        return (0, value if self.objective.direction == "Minimize" else -value)
+
+    def _sentence(self, step: int, value: float | None, best: float | None) -> str:
+        metric = METRIC_WORDS[self.objective.metric]
+        return f"stopped after {step} steps: {metric} {_figure(value)}, best {_figure(best)}"
+
+
+def _figure(value: float | None) -> str:
+    """5.31 -> "5.3100"."""
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else "not finite"

@@ -1,0 +1,60 @@
+"""JobFile: job.json, what the trainer is asked to do; with plan.json beside it, the whole contract to the trainer.
+
+Written by `spillway run` (or, in a cluster, by the operator into the attempt's ConfigMap); read by `spillway_trainer`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spillway.api.training_job import TrainingJobSpec
+from spillway.plan import Frozen
+
+JOB_VERSION: Literal[1] = 1
+
+
+class JobFile(Frozen):
+    version: Literal[1] = JOB_VERSION
+    name: str
+    namespace: str = "default"
+    uid: str
+    """tells a namesake apart: a checkpoint of another uid is never resumed"""
+    epoch: int = Field(ge=1)
+    """attempt number; rises with every attempt, and fences the writers of earlier ones"""
+    spec: TrainingJobSpec
+    output_directory: str
+    """run.jsonl goes here"""
+    corpus_directory: str
+    """tokenizer and token shards: built here once, reused afterwards"""
+    checkpoint_directory: str
+    spill_directory: str
+    """where the NVMe slab is made; nothing in it outlives the process"""
+    further_spill_directories: tuple[str, ...] = ()
+    """on volumes of their own: the slab is striped over all"""
+    spill_is_listed: bool = False
+    """the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod"""
+    claims: dict[str, str] = Field(default_factory=dict)
+    """claim name -> directory, as the trainer sees it"""
+    termination_message_path: str
+    compute_threads: int = Field(ge=1)
+    """torch's intra-op threads: fixed, because a matrix product's rounding depends on it"""
+    metrics_port: int | None = None
+    """port of /metrics; none = no exporter"""
+    num_nodes: int = Field(default=1, ge=1)
+    ranks_per_node: int = Field(default=1, ge=1)
+    """world size = num_nodes x ranks_per_node; more than one rank is started by `spillway_trainer.launch`"""
+    master_address: str = "127.0.0.1"
+    """host name of node 0, where the ranks meet"""
+    master_port: int = Field(default=0, ge=0, le=65535)
+    """0 = a free port, for one node only"""
+
+    @property
+    def spill_directories(self) -> tuple[str, ...]:
+        """One a volume, each with the same share of the slab."""
+        return (self.spill_directory, *self.further_spill_directories)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node

@@ -1,0 +1,231 @@
+"""Members of a sweep: each is an ordinary job, the spec with some fields below model, data and training changed.
+
+spec.members[i] -> member_spec: the spec of its solo run, which is what it trains bit for bit
+                -> member_job:  the job.json of its solo run, with directories of its own below the sweep's
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from spillway.api.manifest import validate, value_of
+from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway.units import format_quantity
+from spillway.update_rules import RULE_FIELDS, UpdateRule
+
+if TYPE_CHECKING:  # api.py asks this module what is wrong with the members of a job
+    from spillway.api.job_file import JobFile
+    from spillway.api.training_job import Member, TrainingJob, TrainingJobSpec
+
+SECTIONS = ("model", "data", "training")
+"""of the spec, that members may differ in: what the numbers of a run depend on. All else is the job's"""
+DIRECTORY = "members"
+"""below a sweep's output and checkpoint directories, with one directory for each member"""
+_DERIVED_SIZES = ("numKeyValueHeads", "intermediateSize", "tieWordEmbeddings")
+"""of model.config, whose defaults follow other sizes"""
+
+
+def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:
+    """The spec of the member's solo run. Raises InvalidJob with every override that cannot be.
+
+    A field whose default follows another one (intermediateSize of hiddenSize, betas of the optimizer's name) and that
+    has its default in the job has that of the member's.
+    """
+    problems = [problem for path in member.overrides if (problem := _refused_path(member, path))]
+    if problems:
+        raise InvalidJob(f"member {member.name}", problems)
+    document = spec.model_dump(mode="json", by_alias=True, exclude={"members", "objective"}, exclude_none=True)
+    _forget_derived(document, member.overrides)
+    for path, text in member.overrides.items():
+        _set(document, path, value_of(text))
+    try:
+        return validate(type(spec), document, f"member {member.name}")
+    except InvalidJob as error:
+        raise InvalidJob(f"member {member.name}", [_of_member(member, one) for one in error.problems]) from None
+
+
+def member_training_job(job: TrainingJob, member: Member) -> TrainingJob:
+    """The solo job: what to hand to `spillway run` for the same curve."""
+    return job.model_copy(update={"spec": member_spec(job.spec, member)})
+
+
+def member_job(job: JobFile, member: Member) -> JobFile:
+    """job.json of the member: its spec, and directories of its own. Members of one text and vocabulary share the
+    corpus; the others build their own beside it."""
+    spec = member_spec(job.spec, member)
+    corpus, directory = _corpus_of(spec), job.corpus_directory
+    if corpus != _corpus_of(job.spec):
+        same = next(one for one in job.spec.members if _corpus_of(member_spec(job.spec, one)) == corpus)
+        directory = f"{directory}-{same.name}"
+    return job.model_copy(
+        update={
+            "spec": spec,
+            "output_directory": str(member_directory(job.output_directory, member.name)),
+            "checkpoint_directory": str(member_directory(job.checkpoint_directory, member.name)),
+            "corpus_directory": directory,
+            "metrics_port": None,
+        }
+    )
+
+
+def member_directory(directory: str | PurePath, name: str) -> PurePath:
+    """Below a sweep's output directory, or its checkpoint directory."""
+    return PurePath(directory) / DIRECTORY / name
+
+
+def problems_of(job: TrainingJob) -> list[FieldProblem]:
+    """What is wrong with the members of `job` and with its objective; nothing for a job without either."""
+    spec = job.spec
+    if not spec.members:
+        needless = "belongs to members, and there are none; leave it out"
+        return [] if spec.objective is None else [FieldProblem("spec.objective", "{...}", needless)]
+    return [*_names(spec), *_sweep(spec), *_overrides(spec)]
+
+
+def _names(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    counts, seen = Counter(member.name for member in spec.members), set[str]()
+    for index, member in enumerate(spec.members):
+        if counts[member.name] > 1 and member.name in seen:
+            yield FieldProblem(f"spec.members[{index}].name", member.name, "another member has it; give each its own")
+        seen.add(member.name)
+
+
+def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """Members take turns on one device of one rank."""
+    parallelism, objective = spec.parallelism, spec.objective
+    one = "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"
+    for field, count in (("nodes", parallelism.nodes), ("devicesPerNode", parallelism.devices_per_node)):
+        if count > 1:
+            yield FieldProblem(f"spec.parallelism.{field}", str(count), one)
+    if parallelism.strategy not in ("Auto", "Ddp"):
+        undivided = "members take turns on one device, where nothing is divided: use Ddp, or a job for each model"
+        yield FieldProblem("spec.parallelism.strategy", parallelism.strategy, undivided)
+    if reserve := spec.memory.activations.host_reserve:
+        fixed = "members have a plan each, and none of them is corrected while it runs: leave it out"
+        yield FieldProblem("spec.memory.activations.hostReserve", format_quantity(reserve), fixed)
+    if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:
+        held_out = "needs held-out text: give data.evaluation, or use Loss"
+        yield FieldProblem("spec.objective.metric", objective.metric, held_out)
+
+
+def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    for index, member in enumerate(spec.members):
+        try:
+            own = member_spec(spec, member)
+        except InvalidJob as error:
+            for one in error.problems:
+                yield FieldProblem(f"spec.members[{index}].{one.path}", one.given, one.problem)
+            continue
+        if own.model.config is None and own.model != spec.model:
+            path, given = next((path, text) for path, text in member.overrides.items() if path.startswith("model."))
+            unknown = (
+                "a source or an entrypoint does not say its model's sizes, and of a sweep spec.model alone is built to "
+                "find them: let members differ in training and data, or give this one a job of its own"
+            )
+            yield FieldProblem(f"spec.members[{index}].{_named(path)}", given, unknown)
+        evaluated = (spec.data.evaluation, own.data.evaluation)
+        differs = len({one and one.model_copy(update={"every_steps": 1}) for one in evaluated}) > 1
+        if spec.compared_by.metric == "EvaluationLoss" and spec.data.evaluation and differs:
+            compared = "members are compared by their loss on one text: leave it out, or use objective.metric: Loss"
+            yield FieldProblem(f"spec.members[{index}].overrides", "data.evaluation", compared)
+
+
+def _refused_path(member: Member, path: str) -> FieldProblem | None:
+    section = path.partition(".")[0]
+    if section not in SECTIONS:
+        why = f"members differ in {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]}; all else is the whole job's"
+    elif path == section:
+        why = f"name a field below it, for example {'training.seed' if section == 'training' else section + '.…'}"
+    elif any(other != path and path.startswith(f"{other}.") for other in member.overrides):
+        why = "another override replaces the whole of which it is a part; keep one of them"
+    else:
+        return None
+    return FieldProblem(_named(path), member.overrides[path], why)
+
+
+def _named(path: str) -> str:
+    return f'overrides["{path}"]'
+
+
+def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
+    """A problem of the member's spec, told of the override that made it; else of the field it is about."""
+    for path, text in member.overrides.items():
+        if problem.path == path:
+            return FieldProblem(_named(path), text, problem.problem)
+    return FieldProblem("overrides", "", f"with them, spec.{problem}")
+
+
+def _set(document: dict[str, Any], path: str, value: object) -> None:
+    *parts, last = path.split(".")
+    for part in parts:
+        inner = document.get(part)
+        document[part] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+        document = inner
+    document[last] = value
+
+
+def _forget_derived(document: dict[str, Any], overrides: Mapping[str, str]) -> None:
+    """Leave out what only followed a field that is overridden."""
+    if any(path.startswith("model.config.") for path in overrides) and (config := document["model"].get("config")):
+        for name in _DERIVED_SIZES:
+            if config.get(name) == _default_size(config, name):
+                config.pop(name, None)
+    if "training.optimizer.name" in overrides:
+        optimizer = document["training"]["optimizer"]
+        defaults = UpdateRule(optimizer["name"]).defaults
+        for name in (*RULE_FIELDS, "weightDecay"):
+            if name in optimizer and _as_numbers(optimizer[name]) == _as_numbers(defaults.get(name)):
+                del optimizer[name]
+
+
+def _default_size(config: Mapping[str, Any], name: str) -> object:
+    return {
+        "numKeyValueHeads": config["numHeads"],
+        "intermediateSize": 4 * config["hiddenSize"],
+        "tieWordEmbeddings": config["architecture"] != "llama",
+    }[name]
+
+
+def _as_numbers(value: Any) -> tuple[float, ...]:
+    """A number of the manifest, or several, each of which may be a string."""
+    if value is None:
+        return ()
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
+
+
+def named_specs(spec: TrainingJobSpec) -> dict[str, TrainingJobSpec]:
+    """Solo specs of the members by name, in their order; of a job that is no sweep itself, under "". Raises InvalidJob
+    as member_spec does."""
+    return {one.name: member_spec(spec, one) for one in spec.members} or {"": spec}
+
+
+def solo_specs(spec: TrainingJobSpec) -> tuple[TrainingJobSpec, ...]:
+    return tuple(named_specs(spec).values())
+
+
+def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:
+    """How many token corpora these train on."""
+    found = [_corpus_of(one) for one in specs]
+    return sum(one not in found[:index] for index, one in enumerate(found))
+
+
+def _corpus_of(spec: TrainingJobSpec) -> object:
+    """What a corpus is made from: equal specs share one."""
+    model = spec.model
+    data = spec.data.model_dump(mode="json", exclude={"evaluation"}), spec.texts.get("data.evaluation.text")
+    tokenizer: object = model.source or model.entrypoint
+    if model.config is not None:
+        tokenizer = (model.config.vocab_size, model.config.architecture == "bert")
+    return data, tokenizer
+
+
+def member_named(spec: TrainingJobSpec, name: str) -> Member:
+    """Raises UserError for a name that no member has."""
+    for member in spec.members:
+        if member.name == name:
+            return member
+    known = ", ".join(member.name for member in spec.members) or "none"
+    raise UserError(f"member {name}: the job has {known}")

@@ -1,0 +1,197 @@
+"""TrainingJobStatus: what the operator observed and decided. `state` and the display strings are for people; decisions
+read conditions and figures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, Strict
+
+from spillway.api.field_types import Count, Name, Quantity, Text, Written
+
+LIST_BY_TYPE: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+
+Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+Short = Annotated[str, Field(max_length=64)]
+MAX_ATTEMPTS = 10**9 - 1
+MOST_ESCALATIONS = 16
+"""an attempt's number is part of names and labels"""
+AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
+NodeName = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class Condition(Written):
+    """As metav1.Condition."""
+
+    type: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Accepted, Planned, Running, ...")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    reason: Annotated[str, Field(max_length=63)] = Field(default="", description="CamelCase reason; documented.")
+    message: Annotated[str, Field(max_length=2048)] = Field(default="", description="The same for people.")
+    observed_generation: Count = Field(default=0, description="Generation of the spec that it is about.")
+    last_transition_time: Time | None = Field(default=None, description="When status last changed.")
+
+
+class TierQuantities(Written):
+    """Bytes per tier."""
+
+    device: Quantity | None = Field(default=None, description="Bytes on each device.")
+    host: Quantity | None = Field(default=None, description="Bytes in host memory, per rank.")
+    nvme: Quantity | None = Field(default=None, description="Bytes on NVMe, per rank.")
+
+
+class ProfileEvidence(Written):
+    """What was observed before of the same model under the same plan."""
+
+    profile: Annotated[str, Field(max_length=253)] = Field(default="", description="Name of the MemoryProfile.")
+    peak: TierQuantities | None = Field(default=None, description="Largest peak per tier that it holds, per rank.")
+    message: Text = Field(default="", description="The same in a sentence.")
+    pod_memory: Quantity | None = Field(
+        default=None, description="Peak of earlier pods, bytes, where podMemory follows from it."
+    )
+    runs: Count = Field(default=0, description="Runs that podMemory follows from; 0: it is what was counted.")
+
+
+class PlanStatus(Written):
+    """The plan of the present attempt, where it should run, and why."""
+
+    config_map: Annotated[str, Field(max_length=253)] = Field(
+        default="", description="ConfigMap with job.json and plan.json."
+    )
+    node: Short = Field(default="", description="Node class that it is made for.")
+    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device that it is made for.")
+    summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
+    bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
+    pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")
+    activations: Quantity | None = Field(
+        default=None,
+        description="Planned bytes of activations in each rank's spill file; missing where none of them could move.",
+    )
+    step_seconds: Short = Field(default="", description="Predicted seconds per step.")
+    calibrated: bool = Field(
+        default=False, description="Whether stepSeconds follows from rates measured on such nodes, not the catalog's."
+    )
+    nodes: tuple[NodeName, ...] = Field(
+        default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."
+    )
+    reason: Text = Field(default="", description="Why there: a sentence with the figure that decided.")
+    headroom: TierQuantities | None = Field(
+        default=None, description="Free bytes of the preferred node per tier, reservations taken off."
+    )
+    metrics_age: Short = Field(default="", description="Age of the metrics behind it, for people: 4s.")
+    metrics_source: Short = Field(default="", description="Where they came from: Prometheus, Scrape, or empty.")
+    gang: Literal["", "Queue", "Yield"] = Field(
+        default="",
+        description="How the pods start all or none. Queue: the queue admits all of them or none. Yield: an attempt "
+        "that gets nodes for some of them gives those back. Empty: one pod, or scheduling.gang is Disabled.",
+    )
+    observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
+    image: Text = Field(default="", description="Trainer image of the attempt.")
+
+
+class Progress(Written):
+    """How far it is; written at most every 15 s."""
+
+    step: Count = Field(default=0, description="Optimizer steps completed; of a sweep, by all members together.")
+    steps: Count = Field(
+        default=0, description="Optimizer steps that the job asks for; of a sweep, those of members that go on."
+    )
+    display: Short = Field(default="", description="Share of the steps, for people: 42%.")
+    loss: Short = Field(default="", description="Training loss of the last step.")
+    tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
+    eta: Short = Field(default="", description="Time left, for people: 3h12m.")
+    last_step_time: Time | None = Field(default=None, description="When the last step ended.")
+    advance_time: Time | None = Field(
+        default=None, description="When the operator heard of this step; lifecycle.stallSeconds counts from here."
+    )
+
+
+class MemoryStatus(Written):
+    """Measured peaks of the fullest rank."""
+
+    device: Short = Field(default="", description="Peak of budget on the device, for people: 71Gi/80Gi.")
+    spilled: Short = Field(default="", description="Bytes outside the device, for people.")
+    peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
+    activations: Quantity | None = Field(
+        default=None,
+        description="Bytes of each rank's spill file that activations may take since the last live correction; with "
+        "mode Advise, that Auto would leave them. Missing where nothing of them could move.",
+    )
+    correction: Text = Field(default="", description="What the last live correction of the attempt did, and why.")
+
+
+class CheckpointStatus(Written):
+    step: Count = Field(default=0, description="Step of the last committed checkpoint.")
+    epoch: Count = Field(default=0, description="Attempt that wrote it.")
+    path: Text = Field(default="", description="Its directory on the claim.")
+    time: Time | None = Field(default=None, description="When it was committed.")
+
+
+class Attempts(Written):
+    total: AttemptNumber = Field(default=0, description="Attempts so far; the number of the present one.")
+    ended: AttemptNumber = Field(default=0, description="Number of the last attempt whose end is accounted for.")
+    restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
+    disruptions: Count = Field(
+        default=0, description="Attempts that were taken away: nodes lost, pods and Jobs deleted, preemptions."
+    )
+    memory_errors: Count = Field(default=0, description="Attempts that ended because memory ran out.")
+    last_reason: Short = Field(default="", description="Why the last attempt ended.")
+    last_node: Annotated[str, Field(max_length=253)] = Field(
+        default="", description="Node of the pod that ended the last attempt."
+    )
+    last_rank: Count | None = Field(default=None, description="Rank that failed first in the last attempt.")
+    start_time: Time | None = Field(default=None, description="When the present attempt began.")
+    end_time: Time | None = Field(default=None, description="When the last attempt ended.")
+    pending_time: Time | None = Field(
+        default=None, description="Since when the job waits for an attempt whose pods all run."
+    )
+    active_time: Time | None = Field(default=None, description="When all pods of the present attempt first ran.")
+    active_seconds: Count = Field(default=0, description="Seconds that the pods of ended attempts ran.")
+    last_active_seconds: Count = Field(default=0, description="The same of the last ended attempt alone.")
+    short_in_a_row: Count = Field(
+        default=0, description="Attempts in a row that ended within 10 minutes; each doubles the pause before the next."
+    )
+
+
+class Escalation(Written):
+    """Memory ran out, and what that changes."""
+
+    attempt: Count = Field(description="Attempt that ended.")
+    reason: Short = Field(default="", description="Why it ended.")
+    change: Text = Field(default="", description="What the next attempt does differently.")
+
+
+class MemberStatus(Written):
+    name: Name = Field(description="Name of the member.")
+    step: Count = Field(default=0, description="Its optimizer steps.")
+    steps: Count = Field(default=0, description="Optimizer steps that it trains when no round stops it.")
+    loss: Short = Field(default="", description="Its last loss.")
+    objective: Short = Field(default="", description="Its newest value of objective.metric.")
+    state: Short = Field(default="", description="For people: Running, Parked, Stopped, Complete or Failed.")
+    message: Text = Field(default="", description="Why it was stopped, or failed.")
+
+
+class TrainingJobStatus(Written):
+    """What was observed and decided."""
+
+    observed_generation: Count = Field(default=0, description="Generation of the spec that the status is about.")
+    state: Short = Field(default="", description="For display: Queued, Running, Suspended, Complete, Failed, ...")
+    conditions: tuple[Condition, ...] = Field(
+        default=(), max_length=32, description="What holds.", json_schema_extra=LIST_BY_TYPE
+    )
+    plan: PlanStatus | None = Field(default=None, description="The plan of the present attempt.")
+    progress: Progress | None = Field(default=None, description="How far it is.")
+    memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
+    checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
+    attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")
+    escalations: tuple[Escalation, ...] = Field(
+        default=(),
+        max_length=MOST_ESCALATIONS,
+        description="Attempts that ran out of memory, and what each changed; with mode Advise, what it would.",
+    )
+    members: tuple[MemberStatus, ...] = Field(
+        default=(), max_length=64, description="Members of a sweep.", json_schema_extra=LIST_BY_NAME
+    )
+    best_member: Annotated[str, Field(max_length=63)] = Field(default="", description="The best member so far.")
+    start_time: Time | None = Field(default=None, description="When the first attempt started.")
+    completion_time: Time | None = Field(default=None, description="When the job completed or failed.")

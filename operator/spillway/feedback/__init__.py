@@ -1,0 +1,1 @@
+"""What was measured -> corrected predictions, and the plan of the next attempt."""

@@ -1,0 +1,510 @@
+"""Calibration: measured against predicted -> corrected figures of a node. Pure.
+
+    probe     small training steps measured -> `fitted`: one price for each unit of ComputeWork (compute_work.py)
+    training  the steps of a run, and what its plan says they ask for -> `corrections`: how much slower than planned
+              each resource was -> `corrected`: the node with those rates
+
+A corrected figure is the planned one times a factor: a run measures phases, not single prices, so what shares a phase
+shares its factor. Medians over steps; what is further off than LARGEST_FACTOR is cut to that and marked.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import combinations
+
+from spillway.errors import UserError
+from spillway.metrics import Phase, StepMetrics
+from spillway.plan import Overlap
+from spillway.planning.hardware import NodeSpec
+from spillway.planning.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds, side_by_side
+
+WARM_UP_STEPS = 2
+"""of every attempt: pages are touched, kernels chosen, files opened"""
+LEAST_STEPS = 5
+"""after warm-up; a median of fewer says little"""
+LARGEST_FACTOR = 20.0
+"""a resource this much faster or slower than planned was not what was measured"""
+LEAST_SHARE = 0.02
+"""of the step: what takes less is not told apart from noise"""
+LEAST_BYTES = 2**20
+"""a step: fewer bytes measure the cost of an operation, not a rate"""
+
+Work = Mapping[str, Mapping[str, float]]
+"""Prediction.work: phase -> amounts"""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """Medians over the steps of a run."""
+
+    num_steps: int
+    step_seconds: float
+    phase_seconds: Mapping[str, float]
+    lane_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+
+
+def measured_step(attempts: Sequence[Sequence[StepMetrics]]) -> MeasuredStep:
+    """The steps of each attempt in order. Skipped steps and the first WARM_UP_STEPS of an attempt do not count.
+
+    Raises UserError when fewer than LEAST_STEPS are left.
+    """
+    steps = [step for attempt in attempts for step in attempt[WARM_UP_STEPS:] if not step.skipped]
+    if len(steps) < LEAST_STEPS:
+        raise UserError(
+            f"{len(steps)} steps are left without the first {WARM_UP_STEPS} of each attempt and those that were "
+            f"skipped; {LEAST_STEPS} are needed: train longer"
+        )
+    return MeasuredStep(
+        num_steps=len(steps),
+        step_seconds=statistics.median(step.step_seconds for step in steps),
+        phase_seconds=_medians([step.phase_seconds for step in steps]),
+        lane_seconds=_medians([step.lane_seconds for step in steps]),
+        moved_bytes=_medians([step.moved_bytes for step in steps]),
+    )
+
+
+def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for figure in figures for name in figure})
+    return {name: statistics.median(figure.get(name, 0.0) for figure in figures) for name in names}
+
+
+# --- training: corrections --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """One resource of a node, beside what its rates predicted."""
+
+    resource: str
+    """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write"""
+    predicted_seconds: float
+    measured_seconds: float
+    factor: float
+    """measured over predicted, within LARGEST_FACTOR; rates are divided by it, fixed costs multiplied"""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.factor in {LARGEST_FACTOR, 1.0 / LARGEST_FACTOR}
+
+
+COMPUTE, UPDATE, NETWORK = "compute", "update", "network"
+CPU_UPDATE = "update on the CPU"
+"""of a device apart, where no more than the CPU's lane tells of the update"""
+H2D, D2H, READ, WRITE = "h2d", "d2h", "disk read", "disk write"
+_LANES = {READ: "nvme_read", WRITE: "nvme_write", H2D: "h2d", D2H: "d2h"}
+
+
+class _Told(Enum):
+    """What tells compute and update apart."""
+
+    BY_PHASES = auto()
+    """the update is the phase optimizer, and nothing else is"""
+    BY_LANE = auto()
+    """the update is what the CPU's lane worked: the phase waits for the disk, too, or is over before the update is"""
+    BY_SUM = auto()
+    """backward is free of the update; forward, wait and optimizer together are forward and the update"""
+    TOGETHER = auto()
+    """the update is in all phases: one factor for both"""
+    COMPUTE_ALONE = auto()
+    """by backward"""
+    NOTHING = auto()
+
+
+def _told(work: Work, rates: Rates, overlap: Overlap) -> _Told:
+    """On a device apart an update beside forward takes nothing from it; on a CPU both take the same cores, and the
+    seconds of neither are those it takes alone, but their sum is."""
+    update = work.get(Phase.OPTIMIZER, {})
+    if overlap == "None":
+        return _Told.BY_LANE if update.get(Resource.READ) else _Told.BY_PHASES
+    if not rates.copies_use_cores:
+        return _Told.BY_LANE
+    forward = work.get(Phase.FORWARD, {})
+    waits = [forward.get(name) for name in (Resource.H2D, Resource.D2H, *_DISK)] + [update.get(name) for name in _DISK]
+    if any(waits):  # phase wait is not the update's alone
+        return _Told.COMPUTE_ALONE if overlap == "Forward" else _Told.NOTHING
+    return _Told.BY_SUM if overlap == "Forward" else _Told.TOGETHER
+
+
+_DISK = (Resource.READ, Resource.WRITE)
+
+
+def corrections(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap = "None") -> list[Correction]:
+    """How far each resource was from `rates`, those that the run's planner would use today. Left out: what the run did
+    not use, or too little to tell, and what `not_told` names. `overlap`: of the plan; Backward with nothing to update
+    there is Forward."""
+    cores = _of_cores(work, rates, step, _told(work, rates, overlap))
+    network = _network(work, rates, step)
+    disk = _disk(work, rates, step, overlap)
+    return [*disk, *_links(rates, step), *cores, *([] if network is None else [network])]
+
+
+def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
+    """The rates that a run cannot correct though it used them, each with the reason."""
+    told, found = _told(work, rates, overlap), []
+    if told is _Told.COMPUTE_ALONE:
+        found.append("update: it ran beside forward on the same cores, and forward waited for copies or the disk, too")
+    if told is _Told.NOTHING:
+        found.append(
+            "compute, update: the update ran beside backward and forward on the same cores, and these waited for "
+            "copies or the disk, too"
+        )
+    if told is _Told.BY_LANE and not rates.copies_use_cores and work.get(Phase.OPTIMIZER, {}).get(DEVICE_BYTES):
+        found.append("device memory: no lane has the seconds of the device's part of the update alone")
+    if _disk_is_shared(work):
+        found.append(
+            "disk read, disk write: states were read and written at once, and activations or parameters went through "
+            "the same lanes at other times"
+        )
+    return found
+
+
+def _links(rates: Rates, step: MeasuredStep) -> Iterator[Correction]:
+    """On a CPU copies share the cores with compute, so that what their lane took says more of compute than of copies:
+    they are corrected with compute."""
+    if not rates.copies_use_cores:
+        yield from _of_lanes({H2D: rates.h2d, D2H: rates.d2h}, step)
+
+
+def _of_lanes(planned: Mapping[str, float], step: MeasuredStep) -> Iterator[Correction]:
+    """Bytes of a lane over the seconds in which it worked."""
+    for resource, rate in planned.items():
+        nbytes, seconds = _of_lane(_LANES[resource], step)
+        if seconds:
+            yield _correction(resource, nbytes / rate, seconds)
+
+
+def _of_lane(lane: str, step: MeasuredStep) -> tuple[float, float]:
+    """Bytes and busy seconds; 0 seconds where too little moved to tell."""
+    nbytes = step.moved_bytes.get(lane, 0.0)
+    return nbytes, step.lane_seconds.get(lane, 0.0) if nbytes >= LEAST_BYTES else 0.0
+
+
+def _disk(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap) -> Iterator[Correction]:
+    """Where states are on NVMe one drive reads and writes at once: a lane's seconds are not those that its bytes take
+    alone. Both together take no longer than both lanes worked, and no longer than the update: one factor for both."""
+    planned = {READ: rates.read, WRITE: rates.write}
+    if not work.get(Phase.OPTIMIZER, {}).get(Resource.READ):
+        yield from _of_lanes(planned, step)
+    elif not _disk_is_shared(work):
+        lanes = {name: _of_lane(_LANES[name], step) for name in planned}
+        predicted = {name: nbytes / planned[name] for name, (nbytes, seconds) in lanes.items() if seconds}
+        update = step.phase_seconds.get(Phase.OPTIMIZER, 0.0) if overlap == "None" else step.step_seconds
+        together = min(sum(seconds for _, seconds in lanes.values()), update)
+        for name, seconds in predicted.items():
+            yield _correction(name, seconds, together * seconds / sum(predicted.values()))
+
+
+def _disk_is_shared(work: Work) -> bool:
+    """By states, in both directions at once, and by what the passes read and write."""
+    passes = (work.get(phase, {}) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    states = work.get(Phase.OPTIMIZER, {}).get(Resource.READ)
+    return bool(states) and any(amounts.get(name) for amounts in passes for name in _DISK)
+
+
+def _of_cores(work: Work, rates: Rates, step: MeasuredStep, told: _Told) -> Iterator[Correction]:
+    """Compute and update. Each has a phase of its own and a share in the other's, on a CPU: updates add up gradients
+    during backward, and their operations cost what those of compute cost. So the factors solve
+
+        compute x passes.compute + update x passes.update = measured passes
+        compute x optimizer.compute + update x optimizer.update = measured optimizer
+
+    where phases tell them apart; BY_SUM forward moves from the first line to the second, with what it waited for.
+    """
+    optimizer = _planned_optimizer(work.get(Phase.OPTIMIZER, {}), rates)
+    forward, backward = (_planned_pass(work.get(phase, {}), rates) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    took = {phase: step.phase_seconds.get(phase, 0.0) for phase in Phase}
+    least = LEAST_SHARE * step.step_seconds
+    in_passes, in_update = took[Phase.FORWARD] + took[Phase.BACKWARD], took[Phase.OPTIMIZER]
+    beside_forward = took[Phase.FORWARD] + took[Phase.WAIT] + took[Phase.OPTIMIZER]
+    if told is _Told.BY_PHASES:
+        yield from _of_pair(forward + backward, optimizer, in_passes, in_update, least)
+    elif told is _Told.BY_SUM:
+        yield from _of_pair(backward, forward + optimizer, took[Phase.BACKWARD], beside_forward, least)
+    elif told is _Told.TOGETHER:
+        planned, measured = forward + backward + optimizer, beside_forward + took[Phase.BACKWARD]
+        factor = measured / planned.sum if planned.sum else 1.0
+        yield from _told_of(planned, compute=factor, update=factor)
+    elif told is _Told.COMPUTE_ALONE:
+        yield from _of_pair(backward, _Planned(0.0, 0.0), took[Phase.BACKWARD], 0.0, least)
+    elif told is _Told.BY_LANE:
+        nbytes, seconds = _of_lane("cpu", step)
+        update = seconds * rates.cpu / nbytes if seconds >= max(least, _SHORTEST) else 0.0
+        if update:
+            resource = UPDATE if rates.copies_use_cores else CPU_UPDATE
+            yield _correction(resource, nbytes / rates.cpu, seconds)
+        passes = forward + backward
+        if passes.compute and in_passes >= least:
+            compute = max(0.0, in_passes - (update or 1.0) * passes.update)
+            yield _correction(COMPUTE, passes.compute, compute)
+
+
+_SHORTEST = 1e-9
+"""seconds; what takes less was not measured"""
+
+
+def _of_pair(first: _Planned, second: _Planned, took: float, second_took: float, least: float) -> Iterator[Correction]:
+    """Of two measured sums, the one mostly compute, the other mostly update."""
+    computes, updates = first.compute > 0.0 and took >= least, second.update > 0.0 and second_took >= least
+    compute, update = 1.0, 1.0
+    if computes and updates:
+        compute, update = _solved_pair(first, second, took, second_took)
+    elif computes:
+        compute = max(0.0, took - first.update) / first.compute
+    elif updates:
+        update = max(0.0, second_took - second.compute) / second.update
+    told = _Planned(first.compute if computes else 0.0, second.update if updates else 0.0)
+    yield from _told_of(told, compute=compute, update=update)
+
+
+def _told_of(planned: _Planned, *, compute: float, update: float) -> Iterator[Correction]:
+    if planned.update:
+        yield _correction(UPDATE, planned.update, update * planned.update)
+    if planned.compute:
+        yield _correction(COMPUTE, planned.compute, compute * planned.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Seconds of a phase by what they would be corrected with."""
+
+    compute: float
+    update: float
+
+    @property
+    def sum(self) -> float:
+        return self.compute + self.update
+
+    def __add__(self, other: _Planned) -> _Planned:
+        return _Planned(self.compute + other.compute, self.update + other.update)
+
+
+def _planned_pass(amounts: Mapping[str, float], rates: Rates) -> _Planned:
+    load = loads_of(amounts, rates)
+    updates = load[Resource.CPU] if rates.copies_use_cores else 0.0
+    return _Planned(busy_seconds(load, rates) - updates, updates)
+
+
+def _planned_optimizer(amounts: Mapping[str, float], rates: Rates) -> _Planned:
+    return _Planned(amounts.get("operations", 0.0) * rates.operation_overhead, _update_seconds(amounts, rates))
+
+
+def _update_seconds(amounts: Mapping[str, float], rates: Rates) -> float:
+    """step_time.update_seconds without its operations."""
+    return side_by_side(loads_of({**amounts, "operations": 0.0}, rates), rates)
+
+
+def _solved_pair(passes: _Planned, optimizer: _Planned, took: float, update_took: float) -> tuple[float, float]:
+    """The factors of compute and update; where no two of the sane range solve both, one factor a phase."""
+    determinant = passes.compute * optimizer.update - passes.update * optimizer.compute
+    if determinant > 0.0:
+        compute = (took * optimizer.update - update_took * passes.update) / determinant
+        update = (update_took * passes.compute - took * optimizer.compute) / determinant
+        if min(compute, update) >= 1.0 / LARGEST_FACTOR:
+            return compute, update
+    return took / (passes.compute + passes.update), update_took / (optimizer.compute + optimizer.update)
+
+
+def _network(work: Work, rates: Rates, step: MeasuredStep) -> Correction | None:
+    """What ranks wait for one another is part of it."""
+    predicted = loads_of(work.get(Phase.EXCHANGE, {}), rates)[Resource.NETWORK]
+    seconds = step.phase_seconds.get(Phase.EXCHANGE, 0.0)
+    if not predicted or seconds < LEAST_SHARE * step.step_seconds:
+        return None
+    return _correction(NETWORK, predicted, seconds)
+
+
+def predicted_seconds(work: Work, rates: Rates) -> float:
+    """Of a step at `rates`, from what its phases ask for: what a prediction would be today."""
+    loads = {phase: loads_of(work.get(phase, {}), rates) for phase in Phase}
+    passes = [phase_seconds(loads[phase], rates) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    update = work.get(Phase.OPTIMIZER, {})
+    updates = _update_seconds(update, rates) + update.get("operations", 0.0) * rates.operation_overhead
+    return sum(passes) + updates + loads[Phase.EXCHANGE][Resource.NETWORK]
+
+
+def loads_of(amounts: Mapping[str, float], rates: Rates) -> dict[Resource, float]:
+    """Seconds per resource of amounts as step_time.amounts gives them."""
+    prices = {
+        Resource.H2D: rates.h2d,
+        Resource.D2H: rates.d2h,
+        Resource.DRAM: rates.dram,
+        Resource.CPU: rates.cpu,
+        Resource.READ: rates.read,
+        Resource.WRITE: rates.write,
+        Resource.NETWORK: rates.network,
+    }
+    loads = {resource: amounts.get(resource.value, 0.0) / price for resource, price in prices.items()}
+    loads[Resource.COMPUTE] = (
+        amounts.get("flops", 0.0) / rates.flops
+        + amounts.get("values", 0.0) / rates.elementwise
+        + amounts.get("operations", 0.0) * rates.operation_overhead
+        + amounts.get(DEVICE_BYTES, 0.0) / rates.device
+    )
+    return loads
+
+
+def _correction(resource: str, predicted: float, measured: float) -> Correction:
+    factor = min(max(measured / predicted, 1.0 / LARGEST_FACTOR), LARGEST_FACTOR)
+    return Correction(resource, predicted, measured, factor)
+
+
+def medians(of_runs: Sequence[Sequence[Correction]]) -> list[Correction]:
+    """One correction per resource: the run in the middle."""
+    by_resource: dict[str, list[Correction]] = {}
+    for one in (one for found in of_runs for one in found):
+        by_resource.setdefault(one.resource, []).append(one)
+    return [sorted(ones, key=lambda one: one.factor)[len(ones) // 2] for ones in by_resource.values()]
+
+
+def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool = False) -> NodeSpec:
+    """`node` with its rates divided, its fixed costs multiplied, by the factors of what they belong to. The network is
+    that inside of a node, or the one `across_nodes`."""
+    factor = {one.resource: one.factor for one in found}
+    inside, across = (1.0, factor.get(NETWORK, 1.0)) if across_nodes else (factor.get(NETWORK, 1.0), 1.0)
+    compute, update = factor.get(COMPUTE, 1.0), factor.get(UPDATE, 1.0)
+    on_cpu = factor.get(CPU_UPDATE, update)
+    copies = compute if node.copies_use_cores else 1.0
+    link = replace(
+        node.link,
+        h2d_bytes_per_second=node.link.h2d_bytes_per_second / factor.get(H2D, copies),
+        d2h_bytes_per_second=node.link.d2h_bytes_per_second / factor.get(D2H, copies),
+    )
+    return replace(
+        node,
+        link=link,
+        bfloat16_flops_per_second=node.bfloat16_flops_per_second / compute,
+        float32_flops_per_second=node.float32_flops_per_second / compute,
+        bfloat16_values_per_second=node.bfloat16_values_per_second / compute,
+        float32_values_per_second=node.float32_values_per_second / compute,
+        operation_overhead_seconds=node.operation_overhead_seconds * compute,
+        device_bytes_per_second=node.device_bytes_per_second / update,
+        dram_bytes_per_second=node.dram_bytes_per_second / on_cpu,
+        cpu_bytes_per_second=node.cpu_bytes_per_second / on_cpu,
+        nvme_read_bytes_per_second=node.nvme_read_bytes_per_second / factor.get(READ, 1.0),
+        nvme_write_bytes_per_second=node.nvme_write_bytes_per_second / factor.get(WRITE, 1.0),
+        interconnect_bytes_per_second=node.interconnect_bytes_per_second / inside,
+        network_bytes_per_second=node.network_bytes_per_second / across,
+    )
+
+
+# --- probe: prices ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One phase of a measured step, and what it asked for."""
+
+    compute: str
+    """type of the matrix products: bfloat16, float32"""
+    amounts: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What one unit costs, in seconds; 0 = too cheap to be told from noise."""
+
+    flop: Mapping[str, float]
+    """by type, never below that of the fastest matrix product"""
+    value: Mapping[str, float]
+    """by type"""
+    operation: float
+    error: float
+    """median of |predicted - measured| / measured over the samples"""
+
+
+def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]) -> Prices:
+    """Prices with the least squares of relative errors; none is negative. `fastest`: FLOPs per second of the fastest
+    matrix product, by type. Copies and updates in the samples are subtracted at the prices of `rates`.
+
+    Raises UserError when too few samples take longer than what has a price already, as on a machine that is busy.
+    """
+    types = sorted(fastest)
+    rows, targets = [], []
+    for sample in samples:
+        flops = sample.amounts.get("flops", 0.0)
+        rest = sample.seconds - _priced(sample.amounts, rates) - flops / fastest[sample.compute]
+        if rest > 0.0:
+            own = [float(name == sample.compute) for name in types]
+            values, operations = (sample.amounts.get(name, 0.0) for name in ("values", "operations"))
+            row = [*(flops * mine for mine in own), *(values * mine for mine in own), operations]
+            rows.append([amount / sample.seconds for amount in row])
+            targets.append(rest / sample.seconds)
+    if len(rows) < max(1, len(samples) / 2):
+        raise UserError(
+            f"only {len(rows)} of {len(samples)} measurements make sense: the machine is too busy to be measured; try "
+            "again when it is idle"
+        )
+    prices = _least_squares(rows, targets)
+    flop = {name: 1.0 / fastest[name] + more for name, more in zip(types, prices, strict=False)}
+    value = dict(zip(types, prices[len(types) :], strict=False))
+    errors = [abs(_dot(row, prices) - target) for row, target in zip(rows, targets, strict=True)]
+    return Prices(flop, value, prices[-1], statistics.median(errors))
+
+
+def _priced(amounts: Mapping[str, float], rates: Rates) -> float:
+    """Seconds of what has a price already."""
+    loads = loads_of({name: amount for name, amount in amounts.items() if name in _PRICED}, rates)
+    return sum(loads.values())
+
+
+_PRICED = (Resource.H2D.value, Resource.D2H.value, Resource.CPU.value, DEVICE_BYTES)
+
+
+def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
+    """The x >= 0 with the least |rows x - targets|^2.
+
+    Of the few columns every subset is tried: the best solution without a negative entry is the one of the problem with
+    bounds (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23).
+    """
+    width = len(rows[0])
+    scale = [max(abs(row[column]) for row in rows) for column in range(width)]
+    used = [column for column in range(width) if scale[column]]
+    best, least = [0.0] * width, math.fsum(target**2 for target in targets)
+    for size in range(1, min(len(used), len(rows)) + 1):
+        for columns in combinations(used, size):
+            solved = _solved([[row[column] / scale[column] for column in columns] for row in rows], targets)
+            if solved is None or min(solved) < 0.0:
+                continue
+            found = [0.0] * width
+            for column, value in zip(columns, solved, strict=True):
+                found[column] = value / scale[column]
+            error = math.fsum((_dot(row, found) - target) ** 2 for row, target in zip(rows, targets, strict=True))
+            if error < least:
+                best, least = found, error
+    return best
+
+
+def _solved(rows: list[list[float]], targets: list[float]) -> list[float] | None:
+    """Least squares by the normal equations, columns scaled to 1; None when they are singular."""
+    width = len(rows[0])
+    matrix = [
+        [math.fsum(row[i] * row[j] for row in rows) for j in range(width)]
+        + [math.fsum(row[i] * target for row, target in zip(rows, targets, strict=True))]
+        for i in range(width)
+    ]
+    for i in range(width):
+        pivot = max(range(i, width), key=lambda row: abs(matrix[row][i]))
+        if abs(matrix[pivot][i]) < SINGULAR:
+            return None
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        for below in range(i + 1, width):
+            part = matrix[below][i] / matrix[i][i]
+            matrix[below] = [a - part * b for a, b in zip(matrix[below], matrix[i], strict=True)]
+    solution = [0.0] * width
+    for i in reversed(range(width)):
+        solution[i] = (matrix[i][width] - _dot(matrix[i][i + 1 : width], solution[i + 1 :])) / matrix[i][i]
+    return solution
+
+
+SINGULAR = 1e-12
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(left, right, strict=True))

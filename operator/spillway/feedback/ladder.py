@@ -1,0 +1,235 @@
+"""The ladder: memory ran out -> how the next attempt is planned. Pure; the operator and `spillway run` share it.
+
+    attempts that ran out -> lower bounds -> Corrections -> the planner takes the fastest plan whose counted bytes fit
+
+Memory that ran out is a lower bound: the plan held at least its limit of that tier and wanted more, so its bytes count
+at least limit / predicted times. How many times more nobody saw: each further failure of a tier adds a larger margin,
+so that a prediction of one tier that is wrong by three times is met within MOST_MEMORY_TRIES. As a plan counts more
+than the bound and must fit its limit, none follows that asks as much of the failed tier, within the same limit, as one
+that failed (`repeats` is that rule by itself, for tiers that nothing was predicted of).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from spillway.api.training_job import TrainingJob
+from spillway.errors import ExitCode
+from spillway.feedback.retries import OOM_KILLED
+from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.planning.corrections import NO_CORRECTIONS, Corrections
+from spillway.planning.pod_resources import tier_memory_bytes
+from spillway.units import format_bytes, format_seconds
+
+MOST_MEMORY_TRIES = 3
+"""attempts with another plan after one kind of memory ran out, apart from lifecycle.maxRestarts"""
+MOST_TRIES_IN_ALL = 6
+"""of two kinds: where the device's bytes were wrong the host's may be, and what was learned of one says nothing of the
+other"""
+MARGINS = (0.25, 0.5, 1.0)
+"""above the lower bound, after the first, the second and each further failure of a tier: 1.25 x 1.5 x 2 = 3.75"""
+OBSERVED_MARGIN = 0.03
+"""above a peak that was seen"""
+ROOM_TO_RELAX = 0.25
+"""of what is counted, unused in every tier that once ran out, before a cheaper plan is taken again ..."""
+SECONDS_TO_RELAX = 1800.0
+"""... by an attempt that trained that long ..."""
+GAIN_TO_RELAX = 0.9
+"""... and only for a step this many times as long, or shorter"""
+
+_TIERS = {
+    ExitCode.DEVICE_OUT_OF_MEMORY.reason: Tier.DEVICE,
+    ExitCode.HOST_OUT_OF_MEMORY.reason: Tier.HOST,
+    ExitCode.SPILL_VOLUME_FULL.reason: Tier.NVME,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFailure:
+    """An attempt that ran out of memory."""
+
+    attempt: int
+    reason: str
+    plan: MemoryPlan
+    pod_memory_bytes: int
+    """what the kernel allowed its pod, or what a local run should have taken"""
+    spared_bytes: int = 0
+    """of what is counted for the pod, which it did not get: earlier ones had not taken it"""
+
+    @property
+    def tier(self) -> Tier | None:
+        """That ran out; None: the memory of the pod, beside what the plan counts there."""
+        tier = None if self.reason == OOM_KILLED else _TIERS.get(self.reason)
+        return tier if tier is not None and self.plan.bytes[tier].predicted else None
+
+    @property
+    def predicted_bytes(self) -> int:
+        if self.tier is None:
+            return self.pod_memory_bytes - self.plan.unplanned_bytes + self.spared_bytes
+        return self.plan.bytes[self.tier].predicted
+
+    @property
+    def limit_bytes(self) -> int:
+        """That was reached."""
+        if self.tier is None:
+            return self.pod_memory_bytes
+        if self.tier is Tier.DEVICE:
+            return self.plan.budget[Tier.DEVICE]
+        # The reserve may have held what a live correction moved there.
+        return self.plan.slab_bytes(self.tier) - self.plan.bytes[self.tier].reserve
+
+    @property
+    def bound(self) -> float:
+        """Times the predicted bytes that there were at least."""
+        return max(1.0, self.limit_bytes / max(1, self.predicted_bytes))
+
+
+def tries_are_used_up(reasons: Sequence[str], num_failures: int = 0) -> bool:
+    """Whether no attempt follows those that ran out, for these `reasons`; the last of them decides of which kind.
+    `num_failures` counts them all, where reasons of some are not known any more."""
+    most = max(len(reasons), num_failures)
+    of_this_kind = reasons.count(reasons[-1]) if reasons else 0
+    return of_this_kind > MOST_MEMORY_TRIES or most > MOST_TRIES_IN_ALL
+
+
+def next_failure_may_be_last(reasons: Sequence[str], num_failures: int = 0) -> bool:
+    """Whether an attempt that ran out again, of a kind that ran out before, would end the job."""
+    most = max(len(reasons), num_failures)
+    return any(tries_are_used_up((*reasons, reason), most + 1) for reason in set(reasons))
+
+
+def corrections_after(failures: Sequence[MemoryFailure]) -> Corrections:
+    """For the attempt after `failures` of one job; nothing is corrected without any."""
+    if not failures:
+        return NO_CORRECTIONS
+    own = {tier: [failure for failure in failures if failure.tier is tier] for tier in (*Tier, None)}
+    return Corrections(
+        device=_factor(own[Tier.DEVICE]),
+        host=_factor(own[Tier.HOST]),
+        nvme=_factor(own[Tier.NVME]),
+        pod=_factor(own[None]),
+        nvme_most_bytes=_room_of_volume(own[Tier.NVME]),
+        reasons=tuple(_sentence(failure, _factor(own[failure.tier])) for failure in _last_of_each(own.values())),
+        after_failure=True,
+    )
+
+
+def _factor(failures: Sequence[MemoryFailure]) -> float:
+    if not failures:
+        return 1.0
+    margin = MARGINS[min(len(failures), len(MARGINS)) - 1]
+    return round(max(failure.bound for failure in failures) * (1.0 + margin), 4)
+
+
+def _room_of_volume(failures: Sequence[MemoryFailure]) -> int | None:
+    """A volume that is full has not the room that the plan thought, whatever the node says of it."""
+    rooms = (int(failure.predicted_bytes / (1.0 + MARGINS[0])) for failure in failures)
+    return min(rooms, default=None)
+
+
+def _last_of_each(kinds: Iterable[Sequence[MemoryFailure]]) -> Iterable[MemoryFailure]:
+    return (failures[-1] for failures in kinds if failures)
+
+
+def _sentence(failure: MemoryFailure, factor: float) -> str:
+    what = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
+    held = "memory of a pod" if failure.tier is None else f"{what[failure.tier]} of a rank"
+    return (
+        f"{held} counts {factor:.2f} times: attempt {failure.attempt} ran out of {format_bytes(failure.limit_bytes)} "
+        f"where {format_bytes(failure.predicted_bytes)} were predicted"
+    )
+
+
+def repeats(failures: Iterable[MemoryFailure], plan: MemoryPlan, pod_memory_bytes: int) -> bool:
+    """Whether `plan` would fail as one of `failures` did: it asks as much of what ran out, and has no more of it."""
+    return any(_repeats(failure, MemoryFailure(0, failure.reason, plan, pod_memory_bytes)) for failure in failures)
+
+
+def _repeats(failure: MemoryFailure, then: MemoryFailure) -> bool:
+    if failure.tier is None:
+        held = tier_memory_bytes(then.plan, 1) >= tier_memory_bytes(failure.plan, 1)
+        return held and then.pod_memory_bytes <= failure.pod_memory_bytes
+    if then.tier is not failure.tier:  # nothing of that tier is asked for
+        return False
+    if failure.tier is Tier.NVME:  # no larger slab helps where the volume is full
+        return then.predicted_bytes >= failure.predicted_bytes
+    return then.predicted_bytes >= failure.predicted_bytes and then.limit_bytes <= failure.limit_bytes
+
+
+def smaller_micro_batches(job: TrainingJob, world_size: int) -> Iterator[TrainingJob]:
+    """The last rung: the job with ever smaller micro-batches, each at most half of the one before; only rounding
+    changes with them."""
+    training = job.spec.training
+    per_rank, size = training.global_batch_size // world_size, training.micro_batch_size
+    while size > 1:
+        size = next(found for found in range(size // 2, 0, -1) if per_rank % found == 0)
+        changed = training.model_copy(update={"micro_batch_size": size})
+        yield job.model_copy(update={"spec": job.spec.model_copy(update={"training": changed})})
+
+
+# --- down again -------------------------------------------------------------------------------------------------------
+
+
+def relaxed(failures: Sequence[MemoryFailure], last: MemoryPlan, peaks: dict[Tier, int], seconds: float) -> Corrections:
+    """Corrections for an attempt that follows one which did not run out: `last` held `peaks` at most and trained for
+    `seconds`. What was seen counts in the place of the margins, where all tiers that once ran out had much room for
+    long enough; else as before. Attempts are never ended for it: every attempt begins at a checkpoint anyway."""
+    careful = corrections_after(failures)
+    tiers = {failure.tier for failure in failures}
+    if None in tiers or Tier.NVME in tiers or seconds < SECONDS_TO_RELAX:
+        return careful  # nobody measures what no plan counts, or what a full volume has room for
+    seen: dict[str, float] = {}
+    for tier in tiers:
+        assert tier is not None
+        counted, peak = last.bytes[tier].total, peaks.get(tier, 0)
+        if not counted or not peak or peak > (1.0 - ROOM_TO_RELAX) * counted:
+            return careful
+        bound = max(failure.bound for failure in failures if failure.tier is tier)
+        observed = max(bound, peak / max(1, last.bytes[tier].predicted))
+        seen[tier.value] = round(observed * (1.0 + OBSERVED_MARGIN), 4)
+    sentences = tuple(f"{tier} memory counts {factor:.2f} times, as it was seen" for tier, factor in seen.items())
+    return Corrections(**seen, reasons=sentences, after_failure=True)  # type: ignore[arg-type]
+
+
+def worth_relaxing(careful: MemoryPlan, cheaper: MemoryPlan) -> bool:
+    """A plan is not changed for a small gain."""
+    return cheaper.prediction.step_seconds <= GAIN_TO_RELAX * careful.prediction.step_seconds
+
+
+# --- the sentence -----------------------------------------------------------------------------------------------------
+
+
+def change(before: MemoryPlan, after: MemoryPlan) -> str:
+    """What the next attempt does differently, in a sentence."""
+    parts = [
+        *_moved(before, after),
+        *(
+            f"{tier} {format_bytes(before.bytes[tier].total)} -> {format_bytes(after.bytes[tier].total)} a rank"
+            for tier in Tier
+            if before.bytes[tier].total != after.bytes[tier].total
+        ),
+    ]
+    if before.unplanned_bytes != after.unplanned_bytes:
+        parts.append(f"{format_bytes(after.unplanned_bytes)} more for a pod than is planned in it")
+    seconds = format_seconds(after.prediction.step_seconds)
+    return f"{', '.join(parts)}; {seconds} a step predicted"
+
+
+def _moved(before: MemoryPlan, after: MemoryPlan) -> list[str]:
+    parts = []
+    if before.micro_batch_size != after.micro_batch_size:
+        parts.append(f"micro-batches of {before.micro_batch_size} -> {after.micro_batch_size} (rounding alone)")
+    shares = [(plan.optimizer.resident_share, plan.optimizer.nvme_share) for plan in (before, after)]
+    if shares[0] != shares[1]:
+        parts.append(f"optimizer states on the device {shares[0][0]:.0%} -> {shares[1][0]:.0%}")
+        parts.extend([f"on NVMe {shares[0][1]:.0%} -> {shares[1][1]:.0%}"] * (shares[0][1] != shares[1][1]))
+    for answer, what in (
+        (Answer.RECOMPUTE, "recomputed"), (Answer.HOST, "with activations in host memory"),
+        (Answer.NVME, "with activations on NVMe"),
+    ):  # fmt: skip
+        was, is_now = (plan.activations.answers.count(answer) for plan in (before, after))
+        parts.extend([f"blocks {what} {was} -> {is_now}"] * (was != is_now))
+    streamed = [sum(home is not Tier.DEVICE for home in plan.parameters.homes) for plan in (before, after)]
+    parts.extend([f"segments streamed {streamed[0]} -> {streamed[1]}"] * (streamed[0] != streamed[1]))
+    return parts or ["everything where it was, with more room"]

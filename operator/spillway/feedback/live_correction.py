@@ -1,0 +1,39 @@
+"""live_correction: what the activations of a running attempt may still take of a spill volume that others fill. Pure.
+
+    SpillVolume, in rank 0's report -> lowered() -> ProgressAnswer.activations -> all ranks, at one step
+
+Only byte placement changes: what may no longer be on NVMe goes to host memory that the plan reserved for it
+(TierBytes.reserve), so that every request is the envelope of all plans that can be reached. A cap is never raised
+again within an attempt: neighbours that come and go would make bytes do so, too.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from spillway.api.progress import SpillVolume
+from spillway.planning.footprint import PAGE_BYTES, padded
+from spillway.units import MIB
+
+MARGIN = 0.15
+"""of a file system that stays free: the kubelet evicts below 10 % (nodefs.available), and until all ranks have made
+room a neighbour writes on for a report and a step"""
+LEAST_DEFICIT = 0.01
+"""of a file system: a smaller one is left, so that journals and logs correct nothing"""
+LEAST_BYTES = MIB
+"""of a rank: less is not worth a correction"""
+
+
+def lowered(volume: SpillVolume) -> int | None:
+    """What the activations of each rank may take of its spill file from now on; None = as before.
+
+    No more is wanted free than was when the spill files had been made: what a volume lacks because of them is planned.
+    """
+    if volume.free > volume.size or volume.free_at_start > volume.size:
+        return None
+    deficit = min(ceil(MARGIN * volume.size), volume.free_at_start) - volume.free
+    if deficit < max(LEAST_DEFICIT * volume.size, 1):
+        return None
+    wanted = padded(ceil(deficit / volume.num_ranks), MIB)
+    given_back = min(wanted, volume.host_room, volume.activations) // PAGE_BYTES * PAGE_BYTES
+    return volume.activations - given_back if given_back >= LEAST_BYTES else None

@@ -1,0 +1,173 @@
+"""PodEvidence: what pods under one plan were seen to take -> what the next one requests. Pure.
+
+    cgroup's peak of a whole run -> MemoryProfile.spec.pod -> PodEvidence -> the request, in place of what is counted
+
+This is where evidence may lower a request (ADR 27). It holds for exactly what was seen: model, plan and ranks (the
+profile's fingerprint), and everything else that a pod's memory depends on (`workload`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from spillway.api.training_job import MemoryProfileSpec, ObservedPod, TrainingJobSpec
+from spillway.feedback.recent_peaks import MOST_RECENT, plausible, quantile
+from spillway.plan import MemoryPlan
+from spillway.planning.footprint import padded
+from spillway.units import MIB, format_bytes
+
+AT_THE_LIMIT = 0.98
+"""of a pod's limit: page cache takes what there is, so that a peak up there says nothing of what the pod needs"""
+POD_MARGIN = 0.03
+"""above the peaks that were seen. They have page cache in them, which yields before a process is killed"""
+WORKLOAD_DIGITS = 16
+WITHOUT_MEMORY: dict[str, Any] = {
+    "image": True,  # as it is resolved
+    "image_pull_secrets": True,
+    "scheduling": True,
+    "lifecycle": True,
+    "managed_by": True,
+    "suspend": True,
+    "objective": True,
+    "checkpoint": {"claim", "sub_path"},
+    "parallelism": {"device"},  # the plan says what Auto came to
+    "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate", "betas", "eps", "weight_decay"}},
+}
+"""of a spec: what moves no byte of a pod"""
+
+
+@dataclass(frozen=True, slots=True)
+class PodPeak:
+    """What the cgroup of a pod held at most, as its trainer says."""
+
+    peak_bytes: int
+    """page cache included"""
+    counted_bytes: int
+    """what arithmetic gives such a pod"""
+    limit_bytes: int
+    """what this one had"""
+    is_whole: bool
+    """all that a run does was done meanwhile: the corpus built, all steps trained, the last checkpoint written"""
+    workload: str
+    """what it did: see workload()"""
+
+    @property
+    def is_its_own(self) -> bool:
+        """No cgroup exceeds its limit: more is what another one held, a node's for example."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PodEvidence:
+    """Of one MemoryProfile."""
+
+    workload: str
+    peak_bytes: int
+    """95th percentile of the recent runs' peaks, newer ones weigh more"""
+    highest_bytes: int
+    """of the recent runs"""
+    counted_bytes: int
+    """what was counted for them, at least"""
+    num_runs: int
+
+    def request_bytes(self, counted_bytes: int) -> int:
+        """Whole MiB; never below the highest recent peak, nor far from what is counted. Where more is counted now than
+        when the peaks were seen, by a correction or by a newer version, so much more."""
+        wanted = max(ceil(self.peak_bytes * (1.0 + POD_MARGIN)), self.highest_bytes)
+        more = max(0, counted_bytes - self.counted_bytes)
+        return padded(plausible(counted_bytes, wanted + more), MIB)
+
+    def sentence(self, counted_bytes: int) -> str:
+        """Why a pod requests what it does."""
+        runs = "one run" if self.num_runs == 1 else f"{self.num_runs} runs"
+        return (
+            f"a pod requests {format_bytes(self.request_bytes(counted_bytes))}, not the "
+            f"{format_bytes(counted_bytes)} that are counted: evidence of {runs} under this plan, which took "
+            f"{format_bytes(self.peak_bytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPods:
+    """What is known when a job is placed."""
+
+    known: Mapping[str, PodEvidence] = field(default_factory=dict)
+    """fingerprint of model and plan -> what pods took"""
+    image: str = ""
+    """of the job's trainer"""
+
+    def of(self, fingerprint: str, spec: TrainingJobSpec, plan: MemoryPlan) -> PodEvidence | None:
+        """What pods of the job took under the plan; None where only others did, or nobody."""
+        seen = self.known.get(fingerprint)
+        return seen if seen is not None and seen.workload == workload(spec, plan, self.image) else None
+
+
+NO_PODS_SEEN = SeenPods()
+
+
+def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
+    """16 hexadecimal digits over all that a pod's memory may depend on beside model, plan and ranks: every field of the
+    spec but those in WITHOUT_MEMORY, so that one that is new counts; the device that Auto came to; the trainer's image,
+    and threads, which have buffers of their own."""
+    decides = {
+        "spec": spec.model_dump(mode="json", exclude_none=True, exclude=WITHOUT_MEMORY),
+        "device": plan.device,
+        "image": image,
+        "numThreads": plan.optimizer.num_threads,
+        "numIoThreads": plan.activations.num_io_threads,
+    }
+    text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:WORKLOAD_DIGITS]
+
+
+def may_be_seen(spec: TrainingJobSpec) -> bool:
+    """Whether what one pod reports is what the next one takes: of several pods only the first reports, and of a sweep
+    nobody knows which members a run has held together. What a run left empty the next one may need for a live
+    correction. Only mode Auto decides requests."""
+    alone = spec.parallelism.nodes == 1 and not spec.members
+    return spec.memory.mode == "Auto" and alone and not spec.memory.activations.host_reserve
+
+
+def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, attempt: str) -> ObservedPod | None:
+    """What is known of the pods after `attempt` (<job>-<number>) reported the peak of its `pod`; None when that says
+    nothing new. One at the limit is page cache and is not kept. Another workload begins anew. Within an attempt peaks
+    only rise.
+    """
+    if not (may_be_seen(spec) and pod.is_whole and pod.is_its_own and pod.counted_bytes):
+        return None
+    if not 0 < pod.peak_bytes < AT_THE_LIMIT * pod.limit_bytes:
+        return None
+    before = known if known is not None and known.workload == pod.workload else None
+    seen = {} if before is None else dict(zip(before.attempts, before.recent, strict=False))
+    believed, is_new = plausible(pod.counted_bytes, pod.peak_bytes), attempt not in seen
+    if seen.get(attempt, -1) >= believed:
+        return None
+    seen[attempt] = believed
+    kept = tuple(seen)[-MOST_RECENT:]
+    peaks = tuple(seen[name] for name in kept)
+    return ObservedPod(
+        workload=pod.workload,
+        counted=pod.counted_bytes if before is None else min(before.counted, pod.counted_bytes),
+        attempts=kept,
+        recent=peaks,
+        p95=quantile(peaks, 0.95),
+        count=(0 if before is None else before.count) + is_new,
+    )
+
+
+def evidence_of(profile: MemoryProfileSpec) -> PodEvidence | None:
+    """None where nothing was seen, or where a pod ran out of memory and none was seen to take more since: how much it
+    needs nobody knows then."""
+    pod, bound = profile.pod, profile.lower_bounds.pod
+    peaks = () if pod is None else tuple(size for size in pod.recent if size > 0)
+    if pod is None or not peaks:
+        return None
+    peak = quantile(peaks, 0.95)
+    if bound is not None and peak <= bound.held:
+        return None
+    return PodEvidence(pod.workload, peak, max(peaks), pod.counted, max(1, pod.count))

@@ -1,0 +1,436 @@
+"""Profiles: measured nodes into NodeSpecs, and observed peaks into MemoryProfiles. Pure.
+
+A MemoryProfile belongs to a fingerprint: everything that a rank's bytes depend on. What is reported is not believed
+blindly: a figure far from its prediction is cut to a plausible range and marked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from spillway.api.field_types import Fields
+from spillway.api.status import ProfileEvidence, TierQuantities
+from spillway.api.training_job import (
+    LowerBound,
+    MemoryProfileSpec,
+    NodeProfileSpec,
+    ObservedBytes,
+    ObservedTiers,
+    TrainingJobSpec,
+)
+from spillway.feedback.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
+from spillway.feedback.pod_evidence import POD_MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
+from spillway.feedback.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile
+from spillway.plan import MemoryPlan, Tier, TierBytes
+from spillway.planning.corrections import Corrections
+from spillway.planning.hardware import MEASURED, NodeSpec
+from spillway.planning.model_shape import model_shape
+from spillway.units import format_bytes, format_count
+from spillway.update_rules import MomentType, UpdateRule
+
+FINGERPRINT_DIGITS = 16
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+MOST_JOBS = 64
+"""whose last attempt a profile remembers"""
+MOST_NAMED = 3
+"""rates in a sentence"""
+LONGEST_PLAN = 512
+"""characters of MemoryProfile.spec.plan"""
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
+    """`node` with the profile's figures; what it leaves out stays. The name is the class's, not the node's, and rates
+    are rounded to two digits, so that nodes measured alike are planned for as one class."""
+    capacities = {
+        "device_bytes": profile.device_memory,
+        "host_bytes": profile.host_memory,
+        "nvme_bytes": profile.nvme_capacity,
+    }
+    own = {name: value for name, value in profile if name in NodeSpec.__slots__ and name != "link"}
+    figures = _given(own | capacities)
+    return replace(node, **figures, name=_name(profile, node), link=replace(node.link, **_given(dict(profile.link))))
+
+
+def with_rates(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
+    """`node` with the profile's rates as they were measured; its capacities stay, because they are what is free now."""
+    own = {name: value for name, value in profile if name in RATES and value is not None}
+    link = {name: value for name, value in profile.link if value is not None}
+    return replace(node, **own, name=_name(profile, node), link=replace(node.link, **link))
+
+
+def _name(profile: NodeProfileSpec, node: NodeSpec) -> str:
+    return f"{node.name}{MEASURED}" if has_rates(profile) else node.name
+
+
+RATES = tuple(
+    name for name in NodeProfileSpec.model_fields if name.endswith(("_per_second", "_overhead_seconds"))
+)  # fmt: skip
+"""fields that say how fast, not how much; those of the link besides"""
+
+
+LINK_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second")
+CATALOG_RATES = (
+    "bfloat16_flops_per_second",
+    "float32_flops_per_second",
+    "device_bytes_per_second",
+    "dram_bytes_per_second",
+    "cpu_bytes_per_second",
+    "nvme_read_bytes_per_second",
+    "nvme_write_bytes_per_second",
+)
+"""with LINK_RATES all that a plan of one device takes from the catalog where nothing was measured; what other
+operations than matrix products cost is part of the catalog's FLOP rates"""
+
+
+def has_rates(profile: NodeProfileSpec) -> bool:
+    """Whether anything was measured; capacities say how much, not how fast."""
+    return any(getattr(profile, name) is not None for name in RATES) or any(
+        getattr(profile.link, name) is not None for name in LINK_RATES
+    )
+
+
+def rates_sentence(profile: NodeProfileSpec, where: str = "") -> str:
+    """measured rates; or 3 of 9 measured, and whose the others are. `where`: on which day, in which file."""
+    given = {name: getattr(profile, name) for name in CATALOG_RATES}
+    given |= {name: getattr(profile.link, name) for name in LINK_RATES}
+    missing = [_camel(name) for name, rate in given.items() if rate is None]
+    if not has_rates(profile):
+        return "catalog rates"
+    if not missing:
+        return f"rates measured {where}" if where else "measured rates"
+    shown = ", ".join(missing[:MOST_NAMED]) + (f" and {len(missing) - MOST_NAMED} more" * (len(missing) > MOST_NAMED))
+    measured_there = f"rates measured {where}".rstrip()
+    return f"{len(given) - len(missing)} of {len(given)} {measured_there}; of the catalog: {shown}"
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.title() for word in others)
+
+
+class ProfileMetadata(Fields):
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)] = Field(description="Name of the node.")
+    annotations: dict[str, str] = Field(default={}, description="How it was measured, for people.")
+
+
+class NodeProfile(Fields):
+    """The document: what a cluster holds, and what `spillway calibrate` writes."""
+
+    api_version: Literal["spillway.dev/v1alpha1"] = Field(description="Version of this schema.")
+    kind: Literal["NodeProfile"] = Field(description="Kind of the object.")
+    metadata: ProfileMetadata = Field(description="Which node.")
+    spec: NodeProfileSpec = Field(description="Its figures.")
+
+
+def document(name: str, spec: NodeProfileSpec, annotations: Mapping[str, str]) -> dict[str, Any]:
+    """The NodeProfile as plain data; what is not known is left out."""
+    metadata = {"name": name, "annotations": dict(annotations)} if annotations else {"name": name}
+    figures = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    figures = {key: value for key, value in figures.items() if value != {}}
+    return {"apiVersion": "spillway.dev/v1alpha1", "kind": "NodeProfile", "metadata": metadata, "spec": figures}
+
+
+def rates_from(node: NodeSpec, before: NodeSpec, profile: NodeProfileSpec) -> NodeProfileSpec:
+    """`profile` with the rates in which `node` differs from `before`, three digits each: no measurement has more."""
+    own = {name: _rounded(getattr(node, name)) for name in RATES if getattr(node, name) != getattr(before, name)}
+    link = {
+        name: _rounded(getattr(node.link, name))
+        for name in (*LINK_RATES, "duplex_efficiency")
+        if getattr(node.link, name) != getattr(before.link, name)
+    }
+    return profile.model_copy(update={**own, "link": profile.link.model_copy(update=link)})
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
+def _given(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are there; rates with two digits."""
+    return {
+        name: float(f"{value:.2g}") if isinstance(value, float) else value
+        for name, value in figures.items()
+        if value is not None
+    }
+
+
+# --- memory of a model ------------------------------------------------------------------------------------------------
+
+
+def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    """16 hexadecimal digits over all that the bytes of a rank depend on: model, sequence, micro-batch, ranks, and what
+    the plan does with them. Budgets, predictions and names do not count."""
+    decides = {
+        "model": spec.model.model_dump(mode="json", exclude_none=True),
+        "sequenceLength": spec.training.sequence_length,
+        "microBatchSize": plan.micro_batch_size,
+        "worldSize": plan.world_size,
+        "device": plan.device,
+        "mode": plan.mode,
+        "strategy": plan.strategy,
+        "optimizer": plan.optimizer.model_dump(mode="json", exclude={"num_threads"}),
+        "activations": plan.activations.model_dump(
+            mode="json", exclude={"num_io_threads"} | (set() if plan.activations.lean else {"lean"})
+        ),  # profiles of before the lean set
+        "parameters": plan.parameters.model_dump(mode="json"),
+    }
+    if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # profiles of before other rules
+        decides["moments"] = moments
+    if (kept := spec.training.optimizer.moment_type) is not MomentType.FLOAT32:
+        decides["momentType"] = kept
+    if plan.parameters.order == "WeightStationary":  # what segments hand on waits for all of them
+        decides["numMicroBatches"] = plan.num_micro_batches
+    if plan.members:  # of a sweep, whose bytes are those of all members
+        decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
+        decides["plans"] = [memory_fingerprint(spec, one.plan) for one in plan.members]
+    text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def model_fingerprint(spec: TrainingJobSpec, device: str) -> str:
+    """16 hexadecimal digits over what the error of a prediction depends on, whatever the plan: model, sequence, ranks
+    and kind of device."""
+    optimizer = spec.training.optimizer
+    decides = {
+        "model": spec.model.model_dump(mode="json", exclude_none=True),
+        "sequenceLength": spec.training.sequence_length,
+        "worldSize": spec.parallelism.world_size,
+        "device": device,
+        "states": [optimizer.rule.value, optimizer.moment_type.value],
+    }
+    if spec.members:  # a sweep ran out of what all of them hold
+        decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
+    text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def profile_name(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    """Name of the MemoryProfile: llama-6.5m-1f0c2a9d8b7e6543."""
+    model = f"{spec.model.transformer.architecture}-{_parameters(spec, plan)}"
+    return f"{model}-{memory_fingerprint(spec, plan)}".replace(" ", "").lower()
+
+
+def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfileSpec:
+    """The profile before the first observation."""
+    model = spec.model
+    return MemoryProfileSpec(
+        fingerprint=memory_fingerprint(spec, plan),
+        model_fingerprint=model_fingerprint(spec, plan.device),
+        model=f"{model.transformer.architecture}, {_parameters(spec, plan)} parameters, {model.precision.compute}",
+        plan=summary(plan)[:LONGEST_PLAN],
+        world_size=plan.world_size,
+    )
+
+
+def profile_update(
+    existing: MemoryProfileSpec | None,
+    spec: TrainingJobSpec,
+    plan: MemoryPlan,
+    peaks: Mapping[str, int],
+    attempt: str,
+    now: str,
+    pod: PodPeak | None = None,
+) -> MemoryProfileSpec | None:
+    """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes of its fullest rank by tier; None when that
+    says nothing new. A tier without a report, or that the plan does not use, is left as it is.
+
+    An attempt counts once, also when jobs report in turn: it is new when the profile knows none of its job, or an
+    earlier one.
+
+    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that, and one above what the whole pod
+    held (`pod`) to that.
+    """
+    profile = existing or new_profile(spec, plan)
+    is_new, last_attempts = _counted(profile, attempt)
+    rises = profile.attempt == attempt
+    tiers, clamped, most = {}, profile.clamped, _most_in_the_pod(plan, pod)
+    for tier in Tier:
+        planned = plan.bytes[tier].predicted
+        reported = _without_moved(peaks.get(tier, 0), plan.bytes[tier])
+        before: ObservedBytes | None = getattr(profile.peaks, tier)
+        tiers[tier.value] = before
+        if planned and reported:
+            believed = plausible(planned, min(reported, most.get(tier, reported)))
+            clamped = clamped or believed != reported
+            tiers[tier.value] = _observed(before, planned, believed, is_new=is_new, rises=rises)
+    observed = ObservedTiers(**tiers)
+    pods = None if pod is None else with_peak(profile.pod, spec, pod, attempt)
+    if observed == profile.peaks and clamped == profile.clamped and not is_new and pods is None:
+        return None
+    if not any(tiers.values()):
+        return None
+    changes: dict[str, Any] = {
+        "peaks": observed,
+        "clamped": clamped,
+        "pod": pods or profile.pod,
+        "observed_time": now,
+        "model_fingerprint": model_fingerprint(spec, plan.device),  # one of before may not have it
+    }
+    if is_new:
+        changes |= {"attempt": attempt, "last_attempts": last_attempts, "count": profile.count + 1}
+    return profile.model_copy(update=changes)
+
+
+def _without_moved(reported: int, held: TierBytes) -> int:
+    """A peak above what was predicted may be one of activations that a live correction moved there, as far as the
+    reserve reaches: that says nothing of the prediction."""
+    return reported - min(held.reserve, max(0, reported - held.predicted))
+
+
+def _most_in_the_pod(plan: MemoryPlan, pod: PodPeak | None) -> dict[Tier, int]:
+    """Bytes that a rank can have held per tier, by the peak of its pod: on a CPU the device is host memory, too. On a
+    GPU drivers pin memory that no cgroup counts."""
+    if pod is None or not pod.peak_bytes or not pod.is_its_own or plan.device != "Cpu":
+        return {}
+    return {Tier.DEVICE: pod.peak_bytes, Tier.HOST: pod.peak_bytes}
+
+
+def _counted(profile: MemoryProfileSpec, attempt: str) -> tuple[bool, tuple[str, ...]]:
+    """Whether `attempt` is not counted yet, and the last attempts of all jobs with it."""
+    job, number = _job_and_number(attempt)
+    known = profile.last_attempts or ((profile.attempt,) if profile.attempt else ())
+    if number <= max((counted for name, counted in map(_job_and_number, known) if name == job), default=0):
+        return False, known
+    others = [one for one in known if _job_and_number(one)[0] != job]
+    return True, (*others, attempt)[-MOST_JOBS:]
+
+
+def _job_and_number(attempt: str) -> tuple[str, int]:
+    """demo-3 -> demo, 3."""
+    job, _, number = attempt.rpartition("-")
+    return job, int(number) if number.isdecimal() else 0
+
+
+def _observed(before: ObservedBytes | None, planned: int, peak: int, *, is_new: bool, rises: bool) -> ObservedBytes:
+    if before is None:
+        return _with_quantiles(ObservedBytes(planned=planned, max=peak, last=peak), (peak,))
+    # Within one attempt peaks only rise: a late report of an early moment says nothing. `last` is the newest attempt's.
+    last = peak if is_new else max(before.last, peak) if rises else before.last
+    known = before.recent or (before.last,)
+    recent = (*known, peak)[-MOST_RECENT:] if is_new else (*known[:-1], last) if rises else known
+    return _with_quantiles(ObservedBytes(planned=planned, max=max(before.max, peak), last=last), recent)
+
+
+def _with_quantiles(observed: ObservedBytes, recent: Sequence[int]) -> ObservedBytes:
+    found = {"recent": tuple(recent), "p50": quantile(recent, 0.5), "p95": quantile(recent, 0.95)}
+    return observed.model_copy(update=found)
+
+
+def profile_after_failure(
+    existing: MemoryProfileSpec | None, spec: TrainingJobSpec, failure: MemoryFailure, now: str
+) -> MemoryProfileSpec | None:
+    """The profile of the plan that ran out of memory, with that lower bound; None when it says nothing new. Nor does a
+    plan that was never to fit its limit, as modes other than Auto may have: its prediction was right. A pod that got
+    less than is counted, by evidence, is another matter: that was not enough.
+    """
+    profile = existing or new_profile(spec, failure.plan)
+    kind = "pod" if failure.tier is None else failure.tier.value
+    known: LowerBound | None = getattr(profile.lower_bounds, kind)
+    predicted, limit = failure.predicted_bytes, failure.limit_bytes
+    if predicted <= 0 or (limit < predicted and failure.tier is not None):
+        return None
+    bound = LowerBound(planned=predicted, held=plausible(predicted, limit))
+    if known is not None and known.held * bound.planned >= bound.held * known.planned:
+        return None
+    changes: dict[str, Any] = {
+        "lower_bounds": profile.lower_bounds.model_copy(update={kind: bound}),
+        "clamped": profile.clamped or bound.held != limit,
+        "observed_time": now,
+        "model_fingerprint": model_fingerprint(spec, failure.plan.device),
+    }
+    return profile.model_copy(update=changes)
+
+
+def ratio(bound: LowerBound) -> float:
+    """Of held to planned bytes, as far as it is plausible; below 1 for a pod that got less than is counted."""
+    return min(bound.held / max(1, bound.planned), MOST_PLAUSIBLE)
+
+
+def observed_corrections(profiles: Iterable[MemoryProfileSpec]) -> Corrections:
+    """What the profiles of one model, under whatever plans, say of the predictions for the next job of it. A peak that
+    was seen counts with a small margin. Where memory ran out and no peak as high was seen afterwards, nobody knows how
+    much more there was: that bound counts with the margin of the ladder's first try. Never less than predicted: a peak
+    may have been lucky."""
+    known = tuple(profiles)
+    factors, sentences = {}, []
+    for kind in (*(tier.value for tier in Tier), "pod"):
+        bound, seen = _most(known, kind)
+        bound = bound if bound >= 1.0 else 0.0  # less than is predicted was not enough: that may still be
+        factor = seen * (1.0 + OBSERVED_MARGIN) if seen >= bound else bound * (1.0 + MARGINS[0])
+        if seen > 1.0 or bound:
+            factors[kind] = round(max(1.0, factor), 4)
+            what = "of a pod" if kind == "pod" else f"of {kind} memory"
+            how = f"seen at most {seen:.2f}" if seen >= bound else f"ran out at {bound:.2f}"
+            sentences.append(
+                f"predicted bytes {what} count {factors[kind]:.2f} times: earlier jobs of the model, {how}"
+            )
+    return Corrections(**factors, reasons=tuple(sentences))  # type: ignore[arg-type]
+
+
+def _most(profiles: Sequence[MemoryProfileSpec], kind: str) -> tuple[float, float]:
+    """The largest lower bound and the largest peak, times the predicted bytes; 0 where there is none."""
+    bounds = [bound for one in profiles if (bound := getattr(one.lower_bounds, kind)) is not None]
+    return max(map(ratio, bounds), default=0.0), max((_seen(one, kind) for one in profiles), default=0.0)
+
+
+def _seen(profile: MemoryProfileSpec, kind: str) -> float:
+    """Times the predicted bytes; 0 = not seen."""
+    if kind == "pod":
+        pod = profile.pod
+        peak, planned = (0, 0) if pod is None else (pod.p95, pod.counted)
+    else:
+        observed: ObservedBytes | None = getattr(profile.peaks, kind)
+        peak, planned = (0, 0) if observed is None else (observed.p95 or observed.max, observed.planned)
+    return min(peak / planned, MOST_PLAUSIBLE) if planned else 0.0
+
+
+def observed_pods(profiles: Iterable[MemoryProfileSpec]) -> dict[str, PodEvidence]:
+    """Fingerprint -> what pods took, of the profiles of one model. Nothing where memory ran out and no peak as high was
+    seen since: then bytes may come that no pod has shown yet."""
+    known = tuple(profiles)
+    most = (_most(known, kind) for kind in (Tier.DEVICE.value, Tier.HOST.value, "pod"))
+    if any(bound > seen for bound, seen in most):
+        return {}
+    found = {one.fingerprint: evidence_of(one) for one in known}
+    return {fingerprint: seen for fingerprint, seen in found.items() if seen is not None}
+
+
+def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
+    """Largest peak per tier, of those that were observed."""
+    return {tier: observed.max for tier, observed in profile.peaks if observed is not None}
+
+
+def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvidence | None = None) -> ProfileEvidence:
+    """What the profile `name` says of the plan, for status.plan; `pod` where it decided what a pod requests."""
+    shown = [
+        f"{tier} {format_bytes(peaks[tier])} of {format_bytes(plan.bytes[tier].total)} planned"
+        for tier in Tier
+        if tier in peaks
+    ]
+    held = {tier.value: peaks[tier] for tier in Tier if tier in peaks}
+    message = f"observed at most: {', '.join(shown)}"
+    if pod is None:
+        return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=message)
+    message = f"{message}; {format_bytes(pod.peak_bytes)} by a pod, whose request is this and {POD_MARGIN:.0%}"
+    return ProfileEvidence(
+        profile=name, peak=TierQuantities(**held), message=message, pod_memory=pod.peak_bytes, runs=pod.num_runs
+    )
+
+
+def summary(plan: MemoryPlan) -> str:
+    """Where the memory of a rank lives, in a sentence."""
+    held = [f"{format_bytes(plan.bytes[tier].total)} {tier}" for tier in Tier if plan.bytes[tier].total]
+    return f"{', '.join(held)} a rank; {'; '.join(plan.reasons)}"
+
+
+def _parameters(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    shape = model_shape(spec.model.transformer, spec.model.precision.compute, plan.device)
+    return format_count(shape.num_parameters)

@@ -1,0 +1,34 @@
+"""What `spec.parallelism.device: Auto` is: a GPU where one is, unless the job cannot run there. Pure."""
+
+from __future__ import annotations
+
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.plan import MemoryPlan
+from spillway.planning.hardware import DeviceKind
+
+
+def devices(
+    spec: TrainingJobSpec, lacking: str, has: str, before: DeviceKind | None, num_ranks: int
+) -> list[tuple[DeviceKind, str]]:
+    """What the job may run on, best first, each with why where it leaves that open. `lacking`: why there are no GPUs;
+    `has`: which there are; `before`: what its attempts ran on, for another kind rounds otherwise."""
+    asked, strategy = spec.parallelism.device, spec.parallelism.strategy
+    if asked != "Auto":
+        return [(asked, "")]
+    if before is not None:
+        return [(before, "as in the attempts before")]
+    if num_ranks > 1 and strategy not in ("Auto", "Ddp"):
+        lacking = f"{strategy} divides a model on CPUs alone so far"
+    return [("Cpu", lacking)] if lacking else [("Cuda", has), ("Cpu", "")]
+
+
+def on_device(job: TrainingJob, kind: DeviceKind) -> TrainingJob:
+    """The job for exactly this kind of device."""
+    parallelism = job.spec.parallelism.model_copy(update={"device": kind})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})
+
+
+def because(plan: MemoryPlan, why: str) -> MemoryPlan:
+    """The plan, whose first reason says why this device; the same where there was no choice."""
+    reasons = (f"device: {plan.device}, {why}", *plan.reasons)
+    return plan.model_copy(update={"reasons": reasons}) if why else plan

@@ -1,0 +1,242 @@
+"""Headroom: nodes that could all carry a pod -> which of them have most room for it, and the sentence that says why.
+
+A node's headroom is its free bytes less what is reserved there, in multiples of what the pod will take; the scarcest
+tier decides. Differences within the tolerance are noise. A node whose memory stalls is not preferred, however much of
+it is free. Figures that are old or missing widen margins or do not count, and never keep a job from starting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView
+from spillway.plan import MemoryPlan, Tier
+from spillway.planning.hardware import NodeSpec
+from spillway.planning.pod_resources import PodResources
+from spillway.units import format_bytes, format_seconds
+
+FRESH_SECONDS = 60.0
+"""metrics up to this old count in full"""
+STALE_SECONDS = 300.0
+"""older ones do not count"""
+STALE_MARGIN = 1.15
+"""between the two a pod is taken to need this much more, and differences must be STALE_PATIENCE times as large"""
+STALE_PATIENCE = 2.0
+TOLERANCE_OF_DEMAND = 0.1
+TOLERANCE_OF_FREE = 0.02
+"""nodes whose free bytes differ by less than the larger of both are equally good: no preference is made of noise"""
+MOST_STALLED = 0.05
+"""share of the time; where every task waits for memory for longer, free bytes are those that the kernel is about to
+take from somebody"""
+MAX_PREFERENCES = 16
+BEST_WEIGHT = 100
+WEIGHT_OF_OTHERS = 50
+"""at most: half of the scale outweighs what kube-scheduler's own scores say of otherwise equal nodes"""
+MOST_NAMED = 3
+"""nodes whose memory stalls, in the sentence"""
+
+_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    node: str
+    weight: int
+    """1 to 100, as in a preferred node affinity"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What headroom says of the nodes of one class."""
+
+    preferences: tuple[Preference, ...]
+    """most preferred first"""
+    reason: str
+    headroom: LiveBytes
+    """of the first node, after reservations"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """Bytes that one pod will take of a node; tiers of which it takes none are left out."""
+
+    tiers: Mapping[Tier, int]
+    patience: float
+
+    def tolerance(self, tier: Tier, free_bytes: float) -> float:
+        return self.patience * max(TOLERANCE_OF_DEMAND * self.tiers[tier], TOLERANCE_OF_FREE * free_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """One node: free bytes after reservations, and how many times the pod fits into the scarcest tier."""
+
+    node: str
+    free: Mapping[Tier, int]
+    reserved: Mapping[Tier, int]
+    scarcest: Tier | None
+    """None: no series of a tier that matters"""
+    multiple: float
+    stalled: float | None
+    """share of the time in which its memory stalled; None: no series"""
+    stalls: bool
+    """for longer than counts as noise"""
+    sources: tuple[str, ...]
+
+
+def rank(
+    views: Sequence[NodeView], node: NodeSpec, plan: MemoryPlan, pod: PodResources, cluster: ClusterView
+) -> Ranking:
+    """The nodes, at least one, of the class `node` by headroom for one pod of `plan`."""
+    demand = _demand(plan, pod, cluster)
+    rooms = [_room(view, node, demand, cluster) for view in views]
+    ranked = sorted(rooms, key=lambda room: (room.stalls, -room.multiple, room.node))
+    best = ranked[0]
+    headroom = LiveBytes(
+        device=best.free.get(Tier.DEVICE) if Tier.DEVICE in demand.tiers else None,
+        host=best.free.get(Tier.HOST),
+        nvme=best.free.get(Tier.NVME),
+        sources=best.sources,
+    )
+    reason = f"{_comparison(ranked, demand)}{_stalls(ranked)}; {_metrics(cluster, ranked)}"
+    return Ranking(_preferences([room for room in ranked if not room.stalls], demand), reason, headroom)
+
+
+def counts(cluster: ClusterView) -> bool:
+    """Whether the live figures are young enough to say anything."""
+    return cluster.metrics_age_seconds is not None and cluster.metrics_age_seconds <= STALE_SECONDS
+
+
+def _is_stale(cluster: ClusterView) -> bool:
+    return cluster.metrics_age_seconds is not None and cluster.metrics_age_seconds > FRESH_SECONDS
+
+
+def _demand(plan: MemoryPlan, pod: PodResources, cluster: ClusterView) -> _Demand:
+    tiers = {Tier.HOST: pod.memory_bytes, Tier.NVME: pod.spill_volume_bytes}
+    if plan.device == "Cuda":
+        tiers[Tier.DEVICE] = plan.bytes[Tier.DEVICE].total
+    margin, patience = (STALE_MARGIN, STALE_PATIENCE) if _is_stale(cluster) else (1.0, 1.0)
+    return _Demand({tier: int(margin * size) for tier, size in tiers.items() if size}, patience)
+
+
+def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView) -> _Room:
+    live = view.live if counts(cluster) and view.live is not None else LiveBytes()
+    # No more is free than there is, whatever a series says.
+    seen = {
+        Tier.DEVICE: _at_most(live.device, node.device_bytes),
+        Tier.HOST: _at_most(live.host, view.allocatable_memory_bytes),
+        Tier.NVME: _at_most(live.nvme, view.allocatable_ephemeral_bytes),
+    }
+    own = [reservation for reservation in cluster.reservations if reservation.node == view.name]
+    reserved = {
+        Tier.DEVICE: sum(reservation.device for reservation in own),
+        Tier.HOST: sum(reservation.host for reservation in own),
+        Tier.NVME: sum(reservation.nvme for reservation in own),
+    }
+    free = {tier: found - reserved[tier] for tier, found in seen.items() if found is not None}
+    multiples = {tier: free[tier] / size for tier, size in demand.tiers.items() if tier in free}
+    scarcest = min(multiples, key=lambda tier: multiples[tier], default=None)
+    # A node without series counts as one where the pod just fits, and whose memory does not stall.
+    stalls = live.memory_stalled is not None and live.memory_stalled > demand.patience * MOST_STALLED
+    multiple = multiples[scarcest] if scarcest else 1.0
+    return _Room(view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls, live.sources)
+
+
+def _at_most(free: int | None, capacity: int) -> int | None:
+    return None if free is None else min(free, capacity)
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def _preferences(ranked: Sequence[_Room], demand: _Demand) -> tuple[Preference, ...]:
+    """Equal weights for equal headroom; none at all when more nodes are equally good than can be named."""
+    if not ranked:
+        return ()
+    best = head = ranked[0]
+    made = []
+    for room in ranked:
+        if not _equal(head, room, demand):
+            head = room
+        made.append(Preference(room.node, BEST_WEIGHT if head is best else _weight(head, best)))
+    if sum(preference.weight == BEST_WEIGHT for preference in made) > MAX_PREFERENCES:
+        return ()
+    return tuple(made[:MAX_PREFERENCES])
+
+
+def _weight(room: _Room, best: _Room) -> int:
+    share = max(0.0, room.multiple) / best.multiple if best.multiple > 0.0 else 0.0
+    return max(1, round(WEIGHT_OF_OTHERS * share))
+
+
+def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
+    """The scarcest tiers are equally scarce within the tolerance; a node without series equals only such nodes, and one
+    whose memory stalls only others whose memory does."""
+    if larger.stalls is not smaller.stalls:
+        return False
+    if larger.scarcest is None or smaller.scarcest is None:
+        return larger.scarcest is smaller.scarcest
+    size = demand.tiers[smaller.scarcest]
+    difference = (larger.multiple - smaller.multiple) * size
+    return difference <= demand.tolerance(smaller.scarcest, larger.multiple * size)
+
+
+# --- the sentence -----------------------------------------------------------------------------------------------------
+
+
+def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
+    """What tells the best node from the next one, with both figures of the tier that is scarcest there."""
+    best = ranked[0]
+    other = next((room for room in ranked if not _equal(best, room, demand)), None)
+    tier = best.scarcest if other is None else other.scarcest or best.scarcest
+    if tier is None and other is not None:  # a stall is all that is known to tell them apart
+        return f"{best.node} before {other.node}"
+    if tier is None:
+        only = f"{best.node} is the only node of its class"
+        return only if len(ranked) == 1 else f"no preference among {len(ranked)} nodes"
+    planned, what = f"(planned {format_bytes(demand.tiers[tier])})", f"of {_NAMES[tier]} free"
+    if other is not None:
+        return f"{best.node}: {_free(best, tier, what)}, {other.node} {_free(other, tier)} {planned}"
+    if len(ranked) == 1:
+        return f"{best.node}: {_free(best, tier, what)} {planned}"
+    return f"no preference among {len(ranked)} nodes with {_range(ranked, tier)} {what} {planned}"
+
+
+def _stalls(ranked: Sequence[_Room]) -> str:
+    """Which nodes are not preferred for it, with the first figures; empty where none stalls."""
+    found = [f"{room.node} ({room.stalled:.0%} of the time)" for room in ranked if room.stalls]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f"; memory stalls on {', '.join(found[:MOST_NAMED])}{more}, not preferred" if found else ""
+
+
+def _free(room: _Room, tier: Tier, what: str = "") -> str:
+    shown = format_bytes(room.free[tier]) if tier in room.free else "unknown"
+    reserved = f"after {format_bytes(room.reserved[tier])} reserved" if room.reserved[tier] else ""
+    return " ".join(part for part in (shown, what, reserved) if part)
+
+
+def _range(rooms: Sequence[_Room], tier: Tier) -> str:
+    found = [room.free[tier] for room in rooms if tier in room.free]
+    least, most = format_bytes(min(found)), format_bytes(max(found))
+    return least if least == most else f"{least} to {most}"
+
+
+def _metrics(cluster: ClusterView, rooms: Sequence[_Room]) -> str:
+    age = cluster.metrics_age_seconds
+    why = f" ({cluster.metrics_problem})" if cluster.metrics_problem else ""
+    if age is None:
+        return f"no metrics{why}" if why or cluster.metrics_source else "no metrics are configured"
+    if counts(cluster) and not any(room.free or room.stalled is not None for room in rooms):
+        return f"no metrics of {'this node' if len(rooms) == 1 else 'these nodes'}{why}"
+    shown = f"metrics {format_age(age)} old"
+    if not counts(cluster):
+        return f"{shown}, too old to count{why}"
+    if _is_stale(cluster):
+        return f"{shown}, so the pod counts {STALE_MARGIN - 1.0:.0%} more and small differences do not{why}"
+    return shown
+
+
+def format_age(seconds: float) -> str:
+    """Whole seconds: 4.2 -> "4 s", 150 -> "2m30s"."""
+    return format_seconds(max(1.0, round(seconds)))

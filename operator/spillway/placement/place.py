@@ -1,0 +1,599 @@
+"""Placement: a job and what is known of the cluster -> a plan and the nodes that would carry it best. Pure.
+
+    nodes -> those that could carry a pod -> classes of equal nodes -> a plan for each -> the fastest class
+          -> its nodes by headroom -> preferences, and one sentence with the figure that decided
+
+The answer is a node class and preferences, never a host name to insist on: kube-scheduler keeps the last word, and a
+stale figure can only make a preference worse. What a pod requests comes from the plan alone (pod_resources.py).
+docs/placement.md explains each rule and its constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from spillway.api.members import solo_specs
+from spillway.api.status import ProfileEvidence
+from spillway.api.training_job import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
+from spillway.errors import UserError
+from spillway.feedback.ladder import smaller_micro_batches
+from spillway.feedback.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
+from spillway.feedback.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
+from spillway.placement.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
+from spillway.placement.device_choice import because, devices, on_device
+from spillway.placement.headroom import Preference, rank
+from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planning.candidates import TIE
+from spillway.planning.corrections import NO_CORRECTIONS, Corrections
+from spillway.planning.explain import lacking
+from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, local_node, resolve_node
+from spillway.planning.known_plans import known_plan
+from spillway.planning.planner import DEVICE_SHARE, Overrides, run_strategy, shared_memory
+from spillway.planning.pod_resources import (
+    PLANNED_MARGIN,
+    PodResources,
+    emptydir_bytes,
+    least_memory_bytes,
+    plannable_memory_bytes,
+    plannable_spill_bytes,
+    pod_resources,
+    pod_runtime_bytes,
+)
+from spillway.units import MIB, format_bytes, format_seconds
+
+MAX_CLASSES = 8
+"""node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
+CAPACITY_DIGITS = 5
+"""binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
+GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
+"""labels of NVIDIA's feature discovery; memory in MiB"""
+DEFAULT_RESOURCE: str = TrainingJobSpec.model_fields["resource_name"].default
+"""what a profile's devices are counted by, where the node has it, when the profile does not say how many there are"""
+TRANSIENT_TAINTS = "node.kubernetes.io/"
+"""prefix of the taints that the node controller sets and takes away again"""
+
+__all__ = [
+    "ClusterView",
+    "LiveBytes",
+    "NodeView",
+    "Placement",
+    "Preference",
+    "Reservation",
+    "Taint",
+    "Unplaceable",
+    "place",
+    "profiled",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job should run, under which plan, and why."""
+
+    plan: MemoryPlan
+    node: NodeSpec
+    """the class the plan is made for"""
+    preferences: tuple[Preference, ...]
+    """most preferred first; equal weights where nothing tells the nodes apart"""
+    reason: str
+    """one sentence with the figure that decided"""
+    headroom: LiveBytes
+    """of the preferred node, after reservations"""
+    pod: PodResources
+    """what each pod requests, for a text of unknown size"""
+    required_labels: Mapping[str, str] = field(default_factory=dict)
+    """what a node must carry to be of the class (the GPU product): a required affinity, from labels only"""
+    observed: ProfileEvidence | None = None
+    """what earlier attempts of this model under this plan showed; None = there were none"""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaceable:
+    """No node class can carry the job: a value, with the sentence for condition Planned=False."""
+
+    reason: str
+    """CamelCase: NoNode, DoesNotFit"""
+    message: str
+    infeasible: Infeasible | None = None
+
+
+Place = Callable[[TrainingJob, ClusterView], Placement | Unplaceable]
+"""`place`, or what stands for it"""
+
+
+def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """The plan for `job` and the nodes it should run on.
+
+    Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
+    DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
+    """
+    found, name = list[Unplaceable](), job.spec.resource_name
+    ranks = job.spec.parallelism.world_size
+    for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device, ranks):
+        placed = _place(on_device(job, device), cluster)
+        if isinstance(placed, Placement):
+            said = f"Cuda is not possible: {found[0].message}" if found else why
+            return replace(placed, plan=because(placed.plan, said))
+        found.append(placed)
+    return found[0]
+
+
+def _no_devices(name: str, cluster: ClusterView) -> str:
+    if cluster.nodes is None:
+        return "the operator may not list nodes"
+    has_one = any(view.allocatable_devices.get(name) for view in cluster.nodes)
+    return "" if has_one else f"no node has {name}"
+
+
+def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """On the kind of device that the job names."""
+    if cluster.nodes is None:
+        return _without_view(job, cluster)
+    needs = _needs(job.spec)
+    able, misses = _could_carry(job.spec, needs, cluster.nodes)
+    if not able:
+        return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
+    now = [view for view in able if view.ready and not view.unschedulable]
+    corrections = _corrections(job.spec, cluster)
+    groups = _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
+    # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
+    alone = len(groups) == 1
+    outcomes = [_outcome(job, group, explained=alone) for group in groups]
+    fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
+    for smaller in () if fitting else _smaller(job, corrections):
+        found = [_outcome(smaller, group, explained=alone) for group in groups]
+        fitting = [outcome for outcome in found if isinstance(outcome, _Choice)]
+        if fitting:
+            job = smaller
+            break
+    if not fitting:
+        return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
+    best, waiting_for = _best(fitting, job.spec, cluster.held)
+    plan = best.plan if alone else _explained(job, best.group)
+    ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster)
+    waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
+    return Placement(
+        plan=plan,
+        node=best.group.node,
+        preferences=ranking.preferences,
+        reason=("" if now else waiting) + waiting_for + ranking.reason,
+        headroom=ranking.headroom,
+        pod=best.pod,
+        required_labels=dict(best.group.required_labels),
+        observed=_observed(job.spec, plan, cluster, best.seen),
+    )
+
+
+# --- which nodes could carry a pod ------------------------------------------------------------------------------------
+
+
+def device_kind(spec: TrainingJobSpec) -> DeviceKind:
+    """What the pods run on, of a job for exactly one kind."""
+    return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
+
+
+class _Needs(NamedTuple):
+    """Of one pod beside its plan, on every node alike; of a sweep, what all of its members need."""
+
+    runtime_bytes: int
+    storage_bytes: int
+
+
+def _needs(spec: TrainingJobSpec) -> _Needs:
+    device = device_kind(spec)
+    runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, run_strategy(spec))
+    return _Needs(runtime, emptydir_bytes(spec, device))
+
+
+def _could_carry(
+    spec: TrainingJobSpec, needs: _Needs, nodes: Sequence[NodeView]
+) -> tuple[list[NodeView], list[tuple[int, str]]]:
+    """Nodes that could carry a pod some day, and what the others lack: (how near it came, sentence)."""
+    able, misses = [], []
+    for view in nodes:
+        miss = _miss(spec, needs, view)
+        if miss is None:
+            able.append(view)
+        else:
+            misses.append(miss)
+    return able, misses
+
+
+def _miss(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> tuple[int, str] | None:
+    """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
+    device, ranks = device_kind(spec), spec.parallelism.devices_per_node
+    for key, value in spec.scheduling.node_selector.items():
+        if view.labels.get(key) != value:
+            return 0, f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector asks {value!r}"
+    for taint in view.taints:
+        if _repels(taint, spec.scheduling.tolerations):
+            shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"
+            return 1, f"{view.name} has the taint {shown}, which spec.scheduling.tolerations does not tolerate"
+    devices = view.allocatable_devices.get(spec.resource_name, 0)
+    if device == "Cuda" and devices < ranks:
+        return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
+    memory = least_memory_bytes(needs.runtime_bytes, ranks, device)
+    if view.allocatable_memory_bytes < memory:
+        has = format_bytes(view.allocatable_memory_bytes)
+        return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
+    if view.allocatable_ephemeral_bytes < needs.storage_bytes:
+        has, asked = format_bytes(view.allocatable_ephemeral_bytes), format_bytes(needs.storage_bytes)
+        return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {asked} beside its spill"
+    return None
+
+
+def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+    """True when the taint keeps pods away for good."""
+    if taint.effect == "PreferNoSchedule" or taint.key.startswith(TRANSIENT_TAINTS):
+        return False
+    return not any(tolerates(toleration, taint) for toleration in tolerations)
+
+
+def tolerates(toleration: Toleration, taint: Taint) -> bool:
+    """As the scheduler and the node lifecycle controller see it, however long it is tolerated."""
+    if toleration.effect not in ("", taint.effect):
+        return False
+    if toleration.operator == "Exists":
+        return toleration.key in ("", taint.key)
+    return (toleration.key, toleration.value) == (taint.key, taint.value)
+
+
+def _no_node(nodes: Sequence[NodeView], misses: Sequence[tuple[int, str]]) -> str:
+    if not nodes:
+        return "the cluster has no nodes"
+    _, nearest = max(misses, key=lambda miss: miss[0])
+    return f"none of {len(nodes)} nodes can carry a pod of this job; the nearest: {nearest}"
+
+
+# --- classes of equal nodes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeClass:
+    """Nodes that one plan is good for."""
+
+    node: NodeSpec
+    """capacities are what is left for the plan in a pod: not less than a node of the class has, rounded down"""
+    shared_bytes: int
+    """on a CPU: memory that device and host tier share; 0 on a GPU"""
+    required_labels: tuple[tuple[str, str], ...]
+    corrections: Corrections = NO_CORRECTIONS
+    """of what is predicted, on every class alike"""
+    pods: SeenPods = field(default=NO_PODS_SEEN, compare=False)
+    """what pods took, on every class alike"""
+    views: tuple[NodeView, ...] = ()
+
+
+def _corrections(spec: TrainingJobSpec, cluster: ClusterView) -> Corrections:
+    """What this job showed, and what jobs of the same model did. Mode Advise counts with it and gets no larger pod;
+    mode Disabled plans nothing."""
+    if spec.memory.mode == "Disabled":
+        return NO_CORRECTIONS
+    known = cluster.model_corrections.get(model_fingerprint(spec, device_kind(spec)), NO_CORRECTIONS)
+    found = cluster.corrections.and_also(known)
+    return found if spec.memory.mode == "Auto" else replace(found, pod=1.0, after_failure=False)
+
+
+def _smaller(job: TrainingJob, corrections: Corrections) -> Iterable[TrainingJob]:
+    """With smaller micro-batches, where that is allowed."""
+    return smaller_micro_batches(job, job.spec.parallelism.world_size) if corrections.after_failure else ()
+
+
+def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
+    """Nothing for a job that ran out of memory itself: it needs what no pod has shown."""
+    if not may_be_seen(spec) or cluster.corrections != NO_CORRECTIONS:
+        return NO_PODS_SEEN
+    return SeenPods(cluster.observed_pods, spec.image or cluster.trainer_image)
+
+
+def _classes(
+    spec: TrainingJobSpec, needs: _Needs, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
+) -> list[_NodeClass]:
+    groups: dict[_NodeClass, list[NodeView]] = {}
+    for view in views:
+        own = replace(_class_of(spec, needs, view, corrections.pod), corrections=corrections, pods=pods)
+        groups.setdefault(own, []).append(view)
+    found = [
+        replace(group, views=tuple(sorted(members, key=lambda view: view.name))) for group, members in groups.items()
+    ]
+    return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
+
+
+def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
+    """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
+    times the memory that is counted for it."""
+    device = device_kind(spec)
+    node = base_node(view, device, spec.resource_name)
+    limit = view.allocatable_memory_bytes
+    if node is view.profile:
+        limit = min(limit, node.host_bytes)
+    limit = limit if pod_factor <= 1.0 else int(limit / pod_factor) - MIB
+    plannable = plannable_memory_bytes(limit, needs.runtime_bytes, spec.parallelism.devices_per_node, device)
+    memory = rounded_down(plannable)
+    spill = rounded_down(_spill_capacity(spec, needs, view))
+    if device == "Cuda":
+        product = view.labels.get(GPU_PRODUCT)
+        labels = ((GPU_PRODUCT, product),) if product else ()
+        return _NodeClass(replace(node, host_bytes=memory, nvme_bytes=spill), 0, labels)
+    return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, ())
+
+
+def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpec:
+    """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
+    catalog's, with as many devices as it has of the extended resource `resource_name`."""
+    if view.profile is not None and view.profile.device_kind == device:
+        return view.profile
+    cores = max(1, int(view.allocatable_cores))
+    if device == "Cuda":
+        label = view.labels.get(GPU_MEMORY, "")
+        memory_bytes = int(label) * MIB if label.isdecimal() else None
+        devices = view.allocatable_devices.get(resource_name, 1)
+        return replace(gpu_node(view.labels.get(GPU_PRODUCT, ""), memory_bytes, devices), num_cores=cores)
+    return replace(local_node(cores, 0, 0, 0), name=f"cpu-{cores}-cores")
+
+
+def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
+    """The node with what its NodeProfile measured."""
+    devices = view.allocatable_devices
+    most = max(devices, key=lambda name: devices[name], default=DEFAULT_RESOURCE)
+    resource_name = DEFAULT_RESOURCE if DEFAULT_RESOURCE in devices else most
+    node = base_node(replace(view, profile=None), profile.device_kind, resource_name)
+    memory, storage = view.allocatable_memory_bytes, view.allocatable_ephemeral_bytes
+    return replace(view, profile=measured(profile, replace(node, host_bytes=memory, nvme_bytes=storage)))
+
+
+def _spill_capacity(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> int:
+    """Room for slabs: the node's ephemeral storage, or the volume that the storage class makes as large as asked."""
+    if spec.spill.storage_class_name:
+        return spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
+    room = plannable_spill_bytes(view.allocatable_ephemeral_bytes, needs.storage_bytes)
+    profile = view.profile
+    return max(0, min(room, profile.nvme_bytes) if profile is not None else room)
+
+
+def rounded_down(num_bytes: int) -> int:
+    """To CAPACITY_DIGITS binary digits; 0 for what is negative."""
+    if num_bytes <= 0:
+        return 0
+    unit: int = 1 << max(0, num_bytes.bit_length() - CAPACITY_DIGITS)
+    return num_bytes // unit * unit
+
+
+# --- a plan for each --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A class with the plan that fits it."""
+
+    group: _NodeClass
+    plan: MemoryPlan
+    pod: PodResources
+    seen: PodEvidence | None = None
+    """what the pod's request follows from; None = it is what is counted"""
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.prediction.step_seconds
+
+    @property
+    def bytes_off_device(self) -> int:
+        return self.plan.bytes[Tier.HOST].total + self.plan.bytes[Tier.NVME].total
+
+    @property
+    def num_pods(self) -> int:
+        """That the nodes of the class could carry at once, if they were empty."""
+        return sum(_pods_on(view, self.pod) for view in self.group.views)
+
+
+def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
+    """Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
+    try:
+        return _planned(job, group, explained=explained)
+    except UserError as error:
+        why = str(error)
+    except Exception as error:
+        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+    return Unplaceable("NoNode", f"node class {group.node.name} (for example {group.views[0].name}): {why}")
+
+
+def _planned(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
+    decided = _decided(job, group, explained=explained)
+    if isinstance(decided, Infeasible):
+        return Unplaceable("DoesNotFit", f"does not fit node class {group.node.name}", decided)
+    plan, pod, seen = _for_its_pod(job.spec, decided, group)
+    if not any(_pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
+        return Unplaceable("NoNode", _too_large(job, group, pod))
+    return _Choice(group, plan, pod, seen)
+
+
+def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
+    """The plan of a class that has one, with what lost."""
+    plan = _decided(job, group, explained=True)
+    assert isinstance(plan, MemoryPlan)
+    return _for_its_pod(job.spec, plan, group)[0]
+
+
+def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
+    """Where device and host share a memory whose parts the job does not name, and none fits of which the device has
+    the larger part, one of which the host has it."""
+    ranks, own = job.spec.parallelism.devices_per_node, on_device(job, group.node.device_kind)
+    decided = known_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
+    has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
+    if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
+        return decided
+    other = known_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
+    return decided if isinstance(other, Infeasible) else other
+
+
+def _overrides(job: TrainingJob, group: _NodeClass, ranks: int, device_share: float = DEVICE_SHARE) -> Overrides:
+    if group.node.device_kind == "Cpu":
+        shared = shared_memory(job, group.shared_bytes, ranks, device_share)
+        return replace(shared, corrections=group.corrections)
+    return Overrides(strategy=run_strategy(job.spec), corrections=group.corrections)
+
+
+def _for_its_pod(
+    spec: TrainingJobSpec, plan: MemoryPlan, group: _NodeClass
+) -> tuple[MemoryPlan, PodResources, PodEvidence | None]:
+    """The plan and its pod: as counted, with what pods of the model took beside that; where pods under this very plan
+    were seen, what they took, more or less than is counted."""
+    plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
+    counted = pod_resources(spec, plan, ranks)
+    seen = group.pods.of(memory_fingerprint(spec, plan), spec, plan) if group.pods.known else None
+    if seen is None:
+        more = group.corrections.unplanned_bytes(counted.memory_bytes)
+        plan = plan.model_copy(update={"unplanned_bytes": more})
+        return plan, pod_resources(spec, plan, ranks), None
+    request = seen.request_bytes(counted.memory_bytes)
+    decided = {
+        "unplanned_bytes": max(0, request - counted.memory_bytes),
+        "reasons": (*plan.reasons, seen.sentence(counted.memory_bytes)),
+    }
+    return plan.model_copy(update=decided), replace(counted, memory_bytes=request), seen
+
+
+def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
+    """On a CPU the pod's limit is made for the planned bytes, so the device's budget ends there: the trainer raises
+    DeviceOutOfMemory, which says what was asked for, before the kernel kills it."""
+    if plan.device != "Cpu":
+        return plan
+    allowed = int(plan.bytes[Tier.DEVICE].total * (1.0 + PLANNED_MARGIN))
+    budget = {**plan.budget, Tier.DEVICE: min(plan.budget[Tier.DEVICE], allowed)}
+    return plan.model_copy(update={"budget": budget})
+
+
+def _pods_on(view: NodeView, pod: PodResources) -> int:
+    """Pods that fit an empty node, by what is requested of memory, disk, cores and devices."""
+    counts = [
+        view.allocatable_memory_bytes // pod.memory_bytes,
+        view.allocatable_ephemeral_bytes // pod.ephemeral_storage_bytes,
+        int(view.allocatable_cores / pod.cpu_cores),
+    ]
+    if pod.devices:
+        counts.append(view.allocatable_devices.get(pod.resource_name, 0) // pod.devices)
+    return min(counts)
+
+
+def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
+    view = max(group.views, key=lambda view: view.allocatable_memory_bytes)
+    return (
+        f"a pod of {job.metadata.name} needs {format_bytes(pod.memory_bytes)} of memory, "
+        f"{format_bytes(pod.ephemeral_storage_bytes)} of ephemeral storage and {pod.cpu_cores:g} cores; the largest "
+        f"node, {view.name}, has {format_bytes(view.allocatable_memory_bytes)}, "
+        f"{format_bytes(view.allocatable_ephemeral_bytes)} and {view.allocatable_cores:g}"
+    )
+
+
+def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[HeldDevices]) -> tuple[_Choice, str]:
+    """The class on which the job ends first, waiting included; of those within 1 % the one that keeps most on the
+    device. One that can carry all pods at once goes before one that cannot. And a sentence where waiting decided."""
+    num_nodes, steps = spec.parallelism.nodes, sum(one.training.steps for one in solo_specs(spec))
+    able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
+    waits = [_wait_seconds(choice, num_nodes, held) for choice in able]
+    if min(waits) == math.inf:  # nobody knows when any of them is free
+        waits = [0.0] * len(able)
+    ends = [wait + steps * choice.seconds for wait, choice in zip(waits, able, strict=True)]
+    first, fastest = _first(able, ends), _first(able, [choice.seconds for choice in able])
+    if first == fastest:
+        return able[first], ""
+    ratio, wait = able[first].seconds / able[fastest].seconds, waits[fastest]
+    until = "nobody knows how long" if wait == math.inf else format_seconds(wait)
+    name = able[fastest].group.node.name
+    return able[first], f"{name} would be {ratio:.2g} times as fast, and its devices are held for {until}; "
+
+
+def _first(choices: Sequence[_Choice], ends: Sequence[float]) -> int:
+    near = (number for number, end in enumerate(ends) if end <= TIE * min(ends))
+    return min(near, key=lambda number: _tie_break(choices[number]))
+
+
+def _tie_break(choice: _Choice) -> tuple[int, str, str]:
+    return choice.bytes_off_device, choice.group.node.name, choice.group.views[0].name
+
+
+def _wait_seconds(choice: _Choice, num_nodes: int, held: Sequence[HeldDevices]) -> float:
+    """Until the class has as many devices free as the pods take, should other jobs of ours need as long as their status
+    says; infinite where that is not known. Others' pods, and how devices are spread over nodes, are not seen."""
+    name, group = choice.pod.resource_name, choice.group
+    here = [one for one in held if one.resource_name == name and _holds_in(one, group)] if choice.pod.devices else []
+    free = sum(view.allocatable_devices.get(name, 0) for view in group.views) - sum(one.devices for one in here)
+    wait = 0.0
+    for one in sorted(here, key=lambda one: math.inf if one.seconds_left is None else one.seconds_left):
+        if free >= num_nodes * choice.pod.devices:
+            break
+        free += one.devices
+        wait = math.inf if one.seconds_left is None else one.seconds_left
+    return wait
+
+
+def _holds_in(held: HeldDevices, group: _NodeClass) -> bool:
+    if held.nodes:
+        return not {view.name for view in group.views}.isdisjoint(held.nodes)
+    return held.node_class == group.node.name
+
+
+def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequence[Unplaceable]) -> Unplaceable:
+    """Of all classes, the one that lacks least; only for that one it is worked out what would fit."""
+    nearest = min(range(len(found)), key=lambda number: _missing(found[number]))
+    missing = found[nearest].infeasible
+    if missing is None:
+        return found[nearest]
+    explained = missing if missing.nearest else _decided(job, groups[nearest], explained=True)
+    return _does_not_fit(explained, f"node class {groups[nearest].node.name}")
+
+
+def _missing(outcome: Unplaceable) -> float:
+    return sum(outcome.infeasible.missing_bytes.values()) if outcome.infeasible is not None else float("inf")
+
+
+def _does_not_fit(decided: MemoryPlan | Infeasible, where: str) -> Unplaceable:
+    assert isinstance(decided, Infeasible)
+    return Unplaceable("DoesNotFit", lacking(decided, where), decided)
+
+
+def _observed(
+    spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView, seen: PodEvidence | None
+) -> ProfileEvidence | None:
+    """The MemoryProfile of exactly this plan, for people; what all profiles of the model say of predictions is in the
+    plan already."""
+    peaks = cluster.observed_peaks.get(memory_fingerprint(spec, plan))
+    return evidence(profile_name(spec, plan), plan, peaks, seen) if peaks else None
+
+
+# --- without a view of the nodes --------------------------------------------------------------------------------------
+
+
+def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+    """The operator may not list nodes: a class of the catalog, as large as the catalog says."""
+    pods = _pods_seen(job.spec, cluster)
+    group = replace(_catalog_class(job.spec), corrections=_corrections(job.spec, cluster), pods=pods)
+    decided = _decided(job, group, explained=True)
+    for smaller in _smaller(job, group.corrections):
+        if isinstance(decided, Infeasible):
+            job, decided = smaller, _decided(smaller, group, explained=True)
+    if isinstance(decided, Infeasible):
+        return _does_not_fit(decided, f"node class {group.node.name} of the catalog")
+    plan, pod, seen = _for_its_pod(job.spec, decided, group)
+    return Placement(
+        plan=plan,
+        node=group.node,
+        preferences=(),
+        reason=f"planned for the catalog's {group.node.name}: the operator may not list nodes (NoNodeView)",
+        headroom=LiveBytes(),
+        pod=pod,
+        required_labels=dict(group.required_labels),
+        observed=_observed(job.spec, plan, cluster, seen),
+    )
+
+
+def _catalog_class(spec: TrainingJobSpec) -> _NodeClass:
+    if device_kind(spec) == "Cpu":
+        node = resolve_node("cpu")
+        memory = node.device_bytes + node.host_bytes
+        return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory), memory, ())
+    product = spec.scheduling.node_selector.get(GPU_PRODUCT, "")
+    return _NodeClass(gpu_node(product, None, spec.parallelism.devices_per_node), 0, ())

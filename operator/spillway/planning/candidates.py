@@ -1,0 +1,870 @@
+"""Candidates: every way to run the step that is worth comparing, and the search for the fastest that fits.
+
+A candidate answers five questions:
+    strategy      what ranks share (one answer when there is one rank, or the spec names it)
+    parameters    how many units of segments are streamed (footprint.eviction_order), in which order of micro-batches,
+                  and where boundaries wait; homes are in host memory as far as it reaches, the others on NVMe
+    activations   how many blocks are recomputed and how many are moved; of the moved ones, as many as fit go to host
+                  memory and the others to NVMe (order in the model: footprint.Blocks)
+    lean          whether blocks that are not recomputed hold what backward can rebuild; both, where the shape says what
+                  that is
+    optimizer     as much resident as the device has left; the rest split between CPU and device so that both end
+                  together (step_time.balanced_streamed_share); what host memory does not hold of it, on NVMe
+
+    Question -> Space (groups of layouts; independent of budgets) -> Search (with budgets): best, fits, nearest miss
+
+All but activations and optimizer make a group; in it, layouts of activations. Groups and layouts are looked at in the
+order of a lower bound of their seconds, and the search ends where that bound exceeds what was found: the result is that
+of trying them all (`Search.all_candidates`; a test compares the two).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil, floor, isqrt
+from operator import itemgetter
+
+from spillway.api.training_job import TrainingJob
+from spillway.plan import Answer, OptimizerPlan, Overlap, Prediction, Tier, TierBytes
+from spillway.planning.footprint import (
+    LEAN_STRATEGIES,
+    NUM_SLOTS,
+    RESIDENT,
+    STREAMING_STRATEGIES,
+    ZERO_STRATEGIES,
+    Blocks,
+    DevicePeak,
+    Order,
+    Strategy,
+    Streaming,
+    Workload,
+    accumulator_bytes,
+    chunk_parameters,
+    device_bytes,
+    device_peak,
+    forced_share,
+    home_staging_bytes,
+    host_bytes,
+    host_home_bytes,
+    kept_boundary_bytes,
+    nvme_bytes,
+    nvme_home_bytes,
+    nvme_staging_bytes,
+    nvme_states_bytes,
+    speculation_bytes,
+    states_bytes_per_parameter,
+    upload_bytes,
+)
+from spillway.planning.hardware import NodeSpec
+from spillway.planning.model_shape import DTYPE_BYTES, ModelShape
+from spillway.planning.step_time import (
+    Drives,
+    Rates,
+    Resource,
+    backward_loads,
+    balanced_streamed_share,
+    can_overlap,
+    exchange_loads,
+    forward_loads,
+    least_update_seconds,
+    pass_seconds,
+    phase_seconds,
+    predict,
+    rank_rates,
+    speculative_window,
+    update_loads,
+    update_threads,
+)
+from spillway.units import format_bytes
+
+TIE = 1.01
+"""plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
+SPARED_SHARE = 0.05
+"""of a step's seconds: what a plan that writes to the drives all that it may a day must save to be taken instead of one
+that writes nothing; in proportion for one that writes less"""
+MAX_GROUPS = 32
+"""blocks change their answer in groups, so that deep models have no more candidates than this, squared and halved"""
+MAX_GROUPS_STREAMED = 8
+"""the same where parameters are streamed, which multiplies the candidates"""
+LEAST_GROUPS, MOST_RUNS_LOOKED_AT = 4, 2**15
+"""groups of answers at least, and how many runs of equal blocks all layouts together may have"""
+MAX_LEVELS = 16
+"""how many different amounts of streamed parameters are compared"""
+SPECULATION_SLACK = 0.9
+"""of the host memory that is left: rows of chunks are padded"""
+FORCED_SHARE = 0.1
+"""least CPU and streamed share of placement Interleaved, which asks for both whatever is faster"""
+LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
+LEAST_RESIDENT_SHARE = 1e-3
+"""smaller resident shares are not worth a third path"""
+ROUNDING = 2e-4
+"""of shares with four digits"""
+AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero2", "Fsdp")
+"""Zero1 shares what Zero2 shares, Zero3 what Fsdp shares: the same arithmetic"""
+_ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
+_NO_ACTIVATIONS = DevicePeak(0, 0, 0)
+_WEIGHTS = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}
+"""of missing bytes: a byte of host memory is easier to add than one of the device, one of NVMe easiest"""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything a plan depends on, once resolved; parts that are forced are not searched."""
+
+    job: TrainingJob
+    shape: ModelShape
+    node: NodeSpec
+    budget: dict[Tier, int]
+    """of one rank"""
+    world_size: int
+    local_ranks: int
+    num_nodes: int
+    micro_batch_size: int
+    mode: str
+    strategy: str
+    placement: str
+    policy: str
+    parameters: str
+    overlap: str = "Auto"
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def host_reserve(self) -> int:
+        """Of one rank: that stays empty beside activations on NVMe, at most."""
+        return (self.job.spec.memory.activations.host_reserve or 0) // self.local_ranks
+
+    @property
+    def drives(self) -> Drives:
+        """What endurance is measured against."""
+        return Drives(self.node.nvme_bytes / self.local_ranks, self.node.nvme_rated_bytes / self.local_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run the step."""
+
+    work: Workload
+    optimizer: OptimizerPlan
+    blocks: Blocks
+    streaming: Streaming
+    window_bytes: int
+    bytes: dict[Tier, TierBytes]
+    missing: dict[Tier, int] = field(default_factory=dict)
+    """bytes above the budget; empty when it fits"""
+
+    @property
+    def effort(self) -> tuple[int, int, int, bool, int]:
+        """What breaks ties: bytes on NVMe, bytes in host memory, recomputed blocks, rebuilds, complexity of the
+        strategy."""
+        strategy = self.work.strategy
+        order = AUTO_STRATEGIES.index(strategy) if strategy in AUTO_STRATEGIES else 0
+        return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, self.work.lean, order)
+
+    @property
+    def weighted_missing(self) -> int:
+        return sum(_WEIGHTS[tier] * amount for tier, amount in self.missing.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A candidate that fits its budgets, with its prediction."""
+
+    candidate: Candidate
+    prediction: Prediction
+    wears_out: bool
+    """writes more drive capacities a day than the spec allows"""
+    worn_share: float = 0.0
+    """of what the spec allows a day, at most 1"""
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def priced_seconds(self) -> float:
+        """With what its writes to the drives are worth; what candidates are compared by."""
+        return (1.0 + SPARED_SHARE * self.worn_share) * self.seconds
+
+
+def timed(question: Question, candidate: Candidate) -> Timed:
+    prediction = predict(
+        candidate.work,
+        rates_of(question),
+        candidate.optimizer,
+        candidate.blocks,
+        candidate.streaming,
+        overlapped=candidate.window_bytes > 0,
+        steps=question.job.spec.training.steps,
+        drives=question.drives,
+    )
+    limit = question.job.spec.memory.endurance.drive_writes_per_day
+    chosen_freely = question.policy == "Auto" and question.placement != "Nvme"
+    worn = prediction.drive_writes_per_day / limit if chosen_freely else 0.0
+    return Timed(candidate, prediction, worn > 1.0, min(1.0, worn))
+
+
+def best(choices: Sequence[Timed]) -> Timed:
+    """The least effort among the fastest, writes to the drives priced."""
+    fastest = min(choice.priced_seconds for choice in choices)
+    near = (choice for choice in choices if choice.priced_seconds <= TIE * fastest)
+    return min(near, key=lambda choice: (choice.candidate.effort, choice.seconds))
+
+
+def rates_of(question: Question) -> Rates:
+    spec = question.job.spec
+    compute, threads = spec.model.precision.compute, spec.spill.num_cipher_threads
+    return rank_rates(question.node, question.local_ranks, question.num_nodes, compute, threads)
+
+
+def workload(question: Question, strategy: Strategy) -> Workload:
+    spec = question.job.spec
+    made = Workload(
+        shape=question.shape,
+        micro_batch_size=question.micro_batch_size,
+        sequence_length=spec.training.sequence_length,
+        num_micro_batches=spec.training.global_batch_size // (question.micro_batch_size * question.world_size),
+        world_size=question.world_size,
+        local_ranks=question.local_ranks,
+        strategy=strategy,
+        wire_bytes=DTYPE_BYTES[spec.model.precision.gradient_reduce],
+        rule=spec.training.optimizer.rule,
+        moments=spec.training.optimizer.moment_type,
+        in_place=question.node.copies_use_cores,
+        is_float16=spec.model.precision.compute == "float16",
+        on_cuda=question.node.device_kind == "Cuda",
+    )
+    return _shared(made)
+
+
+@lru_cache(maxsize=32)
+def _shared(work: Workload) -> Workload:
+    """The one that has its sums already: alternatives and classes of nodes ask about the same work."""
+    return work
+
+
+# --- the space: what is compared, whatever the budgets are ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Answers of the blocks, and what activations need on the device; moved blocks are counted as host ones."""
+
+    blocks: Blocks
+    window_bytes: int
+    peak: DevicePeak
+
+
+@dataclass(frozen=True)
+class Group:
+    """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers), all lean
+    or none."""
+
+    question: Question
+    work: Workload
+    streaming: Streaming
+    layouts: Sequence[Layout]
+    rates: Rates
+
+    @cached_property
+    def forced(self) -> float:
+        """Share of the parameters that the CPU updates whatever is faster."""
+        return forced_share(self.work, self.streaming)
+
+    @cached_property
+    def ratio(self) -> float:
+        """g / (c + g) of whatever is neither resident nor forced."""
+        if self.question.placement == "Host":
+            return 0.0
+        balanced = balanced_streamed_share(self.work, self.rates)
+        if self.question.placement == "Interleaved":
+            return min(max(balanced, FORCED_SHARE), 1.0 - FORCED_SHARE)
+        return balanced
+
+    @cached_property
+    def least_device_bytes(self) -> int:
+        """On the device beside activations, with the optimizer that takes least there."""
+        share = {"Device": (0.0, 1.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 0.0))
+        return self.optimizer_device_bytes(self.split(*share))
+
+    @cached_property
+    def least_host_bytes(self) -> int:
+        """In host memory, with all states on the device that may be there, and homes and activations on NVMe."""
+        placement = self.question.placement
+        share = {"Host": (0.0, 0.0), "Interleaved": (self.ratio, 0.0), "Nvme": (0.0, 0.0)}.get(placement, (0.0, 1.0))
+        return self.least_host_bytes_of(self.split(*share))
+
+    def least_host_bytes_of(self, optimizer: OptimizerPlan) -> int:
+        """Beside homes, with as many of its states on NVMe as may be there."""
+        held = self.host_bytes_beside_homes(optimizer)
+        may_spill = self.question.placement in ("Auto", "Nvme") and optimizer.offloads
+        return min(held, self.host_bytes_beside_homes(self.spilled(optimizer, 1.0))) if may_spill else held
+
+    def host_bytes_beside_homes(self, optimizer: OptimizerPlan) -> int:
+        shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
+        if shares not in self._host_bytes:
+            nothing = Blocks(self.question.num_layers)
+            held = host_bytes(self.work, optimizer, nothing, 0, self.streaming).total
+            self._host_bytes[shares] = held - host_home_bytes(self.work, self.streaming)
+        return self._host_bytes[shares]
+
+    # --- what no candidate can beat
+
+    def bound(self, layout: Layout, free_bytes: int) -> float:
+        """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
+        work, streaming = self.work, self.streaming
+        ends = (
+            OptimizerPlan(cpu_share=self.forced, resident_share=1.0 - self.forced),
+            OptimizerPlan(cpu_share=1.0, resident_share=0.0),
+        )
+        forward = forward_loads(work, self.rates, layout.blocks, streaming)
+        lines = [backward_loads(work, self.rates, layout.blocks, end, streaming) for end in ends]
+        backward = {resource: min(line[resource] for line in lines) for resource in lines[0]}
+        overlapped = layout.window_bytes > 0 or not layout.blocks.moved
+        num_passes = work.num_micro_batches // work.alive(streaming)
+        passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
+        update = self.least_update_seconds(free_bytes)
+        if self.question.overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
+            update = max(0.0, update - phase_seconds(forward, self.rates, overlapped))
+        if self.may_speculate:
+            update = 0.0
+        return passes + update + self.exchange_seconds
+
+    @cached_property
+    def exchange_seconds(self) -> float:
+        """Between ranks, once a step: the same for every layout and split."""
+        return exchange_loads(self.work, self.rates)[Resource.NETWORK]
+
+    def least_update_seconds(self, free_bytes: int) -> float:
+        """No split of the optimizer that fits in `free_bytes` of the device is faster: what is not resident takes its
+        part of the fastest update with nothing resident, and what is forced on the CPU its part there."""
+        on_cpu, not_resident = self._update_seconds
+        if self.question.placement == "Device":
+            return self.forced * on_cpu
+        resident = 0.0
+        if self.question.placement == "Auto":
+            left = free_bytes - self.least_device_bytes
+            states = states_bytes_per_parameter(self.work, on_cpu=False) * self.work.rank_parameters
+            resident = min(1.0 - self.forced, left / max(1, states))
+        # Shares of updates without streaming are proportional to their seconds; with it, less goes up, which spares the
+        # link and host memory.
+        not_sent = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes
+        spared = not_sent / min(self.rates.h2d * self.rates.duplex, self.rates.dram)
+        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared)
+
+    @cached_property
+    def _update_seconds(self) -> tuple[float, float]:
+        """Of all parameters: by the CPU alone, which must have its own part; and by CPU and device at their best."""
+        on_cpu = update_loads(self.work, self.rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0), self.streaming)
+        return on_cpu[Resource.CPU], least_update_seconds(self.work, self.rates)
+
+    # --- the optimizer's shares
+
+    def optimizers(self, free_bytes: int) -> Iterator[OptimizerPlan]:
+        """Splits for a device with `free_bytes` beside the activations, from the least offloaded that fits."""
+        placement = self.question.placement
+        resident = self.split(0.0, 1.0)
+        if placement == "Device":
+            yield resident
+            return
+        if placement == "Nvme":
+            yield self.spilled(self.split(0.0, 0.0), 1.0)
+            return
+        if placement == "Auto" and self._fits(resident, free_bytes):
+            yield resident
+            return
+        if placement == "Auto":
+            yield from self._partly_resident(free_bytes)
+        interleaved = self.split(self.ratio, 0.0)
+        if self.ratio and (placement == "Interleaved" or self._fits(interleaved, free_bytes)):
+            yield interleaved
+        if placement != "Interleaved":
+            yield self.split(0.0, 0.0)
+
+    def _partly_resident(self, free_bytes: int) -> Iterator[OptimizerPlan]:
+        """The largest resident share that fits: device bytes grow linearly with it."""
+        for ratio in dict.fromkeys((self.ratio, 0.0)):
+            none, some = self.split(ratio, 0.0), self.split(ratio, 0.5)
+            left = free_bytes - self.optimizer_device_bytes(some)
+            share = min(0.5 + left / self._device_bytes_per_share(ratio), LARGEST_PARTLY_RESIDENT_SHARE)
+            if share > LEAST_RESIDENT_SHARE and self._fits(none, free_bytes):
+                found = self.split(ratio, share)
+                if self._fits(found, free_bytes):
+                    yield found
+
+    def _device_bytes_per_share(self, ratio: float) -> float:
+        """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
+        work, free = self.work, 1.0 - self.forced
+        states = states_bytes_per_parameter(work, on_cpu=False) * work.rank_parameters
+        accumulators = accumulator_bytes(work, work.shape.num_accumulated)
+        return max(1.0, free * (states + (1.0 - ratio) * accumulators))
+
+    def optimizer_device_bytes(self, optimizer: OptimizerPlan) -> int:
+        """Everything on the device but activations."""
+        shares = (optimizer.streamed_share, optimizer.resident_share)
+        if shares not in self._device_bytes:
+            self._device_bytes[shares] = device_bytes(self.work, optimizer, _NO_ACTIVATIONS, self.streaming).total
+        return self._device_bytes[shares]
+
+    @cached_property
+    def _device_bytes(self) -> dict[tuple[float, float], int]:
+        return {}
+
+    @cached_property
+    def _host_bytes(self) -> dict[tuple[float, float, float], int]:
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[float, float], OptimizerPlan]:
+        return {}
+
+    def _fits(self, optimizer: OptimizerPlan, free_bytes: int) -> bool:
+        return self.optimizer_device_bytes(optimizer) <= free_bytes
+
+    def split(self, ratio: float, resident: float) -> OptimizerPlan:
+        """c + g + s = 1: of what is not forced on the CPU, s = `resident` and g = `ratio` of the rest; four digits,
+        rounded towards the CPU."""
+        if (ratio, resident) not in self._splits:
+            self._splits[ratio, resident] = self._split(ratio, resident)
+        return self._splits[ratio, resident]
+
+    def _split(self, ratio: float, resident: float) -> OptimizerPlan:
+        free = 1.0 - self.forced
+        resident_share = free if resident == 1.0 and free == 1.0 else floor(resident * free * 1e4) / 1e4
+        streamed_share = floor(ratio * max(0.0, free - resident_share) * 1e4) / 1e4
+        found = OptimizerPlan(
+            cpu_share=round(1.0 - resident_share - streamed_share, 4),
+            streamed_share=streamed_share,
+            resident_share=resident_share,
+            chunk_parameters=chunk_parameters(self.work),
+            num_threads=update_threads(
+                self.question.node.num_cores, self.question.local_ranks, self.rates.copies_use_cores
+            ),
+        )
+        return found.model_copy(update={"overlap": self.overlap(found)})
+
+    def spilled(self, optimizer: OptimizerPlan, part: float) -> OptimizerPlan:
+        """`part` of what is not resident on NVMe; CPU and device share the rest as before. Four digits, rounded towards
+        NVMe."""
+        left = 1.0 - optimizer.resident_share
+        nvme_share = min(left, ceil(part * left * 1e4) / 1e4)
+        streamed_share = min(floor((1.0 - part) * optimizer.streamed_share * 1e4) / 1e4, left - nvme_share)
+        cpu_share = max(0.0, round(left - nvme_share - streamed_share, 4))
+        shares = {"cpu_share": cpu_share, "streamed_share": streamed_share, "nvme_share": round(nvme_share, 4)}
+        found = optimizer.model_copy(update=shares)
+        return found.model_copy(update={"overlap": self.overlap(found)})
+
+    @cached_property
+    def may_speculate(self) -> bool:
+        """Backward may update: where the spec asks for it, and by itself where no clipping can make that void. It needs
+        parameters that the CPU sends up, and gradients that nobody adds to."""
+        if self.streaming.units or self.question.world_size > 1:
+            return False
+        unclipped = not self.question.job.spec.training.gradient_clipping and not self.rates.copies_use_cores
+        return self.question.overlap == "Backward" or (self.question.overlap == "Auto" and unclipped)
+
+    def overlap(self, optimizer: OptimizerPlan) -> Overlap:
+        """What the spec asks for, where there is an update to overlap; else what pays."""
+        asked = self.question.overlap
+        if asked == "Auto" and self.work.strategy in ZERO_STRATEGIES:  # every rank's new values have to be there first
+            return "None"
+        up = update_loads(self.work, self.rates, optimizer, self.streaming)[Resource.H2D]
+        pays = can_overlap(self.rates, optimizer, up, self.streaming) if asked == "Auto" else asked != "None"
+        if not (pays and optimizer.offloads):
+            return "None"
+        return "Backward" if self.may_speculate and optimizer.cpu_share else "Forward"
+
+    def speculating(self, optimizer: OptimizerPlan, blocks: Blocks, room: int) -> OptimizerPlan:
+        """`optimizer` with as much of its update in backward as the CPU has time for, in `room` bytes of host memory;
+        less than a chunk is not worth it."""
+        backward = backward_loads(self.work, self.rates, blocks, optimizer, self.streaming)
+        window = speculative_window(self.work, self.rates, optimizer, backward)
+        most = optimizer.model_copy(update={"speculative_parameters": max(1, window)})
+        if speculation_bytes(self.work, most) > room:
+            window = int(window * room / speculation_bytes(self.work, most) * SPECULATION_SLACK)
+        if window < optimizer.chunk_parameters:
+            return optimizer.model_copy(update={"overlap": "Forward"})
+        return optimizer.model_copy(update={"speculative_parameters": window})
+
+
+def groups(question: Question) -> list[Group]:
+    """The same for every budget but for the optimizer's resident share, which grows with it: more memory never gives a
+    slower plan."""
+    rates = rates_of(question)
+    made: list[Group] = []
+    for work in (work for strategy in _strategies(question) for work in _lean_twins(question, strategy)):
+        strategy = work.strategy
+        if question.parameters != "Stream":
+            made.append(Group(question, work, RESIDENT, _layouts(question, work, RESIDENT, MAX_GROUPS), rates))
+        # What streams has its new values at home at once: nothing of it can be updated before it counts.
+        may_stream = question.parameters != "Resident" and question.overlap != "Backward"
+        if may_stream and strategy in STREAMING_STRATEGIES:
+            made += _streamed_groups(question, work, rates)
+    return made
+
+
+def _lean_twins(question: Question, strategy: Strategy) -> Iterator[Workload]:
+    """The work of a step, and the same with its lean set rebuilt where the spec leaves that open and a run can."""
+    work = workload(question, strategy)
+    yield work
+    if question.policy == "Auto" and why_not_lean(question, work) is None:
+        yield _shared(replace(work, lean=True))
+
+
+def why_not_lean(question: Question, work: Workload) -> str | None:
+    """Why nothing of what `work` saves can be rebuilt; None when something can."""
+    if question.node.device_kind != "Cpu":
+        return "what rebuilds cost on a GPU was never measured"
+    if work.strategy not in LEAN_STRATEGIES:
+        return f"under {work.strategy} parameters are whole for one segment at a time"
+    if not any(block.rebuilt_bytes for block in work.shape.blocks):
+        return "what it would rebuild is not known of this model"
+    if not work.can_be_lean:
+        return f"nothing that it would rebuild reaches {format_bytes(work.minimum_bytes)}"
+    return None
+
+
+def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterator[Group]:
+    for order, boundaries in _orders(work):
+        waits = Streaming(order=order, boundaries=boundaries)
+        layouts = _layouts(question, work, waits, MAX_GROUPS_STREAMED)
+        for num_units in _levels(question, work):
+            is_tight = num_units >= len(work.units.segments) - 2
+            for num_slots in (NUM_SLOTS, 1) if is_tight else (NUM_SLOTS,):
+                streaming = replace(waits, host=num_units, num_slots=num_slots)
+                group = Group(question, work, streaming, layouts, rates)
+                if question.placement != "Device" or not group.forced:
+                    yield group
+
+
+def _orders(work: Workload) -> Iterator[tuple[Order, Answer]]:
+    yield "InOrder", Answer.KEEP
+    if work.num_micro_batches > 1:
+        yield "WeightStationary", Answer.KEEP
+        if any(work.handed_on_bytes):
+            yield "WeightStationary", Answer.HOST
+
+
+def _levels(question: Question, work: Workload) -> list[int]:
+    """How many units are streamed: some, all but those worth most, all. Stream asks for every block."""
+    num_units = len(work.units.segments)
+    step = -(-num_units // MAX_LEVELS)
+    levels = {*range(step, num_units, step), *(level for level in range(num_units - 2, num_units + 1) if level > 0)}
+    if question.parameters == "Stream":
+        levels = {level for level in levels if level >= num_units - 2}
+    return sorted(levels)
+
+
+def _strategies(question: Question) -> tuple[Strategy, ...]:
+    spec = question.job.spec
+    divides = spec.model.precision.compute != "float16" and spec.training.optimizer.moments != "int8"
+    if question.world_size == 1 or not divides:
+        return ("Ddp",)  # what divides a model scales no loss, and cuts blocks
+    if question.strategy == "Auto":
+        frozen = bool(spec.model.lora)  # ZeRO divides what is trained whole
+        return tuple(one for one in AUTO_STRATEGIES if not (frozen and one in ZERO_STRATEGIES))
+    return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
+
+
+def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+    """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
+    budgets. The same for every strategy."""
+    same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
+    return _layouts_of(same, question.policy, streaming, max_groups)
+
+
+@lru_cache(maxsize=32)
+def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+    layers = work.shape.num_layers
+    found = []
+    # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
+    max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
+    for recomputed, moved in _block_counts(layers, policy, max_groups):
+        if work.lean and recomputed == layers:
+            continue  # nothing is rebuilt
+        blocks = Blocks(layers, recomputed=recomputed, host=moved)
+        for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
+            found.append(Layout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
+    return tuple(found)
+
+
+def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[int, int]]:
+    """(recomputed, moved) blocks; the rest is kept."""
+    forced = {"Keep": (0, 0), "Recompute": (layers, 0), "Host": (0, layers), "Nvme": (0, layers)}
+    if policy in forced:
+        yield forced[policy]
+        return
+    group = max(1, -(-layers // max_groups))
+    counts = [*range(0, layers, group), layers]
+    yield from ((recomputed, moved) for recomputed in counts for moved in counts if recomputed + moved <= layers)
+
+
+# --- the search: with budgets -----------------------------------------------------------------------------------------
+
+
+class Search:
+    """The space under the budgets of one question."""
+
+    def __init__(self, question: Question, space: Sequence[Group] | None = None) -> None:
+        self.question = question
+        self._space = groups(question) if space is None else space
+
+    def within(self, budget: dict[Tier, int]) -> Search:
+        """The same space under other budgets."""
+        return Search(replace(self.question, budget=budget), self._space)
+
+    def of_strategy(self, strategy: Strategy) -> Search:
+        return Search(self.question, [group for group in self._space if group.work.strategy == strategy])
+
+    def not_in(self, order: Order) -> Search:
+        """Only what is streamed in the other order of micro-batches."""
+        return Search(
+            self.question,
+            [group for group in self._space if group.streaming.units and group.streaming.order != order],
+        )
+
+    def visited_once(self) -> Search:
+        """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
+        return Search(
+            self.question,
+            [group for group in self._space if not group.streaming.units or group.streaming.order != "InOrder"],
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """What the question forces excludes itself."""
+        return not self._space
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        return list(dict.fromkeys(group.work.strategy for group in self._space))
+
+    def all_candidates(self) -> Iterator[Candidate]:
+        """The plain reference of what follows: every candidate, also those that do not fit."""
+        for group in self._space:
+            for layout in group.layouts:
+                yield from self.candidates(group, layout)
+
+    def candidates(self, group: Group, layout: Layout) -> Iterator[Candidate]:
+        for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
+            for split in self._between_host_and_nvme(group, layout, optimizer):
+                yield self._candidate(group, layout, split)
+
+    def _between_host_and_nvme(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Iterator[OptimizerPlan]:
+        """`optimizer` as it is when host memory holds all that leaves the device. Else the splits that are worth
+        comparing: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
+        yield optimizer
+        budget, streaming = self.question.budget, group.streaming
+        if self.question.placement != "Auto" or not optimizer.offloads or not budget[Tier.NVME]:
+            return
+        others = host_home_bytes(group.work, streaming)
+        if self.question.policy != "Nvme":
+            others += group.work.alive(streaming) * group.work.sum_of("moved_host", 0, layout.blocks.moved)
+        else:
+            others += self._largest_reserve(group, layout.blocks)
+        needed = [held for held in (0, others) if group.host_bytes_beside_homes(optimizer) + held > budget[Tier.HOST]]
+        parts = {self._least_spilled(group, optimizer, budget[Tier.HOST] - held) for held in needed}
+        if parts:
+            yield from (group.spilled(optimizer, part) for part in sorted(parts | {1.0}))
+
+    def _least_spilled(self, group: Group, optimizer: OptimizerPlan, room: int) -> float:
+        """The least part on NVMe with which states fit in `room` of host memory, which falls linearly with it; 1 when
+        none does."""
+        low, high = 0.25, 0.75
+        at_low, at_high = (group.host_bytes_beside_homes(group.spilled(optimizer, part)) for part in (low, high))
+        if at_low == at_high:
+            return 1.0
+        part = low + (at_low - room) * (high - low) / (at_low - at_high)
+        part = max(ceil(part * 1e4) / 1e4, 0.0) + ROUNDING
+        fits = part < 1.0 and group.host_bytes_beside_homes(group.spilled(optimizer, part)) <= room
+        return part if fits else 1.0
+
+    def choices(self, *, spare_drives: bool = True) -> list[Timed]:
+        """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
+        found: list[Timed] = []
+        limit = float("inf")
+
+        def look_at(group: Group, layout: Layout) -> None:
+            nonlocal limit
+            for candidate in self.candidates(group, layout):
+                if not candidate.missing:
+                    choice = timed(self.question, candidate)
+                    if not (spare_drives and choice.wears_out):
+                        found.append(choice)
+                        limit = min(limit, TIE * choice.priced_seconds)
+
+        room = self.question.budget[Tier.DEVICE]
+        everything_kept = Layout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
+        by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
+        for least, group in by_bound:
+            if least > limit:
+                break
+            if self._cannot_fit(group):
+                continue
+            fitting = [layout for layout in group.layouts if group.least_device_bytes + layout.peak.total <= room]
+            bounds = ((group.bound(layout, room - layout.peak.total), layout) for layout in fitting)
+            for bound, layout in sorted(bounds, key=itemgetter(0)):
+                if bound > limit:
+                    break
+                look_at(group, layout)
+        return found
+
+    def fits(self) -> bool:
+        """Whether any candidate fits every budget and spares the drives."""
+        room = self.question.budget[Tier.DEVICE]
+        lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
+        for group in self._space:
+            if self._cannot_fit(group):
+                continue
+            has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
+            for layout in group.layouts:
+                if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
+                    continue  # its lean twin needs no more of anything
+                if group.least_device_bytes + layout.peak.total <= room and self._one_fits(group, layout):
+                    return True
+        return False
+
+    def _one_fits(self, group: Group, layout: Layout) -> bool:
+        fit = (timed(self.question, one) for one in self.candidates(group, layout) if not one.missing)
+        return any(not choice.wears_out for choice in fit)
+
+    def _cannot_fit(self, group: Group) -> bool:
+        """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
+        budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
+        if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
+            return True
+        splits = group.optimizers(budget[Tier.DEVICE] - least)
+        return all(group.least_host_bytes_of(split) > budget[Tier.HOST] for split in splits)
+
+    def nearest_miss(self) -> Candidate:
+        """The one that lacks least."""
+        budget, found = self.question.budget, list[Candidate]()
+        bounds = []
+        for group in self._space:
+            host = _WEIGHTS[Tier.HOST] * max(0, group.least_host_bytes - budget[Tier.HOST])
+            for layout in group.layouts:
+                needed = group.least_device_bytes + layout.peak.total - budget[Tier.DEVICE]
+                bounds.append((_WEIGHTS[Tier.DEVICE] * max(0, needed) + host, group, layout))
+        for bound, group, layout in sorted(bounds, key=itemgetter(0)):
+            if found and bound >= found[0].weighted_missing:
+                break
+            nearest = min(self.candidates(group, layout), key=lambda candidate: candidate.weighted_missing)
+            if not found or nearest.weighted_missing < found[0].weighted_missing:
+                found = [nearest]
+        return found[0]
+
+    def _candidate(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Candidate:
+        work, window_bytes = group.work, layout.window_bytes
+        blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
+        on_nvme = nvme_bytes(work, optimizer, blocks, streaming)
+        reserve = min(self._reserve(group), on_nvme.activations)
+
+        def in_host(optimizer: OptimizerPlan) -> TierBytes:
+            found = host_bytes(work, optimizer, blocks, window_bytes, streaming)
+            return found.model_copy(update={"reserve": reserve}) if reserve else found
+
+        held = {
+            Tier.DEVICE: device_bytes(work, optimizer, layout.peak, streaming),
+            Tier.HOST: in_host(optimizer),
+            Tier.NVME: on_nvme,
+        }
+        budget = self.question.budget
+        if optimizer.overlap == "Backward":
+            optimizer = group.speculating(optimizer, blocks, budget[Tier.HOST] - held[Tier.HOST].total)
+            held[Tier.HOST] = in_host(optimizer)
+        missing = {tier: held[tier].total - budget[tier] for tier in Tier if held[tier].total > budget[tier]}
+        return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
+
+    def _settled(
+        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
+    ) -> tuple[Blocks, Streaming]:
+        """Where activations go to NVMe, beside the reserve for them."""
+        found = self._divided(group, optimizer, blocks, window_bytes, 0)
+        reserve = self._largest_reserve(group, blocks)
+        return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
+
+    def _largest_reserve(self, group: Group, blocks: Blocks) -> int:
+        """With all moved blocks on NVMe."""
+        on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
+        return min(self._reserve(group), on_nvme)
+
+    def _reserve(self, group: Group) -> int:
+        """At most. Weight-stationary, trainers place no single storages, so that nothing can move."""
+        return self.question.host_reserve if group.streaming.order == "InOrder" else 0
+
+    def _divided(
+        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
+    ) -> tuple[Blocks, Streaming]:
+        """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
+        room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
+        work = group.work
+        policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
+        room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
+        if group.streaming.boundaries is Answer.HOST:
+            room -= kept_boundary_bytes(work, blocks, Answer.HOST)
+        states = nvme_states_bytes(work, optimizer, group.streaming)
+        streaming = _homes_between(work, optimizer, group.streaming, room, budget[Tier.NVME] - states)
+        room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
+        nvme_room = budget[Tier.NVME] - states - nvme_home_bytes(work, streaming)
+        if policy == "Nvme":
+            return replace(blocks, host=0, nvme=moved), streaming
+        if policy == "Host" or not moved:
+            return blocks, streaming
+        alive = work.alive(streaming)
+        if alive * work.sum_of("moved_host", 0, moved) <= room and not streaming.nvme:
+            return blocks, streaming
+        host_room = 0 if streaming.nvme else room - nvme_staging_bytes(work, window_bytes)
+        nvme = _fewest(moved, lambda count: alive * work.sum_of("moved_host", count, moved) <= host_room)
+        if alive * work.sum_of("moved_nvme", 0, nvme) > nvme_room:
+            return blocks, streaming  # no room on NVMe either: what is missing in host memory is what to say
+        return replace(blocks, host=moved - nvme, nvme=nvme), streaming
+
+
+def _homes_between(
+    work: Workload, optimizer: OptimizerPlan, streaming: Streaming, room: int, nvme_room: int
+) -> Streaming:
+    """As few homes on NVMe as host memory with `room` bytes beside the optimizer's own allows; all in host memory when
+    neither has room."""
+    num_units = streaming.units
+    beside = upload_bytes(work, optimizer, streaming)
+
+    def divided(nvme: int) -> Streaming:
+        return replace(streaming, host=num_units - nvme, nvme=nvme)
+
+    def fits(nvme: int) -> bool:
+        split = divided(nvme)
+        stored = upload_bytes(work, optimizer, split) - beside
+        return host_home_bytes(work, split) + home_staging_bytes(work, split) + stored <= room
+
+    if not num_units or fits(0):
+        return streaming
+    # From one home on NVMe on, each further one frees host memory; staging grows with the largest of them only.
+    nvme = 1 + _fewest(num_units - 1, lambda count: fits(count + 1))
+    split = divided(nvme)
+    return split if nvme_home_bytes(work, split) <= nvme_room and fits(nvme) else streaming
+
+
+def _fewest(largest: int, enough: Callable[[int], bool]) -> int:
+    """The least count up to `largest` for which `enough`, which holds from some count on; else `largest`."""
+    return bisect_left(range(largest), True, key=enough)
+
+
+def as_specified(question: Question) -> Candidate:
+    """What Disabled and Advise run: what the spec names, all else on the device. Not checked against budgets."""
+    streams = question.parameters == "Stream" and question.mode != "Disabled"
+    placement = ("Host" if streams else "Device") if question.placement == "Auto" else question.placement
+    named = replace(
+        question,
+        placement=placement,
+        policy="Keep" if question.policy == "Auto" else question.policy,
+        strategy="Ddp" if question.strategy == "Auto" else question.strategy,
+        parameters="Stream" if streams else "Resident",
+    )
+    space = groups(named)
+    group = max(space, key=lambda group: (group.streaming.units, group.streaming.num_slots))
+    return next(Search(named, [group]).all_candidates())

@@ -1,0 +1,132 @@
+"""ComputeWork: what a phase asks of the computing device, in units that have one price each on a given node.
+
+    flops        matrix products                                       NodeSpec.flops_per_second
+    values       read and written by everything else: norms, activations, the loss, weights on their way into a matrix
+                 product                                               NodeSpec.values_per_second
+    operations   pieces of work handed to torch, to a kernel or to a lane, and all that Python does for them
+
+A catalog's achieved FLOP rates contain the other two, so there they cost nothing; a measured node prices them apart,
+because a small model spends its time on them and a large one does not. How many of each there are was fitted once to
+forwards and backwards of segments on one core (docs/calibration.md); what one costs is measured on every node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from spillway.plan import OptimizerPlan
+from spillway.planning.footprint import RESIDENT, Blocks, Streaming, Workload
+
+FORWARD_PASSES, BACKWARD_PASSES = 2, 6
+"""over each saved value: written, and read by the next operation; backward reads it, and makes, sums up and reads the
+gradients of both sides"""
+LARGE_WEIGHT = 1.5
+"""of a value in a large storage, beside 1 of one that caches hold"""
+LOGIT_VALUES = 4
+"""in forward for each logit, beside the saved one: written in the compute type, read, widened to float32, read"""
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 6, 8
+"""for each parameter tensor: a product, what goes with it, its hooks; on the CPU path a gradient is copied, too, which
+costs as much again"""
+MOVED_OPERATIONS = 8
+"""for each copy of what a segment saved, its dozen storages recorded, and for each transfer to and from a disk"""
+LEAN_OPERATIONS = 24
+"""of a block whose operators are seen, for what they take longer; and as many for the rebuilds of its backward"""
+RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
+"""of a chunk, once a step: norm, update; upload besides; states in, update, states out; all of these"""
+
+
+class Prices(Protocol):
+    """Those of step_time.Rates that compute has."""
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def elementwise(self) -> float: ...
+    @property
+    def operation_overhead(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeWork:
+    """Amounts; they add up."""
+
+    flops: float = 0.0
+    values: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: ComputeWork) -> ComputeWork:
+        return ComputeWork(
+            self.flops + other.flops,
+            self.values + other.values,
+            self.operations + other.operations,
+        )
+
+    def times(self, count: float) -> ComputeWork:
+        return ComputeWork(count * self.flops, count * self.values, count * self.operations)
+
+    def seconds(self, prices: Prices) -> float:
+        return (
+            self.flops / prices.flops + self.values / prices.elementwise + self.operations * prices.operation_overhead
+        )
+
+
+def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT) -> ComputeWork:
+    """One pass. A moved block is a copy out; on NVMe a write besides. A streamed segment is a copy in, and a read."""
+    shape, batches = work.shape, work.alive(streaming)
+    saved = (FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes) / shape.compute_bytes
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
+    return ComputeWork(
+        flops=batches * work.forward_flops,
+        values=batches * (saved + LOGIT_VALUES * work.tokens * shape.vocab_size),
+        operations=batches * (FORWARD_OPERATIONS * shape.num_tensors + moved)
+        + MOVED_OPERATIONS * _loads(work, streaming),
+    )
+
+
+def backward_work(
+    work: Workload, blocks: Blocks, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT
+) -> ComputeWork:
+    """One pass: gradients of everything, and recomputed forwards."""
+    shape, batches = work.shape, work.alive(streaming)
+    recomputed = (blocks.moved, blocks.moved + blocks.recomputed)
+    saved = BACKWARD_PASSES * _weighed_bytes(work) + FORWARD_PASSES * work.sum_of("saved", *recomputed)
+    gradients = BACKWARD_OPERATIONS * (1.0 + optimizer.updated_by_cpu) * num_chunks(work, optimizer)
+    again = FORWARD_OPERATIONS * shape.num_tensors * blocks.recomputed / shape.num_segments
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
+    return ComputeWork(
+        flops=batches * (work.backward_flops + work.sum_of("flops", *recomputed)),
+        values=batches * (saved + 2 * shape.parameter_bytes) / shape.compute_bytes,
+        operations=batches * (gradients + again + moved) + MOVED_OPERATIONS * _loads(work, streaming),
+    )
+
+
+def _lean_operations(work: Workload, blocks: Blocks) -> int:
+    return LEAN_OPERATIONS * (blocks.num_layers - blocks.recomputed) * work.lean
+
+
+def _weighed_bytes(work: Workload) -> float:
+    return work.saved_bytes + (LARGE_WEIGHT - 1.0) * work.large_saved_bytes
+
+
+def _loads(work: Workload, streaming: Streaming) -> int:
+    """Copies and reads that bring the streamed segments to the device once."""
+    return work.units.count[streaming.units] + work.units.count[streaming.nvme]
+
+
+def update_work(work: Workload, optimizer: OptimizerPlan) -> ComputeWork:
+    """One step: what chunks cost beside their bytes, which CPU and device have rates of their own for."""
+    each = (
+        RESIDENT_OPERATIONS * optimizer.resident_share
+        + UPDATE_OPERATIONS * optimizer.cpu_share
+        + STREAMED_OPERATIONS * optimizer.streamed_share
+        + NVME_OPERATIONS * optimizer.nvme_share
+    )
+    return ComputeWork(operations=each * num_chunks(work, optimizer))
+
+
+def num_chunks(work: Workload, optimizer: OptimizerPlan) -> float:
+    """Pieces in which gradients arrive and updates are made: tensors, and chunks of large ones where they offload."""
+    chunks = work.rank_parameters / optimizer.chunk_parameters if optimizer.offloads else 0.0
+    return work.shape.num_tensors + ceil(chunks)

@@ -1,0 +1,491 @@
+"""Why a plan was chosen, why the others lost, and what would make an impossible job possible; all of it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
+from spillway.planning.candidates import (
+    AUTO_STRATEGIES,
+    TIE,
+    Candidate,
+    Question,
+    Search,
+    Timed,
+    best,
+    rates_of,
+    timed,
+    why_not_lean,
+)
+from spillway.planning.footprint import (
+    RUN_STRATEGY,
+    ZERO_STRATEGIES,
+    Strategy,
+    Streaming,
+    Workload,
+    forced_share,
+    frontier_bytes,
+    host_home_bytes,
+    nvme_home_bytes,
+    states_bytes_per_parameter,
+    streamed_slot_bytes,
+    waiting_frontier_bytes,
+)
+from spillway.planning.hardware import DeviceKind
+from spillway.planning.step_time import stored_states_bytes, update_seconds
+from spillway.units import MIB, format_bytes, format_quantity
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def reasons(search: Search, chosen: Timed) -> Iterator[str]:
+    """One sentence per decision."""
+    question = search.question
+    yield from _strategy_reasons(search, chosen)
+    yield from _parameter_reasons(question, chosen.candidate)
+    yield _optimizer_reason(question, chosen.candidate)
+    if question.placement == "Auto" and chosen.candidate.optimizer.nvme_share:
+        yield (
+            "host memory does not hold all that leaves the device: every update reads and writes "
+            f"{format_bytes(stored_states_bytes(chosen.candidate.work, chosen.candidate.optimizer))} of states on NVMe"
+        )
+    yield from _overlap_reasons(question, chosen)
+    yield from _activation_reasons(question, chosen.candidate)
+    if chosen.prediction.nvme_written_bytes_per_day:
+        yield _endurance_reason(chosen)
+
+
+def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> Iterator[str]:
+    """For the modes in which the spec decides; `advised` is what Auto would do, None when nothing fits."""
+    question = search.question
+    yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
+    yield from _not_as_asked(question, chosen.candidate)
+    for tier, amount in chosen.candidate.missing.items():
+        yield f"{format_bytes(amount)} more than the {tier} budget are needed"
+    if question.mode == "Advise" and advised is None:
+        yield "Auto: nothing fits these budgets"
+    elif question.mode == "Advise" and advised is not None:
+        yield f"Auto would take {advised.prediction.step} a step:"
+        said = {*_not_as_asked(question, chosen.candidate)}
+        yield from (reason for reason in reasons(search, advised) if reason not in said)
+
+
+def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
+    """Where the plan is not what the spec asks for, or a run does not do what the plan says."""
+    strategy, asked = chosen.work.strategy, question.job.spec.parallelism.strategy
+    if question.world_size == 1:
+        if asked not in ("Auto", strategy):
+            yield f"strategy {strategy}: one rank has nothing to divide (the spec asks for {asked})"
+    elif strategy != RUN_STRATEGY:
+        yield from _why_not_run(strategy, asked, question.node.device_kind)
+    if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
+        yield "seconds: float16 is predicted with the rates of bfloat16; a CPU computes it more slowly"
+    if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
+        yield (
+            "overlap: none, for all states are resident and the device updates them itself (the spec asks for "
+            f"{question.overlap})"
+        )
+
+
+def _why_not_run(strategy: Strategy, asked: str, device: DeviceKind) -> Iterator[str]:
+    """A model is divided on CPUs alone so far, and there where the spec names the strategy."""
+    auto = f"a run would not take {strategy}: there Auto is {RUN_STRATEGY}"
+    if asked == "Auto" and device == "Cuda":
+        yield f"{auto}, and on Cuda devices no other runs so far"
+    elif asked == "Auto":
+        yield f"{auto}; set spec.parallelism.strategy: {strategy} to run this plan"
+    elif device == "Cuda":
+        yield f"a run refuses {strategy} on Cuda devices so far; use {RUN_STRATEGY}"
+
+
+def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
+    if search.question.world_size > 1:
+        yield _strategy_reason(search, chosen)
+    yield from _not_as_asked(search.question, chosen.candidate)
+
+
+def _strategy_reason(search: Search, chosen: Timed) -> str:
+    question, strategy = search.question, chosen.candidate.work.strategy
+    if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
+        return f"strategy {strategy}: the only one that scales the loss of float16"
+    if question.strategy == "Auto" and question.job.spec.training.optimizer.moments == "int8":
+        return f"strategy {strategy}: the only one that does not cut blocks of int8 moments"
+    if question.strategy == "Auto":
+        fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
+        best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
+        return f"strategy {strategy}: {best_of}"
+    asked = question.job.spec.parallelism.strategy == strategy
+    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run takes")
+
+
+def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
+    work, streaming = chosen.work, chosen.streaming
+    if not streaming.units:
+        return
+    asked = "" if question.parameters == "Auto" else f" (the spec asks for {question.parameters})"
+    homes = _counted(
+        ("host", streaming.host, f"({format_bytes(host_home_bytes(work, streaming))})"),
+        ("NVMe", streaming.nvme, f"({format_bytes(nvme_home_bytes(work, streaming))})"),
+    )
+    slots = f"{streaming.num_slots} slots" if streaming.num_slots > 1 else "one slot"
+    slot = format_bytes(streamed_slot_bytes(work, streaming) // streaming.num_slots)
+    count, total = work.units.count[streaming.units], work.shape.num_segments
+    yield f"parameters: {count} of {total} layers offloaded to {homes}, streamed through {slots} of {slot}{asked}"
+    if count < total:
+        yield f"kept on device: {_resident(work, streaming)}"
+    if streaming.num_slots == 1:
+        yield "the device has no room for a second slot: compute waits for each load"
+    if work.num_micro_batches > 1:
+        yield _order_reason(work, streaming)
+    forced = forced_share(work, streaming)
+    if forced:
+        yield f"the CPU updates offloaded layers: {forced:.0%} of all trained parameters"
+
+
+def _resident(work: Workload, streaming: Streaming) -> str:
+    """The segments that stay on the device, by name, and what they are worth it for."""
+    stay = [index for unit in work.units.segments[streaming.units :] for index in unit]
+    shape, last = work.shape, work.shape.num_segments - 1
+    tied = {index for pair in shape.tied for index in pair}
+    ends = " and ".join(name for index, name in ((0, "embedding"), (last, "head")) if index in stay)
+    sharing = ", ".join(shape.segments[index].name for index in stay if index in tied and 0 < index < last)
+    parts = (
+        (ends, "which would set the size of the slots"),
+        (sharing, "whose parameters are theirs, too"),
+        (
+            "the last blocks" if any(index not in tied | {0, last} for index in stay) else "",
+            "which backward needs first",
+        ),
+    )
+    return "; ".join(f"{what}, {why}" for what, why in parts if what)
+
+
+def _order_reason(work: Workload, streaming: Streaming) -> str:
+    batches = work.num_micro_batches
+    if streaming.order == "InOrder":
+        return f"order: one micro-batch after the other; each offloaded layer is loaded for each of {batches}"
+    stays = streaming.boundaries is Answer.KEEP
+    held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
+    where = "on the device" if stays else f"on {streaming.boundaries}"
+    return (
+        f"order: weight-stationary, all {batches} micro-batches pass a layer while it is there: two loads a step "
+        f"instead of {2 * batches}; {held} of what one layer hands on to the next wait {where}"
+    )
+
+
+def _optimizer_reason(question: Question, chosen: Candidate) -> str:
+    plan = chosen.optimizer
+    asked = "" if question.placement == "Auto" else f" (the spec asks for {question.placement})"
+    if not plan.offloads:
+        return f"optimizer states: device{asked}"
+    by_cpu = f"(CPU {chosen.work.rule})"
+    shares = (
+        (plan.resident_share, "device"),
+        (plan.streamed_share, f"host memory (device {chosen.work.rule})"),
+        (plan.cpu_share, f"host memory {by_cpu}"),
+        (plan.nvme_share, f"NVMe {by_cpu}"),
+    )
+    used = [(f"{share:.0%}", share, where) for share, where in shares if share]
+    parts = _counted(*used) if len(used) > 1 else used[0][2]
+    states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
+    balance = "; CPU and device end their parts together" if plan.streamed_share else ""
+    return f"optimizer states: {parts}{asked}{balance}; on the device all would take {format_bytes(ceil(states))}"
+
+
+def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
+    candidate, prediction = chosen.candidate, chosen.prediction
+    if not candidate.optimizer.offloads:
+        return
+    asked = "" if question.overlap == "Auto" else f" (the spec asks for {question.overlap})"
+    if candidate.optimizer.overlap == "None":
+        why = asked or _why_not_overlapped(question, candidate)
+        yield f"overlap: none, forward begins when the update is done{why}"
+        return
+    if question.overlap == "Backward" and candidate.optimizer.overlap == "Forward":
+        asked = " (the spec asks for Backward, for which neither CPU nor host memory may be short)"
+    whole = update_seconds(candidate.work, rates_of(question), candidate.optimizer, candidate.streaming)
+    hidden = whole - prediction.exposed_optimizer_seconds
+    window, backward = candidate.optimizer.speculative_parameters, ""
+    if window:
+        early = window / (candidate.optimizer.updated_by_cpu * candidate.work.rank_parameters)
+        backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
+    yield (
+        f"overlap: {backward}each layer of the next forward waits for the update of its own "
+        f"parameters alone{asked}; that hides {prediction.format(hidden)} of {prediction.format(whole)}"
+    )
+
+
+def _why_not_overlapped(question: Question, chosen: Candidate) -> str:
+    if rates_of(question).copies_use_cores:
+        return "; on a CPU both would take the same cores"
+    if chosen.work.strategy in ZERO_STRATEGIES:
+        return "; it needs the updates of all ranks"
+    return "; loads of offloaded layers would queue behind what it sends up"
+
+
+def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
+    blocks, work = chosen.blocks, chosen.work
+    asked = "" if question.policy == "Auto" else f" (the spec asks for {question.policy})"
+    parts = _counted(
+        (str(blocks.nvme), blocks.nvme, "to NVMe"),
+        (str(blocks.host), blocks.host, "to host memory"),
+        (str(blocks.recomputed), blocks.recomputed, "recomputed"),
+        (str(blocks.kept), blocks.kept, "kept"),
+    )
+    total = work.sum_of("saved", 0, blocks.num_layers)
+    each = f"of {format_bytes(total / max(1, blocks.num_layers))}" + ("" if len(work.runs) < 2 else " on average")
+    yield f"activations of {blocks.num_layers} blocks {each}, first to last: {parts}{asked}"
+    if blocks.moved and not work.sum_of("moved", 0, blocks.num_layers):
+        smallest = format_bytes(work.minimum_bytes)
+        yield f"none of their tensors reaches {smallest}, so none is worth moving: all stay on the device"
+        return
+    if blocks.nvme and question.policy == "Auto":
+        yield "host memory is filled first; NVMe takes the blocks that backward needs last"
+    if work.lean:
+        yield _lean_reason(chosen)
+    elif question.policy == "Auto" and blocks.kept < blocks.num_layers and question.node.device_kind == "Cpu":
+        yield from _why_not_lean(question, work)
+    if reserve := chosen.bytes[Tier.HOST].reserve:
+        yield f"{format_bytes(reserve)} of host memory stay empty for what a live correction moves there from NVMe"
+    if blocks.moved and chosen.window_bytes == 0:
+        yield "the device has no room for copies in flight: forward waits for each"
+
+
+def _why_not_lean(question: Question, work: Workload) -> Iterator[str]:
+    if (why := why_not_lean(question, work)) is not None:
+        yield f"norms, activation functions and products are held, not rebuilt: {why}"
+
+
+def _lean_reason(chosen: Candidate) -> str:
+    blocks, work = chosen.blocks, chosen.work
+    ends = ((0, blocks.moved), (blocks.moved + blocks.recomputed, blocks.num_layers))
+    rebuilt, saved = (sum(work.sum_of(field, *each) for each in ends) for field in ("rebuilt", "saved"))
+    return (
+        f"of {format_bytes(saved)} that blocks keep or move, {format_bytes(rebuilt)} are norms, activation functions "
+        "and products: not held, but rebuilt in backward from the rest"
+    )
+
+
+def _endurance_reason(chosen: Timed) -> str:
+    prediction = chosen.prediction
+    written = f"NVMe: {format_bytes(prediction.nvme_written_bytes_per_day)} written a day at most"
+    return f"{written}, {prediction.drive_writes_per_day:.2g} drive writes a day{rated(prediction)}"
+
+
+def rated(prediction: Prediction) -> str:
+    """How long drives last that write so much every day, where the catalog knows what they are rated for."""
+    years = prediction.years_until_rated_writes
+    return "" if years is None else f": {years:.2g} years until the drives' rated total"
+
+
+def _counted(*parts: tuple[str, float, str]) -> str:
+    """("2", 2, "kept"), ("0", 0, "recomputed") -> "2 kept"."""
+    return ", ".join(f"{shown} {what}" for shown, amount, what in parts if amount)
+
+
+# --- alternatives -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What people would try by hand: some parts forced, the rest planned."""
+
+    summary: str
+    placement: str = "Auto"
+    policy: str = "Auto"
+    parameters: str = "Auto"
+
+    def of(self, question: Question) -> Question | None:
+        """`question` with the variant's parts forced; None where the spec forces one of them otherwise."""
+        forced = {"placement": self.placement, "policy": self.policy, "parameters": self.parameters}
+        asked = {name: value for name, value in forced.items() if value != "Auto"}
+        if any(getattr(question, name) not in ("Auto", value) for name, value in asked.items()):
+            return None
+        return replace(question, **asked)  # type: ignore[arg-type]
+
+
+_VARIANTS = (
+    _Variant("everything on the device", "Device", "Keep", "Resident"),
+    _Variant("every block recomputed", policy="Recompute"),
+    _Variant("all activations to host memory", policy="Host"),
+    _Variant("all activations to NVMe", policy="Nvme"),
+    _Variant("all optimizer states in host memory", placement="Host"),
+    _Variant("all optimizer states on NVMe", placement="Nvme"),
+    _Variant("all parameters resident", parameters="Resident"),
+    _Variant("parameters of every block streamed", parameters="Stream"),
+)
+
+
+def alternatives(search: Search, chosen: Timed | None) -> Iterator[Alternative]:
+    """What lost, with its seconds or its missing bytes. `chosen` is None when nothing fits."""
+    question = search.question
+    searched = question.strategy == "Auto" and question.world_size > 1
+    ours = chosen.candidate.work.strategy if chosen else AUTO_STRATEGIES[-1]
+    for variant in _VARIANTS:
+        varied = variant.of(question)
+        if varied is not None:
+            yield from _lost(Search(replace(varied, strategy=ours) if searched else varied), variant.summary, chosen)
+    if chosen is not None and chosen.candidate.streaming.units:
+        order = chosen.candidate.streaming.order
+        names = {"InOrder": "weight-stationary", "WeightStationary": "one micro-batch after the other"}
+        yield from _lost(search.not_in(order), f"streamed {names[order]}", chosen)
+    for strategy in AUTO_STRATEGIES if searched else ():
+        if strategy != ours:
+            yield from _lost(search.of_strategy(strategy), f"strategy {strategy}", chosen)
+
+
+def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Alternative]:
+    if search.is_empty:
+        return
+    in_budget = search.choices() or search.choices(spare_drives=False)
+    if not in_budget:
+        missing = search.nearest_miss().missing
+        yield Alternative(summary=summary, missing_bytes=missing, reason=f"does not fit: {_missing(missing)} missing")
+        return
+    choice = best(in_budget)
+    if chosen is None or choice.wears_out:
+        reason = f"wears the drives out: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
+    elif choice.candidate == chosen.candidate:
+        return
+    elif choice.seconds < chosen.seconds and choice.priced_seconds > chosen.priced_seconds:
+        per_day = choice.prediction.drive_writes_per_day
+        reason = (
+            f"{1 - choice.seconds / chosen.seconds:.1%} faster, which is not worth {per_day:.2g} drive writes a day"
+        )
+    elif choice.seconds > TIE * chosen.seconds:
+        reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
+    else:
+        reason = f"same speed, more offloading or recomputation; bound by {choice.prediction.bound_by}"
+    yield Alternative(summary=summary, step_seconds=choice.seconds, bound_by=choice.prediction.bound_by, reason=reason)
+
+
+def _missing(missing: dict[Tier, int]) -> str:
+    return ", ".join(f"{format_bytes(amount)} of {tier} memory" for tier, amount in missing.items())
+
+
+# --- nothing fits -----------------------------------------------------------------------------------------------------
+
+
+def infeasible(search: Search) -> Infeasible:
+    """Missing bytes of the nearest candidate, and changes that make the job fit."""
+    nearest = search.nearest_miss()
+    remedies = list(_remedies(search, nearest))
+    return unexplained(search).model_copy(
+        update={
+            "nearest": " or ".join(remedies) if remedies else _larger_node(search, nearest),
+            "alternatives": tuple(alternatives(search, None)),
+        }
+    )
+
+
+def unexplained(search: Search) -> Infeasible:
+    """Missing bytes of the nearest candidate, without a search for what would fit."""
+    question = search.question
+    return Infeasible(
+        job=question.job.metadata.name,
+        node=question.node.name,
+        missing_bytes=search.nearest_miss().missing,
+        budget=question.budget,
+        nearest="",
+        segment=_too_large(question),
+    )
+
+
+def _too_large(question: Question) -> str:
+    """A sentence about the largest segment, where its parameters alone exceed the device's budget: then streaming does
+    not help. Else empty."""
+    largest = max(question.shape.segments, key=lambda one: one.parameter_bytes)
+    budget = question.budget[Tier.DEVICE]
+    if largest.parameter_bytes <= budget:
+        return ""
+    held = format_bytes(largest.parameter_bytes)
+    return f"segment {largest.name} alone has {held} of parameters, and the device budget is {format_bytes(budget)}"
+
+
+def lacking(outcome: Infeasible, where: str) -> str:
+    """An Infeasible in one sentence: what is missing on `where`, and what would fit."""
+    missing = ", ".join(
+        f"{tier} lacks {format_bytes(amount)} (budget {format_bytes(outcome.budget.get(tier, 0))})"
+        for tier, amount in outcome.missing_bytes.items()
+        if amount > 0
+    )
+    segment = f"; {outcome.segment}" if outcome.segment else ""
+    return f"{outcome.job} does not fit {where}: {missing}{segment}; what would fit: {outcome.nearest}"
+
+
+_FIELDS = {
+    "placement": "spec.memory.optimizer.placement",
+    "policy": "spec.memory.activations.policy",
+    "parameters": "spec.memory.parameters.placement",
+    "overlap": "spec.memory.optimizer.overlap",
+}
+"""parts of a Question that a job may force"""
+_FIT_AS_WELL = ("Auto", "None", "Forward")
+"""an overlap with these takes no memory"""
+
+
+def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
+    """Changes of one kind that were planned and found to fit, as YAML."""
+    question = search.question
+    if not nearest.missing:
+        limit = timed(question, nearest).prediction.drive_writes_per_day
+        yield f'spec.memory.endurance.driveWritesPerDay: "{1.05 * limit:.2g}"'
+    for tier in Tier:
+        needed = _needed_budget(search, tier)
+        if needed is not None:
+            yield f"spec.memory.budget.{tier}: {format_quantity(needed)}"
+    size = _smaller_micro_batch(question)
+    if size is not None:
+        yield f"spec.training.microBatchSize: {size}"
+    forced = [part for part in _FIELDS if getattr(question, part) not in _FIT_AS_WELL]
+    if forced and Search(replace(question, **dict.fromkeys(forced, "Auto"))).fits():  # type: ignore[arg-type]
+        yield " and ".join(f"{_FIELDS[part]}: Auto" for part in forced)
+
+
+def _smaller_micro_batch(question: Question) -> int | None:
+    """The largest one below the present that divides the batch and fits; only rounding changes with it."""
+    per_rank = question.job.spec.training.global_batch_size // question.world_size
+    sizes = (size for size in range(question.micro_batch_size // 2, 0, -1) if per_rank % size == 0)
+    return next((size for size in sizes if Search(replace(question, micro_batch_size=size)).fits()), None)
+
+
+def _needed_budget(search: Search, tier: Tier) -> int | None:
+    """The smallest budget of `tier` with which the job fits, within 1 %, in whole MiB; per node for host and NVMe.
+    None when the node does not have it."""
+    question = search.question
+    capacity = _capacities(question)[tier]
+    ranks = 1 if tier is Tier.DEVICE else question.local_ranks
+
+    def fits(budget_bytes: int) -> bool:
+        return search.within({**question.budget, tier: budget_bytes}).fits()
+
+    low, high = question.budget[tier], capacity // ranks
+    if high <= low or not fits(high):
+        return None
+    while high - low > max(MIB, high // 100):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return min(-(-high * ranks // MIB) * MIB, capacity)
+
+
+def _capacities(question: Question) -> dict[Tier, int]:
+    node = question.node
+    device = node.bytes_of_device(question.local_ranks)
+    return {Tier.DEVICE: device, Tier.HOST: node.host_bytes, Tier.NVME: node.nvme_bytes}
+
+
+def _larger_node(search: Search, nearest: Candidate) -> str:
+    """What no change of one field on this node can give: all of its memory, or that of another one."""
+    question = search.question
+    capacities = _capacities(question)
+    ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
+    if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
+        return "larger budgets of several tiers: with all of the node's memory it fits"
+    wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
+    needs = (
+        f"{format_bytes(amount)} of {tier} memory (it has {format_bytes(capacities[tier])})"
+        for tier, amount in wanted.items()
+    )
+    return f"a node with {' and '.join(needs)}"

@@ -1,0 +1,336 @@
+"""Member schedule: several models take turns on the devices of a node; which one a device takes up next.
+
+A member's step is a chain of visits: one segment on a device in one direction, its parameters uploaded before it unless
+they are resident. After the last visit, and only then, because the norm needs all gradients, the host updates segment
+after segment, in forward order; a segment may be visited again once it is updated. So a member alone leaves the device
+waiting for its update, and two or more fill each other's waits (model_spill; Hydra, arXiv 2110.08633).
+
+The policies are pure functions of what is known at a moment: the simulator (benchmarks/member_simulation.py) asks
+`choose` when a trainer would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+
+from spillway.planning.hardware import NodeSpec
+
+CRITICAL_SHARE = 0.02
+"""of what is left for all: a member whose own chain is as long but for this comes first"""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWork:
+    """What one segment asks of each resource in one step, all micro-batches together (weight-stationary)."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """recompute included"""
+    upload_bytes: int
+    """of its parameters, before each visit; 0 = resident"""
+    download_bytes: int
+    """of its gradients, or of its parameters where the device updates them"""
+    update_seconds: float
+    """of the host, all its cores; 0 = the device updates it within backward"""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One segment on a device, in one direction."""
+
+    segment: int
+    upload_bytes: int
+    compute_seconds: float
+    download_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberWork:
+    """One member: its segments in forward order, and how many steps it has."""
+
+    name: str
+    segments: tuple[SegmentWork, ...]
+    num_steps: int
+    resident_bytes: int = 0
+    """what has to move when another device takes the member up"""
+    num_parts: int = 1
+    """devices that share each of its steps, a part of the micro-batches each"""
+
+    def visits(self) -> tuple[Visit, ...]:
+        """Of one part of one step. Backward of the last segment follows its forward: one visit, one upload."""
+        last = len(self.segments) - 1
+        forward = [
+            Visit(index, one.upload_bytes, one.forward_seconds / self.num_parts, 0)
+            for index, one in enumerate(self.segments[:last])
+        ]
+        turn = self.segments[last]
+        both = (turn.forward_seconds + turn.backward_seconds) / self.num_parts
+        backward = [
+            Visit(index, self.segments[index].upload_bytes, self.segments[index].backward_seconds / self.num_parts,
+                  self.segments[index].download_bytes)
+            for index in reversed(range(last))
+        ]  # fmt: skip
+        return (*forward, Visit(last, turn.upload_bytes, both, turn.download_bytes), *backward)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of one step, all parts."""
+        return sum(one.forward_seconds + one.backward_seconds for one in self.segments)
+
+    @property
+    def update_seconds(self) -> float:
+        return sum(one.update_seconds for one in self.segments)
+
+    @property
+    def upload_bytes(self) -> int:
+        """Of one step, all parts."""
+        return self.num_parts * sum(visit.upload_bytes for visit in self.visits())
+
+    @property
+    def download_bytes(self) -> int:
+        return self.num_parts * sum(visit.download_bytes for visit in self.visits())
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices of one node and what they share."""
+
+    num_devices: int
+    h2d_bytes_per_second: float
+    """of a root port"""
+    d2h_bytes_per_second: float
+    devices_per_root_port: int
+    num_slots: int = 2
+    """visits whose parameters are on the device at a time, uploads included"""
+
+    @property
+    def num_ports(self) -> int:
+        return -(-self.num_devices // self.devices_per_root_port)
+
+
+def machine_of(node: NodeSpec) -> Machine:
+    link = node.link
+    return Machine(node.num_devices, link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.devices_per_root_port)
+
+
+class Policy(StrEnum):
+    """How devices take members up."""
+
+    SEQUENTIAL = "Sequential"
+    """one member after the other, to its end"""
+    ROUND_ROBIN = "RoundRobin"
+    """step by step, the next in the list"""
+    SHARD_LRTF = "ShardLrtf"
+    """segment by segment, the longest remaining time first (Hydra's Sharded-LRTF)"""
+    READINESS = "Readiness"
+    """step by step, the longest remaining time first among members that are updated; else the first that is"""
+
+    @property
+    def takes_segments(self) -> bool:
+        return self is Policy.SHARD_LRTF
+
+
+class Readiness(IntEnum):
+    """How far the update of a member's last step has come."""
+
+    WAITS = 0
+    """not even its first segment is updated"""
+    BEGINS = 1
+    """its first segment is: visits can begin, and follow the update"""
+    READY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A member that is not finished, as one device sees it."""
+
+    index: int
+    """of the member in its list"""
+    compute_seconds: float
+    """that remain until it is finished, all parts"""
+    chain_seconds: float
+    """the same with the node to itself, what it waits for its own updates included"""
+    update_seconds: float
+    """that remain, of the host"""
+    step_seconds: float
+    """of compute, of one part of a step"""
+    waits_seconds: float
+    """a step, for its own update, with the node to itself"""
+    is_free: bool
+    """a part of it, or all, is not under way, here or elsewhere"""
+    readiness: Readiness
+    is_elsewhere: bool = False
+    """another device ran it last"""
+    switch_seconds: float = 0.0
+    """to bring its resident segments to this device; 0 where they are"""
+
+
+def choose(policy: Policy, candidates: Sequence[Candidate], last: int | None, num_devices: int) -> int | None:
+    """The index of the member that a device takes up next; None: it waits until something changes.
+
+    `candidates`: all that are not finished. `last`: the member that the device had before. Ties go to the member that
+    comes first in the list.
+    """
+    free = [one for one in candidates if one.is_free]
+    if policy is Policy.SEQUENTIAL:
+        mine = [one for one in candidates if one.index == last] or [one for one in free if not one.is_elsewhere]
+        return next((one.index for one in mine if one.is_free), None)
+    if policy is Policy.ROUND_ROBIN:
+        return min(free, key=lambda one: (last is not None and one.index <= last, one.index)).index if free else None
+    if policy is Policy.SHARD_LRTF:
+        begun = [one for one in free if one.readiness is not Readiness.WAITS]
+        return max(begun, key=lambda one: (one.compute_seconds, -one.index)).index if begun else None
+    return _choose_ready(candidates, last, num_devices)
+
+
+def _choose_ready(candidates: Sequence[Candidate], last: int | None, num_devices: int) -> int | None:
+    left = left_seconds(candidates, num_devices)
+    eligible = [one for one in candidates if is_eligible(one, last, left)]
+    first = max(eligible, key=lambda one: (rank(one, left), -one.index), default=None)
+    if first is not None and not first.is_free:
+        # It runs here, and its update comes next: who is short enough fits in between.
+        short = [one for one in eligible if one.is_free and one.step_seconds <= first.waits_seconds]
+        first = max(short, key=lambda one: (rank(one, left), -one.index), default=None)
+    return first.index if first is not None and first.readiness is not Readiness.WAITS else None
+
+
+def is_eligible(candidate: Candidate, last: int | None, left: float) -> bool:
+    """Whether it can be taken up, or is worth waiting for: the member that the device has now, when all others end
+    before it, or when the host has nothing to update and it goes on at once."""
+    if candidate.is_free and candidate.readiness is not Readiness.WAITS:
+        return True
+    return candidate.index == last and (candidate.update_seconds == 0.0 or is_critical(candidate, left))
+
+
+def is_critical(candidate: Candidate, left: float) -> bool:
+    return candidate.chain_seconds + CRITICAL_SHARE * left + candidate.switch_seconds >= left
+
+
+def left_seconds(candidates: Sequence[Candidate], num_devices: int) -> float:
+    """Least seconds until all are finished: devices together, the host, the longest chain."""
+    return max(
+        sum(one.compute_seconds for one in candidates) / num_devices,
+        sum(one.update_seconds for one in candidates),
+        *(one.chain_seconds for one in candidates),
+    )
+
+
+def rank(candidate: Candidate, left: float) -> tuple[bool, Readiness, bool, float]:
+    """First who would end later than all others if it waited; then who need not wait for its update; then who is here
+    already; then who has most left."""
+    stays = candidate.switch_seconds == 0.0
+    return is_critical(candidate, left), candidate.readiness, stays, candidate.chain_seconds
+
+
+# --- what no schedule can beat ----------------------------------------------------------------------------------------
+
+
+def bound_seconds(works: Sequence[MemberWork], machine: Machine) -> float:
+    """Least seconds until all members are finished: of every resource alone, and of every member alone."""
+    uploads = sum(work.num_steps * work.upload_bytes for work in works)
+    downloads = sum(work.num_steps * work.download_bytes for work in works)
+    return max(
+        ceiling_seconds(works, machine),
+        uploads / (machine.num_ports * machine.h2d_bytes_per_second),
+        downloads / (machine.num_ports * machine.d2h_bytes_per_second),
+        sum(work.num_steps * work.update_seconds for work in works),
+        *(alone_seconds(work, machine) for work in works),
+    )
+
+
+def ceiling_seconds(works: Sequence[MemberWork], machine: Machine) -> float:
+    """The same where nothing is transferred or updated: compute over all devices, and the longest member."""
+    total = sum(work.num_steps * work.compute_seconds for work in works)
+    longest = max(work.num_steps * work.compute_seconds / work.num_parts for work in works)
+    return max(total / machine.num_devices, longest)
+
+
+def alone_seconds(work: MemberWork, machine: Machine) -> float:
+    """Of one member that has the node to itself: its chain of updates, first uploads and visits, step after step."""
+    compute = work.num_steps * work.compute_seconds / work.num_parts
+    first_upload = work.segments[0].upload_bytes / machine.h2d_bytes_per_second
+    return first_upload + compute + (work.num_steps - 1) * waits_seconds(work, machine) + work.update_seconds
+
+
+def waits_seconds(work: MemberWork, machine: Machine) -> float:
+    """A step: what a member alone on the node waits for its update, beyond its own compute."""
+    updated, done = list[float](), 0.0
+    for one in work.segments:
+        done += one.update_seconds
+        updated.append(done)
+    return _chain_seconds(work, machine, updated) - work.compute_seconds / work.num_parts
+
+
+def _chain_seconds(work: MemberWork, machine: Machine, updated: Sequence[float]) -> float:
+    """From the norm of a step to that of the next; `updated`: when each segment is, after the first."""
+    clock = 0.0
+    for visit in work.visits():
+        clock = max(clock, updated[visit.segment] + visit.upload_bytes / machine.h2d_bytes_per_second)
+        clock += visit.compute_seconds
+    return clock
+
+
+# --- members made from members ----------------------------------------------------------------------------------------
+
+
+def visited_together(works: Sequence[MemberWork]) -> MemberWork:
+    """Members on one frozen base that visit each segment together: the base is uploaded once for all of them.
+
+    Raises ValueError unless they have equally many segments and steps.
+    """
+    if len({(len(work.segments), work.num_steps) for work in works}) != 1:
+        raise ValueError("members that share a base visit its segments together: equally many segments and steps")
+    segments = tuple(
+        SegmentWork(
+            forward_seconds=sum(one.forward_seconds for one in alike),
+            backward_seconds=sum(one.backward_seconds for one in alike),
+            upload_bytes=max(one.upload_bytes for one in alike),
+            download_bytes=sum(one.download_bytes for one in alike),
+            update_seconds=sum(one.update_seconds for one in alike),
+        )
+        for alike in zip(*(work.segments for work in works), strict=True)
+    )
+    name, resident = "+".join(work.name for work in works), max(work.resident_bytes for work in works)
+    return MemberWork(name, segments, works[0].num_steps, resident)
+
+
+def parted(works: Sequence[MemberWork], machine: Machine, num_micro_batches: int) -> list[MemberWork]:
+    """With fewer members than devices, each shares its micro-batches out to several devices; else they stay whole.
+
+    Parts are as equal as whole micro-batches allow: a number of parts that does not divide them is not used.
+    """
+    most = max(1, machine.num_devices // len(works))
+    num_parts = max(number for number in range(1, most + 1) if num_micro_batches % number == 0)
+    return [replace(work, num_parts=num_parts) for work in works]
+
+
+def pilot_shards(segment_bytes: Sequence[int], budget_bytes: int) -> list[range]:
+    """Hydra's partitioner, as its pilot runs find it: as many segments in a row as fit into the budget, then the next.
+
+    Raises ValueError when one alone does not fit.
+    """
+    shards, start, used = list[range](), 0, 0
+    for index, nbytes in enumerate(segment_bytes):
+        if nbytes > budget_bytes:
+            raise ValueError(f"segment {index} needs {nbytes} bytes and the budget is {budget_bytes}")
+        if used + nbytes > budget_bytes:
+            shards.append(range(start, index))
+            start, used = index, 0
+        used += nbytes
+    return [*shards, range(start, len(segment_bytes))]
+
+
+def merged(segments: Sequence[SegmentWork], shards: Iterable[range]) -> tuple[SegmentWork, ...]:
+    """Segments that are visited as one."""
+    return tuple(
+        SegmentWork(
+            forward_seconds=sum(segments[index].forward_seconds for index in shard),
+            backward_seconds=sum(segments[index].backward_seconds for index in shard),
+            upload_bytes=sum(segments[index].upload_bytes for index in shard),
+            download_bytes=sum(segments[index].download_bytes for index in shard),
+            update_seconds=sum(segments[index].update_seconds for index in shard),
+        )
+        for shard in shards
+    )

@@ -1,0 +1,630 @@
+"""ModelShape: what a model costs before it exists: parameters, bytes saved for backward, FLOPs, by segment.
+
+Symbols: d = hidden size, k = key and value width (d * key/value heads / heads), h = heads, f = intermediate size,
+V = vocabulary, b = bytes of the compute type, r = rank of an adapter. Figures "per token" are multiplied by micro-batch
+x sequence length. tests/parity/models/test_model_shape.py holds them against what autograd really saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter
+
+from spillway.api.field_types import MAX_MEMBERS
+from spillway.api.training_job import Lora, ModelConfig, TrainingJobSpec
+from spillway.errors import UserError
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FLOAT32_BYTES = 4
+INDEX_BYTES = 8
+"""tokens and labels are int64"""
+RELATIVE_POSITIONS = 32
+"""buckets of t5's relative position bias"""
+TOKEN_TYPES = 2
+"""of bert"""
+
+Device = Literal["Cpu", "Cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch."""
+
+    size: int = 1
+    sequence_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter as Fsdp divides it: by rows, its first dimension."""
+
+    num_rows: int
+    row_values: int
+    value_bytes: int
+    is_trained: bool
+    is_alias: bool = False
+    """of a tied parameter: as trained as its owner, without states of its own"""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers that move together. Two segments are equal when their figures are, whatever their names."""
+
+    name: str = field(compare=False)
+    num_parameters: int
+    """values of its own parameters; a tied alias belongs to its owner's segment"""
+    num_frozen: int
+    """of those, not trained: no gradient, no optimizer state"""
+    num_aliased: int
+    """values of tied aliases: they read their owner's memory"""
+    num_accumulated: int
+    """values with an accumulator: trained parameters, and trained aliases, which have one of their own"""
+    parameter_bytes: int
+    """own parameters in their types"""
+    num_tensors: int
+    """parameters as tensors, aliases included"""
+    largest_parameter: int
+    """values in the largest trained parameter, aliases included: bounds the transient gradient"""
+    matrix_parameters: int
+    """values in matrix products, aliases included: 2 FLOPs per token each in forward, 2 in the gradient of the input"""
+    trained_matrix_parameters: int
+    """of those, trained ones: 2 FLOPs per token more in backward"""
+    attention_width: int
+    """w of the attention's 2 w x sequence length FLOPs per token in forward: d when causal, because half of the
+    positions are masked on average"""
+    saved_bytes: tuple[int, ...]
+    """per token, one entry per storage that autograd saves for backward (weights excluded, views counted once)"""
+    made_bytes: tuple[int, ...]
+    """per token, one entry per tensor that this segment makes and hands on to the next"""
+    passed_bytes: tuple[int, ...]
+    """per token, one entry per tensor that it gets from the segment before and hands on as it is"""
+    forward_workspace_bytes: int
+    """per token: temporaries of forward that are alive beside the saved storages"""
+    backward_workspace_bytes: int
+    """per token: temporaries of backward that are alive beside the saved storages"""
+    lean_forward_bytes: int
+    """per token: everything alive at once in a forward that saves nothing (a segment to be recomputed)"""
+    parameters: tuple[ParameterShape, ...]
+    """aliases included"""
+    rebuilt_bytes: tuple[int, ...] = ()
+    """per token, one entry per storage of `saved_bytes` that backward can rebuild from the others: the lean set. Empty:
+    none is, or nobody looked"""
+    rebuilding_bytes: int = 0
+    """per token: what backward then reads and writes, each storage once for every operation that saved it"""
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_parameters - self.num_frozen
+
+    @property
+    def output_bytes(self) -> int:
+        """Per token: all that the next segment gets."""
+        return sum(self.made_bytes) + sum(self.passed_bytes)
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        return sum(self.saved_bytes)
+
+    def forward_flops_per_token(self, sequence_length: int) -> float:
+        return 2.0 * self.matrix_parameters + 2.0 * self.attention_width * sequence_length
+
+    def backward_flops_per_token(self, sequence_length: int) -> float:
+        """Gradients of inputs cost what forward costs, gradients of trained matrices as much again, attention twice."""
+        matrices = 2.0 * (self.matrix_parameters + self.trained_matrix_parameters)
+        return matrices + 4.0 * self.attention_width * sequence_length
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A chain of segments: embedding, blocks (equal or not), head."""
+
+    architecture: str
+    """llama, gpt2, bert, t5, or what an inspected model calls itself"""
+    embedding: Segment
+    blocks: tuple[Segment, ...]
+    head: Segment
+    hidden_size: int
+    vocab_size: int
+    compute_bytes: int
+    """b"""
+    trained_bytes: int
+    """of one trained parameter on the device: b, or 4 where adapters are trained in float32"""
+    table_bytes_per_position: int = 0
+    """position tables, shared by all blocks and kept for the whole run"""
+    tied: tuple[tuple[int, int], ...] = ()
+    """(segment of the alias, segment of its owner), as positions in `segments`"""
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In forward order."""
+        return (self.embedding, *self.blocks, self.head)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.architecture, self.segments, self.trained_bytes))
+
+    def __hash__(self) -> int:
+        """Computed once: a model has up to thousands of segments, and tables of the planner are looked up by it."""
+        return self._hash
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def widest_output_bytes(self) -> int:
+        """Per token: the most that a segment hands on."""
+        return max(segment.output_bytes for segment in self.segments)
+
+    @cached_property
+    def largest_segment_bytes(self) -> int:
+        """Of parameters."""
+        return max(segment.parameter_bytes for segment in self.segments)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.blocks) + 2
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Tied ones counted once: exactly those of the published architectures, and their adapters."""
+        return sum(segment.num_parameters for segment in self.segments)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(segment.num_trained for segment in self.segments)
+
+    @cached_property
+    def num_accumulated(self) -> int:
+        return sum(segment.num_accumulated for segment in self.segments)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        return sum(segment.parameter_bytes for segment in self.segments)
+
+    @cached_property
+    def num_tensors(self) -> int:
+        return sum(segment.num_tensors for segment in self.segments)
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        return max(segment.largest_parameter for segment in self.segments)
+
+    def saved_bytes_per_token(self) -> int:
+        """Of the whole model when everything is kept."""
+        return sum(segment.saved_bytes_per_token for segment in self.segments)
+
+    def table_bytes(self, sequence_length: int) -> int:
+        return self.table_bytes_per_position * sequence_length
+
+    def forward_flops_per_token(self, sequence_length: int) -> float:
+        """Forward, whole model."""
+        return sum(segment.forward_flops_per_token(sequence_length) for segment in self.segments)
+
+    def backward_flops_per_token(self, sequence_length: int) -> float:
+        """Backward, whole model: twice the forward where everything is trained."""
+        return sum(segment.backward_flops_per_token(sequence_length) for segment in self.segments)
+
+    def to_json(self) -> str:
+        return _DOCUMENT.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises pydantic.ValidationError, a ValueError, for what `to_json` did not write."""
+        return _DOCUMENT.validate_json(text)  # type: ignore[return-value]
+
+
+_DOCUMENT = TypeAdapter(ModelShape)
+
+
+def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
+    """The shape of spec.model by its sizes. Raises UserError for models that must be inspected to know them."""
+    model = spec.model
+    batch = Batch(spec.training.micro_batch_size, spec.training.sequence_length)
+    return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
+
+
+@lru_cache(maxsize=2 * MAX_MEMBERS)
+def model_shape(
+    config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
+) -> ModelShape:
+    """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
+    frozen and with adapters. `batch` matters for t5, whose attention saves a matrix of all pairs of positions, and for
+    adapters, of which copies in the compute type are saved, however many tokens there are.
+    Raises UserError when `lora` names no module that there is.
+
+    The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
+    mask in the compute type; fused CUDA kernels save the input itself and one byte per masked value.
+    """
+    sizes = _Sizes(config, DTYPE_BYTES[compute], device, lora, batch or Batch())
+    embedding, blocks, head = _FAMILIES[config.architecture](sizes)
+    if lora is not None and not any(one.num_accumulated for one in (embedding, *blocks, head)):
+        modules = ", ".join(sorted({name.rpartition(".")[2] for name in sizes.modules}))
+        raise UserError(
+            f"spec.model.lora.targetModules = {', '.join(lora.target_modules)[:200]}: {config.architecture} has none "
+            f"of these, so that nothing would be trained; it has {modules}"
+        )
+    tables = 2 * (config.hidden_size // config.num_heads) * sizes.b if config.architecture == "llama" else 0
+    return ModelShape(
+        architecture=config.architecture,
+        embedding=embedding,
+        blocks=blocks,
+        head=head,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        compute_bytes=sizes.b,
+        trained_bytes=sizes.b if lora is None else FLOAT32_BYTES,
+        table_bytes_per_position=tables,
+        tied=tuple((index, 0) for index, one in enumerate((*blocks, head), start=1) if one.num_aliased),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One matrix product, and how many of its outputs have a bias."""
+
+    inputs: int
+    outputs: int
+    biases: int = 0
+    rows_are_inputs: bool = False
+    """as gpt2's have it; else a row is of one output"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.inputs, self.outputs) if self.rows_are_inputs else (self.outputs, self.inputs)
+
+
+class _Sizes:
+    """The symbols of the module's docstring."""
+
+    def __init__(
+        self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: Batch
+    ) -> None:
+        self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
+        self.modules: set[str] = set()
+        """names of the matrix products of all segments so far"""
+        self.d, self.h, self.f, self.V = (
+            config.hidden_size, config.num_heads, config.intermediate_size, config.vocab_size,
+        )  # fmt: skip
+        self.k = config.hidden_size // config.num_heads * config.num_key_value_heads
+        self.num_layers, self.positions, self.batch = config.num_layers, config.max_positions, batch
+        self.block_tokens = batch.size * batch.sequence_length // (2 if config.architecture == "t5" else 1)
+        """of a micro-batch; 0 = not known"""
+        self.tied = config.tie_word_embeddings
+        self.dropout = config.dropout > 0.0
+
+    @property
+    def rebuilds(self) -> bool:
+        """On a CPU alone so far, and not below adapters, whose casts nobody counted."""
+        return self.cpu and self.lora is None
+
+    def lean(self, rebuilt: tuple[int, ...], rebuilding: int) -> dict[str, Any]:
+        """What a segment says of its lean set."""
+        return {"rebuilt_bytes": rebuilt, "rebuilding_bytes": rebuilding} if self.rebuilds else {}
+
+    def rms_norm(self) -> tuple[int, ...]:
+        """Storages of one RMS norm: its input, the root per token, (on a CPU) the normalised values, its output."""
+        wide = (FLOAT32_BYTES * self.d,) * 2 if self.cpu else (self.b * self.d,)
+        return (*wide, FLOAT32_BYTES, self.b * self.d)
+
+    def layer_norm(self) -> tuple[int, ...]:
+        """Storages of one layer norm, a fused kernel everywhere: input, mean, root, output."""
+        statistics = self.b if self.cpu else FLOAT32_BYTES
+        return (self.b * self.d, statistics, statistics, self.b * self.d)
+
+    def attention(self) -> tuple[int, ...]:
+        """q, k, v, output, log-sum-exp of the fused attention kernel."""
+        q, k = self.b * self.d, self.b * self.k
+        return (q, k, k, q, FLOAT32_BYTES * self.h)
+
+    def dropouts(self, count: int = 2) -> tuple[int, ...]:
+        """Masks, each as wide as the residual stream."""
+        return (self.d * (self.b if self.cpu else 1),) * count if self.dropout else ()
+
+    def cross_entropy(self) -> tuple[int, ...]:
+        """Log-probabilities in float32, and the labels."""
+        return (FLOAT32_BYTES * self.V, INDEX_BYTES)
+
+    @property
+    def norm_workspace(self) -> int:
+        """Float32 temporaries around a norm, and the segment's output."""
+        return (8 if self.b == 2 else 12) * self.d
+
+    def segment(
+        self,
+        name: str,
+        linears: Mapping[str, _Linear],
+        vectors: Sequence[int],
+        *,
+        tables: Sequence[tuple[int, int]] = (),
+        alias: tuple[int, int] = (0, 0),
+        attention_width: int = 0,
+        passed_bytes: tuple[int, ...] = (),
+        **bytes_per_token: Any,
+    ) -> Segment:
+        """A segment of matrix products, vectors (norms), tables (embeddings) and a tied `alias` of another's table.
+
+        With adapters all of these are frozen; the targeted matrix products get two float32 matrices each.
+        """
+        biases = [linear.biases for linear in linears.values() if linear.biases]
+        shapes = [*(one.shape for one in linears.values()), *((size, 1) for size in (*biases, *vectors)), *tables]
+        own, aliased = [rows * width for rows, width in shapes], alias[0] * alias[1]
+        products = sum(linear.inputs * linear.outputs for linear in linears.values()) + aliased
+        self.modules |= set(linears)
+        adapter_shapes = self._adapters(linears)
+        adapters = [rows * width for rows, width in adapter_shapes]
+        is_trained = self.lora is None
+        frozen = 0 if is_trained else sum(own)
+        trained = [*own, aliased] if is_trained else adapters
+        parameters = [ParameterShape(*shape, self.b, is_trained) for shape in shapes]
+        parameters += [ParameterShape(*shape, FLOAT32_BYTES, is_trained=True) for shape in adapter_shapes]
+        parameters += [ParameterShape(*alias, self.b, is_trained, is_alias=True)] if aliased else []
+        saved = bytes_per_token.pop("saved_bytes")
+        return Segment(
+            name=name,
+            num_parameters=sum(own) + sum(adapters),
+            num_frozen=frozen,
+            num_aliased=aliased,
+            num_accumulated=sum(trained),
+            parameter_bytes=self.b * sum(own) + FLOAT32_BYTES * sum(adapters),
+            num_tensors=len(parameters),
+            largest_parameter=max(trained, default=0),
+            matrix_parameters=products + sum(adapters),
+            trained_matrix_parameters=sum(adapters) if self.lora else products,
+            attention_width=attention_width,
+            saved_bytes=(*saved, *self._saved_by_adapters(adapters)),
+            passed_bytes=passed_bytes,
+            parameters=tuple(parameters),
+            **bytes_per_token,
+        )
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether the matrix product called `name` gets an adapter."""
+        targets = (self.lora.target_modules or ATTENTION_MODULES) if self.lora else ()
+        return any(f".{name}".endswith(f".{target}") for target in targets)
+
+    def adapter_inputs(self, linears: Mapping[str, _Linear], *names: str) -> tuple[int, ...]:
+        """Saved for the adapters of products with one input: a copy for each in the compute type, or the input once."""
+        sizes = [self.b * linears[name].inputs for name in names if self.is_adapted(name)]
+        return tuple(sizes if self.b != FLOAT32_BYTES else sizes[:1])
+
+    def _adapters(self, linears: Mapping[str, _Linear]) -> list[tuple[int, int]]:
+        """Rows and their values of the two matrices of each adapter."""
+        if self.lora is None:
+            return []
+        hit = [one for name, one in linears.items() if self.is_adapted(name)]
+        rank = self.lora.rank
+        return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
+
+    def _saved_by_adapters(self, adapters: Sequence[int]) -> list[int]:
+        """What lies between the two matrices of each; and, where they are cast, their copies, as a share of each token
+        of a micro-batch."""
+        if self.lora is None:
+            return []
+        copies = adapters if self.b != FLOAT32_BYTES and self.block_tokens else ()
+        between = (self.b * self.lora.rank,) * (len(adapters) // 2)
+        return [*between, *(ceil(self.b * one / self.block_tokens) for one in copies)]
+
+
+ATTENTION_MODULES = (
+    "q_proj", "k_proj", "v_proj", "o_proj",  # llama
+    "c_attn", "attn.c_proj",  # gpt2
+    "query", "key", "value", "attention.output.dense",  # bert
+    "q", "k", "v", "o",  # t5
+)  # fmt: skip
+"""modules that get an adapter when the job names none"""
+
+
+def _embedding(
+    s: _Sizes, tables: Sequence[tuple[int, int]], norms: Sequence[int] = (), saved: Sequence[int] = ()
+) -> Segment:
+    """Tokens to the residual stream."""
+    out = s.b * s.d
+    return s.segment(
+        "embedding", {}, norms, tables=tables, saved_bytes=(INDEX_BYTES, *saved), made_bytes=(out,),
+        forward_workspace_bytes=0, backward_workspace_bytes=0, lean_forward_bytes=out,
+    )  # fmt: skip
+
+
+def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], saved: Sequence[int]) -> Segment:
+    """Final norm, output projection, loss. Forward holds the logits in float32 beside the saved log-probabilities,
+    backward the gradients of both: 8 V bytes a token, the largest temporaries of most models."""
+    own = {} if s.tied else {"lm_head": _Linear(s.d, s.V)}
+    return s.segment(
+        "head",
+        {**linears, **own},
+        vectors,
+        alias=(s.V, s.d) if s.tied else (0, 0),
+        saved_bytes=(*saved, *s.cross_entropy()),
+        made_bytes=(),
+        forward_workspace_bytes=max(FLOAT32_BYTES * s.V, s.norm_workspace),
+        backward_workspace_bytes=max(2 * FLOAT32_BYTES * s.V, 12 * s.d),
+        lean_forward_bytes=2 * FLOAT32_BYTES * s.V,
+    )
+
+
+def _repeated(block: Segment, count: int, first: int = 0) -> tuple[Segment, ...]:
+    return tuple(replace(block, name=f"block{first + index}") for index in range(count))
+
+
+_Parts = tuple[Segment, tuple[Segment, ...], Segment]
+
+
+def _llama(s: _Sizes) -> _Parts:
+    wide = s.b * s.f  # gate, up, silu(gate) and their product each
+    linears = {
+        "q_proj": _Linear(s.d, s.d), "k_proj": _Linear(s.d, s.k), "v_proj": _Linear(s.d, s.k),
+        "o_proj": _Linear(s.d, s.d), "gate_proj": _Linear(s.d, s.f), "up_proj": _Linear(s.d, s.f),
+        "down_proj": _Linear(s.f, s.d),
+    }  # fmt: skip
+    if s.lora is None:
+        saved = (*s.rms_norm(), *s.attention(), *s.dropouts(), *s.rms_norm(), wide, wide, wide, wide)
+    else:  # the model of transformers: norms of single operations; inputs of frozen matrices are not saved
+        norm = (FLOAT32_BYTES * s.d, FLOAT32_BYTES)
+        saved = (*norm, *s.attention(), *(s.b * s.d,) * (4 if s.b == 2 else 1), *norm, wide, wide, wide)
+        saved += s.adapter_inputs(linears, "gate_proj", "up_proj") + s.adapter_inputs(linears, "down_proj")
+    block = s.segment(
+        "block",
+        linears,
+        (s.d, s.d),
+        attention_width=s.d,
+        saved_bytes=saved,
+        made_bytes=(s.b * s.d,),
+        forward_workspace_bytes=s.norm_workspace + (0 if s.lora is None else 2 * s.b * s.d),
+        backward_workspace_bytes=2 * wide + (5 if s.lora else 2 if s.b == 2 else 1) * s.b * s.d,
+        lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
+        **s.lean(
+            (FLOAT32_BYTES * s.d, s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.d, wide, wide),
+            # Norms: their normalised values once each, their outputs for five products. Then silu, then its product.
+            (16 + 5 * (22 if s.b == 2 else 16)) * s.d + (2 + 5) * wide,
+        ),
+    )
+    head = _head(s, {}, (s.d,), s.rms_norm() if s.lora is None else (FLOAT32_BYTES * s.d, FLOAT32_BYTES, 1))
+    return _embedding(s, ((s.V, s.d),)), _repeated(block, s.num_layers), head
+
+
+def _gpt2(s: _Sizes) -> _Parts:
+    """Learned positions, layer norms with bias, fused qkv with bias; GELU's tanh formula, operation by operation."""
+    linears = {
+        "attn.c_attn": _Linear(s.d, 3 * s.d, 3 * s.d, True), "attn.c_proj": _Linear(s.d, s.d, s.d, True),
+        "mlp.c_fc": _Linear(s.d, s.f, s.f, True), "mlp.c_proj": _Linear(s.f, s.d, s.d, True),
+    }  # fmt: skip
+    wide = s.b * s.f
+    fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
+    copies = s.adapter_inputs(linears, "attn.c_proj") * (s.b != FLOAT32_BYTES)  # beside what attention saves
+    takes_input = s.lora is None or s.is_adapted("mlp.c_proj")  # a frozen matrix needs it for no gradient
+    block = s.segment(
+        "block",
+        linears,
+        (s.d,) * 4,
+        attention_width=s.d,
+        saved_bytes=(*s.layer_norm(), *fused, *copies, *s.dropouts(), *s.layer_norm(), *(wide,) * (4 + takes_input)),
+        made_bytes=(s.b * s.d,),
+        forward_workspace_bytes=3 * s.b * s.d,
+        backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
+        lean_forward_bytes=4 * wide + 3 * s.b * s.d,
+        # Norms, then tanh, 1 + tanh and the product, each from the input of GELU.
+        **s.lean((s.b * s.d,) * 2 + (wide,) * 3, 4 * s.b * s.d + (11 + 13 + 16) * wide),
+    )
+    embedding = _embedding(s, ((s.V, s.d), (s.positions, s.d)))
+    return embedding, _repeated(block, s.num_layers), _head(s, {}, (s.d, s.d), s.layer_norm())
+
+
+def _bert(s: _Sizes) -> _Parts:
+    """Attention to both sides, norms after each sum, GELU; the head transforms, normalises and projects with a bias."""
+    linears = {
+        "attention.self.query": _Linear(s.d, s.d, s.d), "attention.self.key": _Linear(s.d, s.d, s.d),
+        "attention.self.value": _Linear(s.d, s.d, s.d), "attention.output.dense": _Linear(s.d, s.d, s.d),
+        "intermediate.dense": _Linear(s.d, s.f, s.f), "output.dense": _Linear(s.f, s.d, s.d),
+    }  # fmt: skip
+    wide = s.b * s.f
+    products = (f"attention.self.{name}" for name in ("query", "key", "value"))
+    copies = s.adapter_inputs(linears, *products)[1:]
+    copies += s.adapter_inputs(linears, "attention.output.dense") * (s.b != FLOAT32_BYTES)
+    block = s.segment(
+        "block",
+        linears,
+        (s.d,) * 4,
+        attention_width=2 * s.d,
+        saved_bytes=(*s.attention(), *copies, *s.dropouts(), *s.layer_norm(), wide, wide, *s.layer_norm()),
+        made_bytes=(s.b * s.d,),
+        forward_workspace_bytes=2 * s.b * s.d,
+        backward_workspace_bytes=2 * wide + 2 * s.b * s.d,
+        lean_forward_bytes=2 * wide + 2 * s.b * s.d,
+        **s.lean((s.b * s.d, wide), 2 * s.b * s.d + 2 * wide),  # the last norm's output is the next block's input
+    )
+    tables = ((s.V, s.d), (s.positions, s.d), (TOKEN_TYPES, s.d))
+    indices = (2 * INDEX_BYTES, INDEX_BYTES // 2)
+    embedding = _embedding(s, tables, (s.d, s.d), (*indices, *s.layer_norm()[:-1], *s.dropouts(1)))
+    transform = (s.b * s.d, s.b * s.d, *s.layer_norm())  # before and after GELU
+    head = _head(s, {"transform.dense": _Linear(s.d, s.d, s.d)}, (s.d, s.d, s.V), transform)
+    return embedding, _repeated(block, s.num_layers), head
+
+
+def _t5(s: _Sizes) -> _Parts:
+    """numLayers blocks that encode the first half of the window, as many that decode the second and look at the first:
+    so per token of the window every figure is half. Norms are single operations and attention is not fused: of all
+    pairs it saves a matrix in float32. The encoder's last norm is part of its last block, the decoder's embedding (an
+    alias) of its first, and the first block of each half has the table of relative positions."""
+    attention = {name: _Linear(s.d, s.d) for name in ("q", "k", "v", "o")}
+    feed_forward = {"wi": _Linear(s.d, s.f), "wo": _Linear(s.f, s.d)}
+    within = {f"SelfAttention.{name}": linear for name, linear in attention.items()}
+    across = {f"EncDecAttention.{name}": linear for name, linear in attention.items()}
+    last, relative = s.num_layers - 1, ((RELATIVE_POSITIONS, s.h),)
+    stream, float32, wide = s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.f
+    length = s.batch.sequence_length // 2
+    pairs = FLOAT32_BYTES * s.h * length
+    one_for_all = length / s.batch.size  # of what all sequences of a micro-batch share, for each byte of a pair
+    bias, buckets, causal = (ceil(size * one_for_all) for size in (s.b * s.h, INDEX_BYTES, 1))
+    casts = (
+        s.b != FLOAT32_BYTES
+    )  # float32 copies of norms' inputs, queries, keys and values; else the tensors themselves
+
+    def block(decodes: bool, is_first: bool, ends: bool) -> Segment:
+        fused = decodes and not s.dropout  # the look at the other half, which has no bias
+        norms, attentions = 2 + decodes, 1 + decodes
+        streams, of_float32 = ((15, 6) if fused else (11, 9)) if decodes else (7, 5)
+        saved = [*(stream,) * (streams if casts else streams + of_float32 - norms)]
+        saved += [float32] * of_float32 * casts + [wide] + [FLOAT32_BYTES] * norms
+        saved += [pairs] * (attentions - fused) + [FLOAT32_BYTES * s.h] * fused
+        saved += [causal] * decodes + [buckets] * is_first + [stream, INDEX_BYTES] * (decodes and is_first)
+        saved += [stream, stream if not casts else float32, stream * casts, FLOAT32_BYTES] * ends
+        masks = s.dropouts(norms + (decodes and is_first) + ends)
+        masks += (wide, wide, *(pairs, pairs) * attentions) * s.dropout
+        width = 2 * s.d if decodes else s.d
+        lean = [stream] * (2 * norms + ends) + ([pairs] * attentions + [wide]) * s.dropout
+        # Of a norm its normalised values, and its output for each product that takes it; masked values.
+        rebuilding = (norms + ends) * (12 if casts else 8) * s.d + (4 + decodes) * 16 * s.d
+        rebuilding += 3 * (attentions * pairs + wide) * s.dropout
+        return s.segment(
+            "block",
+            within | (across if decodes else {}) | feed_forward,
+            (s.d,) * (norms + ends),
+            tables=relative if is_first else (),
+            alias=(s.V, s.d) if decodes and is_first else (0, 0),
+            attention_width=2 * width,
+            saved_bytes=(*saved, *masks),
+            made_bytes=(stream, bias) if is_first and not ends else (stream,),
+            passed_bytes=(stream,) * decodes + (bias,) * (not ends and not is_first),
+            forward_workspace_bytes=12 * s.d + pairs,
+            backward_workspace_bytes=6 * stream + pairs,
+            lean_forward_bytes=(6 if casts else 8) * stream + pairs,
+            **s.lean(tuple(lean), rebuilding),
+        )
+
+    encoder = [block(False, index == 0, index == last) for index in range(s.num_layers)]
+    decoder = [block(True, index == 0, False) for index in range(s.num_layers)]
+    names = [f"{half}{index}" for half in ("encoder", "decoder") for index in range(s.num_layers)]
+    blocks = tuple(replace(_halved(one), name=name) for name, one in zip(names, (*encoder, *decoder), strict=True))
+    norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
+    masks = tuple(
+        size // 2 for size in s.dropouts(1)
+    )  # of what is encoded; the other half is in the first that decodes
+    embedding = replace(_embedding(s, ((s.V, s.d),), (), masks), made_bytes=(stream // 2,))
+    return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
+
+
+def _halved(segment: Segment) -> Segment:
+    """Figures per token of a segment that works on half of the tokens; those of its parameters stay."""
+    return replace(
+        segment,
+        matrix_parameters=segment.matrix_parameters // 2,
+        trained_matrix_parameters=segment.trained_matrix_parameters // 2,
+        attention_width=segment.attention_width // 4,  # of half of the tokens, half as many pairs each
+        saved_bytes=tuple(-(-size // 2) for size in segment.saved_bytes if size),
+        made_bytes=tuple(size // 2 for size in segment.made_bytes),
+        passed_bytes=tuple(size // 2 for size in segment.passed_bytes),
+        forward_workspace_bytes=segment.forward_workspace_bytes // 2,
+        backward_workspace_bytes=segment.backward_workspace_bytes // 2,
+        lean_forward_bytes=segment.lean_forward_bytes // 2,
+        rebuilt_bytes=tuple(size // 2 for size in segment.rebuilt_bytes),
+        rebuilding_bytes=-(-segment.rebuilding_bytes // 2),
+    )
+
+
+_FAMILIES: dict[str, Callable[[_Sizes], _Parts]] = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "t5": _t5}

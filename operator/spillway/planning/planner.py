@@ -1,0 +1,263 @@
+"""Planner: candidates -> those that fit every tier -> the fastest; says why the others lost. Pure, without torch.
+
+job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan | Infeasible, explained (explain.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.errors import UserError
+from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+from spillway.planning.candidates import Question, Search, Timed, as_specified, best, timed
+from spillway.planning.corrections import NO_CORRECTIONS, Corrections, corrected
+from spillway.planning.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
+from spillway.planning.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy, parameter_plan
+from spillway.planning.hardware import NodeSpec
+from spillway.planning.model_shape import ModelShape, shape_of
+from spillway.planning.pod_resources import memory_bytes, pod_runtime_bytes
+from spillway.planning.step_time import amounts
+from spillway.planning.sweep_plan import plan_sweep
+
+DEVICE_SHARE = 0.75
+"""of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier. The operator
+turns it round where nothing fits (placement.py)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What a caller knows better than the spec: budgets in bytes per device and per node, ranks of a local run."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+    world_size: int | None = None
+    strategy: Strategy | None = None
+    """the one that the caller will run; None = what the spec says"""
+    shape: ModelShape | None = None
+    """of a model that was inspected; None = by the sizes of spec.model"""
+    corrections: Corrections = NO_CORRECTIONS
+    """of the predicted bytes, where mode Auto chooses by them"""
+
+
+NO_OVERRIDES = Overrides()
+
+
+def shared_memory(
+    job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1, device_share: float = DEVICE_SHARE
+) -> Overrides:
+    """For a run on a CPU, where device and host are the same memory: what the ranks' devices may take, the host tier of
+    the node cannot. `memory_bytes` is the node's, without the processes themselves; `device_share` of it is the
+    devices', where the job does not say."""
+    budget, share = job.spec.memory.budget, memory_bytes // num_local_ranks
+    wanted = int(share * device_share) if budget.device is None else budget.device
+    device_bytes = min(wanted, share)
+    left = memory_bytes - num_local_ranks * device_bytes
+    host_bytes = left if budget.host is None else min(budget.host, left)
+    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=run_strategy(job.spec))
+
+
+def run_strategy(spec: TrainingJobSpec) -> Strategy:
+    """The one that a run takes: what the spec asks for."""
+    asked = spec.parallelism.strategy
+    return RUN_STRATEGY if asked == "Auto" else asked
+
+
+NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
+    "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate": True}}
+}
+"""fields of a spec that change no plan: members of a sweep that differ in nothing else share one"""
+
+
+def make_plan(
+    job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
+) -> MemoryPlan | Infeasible:
+    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What else there is takes
+    many plans to find out: without `explained` a plan has no alternatives, an Infeasible says only what is missing.
+
+    Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
+    """
+    found = _planned(job, node, overrides, explained=explained)
+    if isinstance(found, Infeasible):
+        return found
+    ranks = overrides.world_size or job.spec.parallelism.devices_per_node
+    processes = pod_runtime_bytes(job.spec, ranks, found.device, found.strategy)
+    machine = memory_bytes(job.spec, found, ranks)
+    return found.model_copy(update={"process_bytes": processes, "machine_bytes": machine})
+
+
+def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool) -> MemoryPlan | Infeasible:
+    if not job.spec.members:
+        return _plan_of_one(job, node, overrides, explained=explained)
+    budget = ask(job, node, overrides).budget
+    known: dict[tuple[str, tuple[tuple[Tier, int], ...], bool], MemoryPlan] = {}
+
+    def plan_one(member: TrainingJob, reserved: Mapping[Tier, int], together: bool) -> MemoryPlan | Infeasible:
+        """Explained only where it does not fit: the alternatives of a member are no part of a sweep's plan."""
+        what = member.spec.model_dump_json(exclude=NOT_PLANNED_FOR), tuple(sorted(reserved.items())), together
+        if what in known:
+            return known[what]
+        device, host, nvme = (max(0, budget[tier] - reserved.get(tier, 0)) for tier in Tier)
+        shape = overrides.shape if member.spec.model == job.spec.model else None
+        # What ran out is known of the whole sweep, not of a member.
+        left = replace(
+            overrides,
+            device_bytes=device,
+            host_bytes=host,
+            nvme_bytes=nvme,
+            shape=shape,
+            corrections=NO_CORRECTIONS,
+        )
+        found = _plan_of_one(member, node, left, explained=False, together=together)
+        if isinstance(found, Infeasible):
+            return _plan_of_one(member, node, left, explained=True) if explained and not together else found
+        known[what] = found
+        return found
+
+    return plan_sweep(job, node, overrides.shape, budget[Tier.NVME], plan_one)
+
+
+def _plan_of_one(
+    job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool, together: bool = False
+) -> MemoryPlan | Infeasible:
+    """As `make_plan`, of one model. `together`: whose micro-batches are those of several members on its base."""
+    question, corrections = ask(job, node, overrides), overrides.corrections
+    search = Search(replace(question, budget=corrections.searched(question.budget)))
+    search = search.visited_once() if together else search
+    if search.is_empty:
+        raise UserError(_contradiction(question))
+    if question.mode != "Auto":
+        chosen = timed(question, as_specified(question))
+        advised = _advised(search) if question.mode == "Advise" else None
+        return _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
+    choices = search.choices()
+    if not choices and not corrections.change_nothing:
+        return corrections.lacking(unexplained(search), question.budget)
+    if not choices:
+        return infeasible(search) if explained else unexplained(search)
+    chosen = best(choices)
+    others = alternatives(search, chosen) if explained else ()
+    return corrected(_plan(question, chosen, reasons(search, chosen), others), corrections)
+
+
+def _advised(search: Search) -> Timed | None:
+    choices = search.choices()
+    return best(choices) if choices else None
+
+
+def _contradiction(question: Question) -> str:
+    """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
+    if question.placement == "Device":
+        return (
+            "spec.memory.optimizer.placement = Device: streamed parameters are updated by the CPU beside their homes; "
+            "use Auto, or spec.memory.parameters.placement: Resident"
+        )
+    if question.overlap == "Backward":
+        return (
+            "spec.memory.optimizer.overlap = Backward: streamed parameters cannot be updated before it is known that "
+            "this will count; use Auto or Forward, or spec.memory.parameters.placement: Resident"
+        )
+    return (
+        f"spec.parallelism.strategy = {question.strategy}: parameters can be streamed where ranks share nothing; use "
+        f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.parameters.placement: Resident"
+    )
+
+
+def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -> Question:
+    """Resolve spec, node and overrides into one question."""
+    spec = job.spec
+    parallelism, memory = spec.parallelism, spec.memory
+    local_ranks = overrides.world_size or parallelism.devices_per_node
+    world_size = overrides.world_size or parallelism.world_size
+    _check_devices(job, node, local_ranks)
+    micro_batch_size = spec.training.micro_batch_size
+    if spec.training.global_batch_size % (micro_batch_size * world_size):
+        raise UserError(
+            f"spec.training.globalBatchSize = {spec.training.global_batch_size}: must be a multiple of "
+            f"microBatchSize x ranks ({micro_batch_size} x {world_size})"
+        )
+    if memory.optimizer.overlap == "Backward" and world_size > 1:
+        raise UserError(
+            f"spec.memory.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so that none "
+            "can be used before; use Auto or Forward"
+        )
+    strategy = overrides.strategy or parallelism.strategy
+    if memory.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
+        raise UserError(
+            f"spec.memory.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next forward "
+            "needs the updates of all ranks; use Auto or None, or strategy Ddp or Fsdp"
+        )
+    return Question(
+        job=job,
+        shape=overrides.shape or shape_of(spec, node.device_kind),
+        node=node,
+        budget={
+            Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.bytes_of_device(local_ranks)),
+            Tier.HOST: _least(overrides.host_bytes, memory.budget.host, node.host_bytes) // local_ranks,
+            Tier.NVME: _least(overrides.nvme_bytes, memory.budget.nvme, node.nvme_bytes) // local_ranks,
+        },
+        world_size=world_size,
+        local_ranks=local_ranks,
+        num_nodes=world_size // local_ranks,
+        micro_batch_size=micro_batch_size,
+        mode=memory.mode,
+        strategy=strategy,
+        placement=memory.optimizer.placement,
+        overlap=memory.optimizer.overlap,
+        policy=memory.activations.policy,
+        parameters=memory.parameters.placement,
+    )
+
+
+def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
+    device = job.spec.parallelism.device
+    if device not in ("Auto", node.device_kind):
+        raise UserError(
+            f"spec.parallelism.device = {device}: node {node.name} has {node.device_kind} devices; use Auto"
+        )
+    if node.device_kind == "Cuda" and local_ranks > node.num_devices:
+        raise UserError(
+            f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} "
+            f"{'device' if node.num_devices == 1 else 'devices'}"
+        )
+
+
+def _least(override: int | None, budget: int | None, capacity: int) -> int:
+    """The caller's figure goes before the spec's; neither exceeds what the node has."""
+    wanted = override if override is not None else budget
+    return capacity if wanted is None else min(wanted, capacity)
+
+
+def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterable[Alternative]) -> MemoryPlan:
+    candidate = chosen.candidate
+    blocks, work = candidate.blocks, candidate.work
+    if not work.sum_of("moved", 0, blocks.num_layers):  # no tensor is worth moving: what was to be moved stays
+        blocks = replace(blocks, host=0, nvme=0)
+    asked = amounts(work, candidate.optimizer, blocks, candidate.streaming)
+    keeps_all = blocks.kept == blocks.num_layers
+    return MemoryPlan(
+        job=question.job.metadata.name,
+        node=question.node.name,
+        device=question.node.device_kind,
+        mode=question.job.spec.memory.mode,
+        strategy=work.strategy,
+        world_size=question.world_size,
+        micro_batch_size=work.micro_batch_size,
+        num_micro_batches=work.num_micro_batches,
+        num_segments=work.shape.num_segments,
+        optimizer=candidate.optimizer,
+        activations=ActivationPlan(
+            answers=() if keeps_all else (Answer.KEEP, *blocks.answers, Answer.KEEP),
+            minimum_bytes=work.minimum_bytes,
+            window_bytes=candidate.window_bytes,
+            lean=work.lean and blocks.recomputed < blocks.num_layers,
+        ),
+        parameters=parameter_plan(work, candidate.streaming),
+        bytes=candidate.bytes,
+        budget=question.budget,
+        prediction=chosen.prediction.model_copy(update={"work": asked}),
+        reasons=tuple(why),
+        alternatives=tuple(others),
+    )

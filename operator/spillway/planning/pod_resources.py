@@ -1,0 +1,245 @@
+"""PodResources: what one pod of an attempt must ask Kubernetes for, so that its plan can be executed in it. Pure.
+
+memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
+                     (host slab, homes of streamed parameters included [+ device tier, on a CPU]); building the corpus;
+                     budget.host of a Disabled job
+ephemeral storage    slab, checkpoints and corpus as far as they lie on emptyDirs, and scratch
+spill volume         the slabs of all ranks: activations, and homes of streamed parameters
+cpu                  a request without limit: the pod's share when cores are short
+
+Of memory and ephemeral storage request = limit: the kernel kills above the one, the kubelet evicts above the other.
+
+The constants are measured (docs/placement.md says how) unless they say "assumed".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from spillway.api.members import num_corpora, solo_specs
+from spillway.api.training_job import Model, TrainingJobSpec
+from spillway.plan import MemoryPlan, Tier
+from spillway.planning.footprint import ZERO_STRATEGIES, padded
+from spillway.planning.model_shape import shape_of
+from spillway.units import GIB, MIB
+
+CODE_BYTES = 256 * MIB
+"""file pages of the interpreter's and torch's libraries, once a pod: 226 MiB mapped by a training rank"""
+RANK_BYTES = 336 * MIB
+"""a rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product"""
+FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
+"""the same beside them for a model of `transformers`: 68 and 124 MiB after the import of its families"""
+DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB
+"""the same beside them for the strategies that DeepSpeed divides: 67 and 152 MiB after its import"""
+FSDP_CODE_BYTES, FSDP_RANK_BYTES = 80 * MIB, 104 * MIB
+"""the same beside them for Fsdp: 75 and 91 MiB after the first step, which imports torch's compiler"""
+CHECKPOINT_BUFFER_BYTES = 64 * MIB
+"""of each rank while it writes a checkpoint or loads one: a file's worth"""
+CUDA_RANK_BYTES = 2 * GIB
+"""RANK_BYTES with a CUDA context and NCCL; assumed"""
+LAUNCHER_BYTES = 48 * MIB
+"""process 1 of the pod: interpreter and domain (33 MiB, a third of it file pages), its HTTP server and client"""
+PAGE_CACHE_BYTES = 64 * MIB
+"""token shards and checkpoints on their way to disk; the slab bypasses the page cache (O_DIRECT), and all of it can be
+reclaimed, so this is for speed"""
+PLANNED_MARGIN = 0.05
+"""of the planned tiers in memory: free lists of the allocator, scratch of matrix products, page tables"""
+SHARED_MEMORY_BYTES = 64 * MIB
+"""the tmpfs of a pod; gloo talks through sockets and takes none of it"""
+NCCL_SHARED_MEMORY_BYTES = 64 * MIB
+"""more of it for each of several CUDA ranks; assumed"""
+CORPUS_BUILD_BYTES = 448 * MIB
+"""the child that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB), before any rank
+allocates a parameter"""
+
+CORPUS_FALLBACK_BYTES = GIB
+"""room for token shards when the size of the text is not known"""
+BUILTIN_CORPUS_BYTES = 128 * MIB
+"""the same for Python's own sources: 22 MiB of text are 7 MiB of shards"""
+BYTES_PER_TEXT_BYTE = 2
+"""of token shards, at most: a token has two bytes and stands for one of text at least (above 65536 tokens four, and
+then for several)"""
+SCRATCH_BYTES = 256 * MIB
+"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB"""
+FILE_SYSTEM_SHARE = 0.02
+"""of a volume that the file system takes for itself"""
+
+CORES_PER_THREAD = 0.25
+"""requested for each thread of the plan: cores are shared, memory is not"""
+LEAST_CORES = 0.25
+"""when the job does not say"""
+SMALLEST_REQUEST = 0.001
+"""cores; what the API server keeps"""
+CHECKPOINT_BYTES_PER_SECOND = 250e6
+"""rate at which a checkpoint is surely written, also over a network; assumed"""
+GRACE_SECONDS = 30
+"""beside the step in flight and its checkpoint: ranks that end, metrics scraped a last time"""
+LONGEST_GRACE_SECONDS = 3600
+"""a pod that does not end by itself keeps its node no longer"""
+STEP_PATIENCE = 3.0
+"""a step may take this many times its prediction on a busy node"""
+
+
+@dataclass(frozen=True, slots=True)
+class PodResources:
+    """Requests of one pod; bytes unless the name says otherwise. All pods of an attempt are alike."""
+
+    memory_bytes: int
+    """request and limit; /dev/shm is part of it"""
+    shared_memory_bytes: int
+    """sizeLimit of the tmpfs on /dev/shm"""
+    spill_volume_bytes: int
+    """emptyDir's sizeLimit, or the request of each ephemeral claim; 0 = nothing is spilled to NVMe"""
+    ephemeral_storage_bytes: int
+    """request and limit: emptyDirs on disk, and the container's log"""
+    cpu_cores: float
+    """request only"""
+    devices: int
+    """of `resource_name`; 0 on a CPU"""
+    resource_name: str
+    """empty on a CPU"""
+    grace_seconds: int
+    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most
+    LONGEST_GRACE_SECONDS"""
+
+
+def pod_resources(
+    spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int, text_bytes: int | None = None
+) -> PodResources:
+    """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
+    shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
+    spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
+    on_emptydir = 0 if spec.spill.storage_class_name else spill
+    on_cuda = plan.device == "Cuda"
+    return PodResources(
+        memory_bytes=memory_bytes(spec, plan, num_local_ranks),
+        shared_memory_bytes=shared_memory,
+        spill_volume_bytes=spill,
+        ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
+        cpu_cores=_cores(spec, plan, num_local_ranks),
+        devices=num_local_ranks if on_cuda else 0,
+        resource_name=spec.resource_name if on_cuda else "",
+        grace_seconds=grace_seconds(spec, plan),
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> int:
+    """Of a pod, or of a machine for a local run: processes and plan."""
+    runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
+    held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
+    return padded(runtime + held + shared_memory_bytes(num_local_ranks, plan.device) + plan.unplanned_bytes, MIB)
+
+
+def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
+    """`runtime_bytes` of the member that needs most, for they share the pod; of a job that is no sweep, its own."""
+    return max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
+
+
+def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
+    """Memory of a pod, or of a local run, beside the plan of a model; `device` is Cpu or Cuda, `strategy` that of the
+    run."""
+    code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
+    if not model.is_own_llama:
+        code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
+    if strategy in ZERO_STRATEGIES:
+        code, rank = code + DEEPSPEED_CODE_BYTES, rank + DEEPSPEED_RANK_BYTES
+    if strategy == "Fsdp":
+        code, rank = code + FSDP_CODE_BYTES, rank + FSDP_RANK_BYTES
+    return code + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
+
+
+def corpus_build_bytes(num_local_ranks: int) -> int:
+    """What building the corpus takes beyond `runtime_bytes`: no checkpoint is written meanwhile."""
+    return max(0, CORPUS_BUILD_BYTES - num_local_ranks * CHECKPOINT_BUFFER_BYTES)
+
+
+def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
+    """What the plan holds in the pod's memory: host slabs, and on a CPU the device tier."""
+    held = plan.slab_bytes(Tier.HOST)
+    if plan.device == "Cpu":
+        held += plan.bytes[Tier.DEVICE].total
+    return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
+
+
+def least_memory_bytes(runtime: int, num_local_ranks: int, device: str) -> int:
+    """What a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
+    shared = shared_memory_bytes(num_local_ranks, device)
+    return padded(runtime + corpus_build_bytes(num_local_ranks) + shared, MIB)
+
+
+def unplanned_bytes(spec: TrainingJobSpec) -> int:
+    """With mode Disabled nothing is planned: the spec says how much host memory the ranks of a node may use."""
+    return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
+
+
+def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
+    """Size of the tmpfs on the pod's shared-memory mount."""
+    several = device == "Cuda" and num_local_ranks > 1
+    return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
+
+
+def plannable_memory_bytes(limit_bytes: int, runtime: int, num_local_ranks: int, device: str) -> int:
+    """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more.
+    `runtime` is the pod's `pod_runtime_bytes`."""
+    beside = runtime + shared_memory_bytes(num_local_ranks, device) + MIB
+    return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int, num_volumes: int = 1) -> int:
+    """One volume's share of the slabs of all ranks with the file system's own part; 0 when nothing goes to NVMe."""
+    slab = ceil(plan.slab_bytes(Tier.NVME) / num_volumes)
+    return padded(ceil(num_local_ranks * slab * (1.0 + FILE_SYSTEM_SHARE)), MIB) if slab else 0
+
+
+def plannable_spill_bytes(limit_bytes: int, storage_bytes: int) -> int:
+    """What a plan may spill beside all else of a pod, `storage_bytes` (`emptydir_bytes`), where its ephemeral storage
+    is `limit_bytes`; negative: no room at all. For a slab on an emptyDir."""
+    return int((limit_bytes - 2 * MIB - storage_bytes) / (1.0 + FILE_SYSTEM_SHARE))
+
+
+def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
+    """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
+    shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
+    optimizer = spec.training.optimizer
+    short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
+    return ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained) + short_blocks
+
+
+def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:
+    """Ephemeral storage beside the slab: scratch; without a claim for them, checkpoints and corpus, too."""
+    if spec.checkpoint.claim is not None:
+        return SCRATCH_BYTES
+    members = solo_specs(spec)
+    # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
+    checkpoints = sum((one.checkpoint.keep + 1) * checkpoint_bytes(one, device) for one in members)
+    return SCRATCH_BYTES + checkpoints + num_corpora(members) * corpus_bytes(spec, text_bytes)
+
+
+def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
+    """Token shards and tokenizer, at most. `text_bytes`: of the text to train on."""
+    evaluation = CORPUS_FALLBACK_BYTES * ("data.evaluation.text" in spec.texts)
+    if spec.data.builtin is not None:
+        return BUILTIN_CORPUS_BYTES + evaluation
+    return evaluation + (CORPUS_FALLBACK_BYTES if text_bytes is None else BYTES_PER_TEXT_BYTE * text_bytes)
+
+
+# --- cores, seconds ---------------------------------------------------------------------------------------------------
+
+
+def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> float:
+    if spec.resources.cpu is not None:
+        return max(SMALLEST_REQUEST, spec.resources.cpu)
+    return max(LEAST_CORES, CORES_PER_THREAD * plan.optimizer.num_threads * num_local_ranks)
+
+
+def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
+    writing = max(checkpoint_bytes(one, plan.device) for one in solo_specs(spec)) / CHECKPOINT_BYTES_PER_SECOND
+    needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
+    return ceil(min(LONGEST_GRACE_SECONDS, needed))

@@ -1,0 +1,193 @@
+"""Members on one frozen base: adapters of one model, which is there once for all that are attached together.
+
+Members with the same base are planned as one model with the micro-batches of all of them: what activations, boundaries
+and streamed segments need is the same whether micro-batches belong to one member or to several. What each member has of
+its own (adapters, their gradients and states) is set aside before, for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.plan import Infeasible, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
+from spillway.planning.candidates import LARGEST_PARTLY_RESIDENT_SHARE
+from spillway.planning.footprint import (
+    Blocks,
+    DevicePeak,
+    Workload,
+    chunk_parameters,
+    device_bytes,
+    host_bytes,
+    nvme_bytes,
+)
+from spillway.planning.model_shape import ModelShape
+
+OWN_ROWS = ("gradients", "optimizer_states", "buffers")
+NO_SLOWER = 1.01
+"""members share a base unless a member's step would take longer than that many of its steps alone"""
+
+PlanOne = Callable[[TrainingJob, Mapping[Tier, int], bool], MemoryPlan | Infeasible]
+"""the plan of one model whose budgets are less by some bytes per tier; whether these are several members' batches"""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How members on one base are attached."""
+
+    plan: MemoryPlan
+    """of each; its bytes are those of all that are attached at a time"""
+    num_attached: int
+
+
+def bases(specs: Mapping[str, TrainingJobSpec]) -> dict[str, tuple[str, ...]]:
+    """Members that have the same frozen base, in their order, by the name of the first; only where there are several.
+
+    They differ in adapters, seed, learning rate and schedule, in data and numbers of the update: not in what is frozen,
+    in the shape of a step, or in what states are kept.
+    """
+    found: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        if spec.model.lora is not None and spec.memory.mode == "Auto":
+            found.setdefault(_base_of(spec), []).append(name)
+    return {names[0]: tuple(names) for names in found.values() if len(names) > 1}
+
+
+def _base_of(spec: TrainingJobSpec) -> str:
+    """Equal where frozen parameters and the shape of a step are equal. Without a source, the seed draws the base."""
+    training = spec.training
+    steps = (
+        training.sequence_length,
+        training.micro_batch_size,
+        training.global_batch_size,
+        training.optimizer.name,
+        training.optimizer.moments,
+        None if spec.model.source is not None else training.seed,
+    )
+    return f"{spec.model.model_dump_json(exclude={'lora': {'rank', 'alpha'}})} {steps}"
+
+
+def planned_together(
+    jobs: Sequence[TrainingJob],
+    shapes: Sequence[ModelShape],
+    reserved: Mapping[Tier, int],
+    plan_one: PlanOne,
+) -> Together | None:
+    """The plan with which most of `jobs`, which have one base, are attached together: all of them, a half, a quarter.
+
+    None where two do not fit, or where a step of each would take longer than alone.
+    """
+    by_width = sorted(range(len(jobs)), key=lambda index: -shapes[index].num_trained)
+    widest = by_width[0]
+    alone = plan_one(jobs[widest], reserved, False)
+    for num_attached in _counts(len(jobs)):
+        attached = by_width[:num_attached]
+        most = _most_own_bytes([_work(jobs[index], shapes[index], in_place=False) for index in attached])
+        taken = {tier: reserved.get(tier, 0) + most[tier] for tier in Tier}
+        plan = plan_one(_with_batches_of(jobs[widest], num_attached), taken, True)
+        if isinstance(plan, Infeasible):
+            continue
+        works = [_work(jobs[index], shapes[index], in_place=plan.device == "Cpu") for index in attached]
+        shared = _of_each(plan, alone.budget, own_bytes(works, plan.optimizer), num_attached)
+        if isinstance(alone, Infeasible) or (
+            shared.prediction.step_seconds <= NO_SLOWER * alone.prediction.step_seconds
+        ):
+            return Together(shared, num_attached)
+    return None
+
+
+def own_bytes(works: Sequence[Workload], optimizer: OptimizerPlan) -> dict[Tier, TierBytes]:
+    """What members have of their own beyond what the plan of the first counts: adapters, which stay on the device, and
+    of all others gradients, states and the buffers of their update, as `optimizer` has them. `works`: of each."""
+    nothing = Blocks(works[0].shape.num_layers)
+    others = works[1:]
+    held = {
+        Tier.DEVICE: [device_bytes(work, optimizer, DevicePeak(0, 0, 0)) for work in others],
+        Tier.HOST: [host_bytes(work, optimizer, nothing, 0) for work in others],
+        Tier.NVME: [nvme_bytes(work, optimizer, nothing) for work in others],
+    }
+    adapters = sum(work.shape.trained_bytes * work.shape.num_trained for work in works)
+    rows = {tier: {row: sum(getattr(one, row) for one in each) for row in OWN_ROWS} for tier, each in held.items()}
+    return {tier: TierBytes(**rows[tier], parameters=adapters if tier is Tier.DEVICE else 0) for tier in Tier}
+
+
+def _most_own_bytes(works: Sequence[Workload]) -> dict[Tier, int]:
+    """The same, wherever a plan puts what is updated: nearly all on one of the four paths, and a chunk of it on others,
+    which takes the buffers of both."""
+    chunk, shares = chunk_parameters(works[0]), ("resident_share", "streamed_share", "cpu_share", "nvme_share")
+    most, none = LARGEST_PARTLY_RESIDENT_SHARE, dict.fromkeys(shares, 0.0)
+    paths = ({**none, one: most, "cpu_share" if one != "cpu_share" else "streamed_share": 1.0 - most} for one in shares)
+    taken = [own_bytes(works, OptimizerPlan.model_validate({**path, "chunk_parameters": chunk})) for path in paths]
+    return {tier: max(own[tier].total for own in taken) for tier in Tier}
+
+
+def _work(job: TrainingJob, shape: ModelShape, *, in_place: bool) -> Workload:
+    """Of a member's update: nothing else of it is its own."""
+    training = job.spec.training
+    return Workload(
+        shape,
+        training.micro_batch_size,
+        training.sequence_length,
+        num_micro_batches=1,
+        rule=training.optimizer.rule,
+        moments=training.optimizer.moment_type,
+        in_place=in_place,
+    )
+
+
+def _counts(num_members: int) -> Iterator[int]:
+    while num_members > 1:
+        yield num_members
+        num_members = ceil(num_members / 2) if num_members > 2 else 1
+
+
+def _with_batches_of(job: TrainingJob, num_attached: int) -> TrainingJob:
+    """`job` with as many micro-batches a step as so many members have together."""
+    training = job.spec.training
+    wider = training.model_copy(update={"global_batch_size": num_attached * training.global_batch_size})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"training": wider})})
+
+
+def _of_each(
+    plan: MemoryPlan, budget: Mapping[Tier, int], own: Mapping[Tier, TierBytes], num_attached: int
+) -> MemoryPlan:
+    """What each member runs under, of the plan of all of them: its own micro-batches, and its part of a step. `budget`:
+    before anything was set aside."""
+    held = {
+        tier: plan.bytes[tier].model_copy(
+            update={row: getattr(plan.bytes[tier], row) + getattr(own[tier], row) for row in ("parameters", *OWN_ROWS)}
+        )
+        for tier in Tier
+    }
+    return plan.model_copy(
+        update={
+            "num_micro_batches": plan.num_micro_batches // num_attached,
+            "bytes": held,
+            "budget": dict(budget),
+            "prediction": _share_of(plan.prediction, num_attached),
+        }
+    )
+
+
+def _share_of(whole: Prediction, num_attached: int) -> Prediction:
+    """A member's part of a round of all: everything but its own update, which the plan of one counts once."""
+    shared = whole.step_seconds - whole.exposed_optimizer_seconds
+
+    def part(phase: str, amount: float) -> float:
+        return amount if phase == "optimizer" else amount / num_attached
+
+    return whole.model_copy(
+        update={
+            "step_seconds": shared / num_attached + whole.exposed_optimizer_seconds,
+            "compute_seconds": whole.compute_seconds / num_attached,
+            "exposed_transfer_seconds": whole.exposed_transfer_seconds / num_attached,
+            "link_bytes": {link: nbytes // num_attached for link, nbytes in whole.link_bytes.items()},
+            "phase_seconds": {phase: part(phase, seconds) for phase, seconds in whole.phase_seconds.items()},
+            "work": {
+                phase: {what: part(phase, amount) for what, amount in asked.items()}
+                for phase, asked in whole.work.items()
+            },
+        }
+    )

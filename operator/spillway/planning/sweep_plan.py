@@ -1,0 +1,257 @@
+"""The plan of a sweep: every member's own plan, what all of them need together, and how they take turns.
+
+One member at a time has its memory, or several on one frozen base (shared_base.py); the others wait with their states
+(masters and moments) on NVMe. So a sweep needs of the device and the host what its largest member needs, or the largest
+that are attached together, and of NVMe that and the states of all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+
+from spillway.api.members import member_training_job
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.plan import (
+    SLAB_EXTRA_BYTES,
+    Infeasible,
+    MemberPlan,
+    MemoryPlan,
+    Prediction,
+    Tier,
+    TierBytes,
+    Turns,
+)
+from spillway.planning.footprint import PAGE_BYTES, padded
+from spillway.planning.hardware import NodeSpec
+from spillway.planning.member_schedule import MemberWork, SegmentWork, bound_seconds, machine_of
+from spillway.planning.model_shape import ModelShape, shape_of
+from spillway.planning.shared_base import PlanOne, Together, bases, planned_together
+from spillway.units import MIB, format_bytes, format_quantity, format_seconds
+
+DAY_SECONDS = 86400.0
+
+PARKING_SHARE, REPORTING_SHARE = 0.02, 0.1
+"""of a turn's seconds that parking may take, as far as longer turns help; and where somebody waits for the figures that
+a turn ends with, whose predicted seconds are, for small models, a fraction of the real ones"""
+TURNS = 5
+"""that a member has where nothing says after how many steps its figures are wanted"""
+SECONDS_PER_TENSOR, SECONDS_PER_PARKED_BYTE = 3e-4, 3e-9
+"""of a turn, of one core: making a model, its memory and its hooks anew, by parameters; and copying states out and in,
+fresh pages and checksums included. Measured once, on a busy 2-core machine: 21 to 219 tensors, 0.4 to 545 MiB"""
+PARKING_BUFFER_BYTES = 4 * MIB
+"""of host memory: what states pass through on their way to NVMe and back"""
+
+
+def plan_sweep(
+    job: TrainingJob, node: NodeSpec, shape: ModelShape | None, nvme_budget_bytes: int, plan_one: PlanOne
+) -> MemoryPlan | Infeasible:
+    """`shape`: of the job's own model where it was inspected. Infeasible, by name, when a member does not fit."""
+    jobs = {member.name: member_training_job(job, member) for member in job.spec.members}
+    shapes = {name: _shape(one, job, shape, node) for name, one in jobs.items()}
+    parked = {name: parked_bytes(one.spec, shapes[name]) for name, one in jobs.items()}
+    reserved = {Tier.HOST: PARKING_BUFFER_BYTES, Tier.NVME: sum(parked.values())} if len(jobs) > 1 else {}
+    if reserved.get(Tier.NVME, 0) > nvme_budget_bytes:
+        return _no_room_to_park(job, node, parked, nvme_budget_bytes)
+    sharing = dict(_sharing(jobs, shapes, reserved, plan_one))
+    members = list[MemberPlan]()
+    for name, one in jobs.items():
+        base, together = sharing.get(name, ("", None))
+        plan = together.plan if together is not None else plan_one(one, reserved, False)
+        if isinstance(plan, Infeasible):
+            return _of_member(plan, name, reserved)
+        members.append(
+            MemberPlan(
+                name=name,
+                plan=plan.model_copy(update={"job": one.metadata.name, "alternatives": ()}),
+                parked_bytes=parked[name],
+                num_steps=one.spec.training.steps,
+                parking_seconds=_parking_seconds(parked[name], shapes[name].num_tensors, node) if reserved else 0.0,
+                base=base,
+                num_attached=1 if together is None else together.num_attached,
+            )
+        )
+    return _envelope(job, node, members, turns(job.spec, members, node))
+
+
+def _sharing(
+    jobs: Mapping[str, TrainingJob],
+    shapes: Mapping[str, ModelShape],
+    reserved: Mapping[Tier, int],
+    plan_one: PlanOne,
+) -> Iterator[tuple[str, tuple[str, Together]]]:
+    """Of each member that shares its base: the first on it, and how they are attached."""
+    for first, names in bases({name: one.spec for name, one in jobs.items()}).items():
+        of_names = [jobs[name] for name in names]
+        together = planned_together(of_names, [shapes[name] for name in names], reserved, plan_one)
+        if together is not None:
+            yield from ((name, (first, together)) for name in names)
+
+
+def parked_bytes(spec: TrainingJobSpec, shape: ModelShape) -> int:
+    """Of a parked member: masters and moments of all that is trained, one after the other, in whole blocks."""
+    optimizer = spec.training.optimizer
+    short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
+    states = ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained)
+    return padded(states + short_blocks, PAGE_BYTES)
+
+
+def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], node: NodeSpec) -> Turns:
+    """Turns end where a member reports: at its evaluations, else at the rounds of halving; and are longer where parking
+    would take more than REPORTING_SHARE of them. Else they are a fifth of the way, and longer from PARKING_SHARE on."""
+    reports = _reporting_steps(spec)
+    wanted = reports or max(1, min(one.num_steps for one in members) // TURNS)
+    share = REPORTING_SHARE if reports else PARKING_SHARE
+    least = max(
+        ceil(one.parking_seconds / (share * one.plan.prediction.step_seconds))
+        if one.plan.prediction.step_seconds
+        else 1
+        for one in members
+    )
+    longest = max(one.num_steps for one in members)
+    num_steps = min(longest, wanted * max(1, ceil(least / wanted)))
+    training = sum(one.num_steps * one.plan.prediction.step_seconds for one in members)
+    num_attached = max(one.num_attached for one in members)
+    never_parks = num_attached >= len(members) and not (spec.objective and spec.objective.halving)
+    parking = sum(one.parking_seconds * (ceil(one.num_steps / num_steps) - 1) for one in members if not never_parks)
+    works = [_work(one) for one in members]
+    return Turns(
+        policy="RoundRobin" if num_steps < longest and len(members) > 1 else "Sequential",
+        num_steps=num_steps,
+        num_attached=num_attached,
+        seconds=training + parking,
+        bound_seconds=bound_seconds(works, machine_of(node)),
+    )
+
+
+def _reporting_steps(spec: TrainingJobSpec) -> int:
+    """0: nothing says after how many steps figures are wanted."""
+    if spec.data.evaluation is not None:
+        return spec.data.evaluation.every_steps
+    return spec.objective.halving if spec.objective is not None else 0
+
+
+def _work(member: MemberPlan) -> MemberWork:
+    """A member as the schedule sees it. What updates and computes on a CPU is the same cores: one after the other."""
+    step_seconds = member.plan.prediction.step_seconds
+    return MemberWork(member.name, (SegmentWork(step_seconds, 0.0, 0, 0, 0.0),), member.num_steps)
+
+
+def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
+    """Out and in again, into a model that is made anew."""
+    disk = nbytes * (1 / node.nvme_write_bytes_per_second + 1 / node.nvme_read_bytes_per_second)
+    return disk + nbytes * SECONDS_PER_PARKED_BYTE + num_tensors * SECONDS_PER_TENSOR
+
+
+def _shape(one: TrainingJob, job: TrainingJob, shape: ModelShape | None, node: NodeSpec) -> ModelShape:
+    if shape is not None and one.spec.model == job.spec.model:
+        return shape
+    return shape_of(one.spec, node.device_kind)
+
+
+def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], how: Turns) -> MemoryPlan:
+    """What the pod and the budgets have to be made for; the rest is the plan of the member that needs most."""
+    largest = max(members, key=lambda one: (one.plan.bytes[Tier.DEVICE].total, one.plan.bytes[Tier.HOST].total)).plan
+    slowest = max((one.plan.prediction for one in members), key=lambda one: one.step_seconds)
+    halves = job.spec.objective is not None and job.spec.objective.halving > 0
+    parks = len(members) > 1 and (how.policy == "RoundRobin" or halves)
+    return largest.model_copy(
+        update={
+            "job": job.metadata.name,
+            "bytes": {
+                Tier.DEVICE: largest.bytes[Tier.DEVICE],
+                Tier.HOST: _with(_largest(members, Tier.HOST), buffers=PARKING_BUFFER_BYTES * parks),
+                Tier.NVME: _with(
+                    _largest(members, Tier.NVME),
+                    optimizer_states=sum(one.parked_bytes for one in members) * parks,
+                    buffers=SLAB_EXTRA_BYTES * parks,
+                ),
+            },
+            "budget": _budget(largest, members, parks=parks),
+            "prediction": _prediction(slowest, members, how, node),
+            "reasons": tuple(_reasons(members, how, node)),
+            "members": tuple(members),
+            "turns": how,
+        }
+    )
+
+
+def _largest(members: Sequence[MemberPlan], tier: Tier) -> TierBytes:
+    return max((one.plan.bytes[tier] for one in members), key=lambda one: one.total)
+
+
+def _with(held: TierBytes, **more: int) -> TierBytes:
+    return held.model_copy(update={part: getattr(held, part) + nbytes for part, nbytes in more.items()})
+
+
+def _budget(largest: MemoryPlan, members: Sequence[MemberPlan], *, parks: bool) -> dict[Tier, int]:
+    """What it was before parking had its part."""
+    taken = {Tier.HOST: PARKING_BUFFER_BYTES * parks, Tier.NVME: sum(one.parked_bytes for one in members) * parks}
+    return {tier: largest.budget[tier] + taken.get(tier, 0) for tier in Tier}
+
+
+def _prediction(slowest: Prediction, members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Prediction:
+    """A step of the slowest member; writes are those of the member that writes most, and of parking."""
+    parked = sum(one.parked_bytes * (ceil(one.num_steps / how.num_steps) - 1) for one in members)
+    most = max((one.plan.prediction for one in members), key=lambda one: one.nvme_written_bytes_per_day)
+    written = most.nvme_written_bytes_per_day + parked * min(1.0, DAY_SECONDS / max(how.seconds, 1e-9))
+    rated, capacity = node.nvme_rated_bytes, max(1, node.nvme_bytes)
+    return slowest.model_copy(
+        update={
+            "nvme_written_bytes_per_day": written,
+            "drive_writes_per_day": written / capacity,
+            "years_until_rated_writes": rated / written / 365.0 if rated and written else None,
+            "nvme_read_bytes_per_second": most.nvme_read_bytes_per_second,
+            "nvme_write_bytes_per_second": most.nvme_write_bytes_per_second,
+        }
+    )
+
+
+def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Iterator[str]:
+    names = ", ".join(one.name for one in members)
+    if how.policy == "Sequential":
+        yield f"members: {names}, one after the other"
+    else:
+        most = max(one.parking_seconds for one in members)
+        yield (
+            f"members: {names}, {how.num_steps} steps in turn; a member parks on NVMe in between and is rebuilt, "
+            f"which takes at most {format_seconds(most)} a turn"
+        )
+    for one in members:
+        if one.base == one.name:
+            yield _said_of_base(one, [other.name for other in members if other.base == one.base])
+    said = dict.fromkeys(reason for one in members for reason in one.plan.reasons)
+    for reason in said:
+        of = [one.name for one in members if reason in one.plan.reasons]
+        yield f"{'all members' if len(of) == len(members) > 1 else ', '.join(of)}: {reason}"
+
+
+def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:
+    streams = first.plan.parameters.streams
+    visits = "each layer is loaded once for all of them" if streams else "it is on the device once for all of them"
+    return (
+        f"frozen base of {', '.join(names)}: {first.num_attached} of them are attached together, {visits}; bytes and "
+        "micro-batches below are those of all that are"
+    )
+
+
+def _no_room_to_park(job: TrainingJob, node: NodeSpec, parked: Mapping[str, int], budget_bytes: int) -> Infeasible:
+    needed = sum(parked.values())
+    largest = max(parked, key=lambda name: parked[name])
+    return Infeasible(
+        job=job.metadata.name,
+        node=node.name,
+        missing_bytes={Tier.NVME: needed - budget_bytes},
+        budget={Tier.NVME: budget_bytes},
+        nearest=f"spec.memory.budget.nvme: {format_quantity(needed)}: the {len(parked)} members park their states "
+        f"there, {format_bytes(parked[largest])} of {largest}; or fewer members",
+    )
+
+
+def _of_member(found: Infeasible, name: str, reserved: Mapping[Tier, int]) -> Infeasible:
+    """What does not fit is this member; the budgets are told as they were given."""
+    budget = {tier: amount + reserved.get(tier, 0) for tier, amount in found.budget.items()}
+    parts = f" (of which {format_bytes(reserved[Tier.NVME])} of NVMe for members that are parked)" if reserved else ""
+    return found.model_copy(
+        update={"job": f"member {name} of {found.job}", "budget": budget, "nearest": f"{found.nearest}{parts}"}
+    )

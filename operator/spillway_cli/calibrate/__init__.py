@@ -1,0 +1,1 @@
+"""`spillway calibrate`: measures this machine or a node of a cluster."""

@@ -1,0 +1,1 @@
+"""`spillway submit`, `status` and `logs`: TrainingJobs in a cluster."""

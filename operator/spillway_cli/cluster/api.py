@@ -1,0 +1,289 @@
+"""Cluster: the API server as `submit`, `status` and `logs` see it. Plain dicts in, plain dicts out.
+
+Credentials, certificates and proxies are the Kubernetes client library's business; it is imported here only, when a
+command needs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from spillway.errors import UserError
+from spillway.extras import need
+from spillway.json_text import json_object
+
+from ..console import printable
+
+Object = dict[str, Any]
+"""an API object as JSON has it"""
+
+JOBS = "/apis/spillway.dev/v1alpha1"
+CORE = "/api/v1"
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
+LONGEST_SAID = 1000
+"""characters of what a server says; the longest sentences are those of CRD validation"""
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context; a local run, by its directory"
+
+
+class Refused(UserError):
+    """The API server said no."""
+
+    def __init__(self, status: int, answer: Object, path: str) -> None:
+        super().__init__(sentence(status, answer, path))
+        self.status = status
+        self.answer = answer
+
+    @property
+    def causes(self) -> list[tuple[str, str]]:
+        """(field, what is wrong) of each refused field."""
+        found = (self.answer.get("details") or {}).get("causes") or []
+        return [(cause.get("field", ""), cause.get("message", "")) for cause in found]
+
+
+class Gone(UserError):
+    """There is no such TrainingJob."""
+
+
+class Unreachable(UserError):
+    """No answer, or none for now: worth another try for a command that watches."""
+
+
+def refusal(status: int, answer: Object, path: str) -> Refused | Unreachable:
+    """What an answer of 400 or above means: a server that is busy or in trouble has not said no."""
+    if status == TOO_MANY_REQUESTS or status >= INTERNAL_ERROR:
+        return Unreachable(f"the cluster cannot answer now: {said_in(status, answer)}; try again later")
+    return Refused(status, answer, path)
+
+
+def sentence(status: int, answer: Object, path: str) -> str:
+    """Where, what the server said, what to do."""
+    said = said_in(status, answer)
+    if status == 401:
+        return f"the cluster does not know you: {said}; renew the credentials of the kubeconfig"
+    if status == 403:
+        return f"the cluster does not allow it: {said}; ask for that right, or use another --context or --namespace"
+    if status == 404 and path.startswith(JOBS) and not (answer.get("details") or {}).get("name"):
+        return "the cluster knows no TrainingJob; install Spillway first (docs/install.md)"
+    return f"the cluster refused: {said}"
+
+
+def said_in(status: int, answer: Object) -> str:
+    """One line: whoever answers may send what a terminal obeys, or a page."""
+    said = " ".join(printable(str(answer.get("message") or "")).split())
+    return (said[:LONGEST_SAID] or f"HTTP {status}").rstrip(".")
+
+
+@dataclass(slots=True)
+class Cluster:
+    """One API server, with one user's rights."""
+
+    configuration: Any
+    """kubernetes.client.Configuration"""
+    namespace: str
+    """of the context; "default" when it names none"""
+    _rest: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from kubernetes.client.rest import RESTClientObject  # noqa: PLC0415
+
+        self.configuration.retries = False  # whoever watches tries again, and says so
+        if not self.configuration.verify_ssl:  # as the kubeconfig asks for: no warning with each request
+            import urllib3  # noqa: PLC0415
+
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        self._rest = RESTClientObject(self.configuration)
+
+    def get(self, path: str, **query: object) -> Object:
+        return self._answer("GET", path, query)
+
+    def items(self, path: str, **query: object) -> list[Object]:
+        """The objects of a collection, each with a name."""
+        found = self.get(path, **query).get("items") or []
+        if not isinstance(found, list) or not all(has_name(one) for one in found):
+            raise Unreachable(f"{self.configuration.host} answers with a list of no objects; {NO_CLUSTER}")
+        return found
+
+    def get_named(self, path: str) -> Object:
+        """One object that has a name."""
+        found = self.get(path)
+        if not has_name(found):
+            raise Unreachable(f"{self.configuration.host} answers with what is no object; {NO_CLUSTER}")
+        return found
+
+    def create(self, path: str, content: Object, **query: object) -> Object:
+        return self._answer("POST", path, query, content)
+
+    def replace(self, path: str, content: Object) -> Object:
+        """Refused (409) when it changed since `content` was read."""
+        return self._answer("PUT", path, {}, content)
+
+    def delete(self, path: str, **query: object) -> None:
+        self._answer("DELETE", path, query)
+
+    def lines(self, path: str, idle_seconds: float, **query: object) -> Iterator[bytes]:
+        """Lines of a text as they come. Raises Unreachable when none came for that long."""
+        with self._connection():
+            response = self._request("GET", path, query, None, idle_seconds)
+            if response.status >= 400:
+                raise refusal(response.status, as_object(response.response.data), path)
+            begun = b""
+            try:
+                for piece in response.response.stream(2**16):
+                    *lines, begun = (begun + piece).split(b"\n")
+                    yield from lines
+            finally:
+                response.response.release_conn()
+            if begun:
+                yield begun
+
+    def _answer(self, method: str, path: str, query: Mapping[str, object], content: Object | None = None) -> Object:
+        with self._connection():
+            response = self._request(method, path, query, content, ANSWER_SECONDS)
+            found = response.response.data
+        if response.status >= 400:
+            raise refusal(response.status, as_object(found), path)
+        if response.status >= 300 or (answer := json_object(found)) is None:
+            raise Unreachable(f"what answers at {self.configuration.host} is no Kubernetes API server: "
+                              f"{said_in(response.status, as_object(found))}; {NO_CLUSTER}")  # fmt: skip
+        return answer
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, object], content: Object | None, answer_seconds: float
+    ) -> Any:
+        url = f"{str(self.configuration.host).rstrip('/')}{path}"
+        given = {name: value for name, value in query.items() if value is not None}
+        headers = {"Accept": "application/json, */*", "Content-Type": "application/json", "User-Agent": "spillway"}
+        token = self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            headers["Authorization"] = header_value(token)
+        return self._rest.request(
+            method,
+            f"{url}?{urlencode(given)}" if given else url,
+            headers=headers,
+            body=content,
+            _request_timeout=(CONNECT_SECONDS, answer_seconds),
+        )
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Raises Unreachable for everything that is no answer."""
+        import urllib3  # noqa: PLC0415
+        from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
+
+        try:
+            yield
+        except (urllib3.exceptions.HTTPError, OSError, ApiException) as error:
+            said = str(getattr(error, "reason", None) or error).splitlines()[-1]
+            raise Unreachable(f"no cluster answers at {self.configuration.host}: {said}; {NO_CLUSTER}") from error
+
+
+def header_value(token: str) -> str:
+    """Files end with a line break; what else no header can carry is refused here, where nobody prints the token."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the kubeconfig's token has characters that no token has; {NO_CLUSTER}")
+    return token
+
+
+def has_name(found: object) -> bool:
+    metadata = found.get("metadata") if isinstance(found, dict) else None
+    return isinstance(metadata, dict) and isinstance(metadata.get("name"), str)
+
+
+def as_object(content: bytes) -> Object:
+    """An answer's JSON; a proxy's page in the same form."""
+    found = json_object(content)
+    return {"message": content[:300].decode(errors="replace")} if found is None else found
+
+
+def connect(context: str | None = None) -> Cluster:
+    """The cluster of the kubeconfig, or the one that this process runs in. Raises UserError when there is neither."""
+    need("operator")
+    from kubernetes.client.configuration import Configuration  # noqa: PLC0415
+    from kubernetes.config import ConfigException  # noqa: PLC0415
+    from yaml import YAMLError  # noqa: PLC0415
+
+    configuration = Configuration()
+    try:
+        namespace = load(configuration, context)
+        return Cluster(configuration, namespace)
+    except (YAMLError, TypeError, KeyError, AttributeError, UnicodeError) as error:
+        # as the library meets what is no kubeconfig
+        raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
+    except (ConfigException, OSError, ValueError) as error:
+        raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
+
+
+def kubeconfig_files() -> str:
+    """One path, or several with the system's separator between them."""
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+
+
+def is_configured() -> bool:
+    """Whether there is a kubeconfig, or a pod around this process."""
+    return any(Path(file).exists() for file in kubeconfig_files().split(os.pathsep)) or runs_in_pod()
+
+
+def runs_in_pod() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def load(configuration: Any, context: str | None) -> str:
+    """Fill `configuration`; returns the context's namespace."""
+    from kubernetes import config  # noqa: PLC0415
+
+    library: Any = config  # its functions carry no types
+    files = kubeconfig_files()
+    if context is None and runs_in_pod() and not any(Path(file).exists() for file in files.split(os.pathsep)):
+        library.load_incluster_config(configuration)
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip() if NAMESPACE_FILE.exists() else "default"
+    library.load_kube_config(files, context, configuration, persist_config=False)
+    contexts, current = library.list_kube_config_contexts(files)
+    chosen = next((one for one in contexts if one["name"] == context), current)
+    return str(chosen["context"].get("namespace") or "default")
+
+
+def jobs_path(namespace: str | None, name: str = "") -> str:
+    """Of one TrainingJob, of those of a namespace, or (None) of all."""
+    inner = "" if namespace is None else f"/namespaces/{segment('namespace', namespace)}"
+    return f"{JOBS}{inner}/trainingjobs" + (f"/{segment('TrainingJob', name)}" if name else "")
+
+
+def segment(kind: str, name: str) -> str:
+    """`name` as one part of a path: the API server takes an escaped slash for a slash. Raises UserError."""
+    if name in ("", ".", "..") or "/" in name or "%" in name:
+        raise UserError(
+            f"{kind} {name!r}: no name has a slash or a percent sign, or is '.' or '..'; give the name alone"
+        )
+    return quote(name, safe="")
+
+
+def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
+    """Raises Gone when there is no such TrainingJob."""
+    try:
+        return cluster.get_named(jobs_path(namespace, name))
+    except Refused as error:
+        if error.status == 404 and (error.answer.get("details") or {}).get("name"):
+            wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
+            raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
+        raise
+
+
+def nearest(cluster: Cluster, namespace: str, name: str) -> str:
+    """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
+    try:
+        jobs = cluster.items(jobs_path(namespace))
+    except (Refused, Unreachable):
+        return ""
+    near = difflib.get_close_matches(name, [job["metadata"]["name"] for job in jobs], n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? Else " if near else ""

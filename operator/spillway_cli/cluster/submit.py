@@ -1,0 +1,121 @@
+"""`spillway submit JOB`: checks a TrainingJob here, creates it in a cluster, and with --wait stays until it ended."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import yaml
+
+from spillway.api.training_job import MANAGER, TrainingJob, load_job
+from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway_operator.decide.acceptance import refusal
+
+from ..console import message_console, print_json, result_console
+from .api import Cluster, Object, Refused, connect, jobs_path
+from .job_status import value_at
+from .status import watch_to_the_end
+
+FIELD_MANAGER = "spillway-cli"
+
+
+class SubmitFormat(StrEnum):
+    """`-o`: how the created object is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """The command line of `spillway submit`."""
+
+    job: Path
+    context: str | None
+    namespace: str | None
+    wait: bool
+    dry_run: bool
+    format: SubmitFormat
+
+
+def submit(options: SubmitOptions) -> int:
+    """Create the job; returns 0, or with --wait how the job ended. Raises UserError when it is refused."""
+    job = load_job(options.job)
+    refuse_what_no_cluster_does(job, str(options.job))
+    if options.wait and options.dry_run:
+        raise UserError("command line: --wait and --dry-run exclude each other: nothing is created to wait for")
+    cluster = connect(options.context)
+    namespace = namespace_of(job, options.namespace, cluster, str(options.job))
+    created = create(cluster, namespace, manifest(job, namespace), options.dry_run, str(options.job))
+    show(created, options)
+    if not options.wait:
+        return 0
+    return watch_to_the_end(cluster, namespace, job.metadata.name, message_console())
+
+
+def refuse_what_no_cluster_does(job: TrainingJob, source: str) -> None:
+    """What the operator would refuse a moment later, in its words. Raises InvalidJob."""
+    refused = refusal(job) if job.spec.managed_by == MANAGER else None
+    if refused is not None:
+        raise InvalidJob(source, refused.problems)
+
+
+def namespace_of(job: TrainingJob, asked: str | None, cluster: Cluster, source: str) -> str:
+    """--namespace, the manifest's, or the context's. Raises UserError when the first two differ."""
+    written = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
+    if asked and written and asked != written:
+        raise UserError(f"{source}: metadata.namespace = {written}, and --namespace is {asked}; keep one")
+    return asked or written or cluster.namespace
+
+
+def manifest(job: TrainingJob, namespace: str) -> Object:
+    """What the user wrote, and nothing else: the API server fills in the defaults of its own version."""
+    content: Object = job.model_dump(mode="json", exclude_unset=True)
+    content["metadata"]["namespace"] = namespace
+    return content
+
+
+def create(cluster: Cluster, namespace: str, content: Object, dry_run: bool, source: str) -> Object:
+    name = content["metadata"]["name"]
+    try:
+        return cluster.create(
+            jobs_path(namespace),
+            content,
+            fieldManager=FIELD_MANAGER,
+            fieldValidation="Strict",
+            dryRun="All" if dry_run else None,
+        )
+    except Refused as error:
+        if error.status == 409:
+            raise UserError(already_there(cluster, namespace, name)) from error
+        if error.causes:
+            raise InvalidJob(source, [FieldProblem(field, "", problem) for field, problem in error.causes]) from error
+        raise
+
+
+def already_there(cluster: Cluster, namespace: str, name: str) -> str:
+    state = value_at(cluster.get_named(jobs_path(namespace, name)), "status.state") or "not looked at yet"
+    return (
+        f"TrainingJob {name} exists in namespace {namespace} ({state}); see it with `spillway status {name} -n "
+        f"{namespace}`, delete it (kubectl delete tjob {name} -n {namespace}), or give another metadata.name"
+    )
+
+
+def show(created: Object, options: SubmitOptions) -> None:
+    name, namespace = created["metadata"]["name"], created["metadata"]["namespace"]
+    match options.format:
+        case SubmitFormat.JSON:
+            print_json(created)
+        case SubmitFormat.YAML:
+            sys.stdout.write(yaml.safe_dump(created, sort_keys=False))
+        case SubmitFormat.NAME:
+            sys.stdout.write(f"trainingjob.spillway.dev/{name}\n")
+        case SubmitFormat.TEXT:
+            done = "would be created (dry run)" if options.dry_run else "created"
+            result_console().print(f"TrainingJob {name} {done} in namespace {namespace}")
+            if not options.dry_run and not options.wait:
+                message_console().print(f"follow it with: spillway status {name} -n {namespace} -w")

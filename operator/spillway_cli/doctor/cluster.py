@@ -1,0 +1,380 @@
+"""A cluster as `spillway doctor` judges it: what the API server answered this user -> findings. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from spillway import DISTRIBUTION
+from spillway.api.crd import KINDS, Kind, definition
+from spillway.api.training_job import GROUP, VERSION, TrainingJob
+
+from ..cluster.api import NO_CLUSTER
+from ..cluster.job_status import conditions, has_ended, that_matter, value_at
+from ..console import printable
+from .findings import STALE_DAYS, Finding, Missing, Severity, days_since, plural
+
+OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
+Object = Mapping[str, Any]
+LEAST_MINOR = 31
+"""of Kubernetes 1.x: selectable fields of custom resources; the chart asks for it, too"""
+ENFORCE = "pod-security.kubernetes.io/enforce"
+MOST_NAMED = 5
+HELM = "helm upgrade --install spillway charts/spillway (docs/install.md)"
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What a command asks of the API server."""
+
+    verb: str
+    group: str
+    resource: str
+    subresource: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.verb} {self.resource}{'/' + self.subresource if self.subresource else ''}"
+
+
+RIGHTS: dict[str, tuple[Severity, str, tuple[Right, ...]]] = {
+    "status": (ERROR, "view", (Right("get", GROUP, "trainingjobs"), Right("list", GROUP, "trainingjobs"))),
+    "submit": (WARNING, "edit", (Right("create", GROUP, "trainingjobs"),)),
+    "logs": (WARNING, "view", (Right("list", "", "pods"), Right("get", "", "pods", "log"))),
+    "top": (NOTE, "edit", (Right("get", "", "pods", "proxy"),)),
+}
+"""command -> how bad it is without, the role that has them, and the rights"""
+CREATE_PODS = Right("create", "", "pods")
+
+FIXES = {
+    "InvalidSpec": "correct the fields that it names; what never changes needs a new TrainingJob",
+    "Unsupported": "use what it names instead",
+    "NameConflict": "delete or rename the object that has the name, or give the job another name",
+    "NoNode": "free or add a node, or widen scheduling.nodeSelector and tolerations",
+    "DoesNotFit": "take the nearest configuration that it names (suspend the job, change spec.memory, resume)",
+    "ClaimNotFound": "create the PersistentVolumeClaim, or name one that is there",
+    "ClaimNotShared": "a claim with access mode ReadWriteMany",
+    "ClaimNotWritable": "a claim with access mode ReadWriteOnce or ReadWriteMany",
+    "ContractTooLarge": "shorten spec.env, or put what is long into a Secret",
+    "NoReport": "see `spillway logs`: a trainer that hangs is ended after lifecycle.stallSeconds",
+    "NoProgress": "see `spillway logs`: the operator ends the attempt",
+    "Unschedulable": "free or add a node, or lower what the job asks for",
+    "Refused": "do what the API server's sentence asks for: quota, LimitRange, Pod Security or an admission policy",
+    "PodsRefused": "do what the sentence asks for: raise the quota or the LimitRange's maximum, or lower the request",
+    "ContainerWaiting": "see that the image can be pulled (spec.image, spec.imagePullSecrets)",
+}
+"""reason -> what to do"""
+STUCK = ("InvalidSpec", "Unsupported", "NameConflict", "NoNode", "DoesNotFit", "NoReport", "NoProgress")
+"""reasons with which a job does not go on by itself"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """The API server's answers; Missing where there was none, or the user may not see it."""
+
+    host: str
+    namespace: str
+    version: Object | Missing
+    resources: Sequence[str] | Missing = ()
+    """plurals that the API group serves"""
+    schemas: Mapping[str, Object] | Missing = field(default_factory=dict)
+    """kind -> its OpenAPI schema"""
+    deployments: Sequence[Object] | Missing = ()
+    rights: Mapping[Right, bool] | Missing = field(default_factory=dict)
+    node_profiles: Sequence[Object] | Missing = ()
+    jobs: Sequence[Object] | Missing = ()
+    namespace_object: Object | Missing = field(default_factory=dict)
+    pod_refusal: str | Missing = ""
+    """why the API server would refuse a pod like the trainer's (dry run); empty = it would not"""
+    claims: Mapping[str, Object | Missing] = field(default_factory=dict)
+    """of --job"""
+    storage_classes: Mapping[str, Object | Missing] = field(default_factory=dict)
+
+
+def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | None) -> list[Finding]:
+    """`client`: version of this spillway."""
+    found = [*server(facts)]
+    if isinstance(facts.version, Missing):
+        return found  # everything else would say the same
+    found += definitions(facts)
+    if isinstance(facts.resources, Missing) and facts.resources.is_absent:
+        return [*found, *operator(facts, client)]
+    found += [*operator(facts, client), *rights(facts), *profiles(facts, now), *pods(facts)]
+    found += [*metrics_source(facts), *stuck_jobs(facts)]
+    return [*found, *volumes(facts, job)] if job is not None else found
+
+
+def finding(check: str, severity: Severity, message: str, fix: str = "") -> Finding:
+    return Finding("cluster", check, severity, printable(message), fix)
+
+
+def unseen(check: str, what: str, missing: Missing) -> Finding:
+    """Not to be allowed is normal; not to be answered is not."""
+    if missing.is_forbidden:
+        return finding(check, NOTE, f"{what} cannot be seen with your rights", "ask who runs the cluster")
+    return finding(check, WARNING, f"{what}: {missing.why}", "see whether the API server is well, then try again")
+
+
+def server(facts: ClusterFacts) -> Iterator[Finding]:
+    if isinstance(facts.version, Missing):
+        fix = "mend the connection, or name another kubeconfig (KUBECONFIG) or --context"
+        yield finding("api server", ERROR, facts.version.why.removesuffix(f"; {NO_CLUSTER}"), fix)
+        return
+    version = str(facts.version.get("gitVersion", "?"))
+    minor = re.match(r"v?1\.(\d+)", version)
+    if minor and int(minor[1]) < LEAST_MINOR:
+        message = f"{facts.host} is Kubernetes {version}, and Spillway needs 1.{LEAST_MINOR}"
+        yield finding("api server", ERROR, message, "a newer cluster")
+    else:
+        yield finding("api server", OK, f"{facts.host}, Kubernetes {version}, namespace {facts.namespace}")
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+
+
+def definitions(facts: ClusterFacts) -> Iterator[Finding]:
+    """Whether the CRDs are there, with the fields that this client knows."""
+    check = "crds"
+    if isinstance(facts.resources, Missing):
+        if facts.resources.is_absent:
+            yield finding(check, ERROR, f"the cluster knows no {GROUP}/{VERSION}: Spillway is not installed", HELM)
+        else:
+            yield unseen(check, "the API group", facts.resources)
+        return
+    absent = [kind.kind for kind in KINDS if kind.plural not in facts.resources]
+    if absent:
+        yield finding(check, ERROR, f"not installed: {', '.join(absent)}", HELM)
+        return
+    if isinstance(facts.schemas, Missing):
+        yield unseen(check, "the CRDs' schemas", facts.schemas)
+        return
+    lacking, newer = [], []
+    for kind in KINDS:
+        ours, theirs = own_fields(kind), fields_of(facts.schemas.get(kind.kind, {}))
+        lacking += [f"{kind.kind} {path}" for path in sorted(ours - theirs)]
+        newer += [f"{kind.kind} {path}" for path in sorted(theirs - ours)]
+    if lacking:
+        message = f"the cluster's CRDs are of another version: they lack {some(lacking)}"
+        yield finding(check, ERROR, message, f"kubectl apply --server-side -f crds, or {HELM}")
+    elif newer:
+        message = f"the cluster's CRDs are newer than this client, which does not know {some(newer)}"
+        yield finding(check, WARNING, message, f"install {DISTRIBUTION} of the operator's version here")
+    else:
+        yield finding(check, OK, f"{', '.join(kind.kind for kind in KINDS)}: the fields that this client knows")
+
+
+def own_fields(kind: Kind) -> set[str]:
+    version = definition(kind)["spec"]["versions"][0]
+    return fields_of(version["schema"]["openAPIV3Schema"])
+
+
+def fields_of(schema: Object, path: str = "") -> set[str]:
+    """Dotted paths of every field below spec and status."""
+    found: set[str] = set()
+    for name, inner in (schema.get("properties") or {}).items():
+        if path or name in ("spec", "status"):
+            below = f"{path}.{name}" if path else name
+            found |= {below} | fields_of(inner, below)
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), Mapping):
+            found |= fields_of(schema[key], f"{path}[]")
+    return found
+
+
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def operator(facts: ClusterFacts, client: str) -> Iterator[Finding]:
+    check = "operator"
+    if isinstance(facts.deployments, Missing):
+        yield unseen(check, "the operator's Deployment", facts.deployments)
+        return
+    if not facts.deployments:
+        yield finding(check, ERROR, "no Deployment of the operator (app.kubernetes.io/name=spillway)", HELM)
+        return
+    for deployment in facts.deployments:
+        yield one_operator(deployment, client)
+
+
+def one_operator(deployment: Object, client: str) -> Finding:
+    metadata = deployment["metadata"]
+    name, namespace = metadata["name"], metadata["namespace"]
+    wanted = value_at(deployment, "spec.replicas")
+    ready = value_at(deployment, "status.readyReplicas") or 0
+    image = next((one.get("image", "") for one in value_at(deployment, "spec.template.spec.containers") or ()), "")
+    version = (metadata.get("labels") or {}).get("app.kubernetes.io/version", "")
+    what = f"{namespace}/{name}, image {image}"
+    if wanted == 0:
+        fix = f"kubectl scale deployment/{name} -n {namespace} --replicas=1"
+        return finding("operator", ERROR, f"{what}: scaled to 0 replicas; nobody looks after jobs", fix)
+    if not ready:
+        why = next(
+            (str(one.get("message", "")) for one in value_at(deployment, "status.conditions") or ()
+             if one.get("type") == "Available" and one.get("status") != "True"), "",
+        )  # fmt: skip
+        fix = f"kubectl logs deployment/{name} -n {namespace}; kubectl describe pods -n {namespace}"
+        return finding("operator", ERROR, f"{what}: no replica is ready{': ' + why if why else ''}", fix)
+    if version and version != client:
+        fix = f"install {DISTRIBUTION} {version} here, or helm upgrade"
+        return finding("operator", WARNING, f"{what}: version {version}, and this client is {client}", fix)
+    return finding("operator", OK, f"{what}: {ready} of {wanted or 1} ready, version {version or 'not labelled'}")
+
+
+# --- what this user may do, and what pods may -------------------------------------------------------------------------
+
+
+def rights(facts: ClusterFacts) -> Iterator[Finding]:
+    if isinstance(facts.rights, Missing):
+        yield unseen("rights", "your rights", facts.rights)
+        return
+    allowed = []
+    for command, (severity, role, wanted) in RIGHTS.items():
+        lacking = [right.label for right in wanted if not facts.rights.get(right, False)]
+        if not lacking:
+            allowed.append(command)
+            continue
+        message = f"`spillway {command}`: you may not {', '.join(lacking)} in {facts.namespace}"
+        if command == "top":
+            message += "; `spillway top JOB` shows no rates"
+        fix = f"kubectl create rolebinding NAME --clusterrole={role} --user=YOU -n {facts.namespace}"
+        yield finding("rights", severity, message, fix)
+    if allowed:
+        yield finding("rights", OK, f"in {facts.namespace} you may {', '.join(allowed)}")
+
+
+def pods(facts: ClusterFacts) -> Iterator[Finding]:
+    """Whether the namespace lets trainer pods in: they keep to Pod Security `restricted`."""
+    check = "pods"
+    labels = {} if isinstance(facts.namespace_object, Missing) else facts.namespace_object
+    level = (value_at(labels, "metadata.labels") or {}).get(ENFORCE, "")
+    enforced = f"; Pod Security enforces {level}" if level else ""
+    if isinstance(facts.namespace_object, Missing) and facts.namespace_object.is_absent:
+        fix = f"kubectl create namespace {facts.namespace}"
+        yield finding(check, ERROR, f"there is no namespace {facts.namespace}", fix)
+    elif isinstance(facts.pod_refusal, Missing):
+        note = f"not tried: {facts.pod_refusal.why}{enforced}"
+        yield finding(check, OK if facts.pod_refusal.is_forbidden else NOTE, note)
+    elif facts.pod_refusal:
+        message = f"{facts.namespace} refuses a pod like a trainer's{enforced}: {facts.pod_refusal}"
+        yield finding(check, ERROR, message, "change the quota, limit range or policy that it names")
+    else:
+        yield finding(check, OK, f"{facts.namespace} takes a pod like a trainer's (dry run){enforced}")
+
+
+# --- what the operator has to go by -----------------------------------------------------------------------------------
+
+
+def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Finding]:
+    check, measure = "nodes", "spillway calibrate NODE --image IMAGE (docs/calibration.md)"
+    if isinstance(facts.node_profiles, Missing):
+        yield unseen(check, "NodeProfiles", facts.node_profiles)
+        return
+    if not facts.node_profiles:
+        yield finding(check, NOTE, "no NodeProfile: plans use the catalog's rates", measure)
+        return
+    times = {str(one["metadata"]["name"]): str(value_at(one, "spec.measuredTime") or "") for one in facts.node_profiles}
+    stale = [name for name, time in times.items() if time and (days_since(time, now) or 0) > STALE_DAYS]
+    undated = [name for name, time in times.items() if not time]
+    if stale:
+        yield finding(check, WARNING, f"NodeProfiles older than {STALE_DAYS} days: {some(sorted(stale))}", measure)
+    if undated:
+        yield finding(check, NOTE, f"NodeProfiles that do not say when they were measured: {some(sorted(undated))}")
+    if not stale and not undated:
+        yield finding(check, OK, f"{plural(len(times), 'NodeProfile')}, all younger than {STALE_DAYS} days")
+
+
+def metrics_source(facts: ClusterFacts) -> Iterator[Finding]:
+    """As the operator says it of jobs that go on."""
+    if isinstance(facts.jobs, Missing):
+        return  # stuck_jobs says it
+    by_reason: dict[tuple[str, str], list[Object]] = {}
+    for job in facts.jobs:
+        found = conditions(job).get("MetricsAvailable")
+        if found is not None and not has_ended(job):
+            by_reason.setdefault((str(found.get("status")), str(found.get("reason"))), []).append(job)
+    for (status, reason), jobs in by_reason.items():
+        names = some([str(job["metadata"]["name"]) for job in jobs])
+        if status == "True":
+            sources = {str(value_at(job, "status.plan.metricsSource") or "?") for job in jobs}
+            yield finding("metrics", OK, f"live metrics ({', '.join(sorted(sources))}) placed {names}")
+            continue
+        message = conditions(jobs[0])["MetricsAvailable"].get("message") or "placed without live metrics"
+        if reason == "NotConfigured":
+            yield finding("metrics", NOTE, f"{names}: {message}", "set prometheus.url in the chart's values")
+        elif reason == "NoNodeView":
+            yield finding("metrics", NOTE, f"{names}: {message}", "set nodeReader.enabled in the chart's values")
+        else:
+            fix = "see that Prometheus answers at the chart's prometheus.url, and scrapes nodes and pods"
+            yield finding("metrics", WARNING, f"{names}: {message}", fix)
+
+
+def stuck_jobs(facts: ClusterFacts) -> Iterator[Finding]:
+    if isinstance(facts.jobs, Missing):
+        yield unseen("jobs", f"TrainingJobs in {facts.namespace}", facts.jobs)
+        return
+    troubled = 0
+    for job in facts.jobs:
+        name = f"{job['metadata'].get('namespace', '')}/{job['metadata']['name']}"
+        for one in that_matter(job):  # of one that has ended: its outcome only
+            reason = str(one.get("reason"))
+            if reason in FIXES:
+                troubled += 1
+                severity = ERROR if reason in STUCK else WARNING
+                message = f"{name}: {one.get('type')}={one.get('status')} ({reason}): {one.get('message', '')}"
+                yield finding("jobs", severity, message, FIXES[reason])
+    if not troubled:
+        yield finding("jobs", OK, f"{plural(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none is stuck")
+
+
+# --- volumes of --job -------------------------------------------------------------------------------------------------
+
+
+def claims_of(job: TrainingJob) -> dict[str, str]:
+    """Claim -> the field that names it."""
+    spec = job.spec
+    places = {
+        "spec.checkpoint.claim": spec.checkpoint.claim,
+        **{f"spec.{field}.claim": place.claim for field, place in spec.texts.items()},
+        "spec.model.source.claim": spec.model.source.claim if spec.model.source else None,
+    }
+    return {claim: path for path, claim in places.items() if claim}
+
+
+def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Finding]:
+    fields = claims_of(job)
+    for claim, found in facts.claims.items():
+        yield one_claim(f"{fields.get(claim, 'claim')} = {claim}", found, facts.namespace, job.spec.parallelism.nodes)
+    for name, found in facts.storage_classes.items():
+        path = f"spec.spill.storageClassName = {name}"
+        if not isinstance(found, Missing):
+            yield finding("volumes", OK, f"{path}: provisioned by {found.get('provisioner', '?')}")
+        elif found.is_absent:
+            yield finding("volumes", ERROR, f"{path}: there is no such StorageClass", "see kubectl get storageclass")
+        else:
+            yield unseen("volumes", path, found)
+    if not fields:
+        yield finding("volumes", OK, "the job names no claim: its checkpoints end with the pod")
+
+
+def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) -> Finding:
+    if isinstance(found, Missing):
+        if found.is_absent:
+            fix = "create it, or name one that is there (kubectl get pvc)"
+            return finding("volumes", ERROR, f"{path}: there is no such claim in {namespace}", fix)
+        return unseen("volumes", path, found)
+    modes = [str(mode) for mode in value_at(found, "spec.accessModes") or ()]
+    phase = str(value_at(found, "status.phase") or "?")
+    if nodes > 1 and not {"ReadWriteMany", "ReadOnlyMany"} & {*modes}:
+        message = f"{path}: access modes {', '.join(modes) or 'none'}, and {nodes} nodes mount it"
+        return finding("volumes", ERROR, message, "a claim with access mode ReadWriteMany, or one node")
+    if phase == "Lost":
+        return finding("volumes", ERROR, f"{path}: its volume is lost", "restore it, or create another claim")
+    if phase != "Bound":
+        message = f"{path}: {phase}; a class that waits for its first pod binds it then"
+        return finding("volumes", NOTE, message, "see kubectl describe pvc if the job's pods wait for it")
+    return finding("volumes", OK, f"{path}: bound, {', '.join(modes)}")

@@ -1,0 +1,145 @@
+"""`spillway doctor`: looks at this machine and at the cluster, and says of each finding what to do.
+
+    gather (a thread per question, one deadline) -> Machine, ClusterFacts -> findings -> table or JSON, exit code
+
+Whatever hangs (a dead NFS mount, an API server that accepts and says nothing), the whole ends within 10 s: what was not
+gathered by then is a finding, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from spillway import __version__
+from spillway.api.training_job import TrainingJob, load_job
+from spillway.errors import SpillwayError
+
+from ..cluster.api import Cluster, connect, is_configured
+from ..console import Format, print_json, result_console
+from . import gather as doctor_gather
+from .cluster import cluster_findings
+from .findings import Finding, Missing, Severity, num_errors, plural
+from .machine import machine_findings
+
+LONGEST_SECONDS = 8.0
+"""for everything that is gathered; Python's start and the printing come on top"""
+CREDENTIALS_SECONDS = 3.0
+COLOURS = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """The command line of `spillway doctor`."""
+
+    directory: Path | None
+    """where runs would spill; none = here"""
+    job: Path | None
+    """whose claims are looked at"""
+    context: str | None
+    namespace: str | None
+    format: Format
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Look and say; 0, or 1 when something will keep jobs from running. Raises UserError for a wrong --job."""
+    started = time.monotonic()
+    job = None if options.job is None else load_job(options.job)
+    findings = examined(options, job)
+    seconds = time.monotonic() - started
+    if options.format is Format.JSON:
+        shown = [finding.as_json() for finding in findings]
+        print_json({"findings": shown, "errors": num_errors(findings), "seconds": round(seconds, 2)})
+    else:
+        say(result_console(), findings, seconds)
+    return 1 if num_errors(findings) else 0
+
+
+def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Finding]:
+    deadline, now = time.monotonic() + LONGEST_SECONDS, datetime.now(UTC)
+    of_machine = Gathering(doctor_gather.machine_tasks(options.directory))
+    cluster = the_cluster(options)
+    if isinstance(cluster, Finding):
+        return [*machine_findings(doctor_gather.as_machine(of_machine.answers(deadline)), now), cluster]
+    namespace = options.namespace or own_namespace(job) or cluster.namespace
+    of_cluster = Gathering(doctor_gather.cluster_tasks(cluster, namespace, job))
+    machine = doctor_gather.as_machine(of_machine.answers(deadline))
+    facts = doctor_gather.as_cluster(of_cluster.answers(deadline), str(cluster.configuration.host), namespace)
+    return [*machine_findings(machine, now), *cluster_findings(facts, __version__, now, job)]
+
+
+def own_namespace(job: TrainingJob | None) -> str | None:
+    """That the job's file names."""
+    return job.metadata.namespace if job and "namespace" in job.metadata.model_fields_set else None
+
+
+def the_cluster(options: DoctorOptions) -> Cluster | Finding:
+    """A note where there is none; an error where one is named and cannot be had. A kubeconfig may name a program that
+    fetches credentials: it has its time limit, too."""
+    if not is_configured() and options.context is None:
+        message = "none: no kubeconfig, and this is no pod; what belongs to a cluster was not looked at"
+        return Finding("cluster", "kubeconfig", Severity.NOTE, message)
+    gathering = Gathering({"credentials": lambda: connect(options.context)})
+    found = gathering.answers(time.monotonic() + CREDENTIALS_SECONDS)["credentials"]
+    if isinstance(found, Cluster):
+        return found
+    assert isinstance(found, Missing)
+    fix = "mend the kubeconfig, name another (KUBECONFIG), or a --context that it has"
+    return Finding("cluster", "kubeconfig", Severity.ERROR, found.why, fix)
+
+
+class Gathering:
+    """Tasks under way, all at the same time. Daemon threads: one that hangs in a system call must not keep the
+    process."""
+
+    def __init__(self, tasks: Mapping[str, doctor_gather.Task]) -> None:
+        self._answers: dict[str, object] = {}
+        self._threads = {
+            name: threading.Thread(target=self._work, args=(name, task), daemon=True) for name, task in tasks.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def answers(self, deadline: float) -> dict[str, object]:
+        """What each task returned by then (monotonic seconds); else Missing, with the reason. Never raises."""
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late = Missing("no answer in time")
+        return {name: self._answers.get(name, late) for name in self._threads}
+
+    def _work(self, name: str, task: doctor_gather.Task) -> None:
+        try:
+            self._answers[name] = task()
+        except SpillwayError as error:
+            self._answers[name] = doctor_gather.missing(error)
+        except OSError as error:
+            self._answers[name] = Missing(f"{error.filename or name}: {error.strerror or error}")
+        except Exception as error:  # one look that fails hides none of the others
+            self._answers[name] = Missing(f"{type(error).__name__}: {error}")
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def say(console: Console, findings: Sequence[Finding], seconds: float) -> None:
+    """By area; the fix below each finding that has one. The words say what the colour says."""
+    check_width = max(len(finding.check) for finding in findings)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        console.print(area)
+        for finding in findings:
+            if finding.area == area:
+                begin = f"  {finding.severity.value:<7}  {finding.check:<{check_width}}  "
+                console.print(f"{begin}{finding.message}", style=COLOURS[finding.severity])
+                if finding.fix:
+                    console.print(f"{'':<{len(begin)}}fix: {finding.fix}")
+    counted = [
+        plural(sum(finding.severity is severity for finding in findings), severity.value)
+        for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+    ]
+    console.print(f"{', '.join(counted)} in {seconds:.1f} s")

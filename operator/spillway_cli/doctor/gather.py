@@ -1,0 +1,318 @@
+"""What `spillway doctor` looks at: the effects. Each task answers one question; doctor_command runs them at once."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spillway import DISTRIBUTION
+from spillway.api.crd import KINDS
+from spillway.api.training_job import GROUP, VERSION, TrainingJob
+from spillway.errors import SpillwayError
+from spillway.extras import EXTRAS
+from spillway.planning.hardware import DeviceKind
+from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
+
+from ..cluster.api import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
+from ..machine.gpus import Gpus, find_gpus
+from ..machine.local_node import probe
+from ..machine.node_profile import default_path_or_none, own_profile, read_profile
+from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
+from .findings import Missing
+from .machine import Cores, Disk, Kernel, Machine, Memory, Native, Profile
+
+NATIVE_SECONDS = 7.0
+"""for a process that imports torch"""
+BLOCK_BYTES = 4096
+FORBIDDEN, NOT_FOUND = 403, 404
+ROOT = Path("/")
+Fact = TypeVar("Fact")
+Task = Callable[[], object]
+
+
+def missing(error: SpillwayError) -> Missing:
+    status = error.status if isinstance(error, Refused) else 0
+    return Missing(str(error), is_forbidden=status == FORBIDDEN, is_absent=status == NOT_FOUND)
+
+
+def fact(found: Mapping[str, object], name: str, kind: type[Fact]) -> Fact | Missing:
+    """What the task of that name found."""
+    value = found[name]
+    assert isinstance(value, (kind, Missing))
+    return value
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def machine_tasks(directory: Path | None) -> dict[str, Task]:
+    return {
+        "versions": versions,
+        "native": native,
+        "kernel": kernel,
+        "disk": partial(disk, directory or Path(), directory is not None),
+        "memory": memory,
+        "cores": cores,
+        "memlock": locked_memory,
+        "gpus": find_gpus,
+        "profile": profile,
+    }
+
+
+def as_machine(found: Mapping[str, object]) -> Machine:
+    installed = fact(found, "versions", dict)
+    limit = fact(found, "memlock", int)
+    return Machine(
+        python=platform.python_version(),
+        versions={} if isinstance(installed, Missing) else installed,
+        minima=minima(),
+        native=fact(found, "native", Native),
+        kernel=fact(found, "kernel", Kernel),
+        disk=fact(found, "disk", Disk),
+        memory=fact(found, "memory", Memory),
+        cores=fact(found, "cores", Cores),
+        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        profile=fact(found, "profile", Profile),
+        gpus=fact(found, "gpus", Gpus),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of the distributions that are installed."""
+    found = {}
+    for name in [name for names in EXTRAS.values() for name in names]:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def minima() -> dict[str, str]:
+    """distribution -> the least version that this spillway asks for."""
+    matches = (re.match(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", line) for line in metadata.requires(DISTRIBUTION) or ())
+    return {match[1].lower(): match[2] for match in matches if match}
+
+
+def native() -> Native | Missing:
+    """In a process of its own: torch stays out of this one."""
+    command = [sys.executable, "-P", "-m", "spillway_trainer.kernels.native"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Missing(
+            f"python -m spillway_trainer.kernels.native, which imports torch, took more than {NATIVE_SECONDS:.0f} s"
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return Missing(said[0], is_absent=True)
+    answer = json.loads(done.stdout)
+    return Native(answer["isa"], tuple(answer["instructionSets"]), answer["engine"], tuple(answer["engines"]))
+
+
+def kernel(root: Path = ROOT) -> Kernel:
+    disabled = read_text(root / "proc/sys/kernel/io_uring_disabled")
+    seccomp = re.search(r"^Seccomp:\s*(\d+)", read_text(root / "proc/self/status"), flags=re.MULTILINE)
+    pages = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return Kernel(
+        platform.release(),
+        int(disabled) if disabled.isdecimal() else None,
+        int(seccomp[1]) if seccomp else 0,
+        pages[1] if pages else "",
+    )
+
+
+def disk(directory: Path, is_named: bool = True) -> Disk:
+    """Writes one block, which nobody finds afterwards."""
+    try:
+        status = os.statvfs(directory)
+        free = status.f_bavail * status.f_frsize
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(BLOCK_BYTES))
+            file.flush()
+        return Disk(str(directory), free, writes_directly(directory), is_named)
+    except OSError as error:
+        return Disk(str(directory), 0, False, is_named, error.strerror or str(error))
+
+
+def writes_directly(directory: Path) -> bool:
+    """Whether O_DIRECT works: a file system may refuse the flag, or the first transfer."""
+    descriptor, name = tempfile.mkstemp(dir=directory, prefix=".spillway-doctor-")
+    os.close(descriptor)
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, BLOCK_BYTES) as page:  # as O_DIRECT wants it: on a page of its own
+                return os.pwrite(descriptor, page, 0) == BLOCK_BYTES
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.unlink(name)
+
+
+def memory(root: Path = ROOT) -> Memory:
+    available = probe(root, root).memory_bytes
+    return Memory(meminfo_bytes(root, "MemTotal"), available, available < meminfo_bytes(root, "MemAvailable"))
+
+
+def cores() -> Cores:
+    return Cores(usable_cores(ROOT), os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", ""))
+
+
+def locked_memory() -> int:
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def profile() -> Profile:
+    """As plans for this machine find it."""
+    device: DeviceKind = "Cpu" if find_gpus().lacking(1) else "Cuda"
+    path = default_path_or_none(device)
+    if path is None or not path.exists():
+        return Profile("" if path is None else str(path), exists=False)
+    own = own_profile(usable_cores(ROOT), device)
+    if own.spec is None:
+        return Profile(
+            str(path),
+            exists=True,
+            problem=own.sentence.removeprefix("left aside: ").partition("; `spillway calibrate`")[0],
+        )
+    return Profile(str(path), exists=True, measured_time=read_profile(path).spec.measured_time or "")
+
+
+# --- the cluster ------------------------------------------------------------------------------------------------------
+
+
+def cluster_tasks(cluster: Cluster, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
+    """Nothing is created: reviews of rights and a dry run are answered and forgotten."""
+    inside = f"{CORE}/namespaces/{segment('namespace', namespace)}"
+    tasks: dict[str, Task] = {
+        "server": lambda: cluster.get("/version"),
+        "resources": lambda: [str(one["name"]) for one in cluster.get(JOBS)["resources"]],
+        "schemas": lambda: schemas(cluster.get(f"/openapi/v3/apis/{GROUP}/{VERSION}")),
+        "deployments": lambda: items(
+            cluster, "/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/name=spillway"
+        ),
+        "rights": lambda: rights(cluster, namespace),
+        "node profiles": lambda: items(cluster, f"{JOBS}/nodeprofiles"),
+        "jobs": lambda: items(cluster, jobs_path(namespace)),
+        "namespace": lambda: cluster.get(inside),
+        "pod": lambda: pod_refusal(cluster, namespace),
+    }
+    for claim in claims_of(job) if job is not None else ():
+        tasks[f"claim {claim}"] = partial(cluster.get, f"{inside}/persistentvolumeclaims/{claim}")
+    if job is not None and (name := job.spec.spill.storage_class_name):
+        tasks[f"class {name}"] = partial(cluster.get, f"/apis/storage.k8s.io/v1/storageclasses/{name}")
+    return tasks
+
+
+def as_cluster(found: Mapping[str, object], host: str, namespace: str) -> ClusterFacts:
+    return ClusterFacts(
+        host=host,
+        namespace=namespace,
+        version=fact(found, "server", dict),
+        resources=fact(found, "resources", list),
+        schemas=fact(found, "schemas", dict),
+        deployments=fact(found, "deployments", list),
+        rights=fact(found, "rights", dict),
+        node_profiles=fact(found, "node profiles", list),
+        jobs=fact(found, "jobs", list),
+        namespace_object=fact(found, "namespace", dict),
+        pod_refusal=fact(found, "pod", str),
+        claims=dict(of_prefix(found, "claim ")),
+        storage_classes=dict(of_prefix(found, "class ")),
+    )
+
+
+def of_prefix(found: Mapping[str, object], prefix: str) -> Iterable[tuple[str, Object | Missing]]:
+    return ((name.removeprefix(prefix), fact(found, name, dict)) for name in found if name.startswith(prefix))
+
+
+def items(cluster: Cluster, path: str, **query: object) -> list[Object]:
+    return cluster.items(path, **query)
+
+
+def schemas(openapi: Object) -> dict[str, Object]:
+    """kind -> schema, as the API server publishes it to everybody who may ask for its API."""
+    found = (openapi.get("components") or {}).get("schemas") or {}
+    by_kind = {name.rpartition(".")[2]: schema for name, schema in found.items()}
+    return {kind.kind: by_kind[kind.kind] for kind in KINDS if kind.kind in by_kind}
+
+
+def rights(cluster: Cluster, namespace: str) -> dict[Right, bool]:
+    wanted = {right for _, _, of_command in RIGHTS.values() for right in of_command}
+    return {right: may(cluster, namespace, right) for right in wanted}
+
+
+def may(cluster: Cluster, namespace: str, right: Right) -> bool:
+    attributes = {
+        "namespace": namespace,
+        "verb": right.verb,
+        "group": right.group,
+        "resource": right.resource,
+        "subresource": right.subresource,
+    }
+    review: dict[str, Any] = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    answer = cluster.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+    return bool((answer.get("status") or {}).get("allowed"))
+
+
+def pod_refusal(cluster: Cluster, namespace: str) -> str | Missing:
+    """Why the API server would refuse a trainer's pod; empty = it would not. Asked only of who may create pods."""
+    if not may(cluster, namespace, CREATE_PODS):
+        return Missing("you may not create pods (the Job controller does)", is_forbidden=True)
+    try:
+        cluster.create(f"{CORE}/namespaces/{namespace}/pods", sample_pod(), dryRun="All")
+    except Refused as error:
+        return str(error.answer.get("message") or error)
+    return ""
+
+
+def sample_pod() -> Object:
+    """As safe as a trainer's pod, and as small as one can be."""
+    bounded = {"memory": "64Mi", "ephemeral-storage": "64Mi"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": "spillway-doctor-"},
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "runAsGroup": 1000,
+                "fsGroup": 1000,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "trainer",
+                    "image": "spillway-doctor",
+                    "resources": {"requests": {"cpu": "100m", **bounded}, "limits": bounded},
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "readOnlyRootFilesystem": True,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+        },
+    }

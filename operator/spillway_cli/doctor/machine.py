@@ -1,0 +1,313 @@
+"""This machine as `spillway doctor` judges it: facts that were gathered -> findings. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from spillway import __version__
+from spillway.extras import EXTRAS, install_command
+from spillway.units import GIB, MIB, format_bytes
+
+from ..machine.gpus import NO_DRIVER, Gpus
+from .findings import STALE_DAYS, Finding, Missing, Severity, days_since
+
+OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
+WITHOUT = {
+    "trainer": (WARNING, "this machine can plan and submit jobs, not train them"),
+    "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
+    "hf": (NOTE, "of transformers' families only those that need no weights work, and no adapters"),
+    "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
+}
+LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB
+SMALL_MEMLOCK_BYTES = 64 * MIB
+MOST_USED = 0.1
+"""of a GPU's memory by others: a display takes less"""
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """What the trainer's own process says."""
+
+    isa: str
+    """in use; reference = the native library is not used"""
+    instruction_sets: tuple[str, ...]
+    """of library and processor; empty = no library"""
+    engine: str
+    engines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    release: str
+    io_uring_disabled: int | None
+    """sysctl kernel.io_uring_disabled; None where this kernel has none"""
+    seccomp: int
+    """of /proc/self/status: 2 = a filter decides about system calls"""
+    huge_pages: str
+    """always, madvise, never; empty where it is not known"""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    directory: str
+    free_bytes: int
+    direct: bool
+    """O_DIRECT works there"""
+    is_named: bool = True
+    """with --directory; else it is the current one, where nobody may want to spill"""
+    problem: str = ""
+    """why nothing can be written there"""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total_bytes: int
+    available_bytes: int
+    """for this process now, inside the limits"""
+    is_limited: bool
+    """by a cgroup, more than by what the machine has free"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    usable: int
+    of_machine: int
+    omp_num_threads: str
+    """the variable; empty = not set"""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    path: str
+    """empty = there is nowhere to keep one"""
+    exists: bool
+    measured_time: str = ""
+    problem: str = ""
+    """why plans leave it aside"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Missing where it could not be had in its time."""
+
+    python: str
+    versions: Mapping[str, str]
+    """distribution -> version, of those that are installed"""
+    minima: Mapping[str, str]
+    """distribution -> the least version that this spillway asks for"""
+    native: Native | Missing
+    kernel: Kernel | Missing
+    disk: Disk | Missing
+    memory: Memory | Missing
+    cores: Cores | Missing
+    memlock_bytes: int | Missing | None
+    """None = no limit"""
+    profile: Profile | Missing
+    gpus: Gpus | Missing = NO_DRIVER
+
+
+def machine_findings(machine: Machine, now: datetime) -> list[Finding]:
+    return [
+        *packages(machine),
+        *native_library(machine.native, machine.kernel, "torch" in machine.versions),
+        *spill_directory(machine.disk),
+        *memory(machine.memory),
+        *locked_memory(machine.memlock_bytes, machine.gpus),
+        *gpus(machine.gpus),
+        *huge_pages(machine.kernel),
+        *threads(machine.cores),
+        *profile(machine.profile, now),
+    ]
+
+
+def finding(check: str, severity: Severity, message: str, fix: str = "") -> Finding:
+    return Finding("machine", check, severity, message, fix)
+
+
+def unknown(check: str, missing: Missing) -> Finding:
+    return finding(check, WARNING, f"not known: {missing.why}", "run spillway doctor again; if it stays, look there")
+
+
+def packages(machine: Machine) -> Iterator[Finding]:
+    """Python and what each extra brings."""
+    yield finding("python", OK, f"Python {machine.python}, spillway {__version__}")
+    for extra, names in EXTRAS.items():
+        install = install_command(extra)
+        absent = [name for name in names if name not in machine.versions]
+        old = [name for name in names if is_older(machine.versions.get(name), machine.minima.get(name))]
+        if absent:
+            severity, effect = WITHOUT[extra]
+            yield finding(extra, severity, f"not installed: {', '.join(absent)}; {effect}", install)
+        elif old:
+            found = ", ".join(f"{name} {machine.versions[name]} (at least {machine.minima[name]})" for name in old)
+            yield finding(extra, ERROR, f"too old: {found}", install)
+        else:
+            yield finding(extra, OK, ", ".join(f"{name} {machine.versions[name]}" for name in names))
+
+
+def is_older(version: str | None, least: str | None) -> bool:
+    """By their leading numbers: 2.11.0+cpu against 2.11."""
+    return version is not None and least is not None and numbers(version) < numbers(least)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch: bool) -> Iterator[Finding]:
+    if not has_torch:
+        return  # said already
+    if isinstance(native, Missing):
+        fix = (
+            "see why: python -m spillway_trainer.kernels.native"
+            if native.is_absent
+            else "run it again on an idle machine"
+        )
+        severity = ERROR if native.is_absent else WARNING
+        yield finding("native", severity, f"the native library was not examined: {native.why}", fix)
+        return
+    if native.isa == REFERENCE:
+        forced = bool(native.instruction_sets)
+        why = "SPILLWAY_FORCE_ISA=reference" if forced else "it was not built: there was no C++ compiler"
+        fix = "unset SPILLWAY_FORCE_ISA" if forced else "install a C++20 compiler and CMake, and install spillway anew"
+        yield finding("native", WARNING, f"the native library is not used ({why}): the same bits, in more time", fix)
+        return
+    yield finding("native", OK, f"instruction set {native.isa} of {', '.join(native.instruction_sets)}")
+    if "io_uring" in native.engines:
+        yield finding("io_uring", OK, f"available; new spill files use {native.engine}")
+    else:
+        why, fix = io_uring_refusal(kernel)
+        yield finding("io_uring", NOTE, f"not available ({why}); spill files use {native.engine}", fix)
+
+
+def io_uring_refusal(kernel: Kernel | Missing) -> tuple[str, str]:
+    """Why io_uring does not work here, and what would change that."""
+    if isinstance(kernel, Missing):
+        return "why is not known", ""
+    if kernel.io_uring_disabled:
+        return f"sysctl kernel.io_uring_disabled is {kernel.io_uring_disabled}", "sysctl kernel.io_uring_disabled=0"
+    if numbers(kernel.release) < (5, 6):
+        return f"kernel {kernel.release} is too old for it", "Linux 5.6 or newer"
+    if kernel.seccomp:
+        profile = "a seccomp profile that allows io_uring_setup, io_uring_enter and io_uring_register"
+        return "a seccomp profile refuses it, as containers' default does", profile
+    return f"kernel {kernel.release} refuses it, or the library was built without it", ""
+
+
+def spill_directory(disk: Disk | Missing) -> Iterator[Finding]:
+    check, elsewhere = "spill", "name another --directory, and the same to spillway run --spill"
+    if isinstance(disk, Missing):
+        yield unknown(check, disk)
+        return
+    if disk.problem:
+        severity = ERROR if disk.is_named else WARNING
+        yield finding(check, severity, f"{disk.directory}: nothing can be written there: {disk.problem}", elsewhere)
+        return
+    free = f"{format_bytes(disk.free_bytes)} free"
+    if disk.free_bytes < LEAST_DISK_BYTES:
+        yield finding(check, WARNING, f"{disk.directory}: only {free}", f"make room, or {elsewhere}")
+    if disk.direct:
+        yield finding(check, OK, f"{disk.directory}: {free}, O_DIRECT works")
+    else:
+        message = f"{disk.directory}: {free}, no O_DIRECT: spilled bytes go through the page cache, which is memory"
+        yield finding(check, WARNING, message, f"{elsewhere}: on a local disk with ext4 or xfs")
+
+
+def memory(found: Memory | Missing) -> Iterator[Finding]:
+    if isinstance(found, Missing):
+        yield unknown("memory", found)
+        return
+    limit = "; a cgroup limit binds" if found.is_limited else ""
+    message = f"{format_bytes(found.available_bytes)} available of {format_bytes(found.total_bytes)}{limit}"
+    if found.available_bytes >= LEAST_MEMORY_BYTES:
+        yield finding("memory", OK, message)
+        return
+    fix = "raise the container's memory limit" if found.is_limited else "end what holds it"
+    yield finding("memory", WARNING, f"only {message}: torch alone takes some hundred MiB", fix)
+
+
+def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Finding]:
+    """io_uring's registered buffers count against it. NVIDIA's driver pins memory without; others may not."""
+    if isinstance(limit_bytes, Missing):
+        yield unknown("memlock", limit_bytes)
+    elif limit_bytes is None or limit_bytes >= SMALL_MEMLOCK_BYTES:
+        limit = "no limit" if limit_bytes is None else format_bytes(limit_bytes)
+        yield finding("memlock", OK, f"RLIMIT_MEMLOCK: {limit}")
+    else:
+        effect = "io_uring cannot register its buffers and pins them at every transfer"
+        if isinstance(gpus, Gpus) and gpus.found:
+            effect += "; a GPU's driver may refuse the host memory of a plan"
+        yield finding(
+            "memlock", NOTE, f"RLIMIT_MEMLOCK is {format_bytes(limit_bytes)}: {effect}", "ulimit -l unlimited"
+        )
+
+
+def gpus(found: Gpus | Missing) -> Iterator[Finding]:
+    if isinstance(found, Missing):
+        yield unknown("gpu", found)
+        return
+    if found.problem:
+        severity = WARNING if found.fix else OK
+        yield finding("gpu", severity, f"no GPU can be used: {found.problem}; runs use the CPU", found.fix)
+    elif found.torch_cuda:
+        yield finding("gpu", OK, f"driver {found.driver}, torch built for CUDA {found.torch_cuda}")
+    for index, gpu in enumerate(found.found):
+        check, (generation, width, most) = f"gpu {index}", gpu.pcie
+        links = f", PCIe {generation} x{width}" * bool(width) + f", {gpu.num_nvlinks} NVLinks" * bool(gpu.num_nvlinks)
+        free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
+        yield finding(check, OK, f"{gpu.name}, {free} free of {total}{links}")
+        used = gpu.total_bytes - gpu.free_bytes
+        if used > MOST_USED * gpu.total_bytes:
+            by = f"{gpu.num_processes} computing processes" if gpu.num_processes else "the display, or others"
+            fix = "end what holds it (nvidia-smi), or choose another by CUDA_VISIBLE_DEVICES"
+            yield finding(check, WARNING, f"{format_bytes(used)} are taken by {by}: plans have the rest", fix)
+        if width < most:
+            slow = f"PCIe runs with {width} of {most} lanes, so copies take {most / width:.3g} times as long"
+            yield finding(check, WARNING, slow, "use another slot, or its setting in the BIOS; seat the card anew")
+
+
+def huge_pages(kernel: Kernel | Missing) -> Iterator[Finding]:
+    if isinstance(kernel, Missing):
+        yield unknown("hugepages", kernel)
+    elif kernel.huge_pages == "never":
+        fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
+        yield finding("hugepages", WARNING, "transparent huge pages are off: large tensors cost more page faults", fix)
+    elif kernel.huge_pages:
+        yield finding("hugepages", OK, f"transparent huge pages: {kernel.huge_pages}")
+
+
+def threads(cores: Cores | Missing) -> Iterator[Finding]:
+    if isinstance(cores, Missing):
+        yield unknown("cores", cores)
+        return
+    few = f" of the machine's {cores.of_machine} (affinity, or a CPU quota)" if cores.usable < cores.of_machine else ""
+    yield finding("cores", OK, f"{cores.usable} usable{few}")
+    asked = cores.omp_num_threads
+    if asked.isdecimal() and int(asked) > cores.usable:
+        message = f"OMP_NUM_THREADS={asked}, and {cores.usable} cores can be used: threads would wait for one another"
+        yield finding(
+            "threads", WARNING, message, "unset OMP_NUM_THREADS; a run takes as many threads as there are cores"
+        )
+
+
+def profile(found: Profile | Missing, now: datetime) -> Iterator[Finding]:
+    check, measure = "calibration", "spillway calibrate"
+    if isinstance(found, Missing):
+        yield unknown(check, found)
+    elif not found.exists:
+        yield finding(check, NOTE, "not measured: plans for this machine use the catalog's rates", measure)
+    elif found.problem:
+        yield finding(check, WARNING, f"the profile is left aside: {found.problem}", measure)
+    elif not found.measured_time:
+        yield finding(check, NOTE, f"{found.path} does not say when it was measured", measure)
+    else:
+        days = days_since(found.measured_time, now) or 0.0
+        if days > STALE_DAYS:
+            yield finding(check, WARNING, f"{found.path} was measured {days:.0f} days ago", measure)
+        else:
+            yield finding(check, OK, f"{found.path}, measured on {found.measured_time[:10]}")

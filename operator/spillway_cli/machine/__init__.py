@@ -1,0 +1,1 @@
+"""This machine: its memory, cores, GPUs, and its measured profile."""

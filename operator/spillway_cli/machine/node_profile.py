@@ -1,0 +1,154 @@
+"""The profile of this machine: a NodeProfile that `spillway calibrate` measured and plans for this machine use.
+
+It lies in $XDG_STATE_HOME/spillway (~/.local/state/spillway). One that cannot be read, or is about another number of
+cores, is never used in silence: named on the command line it is refused, else it is left aside with a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from spillway.api.manifest import parse, read_text
+from spillway.api.training_job import NodeProfileSpec
+from spillway.errors import UserError
+from spillway.feedback.profiles import NodeProfile, has_rates, measured, rates_sentence
+from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, resolve_node
+
+from ..record.directory import write_atomic
+
+FILE_NAMES = {"Cpu": "node-profile.yaml", "Cuda": "node-profile-cuda.yaml"}
+"""by the kind of device that was measured"""
+SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
+    ("status",),
+    *(
+        ("metadata", field)
+        for field in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "labels")
+    ),
+)
+"""set by an API server; `kubectl get nprof -o yaml` must load"""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProfile:
+    """What plans for this machine start from."""
+
+    spec: NodeProfileSpec | None
+    """None: the catalog's rates"""
+    sentence: str
+    """where the rates come from, for people"""
+
+
+def default_path(device: DeviceKind = "Cpu") -> Path:
+    """Raises UserError where there is neither $XDG_STATE_HOME nor a home directory."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):
+        return Path(state) / "spillway" / FILE_NAMES[device]
+    try:
+        return Path.home() / ".local" / "state" / "spillway" / FILE_NAMES[device]
+    except RuntimeError as error:
+        raise UserError("there is no home directory to keep the profile in; name an --output") from error
+
+
+def read_profile(path: Path) -> NodeProfile:
+    """Raises UserError, InvalidJob with every wrong field."""
+    return parse(NodeProfile, read_text(path, "NodeProfile"), str(path), SERVER_FIELDS)
+
+
+def write_profile(path: Path, document: dict[str, object], comment: str) -> None:
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = lines + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def check_writable(path: Path) -> None:
+    """Raises UserError before anything is measured when the result could not be kept. Leaves nothing behind but the
+    directory."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: the profile cannot be written there ({error.strerror}); name another file with --output")
+
+
+Profiles = Callable[[DeviceKind], OwnProfile]
+"""what plans for this machine start from, by what they compute on"""
+
+
+def no_profile(device: DeviceKind) -> OwnProfile:
+    return OwnProfile(None, "")
+
+
+def own_profile(cores: int, device: DeviceKind = "Cpu", *, given: Path | None = None) -> OwnProfile:
+    """`given` (--node FILE), or the one that `spillway calibrate` left. Raises UserError for a given one that cannot be
+    used; another is left aside, aloud."""
+    path = given or default_path_or_none(device)
+    if path is None or (given is None and not os.path.exists(path)):
+        return OwnProfile(None, "rates of the catalog; `spillway calibrate` measures those of this machine")
+    try:
+        profile = read_profile(path)
+        refuse_another_machine(path, profile.spec, cores, device)
+    except UserError as error:
+        if given is not None:
+            raise
+        reason = "; ".join(line.strip() for line in str(error).splitlines())
+        return OwnProfile(None, f"left aside: {reason}; `spillway calibrate` makes it anew. Rates of the catalog")
+    when = f"on {profile.spec.measured_time[:10]} " if profile.spec.measured_time else ""
+    return OwnProfile(profile.spec, rates_sentence(profile.spec, f"{when}({path})"))
+
+
+def default_path_or_none(device: DeviceKind = "Cpu") -> Path | None:
+    try:
+        return default_path(device)
+    except UserError:
+        return None
+
+
+def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
+    if spec.device_kind != device:
+        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and this run's device is {device}")
+    if not has_rates(spec):
+        raise UserError(f"{path}: holds no rate, so nothing was measured")
+    if spec.num_cores not in (None, cores):
+        raise UserError(f"{path}: measured with {spec.num_cores} cores, and {cores} can be used now")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedNode:
+    """What `--node` names."""
+
+    node: NodeSpec
+    rates: str
+    """whose they are, for people"""
+
+
+def named_node(name: str) -> NamedNode:
+    """`--node NAME`: a class of the catalog, or the file of a NodeProfile. What the profile leaves out comes from the
+    catalog: the generic CPU node, or the GPU class with as much memory. Raises UserError for a GPU of unknown memory:
+    it could be any."""
+    path = Path(name)
+    if os.sep not in name and path.suffix not in {".yaml", ".yml", ".json"}:
+        return NamedNode(resolve_node(name), "catalog rates")
+    spec = read_profile(path).spec
+    rates = rates_sentence(spec)
+    if spec.device_kind == "Cpu":
+        return NamedNode(measured(spec, resolve_node("cpu")), rates)
+    if spec.device_memory is None:
+        raise UserError(f"{path}: spec.deviceMemory: missing; a plan for a GPU needs to know how much memory it has")
+    return NamedNode(measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1)), rates)

@@ -1,0 +1,369 @@
+"""run.jsonl as values: the events that the trainer appended, also while it is still appending.
+
+A killed trainer may leave a half-written line, and steps repeat after a resume: an unreadable line is left out, and the
+last line of a step wins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from spillway.api.progress import MemberState
+from spillway.errors import ExitCode
+from spillway.metrics import StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """What an attempt does before it trains."""
+
+    time: float
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An attempt began to train."""
+
+    time: float
+    """Unix time, as in every event"""
+    epoch: int
+    resumed_from_step: int
+    isa: str
+    io_backend: str
+    parameters: int
+    """0 of a sweep: its members differ"""
+    passed_over: tuple[str, ...] = ()
+    """what is wrong with newer checkpoints than the one that it resumed from"""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationsChosen:
+    """Where single saved storages wait from now on."""
+
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationsCorrected:
+    """Saved storages moved from the spill file, which is smaller now, to host memory."""
+
+    time: float
+    step: int
+    """after which"""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step, and the attempt that made it."""
+
+    time: float
+    epoch: int
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    time: float
+    step: int
+    loss: float
+    """mean over the held-out tokens; NaN when it was not finite"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    time: float
+    step: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MissedCheckpoint:
+    """The disk refused a checkpoint; training went on."""
+
+    time: float
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """An attempt ended in an orderly way; a killed one leaves no such event."""
+
+    time: float
+    step: int
+    reason: str
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """An attempt of a sweep begins: who takes turns."""
+
+    time: float
+    epoch: int
+    isa: str
+    members: Mapping[str, int]
+    """name -> steps that it trains when no round stops it, in the order of the job"""
+    metric: str
+    """EvaluationLoss or Loss: what makes one better than another"""
+    halving: int = 0
+    """steps of a member at the first round; 0 = no rounds"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEvent:
+    """A member's turn began or ended, or it is over."""
+
+    time: float
+    member: str
+    state: MemberState
+    step: int
+    loss: float | None
+    objective: float | None
+    reason: str
+    """why it was stopped, or failed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Another member is the best now."""
+
+    time: float
+    member: str
+    objective: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepStep:
+    """Members made steps: no line of run.jsonl, but what those of all members come to (run_follower.py)."""
+
+    time: float
+    metrics: StepMetrics
+    """of the last one"""
+    made: int
+    """by all members"""
+    planned: int
+    """at their end, of those who go on"""
+    left_seconds: float | None
+
+
+Event = (
+    Preparing | Start | ActivationsChosen | ActivationsCorrected | Step | Evaluation | Checkpoint | MissedCheckpoint
+    | Sweep | MemberEvent | SweepStep | Best | End
+)  # fmt: skip
+
+
+ORDERLY = (ExitCode.COMPLETED, ExitCode.PREEMPTED)
+
+
+@dataclass(slots=True)
+class RunLog:
+    """All that a run directory's run.jsonl says so far."""
+
+    starts: list[Start] = field(default_factory=list)
+    choices: list[ActivationsChosen] = field(default_factory=list)
+    corrections: list[ActivationsCorrected] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    missed_checkpoints: list[MissedCheckpoint] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    last_step_of_epoch: dict[int, int] = field(default_factory=dict)
+    sweep: Sweep | None = None
+    """of the newest attempt; None = the run is no sweep"""
+    members: dict[str, MemberEvent] = field(default_factory=dict)
+    """the newest of each member"""
+    best: Best | None = None
+
+    @property
+    def curve(self) -> list[Step]:
+        """The steps in order."""
+        return [self.steps[step] for step in sorted(self.steps)]
+
+    @property
+    def num_restarts(self) -> int:
+        """Attempts after one that failed or was killed; after one that was stopped on request, or trained all its
+        steps, the next one resumes."""
+        pairs = pairwise(one.time for one in self.starts)
+        between = ([end for end in self.ends if first <= end.time <= second] for first, second in pairs)
+        return sum(not ends or ends[-1].exit_code not in ORDERLY for ends in between)
+
+    def add(self, line: str) -> Event | None:
+        """Take one line in; returns its event, or None when the line is no event of ours."""
+        try:
+            event = self._event(json.loads(line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+        match event:
+            case Start():
+                self.starts.append(event)
+            case ActivationsChosen():
+                self.choices.append(event)
+            case ActivationsCorrected():
+                self.corrections.append(event)
+            case Step():
+                self.steps[event.metrics.step] = event
+                self.last_step_of_epoch[event.epoch] = event.metrics.step
+            case Evaluation():
+                self.evaluations[event.step] = event
+            case Checkpoint():
+                self.checkpoints.append(event)
+            case MissedCheckpoint():
+                self.missed_checkpoints.append(event)
+            case Sweep():
+                self.sweep = event
+                self.starts.append(Start(event.time, event.epoch, 0, event.isa, io_backend="", parameters=0))
+            case MemberEvent():
+                self.members[event.member] = event
+            case Best():
+                self.best = event
+            case End():
+                self.ends.append(event)
+        return event
+
+    def _event(self, fields: dict[str, Any]) -> Event | None:
+        reader = READERS.get(fields["event"])
+        epoch = self.starts[-1].epoch if self.starts else 1
+        return None if reader is None else reader(float(fields["time"]), epoch, fields)
+
+
+MEMBER_EVENTS = {
+    "member_started": MemberState.RUNNING,
+    "member_parked": MemberState.PARKED,
+    "member_stopped": MemberState.STOPPED,
+    "member_failed": MemberState.FAILED,
+    "member_completed": MemberState.COMPLETE,
+}
+
+
+def start(time: float, _: int, fields: dict[str, Any]) -> Start:
+    """A member of a sweep leaves `isa` and `io_backend` to the sweep."""
+    isa, io_backend = str(fields.get("isa", "")), str(fields.get("io_backend", ""))
+    return Start(
+        time,
+        int(fields["epoch"]),
+        int(fields["resumed_from_step"]),
+        isa,
+        io_backend,
+        int(fields["parameters"]),
+        tuple(map(str, fields.get("passed_over", ()))),
+    )
+
+
+def sweep(time: float, _: int, fields: dict[str, Any]) -> Sweep:
+    members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
+    metric, halving = str(fields["objective"]["metric"]), int(fields["objective"].get("halving", 0))
+    return Sweep(time, int(fields["epoch"]), str(fields["isa"]), members, metric, halving)
+
+
+def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
+    state, loss, objective = MEMBER_EVENTS[fields["event"]], figure(fields["loss"]), figure(fields["objective"])
+    return MemberEvent(time, str(fields["member"]), state, int(fields["step"]), loss, objective, str(fields["reason"]))
+
+
+def end(time: float, _: int, fields: dict[str, Any]) -> End:
+    return End(time, int(fields["step"]), str(fields["reason"]), int(fields["exit_code"]), str(fields["message"]))
+
+
+READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
+    "preparing": lambda time, _, fields: Preparing(time, str(fields["doing"])),
+    "start": start,
+    "activations_chosen": lambda time, _, fields: ActivationsChosen(time, str(fields["reason"])),
+    "activations_corrected": lambda time, _, fields: ActivationsCorrected(
+        time, int(fields["step"]), str(fields["reason"])
+    ),
+    "step": lambda time, epoch, fields: Step(time, epoch, step_metrics(fields)),
+    "evaluation": lambda time, _, fields: Evaluation(time, int(fields["step"]), number(fields["loss"])),
+    "checkpoint": lambda time, _, fields: Checkpoint(
+        time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"])
+    ),
+    "checkpoint_missed": lambda time, _, fields: MissedCheckpoint(time, int(fields["step"]), str(fields["problem"])),
+    "sweep": sweep,
+    **dict.fromkeys(MEMBER_EVENTS, member_event),
+    "best": lambda time, _, fields: Best(time, str(fields["member"]), figure(fields["objective"])),
+    "end": end,
+}
+"""event name -> from (time, epoch of the attempt under way, fields) to a value"""
+
+
+def step_metrics(fields: dict[str, Any]) -> StepMetrics:
+    """The StepMetrics of a `step` line; what was not finite (null in JSON) is NaN."""
+    return StepMetrics(
+        step=int(fields["step"]),
+        loss=number(fields["loss"]),
+        learning_rate=number(fields["learning_rate"]),
+        gradient_norm=number(fields["gradient_norm"]),
+        clip_factor=number(fields["clip_factor"]),
+        tokens=int(fields["tokens"]),
+        step_seconds=float(fields["step_seconds"]),
+        phase_seconds=dict(fields["phase_seconds"]),
+        tier_bytes=dict(fields["tier_bytes"]),
+        tier_peak_bytes=dict(fields["tier_peak_bytes"]),
+        allocator_retries=int(fields.get("allocator_retries", 0)),
+        moved_bytes=dict(fields["moved_bytes"]),
+        lane_seconds=dict(fields.get("lane_seconds", {})),
+        cpu_seconds=float(fields.get("cpu_seconds", 0.0)),
+        skipped=bool(fields["skipped"]),
+        loss_scale=fields.get("loss_scale"),
+    )
+
+
+def number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def figure(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+class Follower:
+    """Reads a growing run.jsonl from where the last call ended. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._inode = path, 0, 0
+        self.log = RunLog()
+
+    def was_replaced(self) -> bool:
+        """Whether what was read so far is gone: the file was removed, cut, or is another one now."""
+        if not self._offset:
+            return False
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return status.st_ino != self._inode or status.st_size < self._offset
+
+    def new_events(self) -> Iterator[Event]:
+        """Events of the whole lines appended since the last call; a line without its end waits for the next call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                event = self.log.add(line.decode("utf-8", errors="replace"))
+                if event is not None:
+                    yield event
+
+
+def read_run_log(path: Path) -> RunLog:
+    """The whole of a run.jsonl; empty when there is none."""
+    follower = Follower(path)
+    for _ in follower.new_events():
+        pass
+    return follower.log

@@ -1,0 +1,148 @@
+"""Plan against reality: what a run held and took, beside what its plan said. Pure: log and plan in, rows out.
+
+Of the steps that were made under the plan: bytes are peaks, seconds and bytes moved are medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spillway.metrics import Phase, StepMetrics
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import format_bytes, format_rough_seconds, format_seconds
+
+from .log import Step
+from .summary import median, tier_use
+
+PREDICTED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.WAIT, Phase.EXCHANGE, Phase.OPTIMIZER)
+GOOD = 1.25
+"""times more or less than planned: what a calibrated plan is held to"""
+LEAST_SHARE = 0.05
+"""of a step: a phase that is less of it, planned and measured, is not worth a sentence"""
+
+Kind = Literal["tier", "step", "cores", "phase", "link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure."""
+
+    kind: Kind
+    name: str
+    planned: float | None
+    """None: nothing was predicted"""
+    seen: float
+    calibrated: bool = True
+    """False: seconds predicted from catalog rates"""
+
+    @property
+    def ratio(self) -> float | None:
+        """Seen over planned; None where either is nothing."""
+        return self.seen / self.planned if self.planned and self.seen else None
+
+    @property
+    def distance(self) -> float:
+        """How many times too much or too little; 1 = exact."""
+        ratio = self.ratio
+        return 1.0 if ratio is None else max(ratio, 1.0 / ratio)
+
+    @property
+    def prediction(self) -> str:
+        """306 ms; 310 ms (uncalibrated)"""
+        if self.calibrated or self.planned is None:
+            return self.format(self.planned)
+        return f"{format_rough_seconds(self.planned)} (uncalibrated)"
+
+    def format(self, figure: float | None) -> str:
+        if figure is None:
+            return "-"
+        return format_bytes(figure) if self.kind in ("tier", "link") else format_seconds(figure)
+
+
+def compared(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+    """All rows of a run that has made steps under the plan; none before."""
+    if not measured:
+        return []
+    steps = [step.metrics for step in measured]
+    return [*tier_rows(measured, plan), *second_rows(steps, plan), *link_rows(steps, plan)]
+
+
+def tier_rows(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+    uses = [tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes]
+    return [Row("tier", use.tier, use.planned_bytes, use.peak_bytes) for use in uses]
+
+
+def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+    """The step, then its phases, of which a plan of an earlier version predicts none, then what cores worked for it."""
+    predicted, calibrated = plan.prediction.phase_seconds, plan.prediction.calibrated
+    whole = median([step.step_seconds for step in steps])
+    rows = [Row("step", "step", plan.prediction.step_seconds, whole, calibrated)]
+    for phase in (Phase.DATA, *PREDICTED_PHASES):
+        seen = median([step.phase_seconds.get(phase, 0.0) for step in steps])
+        planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
+        if seen or planned:
+            rows.append(Row("phase", phase.value, planned, seen, calibrated))
+    if used := median([step.cpu_seconds for step in steps]):  # a run of an earlier version counted none
+        rows.append(Row("cores", "cores", None, used))
+    return rows
+
+
+def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+    """Links whose bytes are counted: nobody counts those of DRAM. `cpu` is what the CPU's own work on gradients and
+    states touches; plans predict it as a part of DRAM."""
+    planned, rows = plan.prediction.link_bytes, []
+    for link in sorted({link for step in steps for link in step.moved_bytes}):
+        seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])
+        if planned.get(link) or seen:
+            rows.append(Row("link", link, planned.get(link), seen))
+    return rows
+
+
+def largest_deviation(rows: Sequence[Row]) -> Row | None:
+    """The row furthest from its plan, of those that matter; None when all are within GOOD."""
+    step = max((max(row.planned or 0.0, row.seen) for row in rows if row.kind == "step"), default=0.0)
+    matter = [
+        row
+        for row in rows
+        if row.kind in ("tier", "step")
+        or (row.kind == "phase" and max(row.planned or 0.0, row.seen) >= LEAST_SHARE * step)
+    ]
+    furthest = max(matter, key=lambda row: row.distance, default=None)
+    return furthest if furthest is not None and furthest.distance > GOOD else None
+
+
+def sentence(rows: Sequence[Row], run: str) -> str:
+    """What to make of the rows; `run` is the directory that the remedy names."""
+    if not rows:
+        return "No step is done yet."
+    row = largest_deviation(rows)
+    if row is None:
+        return f"Every tier and phase is within {GOOD - 1.0:.0%} of the plan."
+    planned, seen = row.prediction, row.format(row.seen)
+    times = f"{row.ratio:.2g} times" if row.ratio else ""
+    if row.kind == "tier":
+        return (
+            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; bytes are arithmetic, "
+            "which no calibration corrects."
+        )
+    what = "a step" if row.kind == "step" else f"phase {row.name}"
+    remedy = f"`spillway calibrate --from {run}` corrects the rates that plans for this machine use."
+    return f"Largest deviation: {what} took {seen}, {times} the predicted {planned}; {remedy}"
+
+
+def as_json(rows: Sequence[Row], run: str) -> dict[str, object]:
+    """The part of -o json (docs/cli.md)."""
+    groups: dict[str, dict[str, object]] = {"tiers": {}, "step": {}, "phases": {}, "cores": {}, "links": {}}
+    unit = {"tier": "Bytes", "link": "Bytes", "step": "Seconds", "cores": "CpuSeconds", "phase": "Seconds"}
+    for row in rows:
+        name = unit[row.kind]
+        entry: dict[str, object] = {f"predicted{name}": row.planned, f"measured{name}": row.seen, "ratio": row.ratio}
+        if row.kind == "step":
+            entry["calibrated"] = row.calibrated
+        if row.kind in ("step", "cores"):
+            groups[row.kind] = entry
+        else:
+            groups[f"{row.kind}s"][row.name] = entry
+    return {**groups, "sentence": sentence(rows, run)}

@@ -1,0 +1,137 @@
+"""RunSummary: a run in a dozen figures, with the plan's beside them. Pure: log and plan in, figures out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spillway.plan import MemoryPlan, Prediction, Tier
+
+from .log import Event, RunLog, Step
+
+
+def format_loss(loss: float | None) -> str:
+    """None: not measured."""
+    if loss is None:
+        return "-"
+    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    tier: Tier
+    budget_bytes: int
+    planned_bytes: int
+    peak_bytes: int
+    """highest of the steps under the plan"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    num_steps: int
+    """steps on the curve"""
+    first_loss: float | None
+    final_loss: float | None
+    """None when there is no step yet, NaN when it was not finite"""
+    evaluation_loss: float | None
+    tokens_per_second: float
+    """median of the steps under the plan"""
+    step_seconds: float
+    """the same, evaluation and checkpoints apart"""
+    prediction: Prediction
+    training_seconds: float
+    """from the first start to the last event, of earlier invocations too, and what lay between them"""
+    attempt_seconds: float
+    """of these, while an attempt was there: from its start to its last step, checkpoint or end"""
+    num_attempts: int
+    num_skipped: int
+    """steps on the curve that were left out, because loss or gradients were not finite"""
+    num_overflowed: int
+    """of these, because the loss scale was too large for float16"""
+    num_restarts: int
+    """of the attempts after the first; before the others a request or the last step had ended the run"""
+    num_allocator_retries: int
+    """of the steps under the plan: how often a Cuda device's allocator found no room and gave back what it kept"""
+    tiers: tuple[TierUse, ...]
+
+    @property
+    def num_resumes(self) -> int:
+        return max(0, self.num_attempts - 1 - self.num_restarts)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "steps": self.num_steps,
+            "firstLoss": finite(self.first_loss),
+            "finalLoss": finite(self.final_loss),
+            "evaluationLoss": finite(self.evaluation_loss),
+            "tokensPerSecond": self.tokens_per_second if self.num_steps else None,
+            "stepSeconds": self.step_seconds if self.num_steps else None,
+            "predictedStepSeconds": self.prediction.step_seconds,
+            "predictionCalibrated": self.prediction.calibrated,
+            "trainingSeconds": self.training_seconds,
+            "attemptSeconds": self.attempt_seconds,
+            "skippedSteps": self.num_skipped,
+            "overflowedSteps": self.num_overflowed,
+            "restarts": self.num_restarts,
+            "resumes": self.num_resumes,
+            "allocatorRetries": self.num_allocator_retries,
+            "tiers": {
+                use.tier.value: {
+                    "budgetBytes": use.budget_bytes,
+                    "plannedBytes": use.planned_bytes,
+                    "peakBytes": use.peak_bytes if self.num_steps else None,
+                }
+                for use in self.tiers
+            },
+        }
+
+
+def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[Step]) -> RunSummary:
+    """`measured`: the steps that were made under `plan` (report_command.measured_under)."""
+    steps = log.curve
+    events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
+    times = [event.time for event in events]
+    evaluations = sorted(log.evaluations)
+    return RunSummary(
+        num_steps=len(steps),
+        first_loss=steps[0].metrics.loss if steps else None,
+        final_loss=steps[-1].metrics.loss if steps else None,
+        evaluation_loss=log.evaluations[evaluations[-1]].loss if evaluations else None,
+        tokens_per_second=median([step.metrics.tokens_per_second for step in measured]),
+        step_seconds=median([step.metrics.step_seconds for step in measured]),
+        prediction=plan.prediction,
+        training_seconds=max(times) - min(times) if times else 0.0,
+        attempt_seconds=sum(last - first for first, last in attempt_spans([one.time for one in log.starts], times)),
+        num_attempts=len(log.starts),
+        num_skipped=sum(step.metrics.skipped for step in steps),
+        num_overflowed=sum(step.metrics.overflowed for step in steps),
+        num_restarts=log.num_restarts,
+        num_allocator_retries=sum(step.metrics.allocator_retries for step in measured),
+        tiers=tuple(tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
+    )
+
+
+def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple[float, float]]:
+    """(start, last event) of every attempt, in Unix time."""
+    return [
+        (start, max((time for time in times if start <= time < end), default=start))
+        for start, end in pairwise([*starts, math.inf])
+    ]
+
+
+def tier_use(tier: Tier, steps: Sequence[Step], plan: MemoryPlan) -> TierUse:
+    planned = plan.bytes[tier].total if tier in plan.bytes else 0
+    peak = max((step.metrics.tier_peak_bytes.get(tier.value, 0) for step in steps), default=0)
+    return TierUse(tier, plan.budget.get(tier, 0), planned, peak)
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def finite(value: float | None) -> float | None:
+    """JSON knows no NaN and no infinity: null."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,66 @@
+"""How long a sweep still takes, from what the steps of its members took so far. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
+
+from spillway.api.halving import steps_ahead
+
+from .log import RunLog, Step
+from .sweep_view import MemberView, progress_of
+
+WINDOW_STEPS = 20
+"""of a member: its pace is that of its latest ones"""
+
+
+@dataclass(slots=True)
+class SweepPace:
+    """One attempt's steps of all members, and what the process took beside them."""
+
+    since: float
+    """Unix time at which the attempt began; steps before it are none of its own"""
+    _began: float | None = None
+    """without what came before the first step: text is made into tokens once"""
+    _last: float = 0.0
+    _in_steps_seconds: float = 0.0
+
+    def take(self, step: Step) -> None:
+        """In any order."""
+        if step.time < self.since:
+            return
+        seconds = step.metrics.step_seconds
+        began = step.time - seconds
+        self._began = began if self._began is None else min(self._began, began)
+        self._last = max(self._last, step.time)
+        self._in_steps_seconds += seconds
+
+    def left_seconds(self, members: Sequence[MemberView], logs: Mapping[str, RunLog], halving: int) -> float | None:
+        """Until all members have ended; None before there is a step. Each has the pace of its own latest steps (one
+        that made none, the mean of the others'), and beside steps the process takes what it took so far: evaluations,
+        checkpoints, turns."""
+        paces = {name: _pace(own) for name, own in logs.items() if own.steps}
+        if self._began is None or not self._in_steps_seconds or not paces:
+            return None
+        beside = max(1.0, (self._last - self._began) / self._in_steps_seconds)
+        usual = fmean(paces.values())
+        ahead = steps_ahead(map(progress_of, members), halving)
+        return beside * sum(number * paces.get(name, usual) for name, number in ahead.items())
+
+
+def _pace(log: RunLog) -> float:
+    """Seconds of a step."""
+    return fmean(step.metrics.step_seconds for step in islice(reversed(log.steps.values()), WINDOW_STEPS))
+
+
+def left_seconds(log: RunLog, logs: Mapping[str, RunLog], members: Sequence[MemberView]) -> float | None:
+    """The same of whole logs; None for a run that is no sweep."""
+    if log.sweep is None:
+        return None
+    pace = SweepPace(log.sweep.time)
+    for own in logs.values():
+        for step in own.steps.values():
+            pace.take(step)
+    return pace.left_seconds(members, logs, log.sweep.halving)

@@ -1,0 +1,179 @@
+"""The members of a sweep as commands show them: from the sweep's run.jsonl and the members' own. Pure but for Members.
+
+run.jsonl                events of members, the best    -> MemberView -> a table, a line, or JSON
+members/NAME/run.jsonl   steps and evaluations of each
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from spillway.api.progress import MemberProgress, MemberState, steps_of
+
+from ..console import printable, table
+from .directory import RunDirectory
+from .log import Evaluation, Event, Follower, RunLog, Step
+from .summary import finite, format_loss
+
+BEST_MARK = "*"
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    """One member at one moment."""
+
+    name: str
+    step: int
+    steps: int
+    """that it trains when no round stops it; 0 = not known"""
+    loss: float | None
+    """of its last step"""
+    evaluation_loss: float | None
+    state: str
+    message: str = ""
+    """why it was stopped, or failed"""
+    is_best: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "step": self.step,
+            "steps": self.steps or None,
+            "loss": finite(self.loss),
+            "evaluationLoss": finite(self.evaluation_loss),
+            "state": self.state,
+            "message": self.message or None,
+            "best": self.is_best,
+        }
+
+
+def member_views(log: RunLog, logs: Mapping[str, RunLog], trains: bool = False) -> tuple[MemberView, ...]:
+    """Of a sweep's run.jsonl and its members' own; in the order of the job. Unless somebody `trains`, it is nobody's
+    turn."""
+    if log.sweep is None:
+        return ()
+    best = "" if log.best is None else log.best.member
+    return tuple(
+        member_view(name, steps, log, logs.get(name, RunLog()), name == best, trains)
+        for name, steps in log.sweep.members.items()
+    )
+
+
+def member_view(name: str, steps: int, log: RunLog, own: RunLog, is_best: bool, trains: bool) -> MemberView:
+    event = log.members.get(name)
+    state = MemberState.PARKED if event is None else event.state
+    if state is MemberState.RUNNING and not trains:
+        state = MemberState.PARKED
+    last = own.steps[max(own.steps)].metrics if own.steps else None
+    evaluated = own.evaluations[max(own.evaluations)].loss if own.evaluations else None
+    return MemberView(
+        name=name,
+        step=max(0 if event is None else event.step, 0 if last is None else last.step),
+        steps=steps,
+        loss=None if last is None else last.loss,
+        evaluation_loss=evaluated,
+        state=state.value,
+        message="" if event is None else event.reason,
+        is_best=is_best,
+    )
+
+
+def steps_made(members: Sequence[MemberView]) -> tuple[int, int]:
+    """By all members together, and at their end (spillway.api.progress.steps_of)."""
+    return steps_of(map(progress_of, members))
+
+
+def progress_of(member: MemberView) -> MemberProgress:
+    """How far it is, in the words of a report."""
+    return MemberProgress(name=member.name, step=member.step, num_steps=member.steps, state=MemberState(member.state))
+
+
+def best_of(members: Sequence[MemberView]) -> MemberView | None:
+    return next((one for one in members if one.is_best), None)
+
+
+def members_table(members: Sequence[MemberView]) -> Table:
+    """One row each, the best one marked; why it was stopped or failed is the last column."""
+    with_messages = any(one.message for one in members)
+    made = table("member", "", "steps", "loss", "evaluation", "state", *(["why"] if with_messages else []))
+    for one in members:
+        made.add_row(*member_cells(one), *([printable(one.message)] if with_messages else []))
+    return made
+
+
+def member_cells(one: MemberView) -> list[str]:
+    """name, mark of the best, steps, loss, evaluation, state"""
+    return [
+        printable(one.name),
+        BEST_MARK if one.is_best else "",
+        f"{one.step}/{one.steps}" if one.steps else str(one.step),
+        UNKNOWN if one.loss is None else format_loss(one.loss),
+        UNKNOWN if one.evaluation_loss is None else format_loss(one.evaluation_loss),
+        printable(one.state),
+    ]
+
+
+def members_json(members: Sequence[MemberView]) -> dict[str, object]:
+    """`members` and `bestMember` of a document; nothing for a run that is no sweep."""
+    if not members:
+        return {}
+    best = best_of(members)
+    return {"members": [one.as_json() for one in members], "bestMember": None if best is None else best.name}
+
+
+def joined(log: RunLog, logs: Mapping[str, RunLog]) -> RunLog:
+    """Steps of all members in the order of time, counted together: for figures of the process that took all of them.
+    Evaluations are the members' own, and not in it. A run that is no sweep as it is."""
+    if log.sweep is None:
+        return log
+    steps = sorted((step for own in logs.values() for step in own.steps.values()), key=lambda step: step.time)
+    return RunLog(
+        starts=log.starts,
+        steps={
+            number: dataclasses.replace(step, metrics=dataclasses.replace(step.metrics, step=number))
+            for number, step in enumerate(steps, start=1)
+        },
+        checkpoints=[one for own in logs.values() for one in own.checkpoints],
+        ends=log.ends,
+        sweep=log.sweep,
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class MemberLogs:
+    """The members' own run.jsonl, each read from where the last look ended."""
+
+    run: RunDirectory
+    _followers: dict[str, Follower] = field(default_factory=dict)
+
+    def new_events(self, log: RunLog) -> Iterator[Event]:
+        """Steps and evaluations that the members of `log` appended since the last look, in the order of time."""
+        names = () if log.sweep is None else log.sweep.members
+        found = [event for name in names for event in self._follower(name).new_events()]
+        yield from sorted((one for one in found if isinstance(one, Step | Evaluation)), key=lambda one: one.time)
+
+    @property
+    def logs(self) -> dict[str, RunLog]:
+        return {name: follower.log for name, follower in self._followers.items()}
+
+    def _follower(self, name: str) -> Follower:
+        known = self._followers.get(name)
+        if known is None or known.was_replaced():
+            known = self._followers[name] = Follower(self.run.member(name).log)
+        return known
+
+
+def read_member_logs(run: RunDirectory, log: RunLog) -> dict[str, RunLog]:
+    """The whole of each one's; nothing for a run that is no sweep."""
+    members = MemberLogs(run)
+    for _ in members.new_events(log):
+        pass
+    return members.logs

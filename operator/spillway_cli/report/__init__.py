@@ -1,0 +1,1 @@
+"""`spillway report`: a run as one HTML page."""

@@ -1,0 +1,81 @@
+"""`spillway report RUN`: writes the report of a run directory, also while the run goes on or after it was killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from spillway import __version__
+from spillway.errors import UserError
+from spillway.plan import MemoryPlan
+
+from ..console import Format, print_json, result_console
+from ..record.attempt_ends import plan_of_attempt, read_ended
+from ..record.directory import RunDirectory, epochs_of, existing_run, is_taken, write_atomic
+from ..record.log import RunLog, Step, read_run_log
+from ..record.plan_reality import as_json, compared
+from ..record.sweep_view import joined, members_json, read_member_logs
+from .page import RunRecord, render_report
+
+
+def report(run_path: Path, file: Path | None, output: Format) -> int:
+    """Write RUN/report.html, or `file`."""
+    run = existing_run(run_path)
+    record = read_record(run, is_taken(run))
+    written = write_report(record, file or run.report)
+    if output is Format.JSON:
+        rows = as_json(compared(record.measured, record.plan), str(run.path))
+        print_json({"report": str(written), "planAgainstReality": rows, **members_json(record.members)})
+    else:
+        result_console().print(f"report written to {written}")
+    return 0
+
+
+def write_report(record: RunRecord, path: Path) -> Path:
+    """Raises UserError when `path` cannot be written."""
+    try:
+        write_atomic(path, render_report(record))
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the report ({error.strerror}); name another --output") from error
+    return path
+
+
+def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
+    """All that the run left. `trains`: somebody does in the directory, and its report is one on the way. Raises
+    UserError without a plan.json of this version."""
+    ended = {epoch: read_ended(run, epoch) for epoch in epochs_of(run.attempts)}
+    log = read_run_log(run.log)
+    logs = read_member_logs(run, log)
+    plan, measured = measured_under(run, joined(log, logs))
+    return RunRecord(
+        title=plan.job,
+        directory=str(run.path),
+        version=__version__,
+        plan=plan,
+        log=log,
+        measured=measured,
+        ended={epoch: attempt for epoch, attempt in ended.items() if attempt is not None},
+        member_logs=logs,
+        trains=trains,
+    )
+
+
+def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[Step]]:
+    """The plan of the newest attempt that made steps, and all steps of `log` that were made under an equal one: what
+    was measured under another plan says nothing about this one."""
+    steps, newest = log.curve, read_plan(run.plan_file)
+    plans = {epoch: plan_of_attempt(run, epoch) or newest for epoch in {step.epoch for step in steps}}
+    plan = plans[max(plans)] if plans else newest
+    return plan, [step for step in steps if plans[step.epoch] == plan]
+
+
+def read_plan(path: Path) -> MemoryPlan:
+    """Raises UserError when plan.json is missing or is not of this version."""
+    try:
+        return MemoryPlan.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: not found; name the --output of a `spillway run`") from error
+    except (ValidationError, ValueError) as error:
+        raise UserError(f"{path}: damaged, or not written by this version of spillway") from error

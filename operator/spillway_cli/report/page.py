@@ -1,0 +1,359 @@
+"""The report of a run as one HTML page. Pure: log and plan in, text out. The page loads nothing from anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from spillway.metrics import Phase, StepMetrics
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, format_seconds
+
+from ..record.attempt_ends import Attempt
+from ..record.log import RunLog, Step
+from ..record.plan_reality import compared, sentence
+from ..record.progress import format_eta
+from ..record.summary import RunSummary, format_loss, median, summarize
+from ..record.sweep_pace import left_seconds
+from ..record.sweep_view import MemberView, best_of, joined, member_cells, member_views, steps_made
+from .charts import Limit, Mark, Point, Series, line_chart, stacked_chart
+
+TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
+PHASE_COLOURS = {
+    Phase.FORWARD: "c1", Phase.BACKWARD: "c5", Phase.EXCHANGE: "c7", Phase.OPTIMIZER: "c3", Phase.WAIT: "c2",
+    Phase.DATA: "c4",
+}  # fmt: skip
+OTHER_COLOUR = "c6"
+MEMBER_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c7", "c6")
+"""of curves in one chart; the eighth member has the first one's again"""
+MOST_LABELLED_MARKS = 6
+BINARY_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """All that a run left behind, read."""
+
+    title: str
+    directory: str
+    """of the run, as a command line names it"""
+    version: str
+    """of spillway, for the footer"""
+    plan: MemoryPlan
+    log: RunLog
+    measured: Sequence[Step]
+    """the steps that were made under the plan; of a sweep, of all members"""
+    ended: dict[int, Attempt]
+    """by epoch; an attempt without an entry is running, or nobody saw its end"""
+    member_logs: Mapping[str, RunLog] = field(default_factory=dict)
+    """of a sweep: what each member recorded"""
+    trains: bool = False
+    """somebody holds the directory"""
+
+    @property
+    def members(self) -> tuple[MemberView, ...]:
+        """Of a sweep, in the order of the job."""
+        return member_views(self.log, self.member_logs, self.trains)
+
+
+def render_report(run: RunRecord) -> str:
+    """The whole page. Every text that came from the run is escaped."""
+    if run.log.sweep is not None:
+        return render_sweep(run)
+    summary = summarize(run.log, run.plan, run.measured)
+    charts = [loss_section(run), speed_section(run), phase_section(run), *tier_sections(run, summary)]
+    return page(
+        run,
+        tiles(run, summary),
+        charts,
+        [
+            reality_section(run, summary),
+            attempts_section(run),
+            reasons_section(
+                run.plan,
+                [correction.reason for correction in run.log.corrections]
+                + [choice.reason for choice in run.log.choices[-1:]],
+            ),
+        ],
+    )
+
+
+def render_sweep(run: RunRecord) -> str:
+    """Curves by member; what the process did by step of all members, in the order of time."""
+    together = replace(run, log=joined(run.log, run.member_logs))
+    summary = summarize(together.log, run.plan, run.measured)
+    charts = [*curves_sections(run), speed_section(together), *tier_sections(together, summary)]
+    return page(
+        run,
+        sweep_tiles(run, summary),
+        charts,
+        [members_section(run.members), attempts_section(run), reasons_section(run.plan, [])],
+    )
+
+
+def page(run: RunRecord, tiles: str, charts: Sequence[str], sections: Sequence[str]) -> str:
+    template = Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(run.title),
+        subtitle=escape(subtitle(run)),
+        tiles=tiles,
+        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(sections)}',
+        footer=escape(
+            f"spillway {run.version}, plan for node {run.plan.node}; values of charts appear under the mouse"
+        ),
+    )
+
+
+def subtitle(run: RunRecord) -> str:
+    """What was trained, where, when."""
+    if not run.log.starts:
+        return "The trainer has not started yet."
+    start = run.log.starts[-1]
+    began = datetime.fromtimestamp(run.log.starts[0].time, UTC)
+    parts = [
+        f"{format_count(start.parameters)} parameters" if run.log.sweep is None else f"{len(run.members)} members",
+        f"memory mode {run.plan.mode}",
+        f"started {began:%Y-%m-%d %H:%M} UTC",
+        f"CPU kernels {start.isa}" if start.isa else "",
+        f"I/O {start.io_backend}" if start.io_backend else "",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def tiles(run: RunRecord, summary: RunSummary) -> str:
+    device = next((use for use in summary.tiers if use.tier is Tier.DEVICE), None)
+    loss_note = f"first step {format_loss(summary.first_loss)}"
+    if summary.evaluation_loss is not None:
+        loss_note += f", evaluation {format_loss(summary.evaluation_loss)}"
+    shown = [
+        ("final loss", format_loss(summary.final_loss), loss_note),
+        ("steps", str(summary.num_steps), f"in {format_seconds(summary.attempt_seconds)}"),
+        speed_tile(summary),
+    ]
+    if device is not None and summary.num_steps:
+        budget = f"of a budget of {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
+        shown.append(("device peak", format_bytes(device.peak_bytes), budget))
+    shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
+    return tiles_of(shown)
+
+
+def speed_tile(summary: RunSummary) -> tuple[str, str, str]:
+    if not summary.num_steps:
+        return "speed", "-", "no step yet"
+    seconds = format_seconds(summary.step_seconds)
+    return "speed", f"{format_count(summary.tokens_per_second)} tok/s", f"{seconds} a step"
+
+
+def tiles_of(shown: Sequence[tuple[str, str, str]]) -> str:
+    return "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+        for name, value, note in shown
+    )
+
+
+def sweep_tiles(run: RunRecord, summary: RunSummary) -> str:
+    members = run.members
+    best, states = best_of(members), Counter(one.state for one in members)
+    counted = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    left = left_seconds(run.log, run.member_logs, members) if run.trains else None
+    eta = "" if left is None else f", eta {format_eta(left)}"
+    shown = [
+        ("best member", "none yet" if best is None else best.name, "" if best is None else figures_of(best)),
+        ("members", str(len(members)), counted),
+        (
+            "steps",
+            f"{summary.num_steps} of {steps_made(members)[1]}",
+            f"of all members, in {format_seconds(summary.attempt_seconds)}{eta}",
+        ),
+        speed_tile(summary),
+        ("restarts", str(summary.num_restarts), "each member from its last checkpoint"),
+    ]
+    return tiles_of(shown)
+
+
+def figures_of(member: MemberView) -> str:
+    evaluated = member.evaluation_loss
+    words = [] if evaluated is None else [f"evaluation {format_loss(evaluated)}"]
+    words += [] if member.loss is None else [f"loss {format_loss(member.loss)}"]
+    return ", ".join([*words, f"after {member.step} steps"])
+
+
+def curves_sections(run: RunRecord) -> list[str]:
+    """A curve for each member; of evaluations, too, where there are some."""
+    losses, evaluations = [], []
+    for index, member in enumerate(run.members):
+        colour, own = MEMBER_COLOURS[index % len(MEMBER_COLOURS)], run.member_logs.get(member.name, RunLog())
+        losses.append(Series(member.name, colour, [(step.metrics.step, step.metrics.loss) for step in own.curve]))
+        evaluated = [(step, each.loss) for step, each in sorted(own.evaluations.items())]
+        evaluations.append(Series(member.name, colour, evaluated, dots=True))
+    chart = line_chart("nats per token", losses, from_zero=False)
+    made = [section("Loss of each member", "Mean over each step's tokens, by the member's own steps.", chart)]
+    if any(one.points for one in evaluations):
+        chart = line_chart("nats per token", evaluations, from_zero=False)
+        made.append(section("Evaluation of each member", "On held-out text; rounds of halving compare these.", chart))
+    return made
+
+
+def members_section(members: Sequence[MemberView]) -> str:
+    rows = [[*member_cells(one), one.message] for one in members]
+    headings = ["member", "", "steps", "loss", "evaluation", "state", "why"]
+    return section("Members", "The best so far is marked with a star.", html_table(headings, rows, 1))
+
+
+def loss_section(run: RunRecord) -> str:
+    series = [Series("training", "c1", points(run, lambda step: step.loss))]
+    if run.log.evaluations:
+        evaluated = sorted(run.log.evaluations.items())
+        series.append(Series("evaluation", "c2", [(step, each.loss) for step, each in evaluated], dots=True))
+    chart = line_chart("nats per token", series, resumes(run), from_zero=False)
+    return section("Loss", "Mean over the step's tokens; dashed: resumed from a checkpoint.", chart)
+
+
+def speed_section(run: RunRecord) -> str:
+    series = [Series("tokens", "c1", points(run, lambda step: step.tokens_per_second))]
+    return section("Speed", "Tokens per second of each step.", line_chart("tokens/s", series, resumes(run)))
+
+
+def phase_section(run: RunRecord) -> str:
+    scale, unit = (1e3, "ms") if median([step.metrics.step_seconds for step in run.log.curve]) < 1 else (1.0, "s")
+    exchanges = run.plan.world_size > 1
+    series = [
+        Series(phase.value, colour, points(run, phase_value(phase, scale)))
+        for phase, colour in PHASE_COLOURS.items()
+        if exchanges or phase is not Phase.EXCHANGE  # one rank has nobody to wait for
+    ]
+    series.append(Series("other", OTHER_COLOUR, points(run, lambda step: other_seconds(step) * scale)))
+    chart = stacked_chart(unit, series, resumes(run))
+    return section(
+        "Step breakdown",
+        "Where a step's time goes; wait = copies and I/O that nothing hid; exchange = other ranks.",
+        chart,
+    )
+
+
+def phase_value(phase: Phase, scale: float) -> Callable[[StepMetrics], float]:
+    return lambda step: step.phase_seconds.get(phase.value, 0.0) * scale
+
+
+def other_seconds(step: StepMetrics) -> float:
+    return max(0.0, step.step_seconds - sum(step.phase_seconds.values()))
+
+
+def tier_sections(run: RunRecord, summary: RunSummary) -> list[str]:
+    """One chart per tier in use: their sizes differ too much for one axis."""
+    made = []
+    for use in summary.tiers:
+        if not use.peak_bytes and not use.planned_bytes:
+            continue
+        unit, size = binary_unit(max(use.peak_bytes, use.planned_bytes))
+        peaks = points(run, tier_value(use.tier, size))
+        near = 0 < use.budget_bytes <= 3 * max(use.peak_bytes, use.planned_bytes)
+        limits = [Limit(use.budget_bytes / size, f"budget {format_bytes(use.budget_bytes)}")] if near else []
+        colour = TIER_COLOURS[use.tier]
+        chart = line_chart(unit, [Series(f"{use.tier} peak", colour, peaks)], resumes(run), limits)
+        far = "" if near or not use.budget_bytes else f" The budget of {format_bytes(use.budget_bytes)} is far above."
+        made.append(section(f"Bytes in the {use.tier} tier", f"Highest bytes held during each step.{far}", chart))
+    return made
+
+
+def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
+    return lambda step: step.tier_peak_bytes.get(tier.value, 0) / size
+
+
+def reality_section(run: RunRecord, summary: RunSummary) -> str:
+    """Peaks, seconds by phase and of cores, bytes by link, each beside its plan; what to do about the furthest."""
+    rows, budgets = compared(run.measured, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
+    names = {
+        "tier": "{} peak",
+        "step": "seconds per step",
+        "phase": "of that, {}",
+        "cores": "CPU seconds per step",
+        "link": "{} per step",
+    }
+    shown = [
+        [
+            names[row.kind].format(row.name),
+            row.prediction,
+            row.format(row.seen),
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            format_bytes(budgets[row.name]) if row.kind == "tier" and budgets[row.name] else "none",
+        ]
+        for row in rows
+    ]
+    chart = html_table(["", "planned", "seen", "seen / planned", "budget"], shown)
+    bound = f"Predicted to be bound by {run.plan.prediction.bound_by}. Seen: peaks, and medians of the steps."
+    return section("Plan against reality", f"{bound} {sentence(rows, run.directory)}", chart)
+
+
+def attempts_section(run: RunRecord) -> str:
+    starts = {start.epoch: start for start in run.log.starts}
+    rows = []
+    for epoch in sorted({*starts, *run.ended}):
+        start, ended = starts.get(epoch), run.ended.get(epoch)
+        last = run.log.last_step_of_epoch.get(epoch)
+        rows.append(
+            [
+                str(epoch),
+                "never" if start is None else f"{datetime.fromtimestamp(start.time, UTC):%H:%M:%S}",
+                "-" if start is None else str(start.resumed_from_step),
+                "-" if last is None else str(last),
+                "no end seen" if ended is None else ended.reason,
+                "" if ended is None else ended.message,
+            ]
+        )
+    headings = ["attempt", "started (UTC)", "from step", "to step", "ended", "message"]
+    return section("Attempts", "Each begins at the newest checkpoint that verifies.", html_table(headings, rows, 2))
+
+
+def reasons_section(plan: MemoryPlan, chosen: Sequence[str]) -> str:
+    """Why this plan, and what the run decided itself; left out when the planner had nothing to decide."""
+    if not plan.reasons:
+        return ""
+    shown = plan.prediction.format
+    lost = [[one.summary, "does not fit" if one.step_seconds is None else shown(one.step_seconds), one.reason]
+            for one in plan.alternatives]  # fmt: skip
+    reasons = "".join(f"<p>{escape(reason)}</p>" for reason in plan.reasons)
+    reasons += "".join(f"<p>activations, storage by storage: {escape(reason)}</p>" for reason in chosen)
+    table = html_table(["alternative", "step", "why not"], lost, 1) if lost else ""
+    return section("Why this plan", "", reasons + table)
+
+
+def section(heading: str, note: str, body: str) -> str:
+    paragraph = f"<p>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(heading)}</h2>{paragraph}{body}</section>"
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int = 0) -> str:
+    """The last `num_text_columns` columns hold text, which may wrap."""
+    first_text = len(headings) - num_text_columns
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        styles = [' class="text"' if index >= first_text else "" for index in range(len(values))]
+        return "".join(f"<{tag}{style}>{escape(value)}</{tag}>" for style, value in zip(styles, values, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<tr>{cells('th', headings)}</tr>"
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def points(run: RunRecord, value: Callable[[StepMetrics], float]) -> list[Point]:
+    return [(step.metrics.step, value(step.metrics)) for step in run.log.curve]
+
+
+def resumes(run: RunRecord) -> list[Mark]:
+    """Where attempts took up the run; too many labels would hide the curve."""
+    marks = [start for start in run.log.starts if start.resumed_from_step]
+    labelled = len(marks) <= MOST_LABELLED_MARKS
+    return [
+        Mark(start.resumed_from_step, f"resumed at {start.resumed_from_step}" if labelled else "") for start in marks
+    ]
+
+
+def binary_unit(num_bytes: int) -> tuple[str, int]:
+    """The unit in which a chart's axis has small numbers."""
+    return next(((unit, size) for unit, size in BINARY_UNITS if num_bytes >= size), ("B", 1))

@@ -1,0 +1,1 @@
+"""`spillway run`: plan, train, restart, replan."""

@@ -1,0 +1,187 @@
+"""Attempts of a local run: one trainer process after the other, until the job is done or a restart cannot help.
+
+    attempt E = epoch E: start -> follow run.jsonl -> exit code -> done | restart with epoch E+1 | give up
+
+spillway.feedback.retries says which ends are worth another attempt, from the last good checkpoint; after one that ran
+out of memory the next has another plan (ladder.py), which counts against no restarts. An attempt that was stopped
+on request ends the run: here nobody else's disruption is behind it.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from spillway.errors import ExitCode
+
+from ..record.attempt_ends import NO_RUNG, Attempt, Rung, describe_end, record_end
+from ..record.directory import RunDirectory, next_epoch, no_room_is_said
+from ..record.follower import RunFollower
+from ..record.log import Event, RunLog
+
+POLL_SECONDS = 0.2
+MAXIMUM_BACKOFF_SECONDS = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Watcher(Protocol):
+    """Is told what happens, as it happens (the progress line, the demo)."""
+
+    def attempt_started(self, epoch: int, pid: int) -> None: ...
+
+    def event(self, event: Event, log: RunLog) -> None: ...
+
+    def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None: ...
+
+    def replanned(self, rung: Rung) -> None: ...
+
+    def stopping(self, signal_number: int, pid: int) -> None: ...
+
+
+class StopRequest:
+    """Ctrl-C, SIGTERM or a closed terminal: passed on to the trainer once, as SIGTERM.
+
+    The handler only notes the signal; everything else happens in the loop, where printing and locks are safe.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._told_pid: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def pass_on(self, process: subprocess.Popen[bytes], watcher: Watcher) -> None:
+        """Ask this trainer to stop, once, when stopping was requested (also before it was started)."""
+        if self.signal_number is not None and process.pid != self._told_pid:
+            self._told_pid = process.pid
+            watcher.stopping(self.signal_number, process.pid)
+            process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait that long, or until stopping is requested; returns whether it is."""
+        deadline = time.monotonic() + seconds
+        while not self.requested and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return self.requested
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """How to start one attempt."""
+
+    prepare: Callable[[int], None]
+    """writes job.json for an epoch"""
+    command: Sequence[str]
+    replan: Callable[[Attempt], Rung]
+    """takes another plan, when there is one, after an attempt that ran out of memory"""
+    lock: int
+    """descriptor that the trainer inherits and keeps open: the run directory stays taken while it lives"""
+
+    def start(self, run: RunDirectory, epoch: int) -> subprocess.Popen[bytes]:
+        directory = run.attempt(epoch)
+        with no_room_is_said(run, directory, run.attempts):
+            directory.mkdir(parents=True)
+            self.prepare(epoch)
+            log_file = (directory / "trainer.log").open("wb")
+        with log_file as log:
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,  # the trainer's end of our life: see trainer_process
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+                pass_fds=(self.lock,),
+            )
+
+
+def run_attempts(
+    run: RunDirectory,
+    trainer: Trainer,
+    watcher: Watcher,
+    stop: StopRequest,
+    max_restarts: int,
+    first_backoff_seconds: float = 1.0,
+) -> list[Attempt]:
+    """Attempts in order; the last one decides how the run ended."""
+    follower = RunFollower(run)
+    for _ in follower.new_events():
+        pass  # what earlier runs of this directory left
+    ended: list[Attempt] = []
+    while True:
+        attempt = one_attempt(run, next_epoch(run), trainer, watcher, stop, follower)
+        restarts = sum(earlier.worth_restarting for earlier in ended)
+        restarts_left = max_restarts - restarts if attempt.worth_restarting and not stop.requested else 0
+        ended.append(attempt)
+        record_end(run, attempt)
+        watcher.attempt_ended(attempt, restarts_left)
+        rung = trainer.replan(attempt) if attempt.ran_out_of_memory and not stop.requested else NO_RUNG
+        if rung.sentence:
+            watcher.replanned(rung)
+        if restarts_left <= 0 and not rung.taken:
+            return ended
+        backoff_seconds = min(first_backoff_seconds * 2 ** (len(ended) - 1), MAXIMUM_BACKOFF_SECONDS)
+        if stop.wait(backoff_seconds):
+            ended.append(stopped_before_training(attempt.epoch))
+            return ended
+
+
+def one_attempt(
+    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopRequest, follower: RunFollower
+) -> Attempt:
+    process = trainer.start(run, epoch)
+    try:
+        watcher.attempt_started(epoch, process.pid)
+        while process.poll() is None:
+            stop.pass_on(process, watcher)
+            follow(follower, watcher)
+            wait_for_exit(process, POLL_SECONDS)
+        follow(follower, watcher)
+    finally:
+        close_life_line(process)
+    if stop.requested and process.returncode == -signal.SIGTERM:
+        return stopped_before_training(epoch)
+    return describe_end(run.attempt(epoch), epoch, process.returncode)
+
+
+def follow(follower: RunFollower, watcher: Watcher) -> None:
+    for event in follower.new_events():
+        watcher.event(event, follower.log)
+
+
+def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def close_life_line(process: subprocess.Popen[bytes]) -> None:
+    """Closing the pipe tells a trainer that is still alive (we are failing) to stop; an ended one does not notice."""
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def stopped_before_training(epoch: int) -> Attempt:
+    """The request came before the trainer could listen: nothing happened since the last checkpoint."""
+    code = ExitCode.PREEMPTED
+    return Attempt(epoch, code, code.reason, "stopped on request before training went on")

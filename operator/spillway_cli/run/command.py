@@ -1,0 +1,294 @@
+"""`spillway run JOB --output DIR`: plans the job for this machine, trains it, restarts it after crashes, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from spillway.api.training_job import TrainingJob, load_job
+from spillway.errors import ExitCode, SpillwayError, UserError
+from spillway.extras import need_for
+from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.planning.corrections import Corrections
+from spillway.planning.model_shape import ModelShape
+from spillway.units import format_bytes, format_count, format_seconds
+from spillway_trainer.cgroup import usable_cores
+from spillway_trainer.tiers.volumes import refuse_memory
+
+from ..console import Format, message_console, print_json, result_console, table
+from ..machine.gpus import find_gpus
+from ..machine.local_node import probe
+from ..machine.node_profile import Profiles, own_profile
+from ..record.attempt_ends import Attempt
+from ..record.directory import RunDirectory, create_run_directory, exclusive
+from ..record.log import RunLog
+from ..record.progress import ProgressReporter
+from ..record.summary import RunSummary, format_loss, summarize
+from ..record.sweep_view import MemberView, best_of, joined, members_json, members_table, steps_made
+from ..report.command import read_record, write_report
+from ..report.page import RunRecord
+from . import local_run
+from .ladder import LocalLadder, earlier_failures, first_plan, trained_on
+from .local_run import LocalJob
+from .model_inspection import inspected_shape
+from .plan import BudgetOverrides, decided_for_this_machine, local_devices, with_budget
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The command line of `spillway run`."""
+
+    job: Path
+    output: Path
+    claims: Sequence[str]
+    budget: BudgetOverrides
+    spill: Sequence[Path]
+    """directory of the NVMe tier; none = `output`"""
+    metrics_port: int | None
+    max_restarts: int | None
+    """none = lifecycle.maxRestarts"""
+    format: Format
+    num_ranks: int = 1
+    node: Path | None = None
+    """profile of this machine; none = the one that `spillway calibrate` left"""
+
+
+def run(options: RunOptions) -> int:
+    """Train; returns the exit code of the last attempt. Every refusal happens before anything is written."""
+    source = str(options.job)
+    job = with_budget(load_job(options.job), options.budget)
+    claims = local_run.parse_claims(options.claims)
+    local_run.refuse_wrong_fields(job, claims, source)
+    need_for(job.spec, options.num_ranks)
+    local_run.refuse_taken_port(options.metrics_port)
+    console = message_console()
+    unused = local_run.unused_fields(job.spec, options.num_ranks)
+    if unused:
+        console.print(f"not used locally: {', '.join(unused)}")
+    shape = inspected_shape(options.job, job, claims)
+    own = partial(own_profile, usable_cores(Path("/")), given=options.node)
+    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_on(RunDirectory(options.output)))
+    own(first[0])  # refused before anything is written
+    is_new = not options.output.exists()
+    directory = create_run_directory(options.output)
+    try:
+        return run_in(directory, options, job, claims, shape, own)
+    except SpillwayError:
+        if is_new:
+            with suppress(OSError):  # something is in it that is worth more than the sentence
+                directory.path.rmdir()
+        raise
+
+
+def run_in(
+    directory: RunDirectory,
+    options: RunOptions,
+    job: TrainingJob,
+    claims: Mapping[str, Path],
+    shape: ModelShape | None,
+    own: Profiles,
+) -> int:
+    console = message_console()
+    spill = spill_directories(options.spill) or (directory.path,)
+    local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
+    with exclusive(directory) as lock:
+        earlier = local_run.read_job_file(directory.job_file)
+        for changed in local_run.refuse_another_run(directory, job, earlier):
+            console.print(f"changed from the last checkpoint on: {changed}")
+        if not job.spec.members:
+            local_run.refuse_lost_checkpoints(directory)
+        if local_run.is_complete(directory, job):
+            done = "every member has ended" if job.spec.members else f"all {job.spec.training.steps} steps are trained"
+            console.print(f"{directory.path}: complete already, {done}")
+            return finish(directory, job, [], options.format)
+        resources = probe(spill[0], further=spill[1:])
+        num_ranks, before = options.num_ranks, trained_on(directory)
+
+        def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
+            return decided_for_this_machine(asked, resources, num_ranks, shape, own, corrections, before)
+
+        failures = earlier_failures(directory, job, num_ranks)
+        plan = first_plan(job, num_ranks, failures, planned)
+        say_plan(console, plan)
+        console.print(own(plan.device).sentence)
+
+        def refuse(taken: MemoryPlan) -> None:
+            if not options.spill:
+                local_run.refuse_spill_in_memory(directory.path, taken, "name one on a disk, or give --spill a disk's")
+
+        refuse(plan)
+        files = local_run.local_files(directory, local, plan, resources.cores, earlier)
+        max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
+        with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:
+            ladder = LocalLadder(files, planned, refuse, list(failures))
+            attempts = local_run.train(ladder, progress, lock, max_restarts)
+        return finish(directory, job, attempts, options.format)
+
+
+def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
+    """Raises UserError for one that is missing, lies in memory, is given twice or cannot be written to."""
+    for directory in given:
+        refuse_missing(directory)
+    found = tuple(create_run_directory(each, "--spill").path for each in given)
+    for directory in found:
+        if found.count(directory) > 1:
+            raise UserError(f"--spill {directory}: is given twice; name each volume's directory once")
+        refuse_memory(directory, f"--spill {directory}")
+    return found
+
+
+def refuse_missing(directory: Path) -> None:
+    """Never made: a slip would spill to another disk than the one meant."""
+    try:
+        directory.stat()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"--spill {directory}: there is no such directory; correct it, or make it on the disk to be used (mkdir -p)"
+        ) from error
+    except OSError:
+        return  # whoever writes to it first says so
+
+
+def say_plan(console: Console, plan: MemoryPlan) -> None:
+    """Where the bytes will be, why there, and how fast a step should be."""
+    each = f", bytes of each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}{each}")
+    for tier in Tier:
+        if tier in plan.bytes:
+            budget = plan.budget.get(tier)
+            shown.add_row(tier.value, format_bytes(plan.bytes[tier].total), "-" if not budget else format_bytes(budget))
+    console.print(shown)
+    for reason in plan.reasons:
+        console.print(f"  {reason}")
+    mark = "" if plan.prediction.calibrated else " (uncalibrated: run `spillway calibrate`)"
+    here = "GPU" if plan.device == "Cuda" else "CPU"
+    console.print(f"predicted {plan.prediction.step} a step on this {here}{mark}, bound by {plan.prediction.bound_by}")
+
+
+def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
+    """Report, summary, exit code. No attempt at all means that the run was complete before."""
+    exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
+    record = read_record(directory)
+    members, logs = record.members, record.member_logs
+    summary = of_the_best(summarize(joined(record.log, logs), record.plan, record.measured), members, logs)
+    report = report_if_possible(record, directory.report)
+    if output is Format.JSON:
+        print_json({**as_json(directory, job, attempts, summary, report), **sweep_json(members)})
+    else:
+        if members:
+            result_console().print(members_table(members))
+        result_console().print(summary_table(job, summary, steps_made(members)[1] if members else None))
+        if report is not None:
+            result_console().print(f"report: {report}")
+    if attempts and exit_code != ExitCode.COMPLETED:
+        message_console().print(closing_sentence(attempts[-1], summary.num_steps, directory))
+    return exit_code
+
+
+def of_the_best(summary: RunSummary, members: Sequence[MemberView], logs: Mapping[str, RunLog]) -> RunSummary:
+    """The losses of a sweep are those of its best member; those of a run that is no sweep its own."""
+    if not members:
+        return summary
+    best = best_of(members)
+    curve = [] if best is None else logs[best.name].curve
+    return replace(
+        summary,
+        first_loss=curve[0].metrics.loss if curve else None,
+        final_loss=curve[-1].metrics.loss if curve else None,
+        evaluation_loss=None if best is None else best.evaluation_loss,
+    )
+
+
+def sweep_json(members: Sequence[MemberView]) -> dict[str, object]:
+    return {"stepsPlanned": steps_made(members)[1], **members_json(members)} if members else {}
+
+
+def report_if_possible(record: RunRecord, path: Path) -> Path | None:
+    """The report; a full disk is said, and hides neither how the run ended nor its figures."""
+    try:
+        return write_report(record, path)
+    except UserError as error:
+        message_console().print(str(error))
+        return None
+
+
+def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> str:
+    """Why it ended, and what to do."""
+    log = directory.attempt(last.epoch) / "trainer.log"
+    message = last.message.rstrip(".")
+    if last.exit_code == ExitCode.PREEMPTED and not num_steps:
+        return "stopped before the first step; the same command starts again"
+    if last.exit_code == ExitCode.PREEMPTED:
+        return f"stopped after step {num_steps}; the same command goes on from the last checkpoint"
+    if last.worth_restarting:
+        return f"given up: {last.reason}: {message}. The log is {log}; the same command tries again."
+    return f"ended: {last.reason}: {message}. The log is {log}."
+
+
+def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | None = None) -> object:
+    """`steps_planned`: of all members of a sweep, whose losses are the best one's."""
+    shown = table("", job.metadata.name)
+    shown.add_row("steps", f"{summary.num_steps} of {steps_planned or job.spec.training.steps}")
+    if summary.num_steps == 0:
+        return shown  # no step, no figures
+    shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
+    if summary.evaluation_loss is not None:
+        shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
+    shown.add_row("speed", f"{format_count(summary.tokens_per_second)} tok/s")
+    predicted = summary.prediction.step + ("" if summary.prediction.calibrated else ", uncalibrated")
+    shown.add_row("step", f"{format_seconds(summary.step_seconds)} (predicted {predicted})")
+    for use in summary.tiers:
+        if use.planned_bytes or use.peak_bytes:
+            budget = f", budget {format_bytes(use.budget_bytes)}" if use.budget_bytes else ""
+            planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
+            shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
+    if summary.num_allocator_retries:
+        shown.add_row("allocator retries", f"{summary.num_allocator_retries}: the device was short of memory")
+    resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""
+    shown.add_row("restarts", f"{summary.num_restarts}{resumes}")
+    if summary.num_skipped:
+        shown.add_row("steps left out", left_out(summary))
+    shown.add_row("time", time_of(summary))
+    return shown
+
+
+def left_out(summary: RunSummary) -> str:
+    """3, whose loss or gradients were not finite (2 overflowed float16 at their loss scale)"""
+    overflowed = f" ({summary.num_overflowed} overflowed float16 at their loss scale)" if summary.num_overflowed else ""
+    return f"{summary.num_skipped}, whose loss or gradients were not finite{overflowed}"
+
+
+def time_of(summary: RunSummary) -> str:
+    """That of the attempts; earlier invocations count, and what lay between is told apart."""
+    seconds = format_seconds(summary.attempt_seconds)
+    if summary.num_attempts < 2:
+        return seconds
+    return (
+        f"{seconds} in {summary.num_attempts} attempts, {format_seconds(summary.training_seconds)} from first to last"
+    )
+
+
+def as_json(
+    directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], summary: RunSummary, report: Path | None
+) -> dict[str, object]:
+    """The document of `-o json` (docs/cli.md)."""
+    last = attempts[-1] if attempts else None
+    return {
+        "job": job.metadata.name,
+        "output": str(directory.path),
+        "exitCode": int(last.exit_code) if last else 0,
+        "reason": last.reason if last else ExitCode.COMPLETED.reason,
+        "message": last.message if last else "complete already",
+        "stepsPlanned": job.spec.training.steps,
+        **summary.as_json(),
+        "attempts": [
+            {"epoch": one.epoch, "exitCode": int(one.exit_code), "reason": one.reason, "message": one.message}
+            for one in attempts
+        ],
+        "report": None if report is None else str(report),
+    }

@@ -1,0 +1,131 @@
+"""The ladder of a local run: memory ran out -> the plan of the next attempt (spillway.feedback.ladder decides).
+
+What ran out under which plan is kept beside the attempts' logs, so that the same command, run again, starts where the
+last one ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from spillway.api.training_job import TrainingJob
+from spillway.errors import DoesNotFit, ExitCode, UserError
+from spillway.feedback.ladder import (
+    MemoryFailure,
+    change,
+    corrections_after,
+    repeats,
+    smaller_micro_batches,
+    tries_are_used_up,
+)
+from spillway.feedback.retries import MEMORY_ERRORS
+from spillway.plan import Infeasible, MemoryPlan
+from spillway.planning.corrections import Corrections
+from spillway.planning.explain import lacking
+from spillway.planning.hardware import DeviceKind
+from spillway.planning.pod_resources import pod_resources
+
+from ..record.attempt_ends import PLAN, Attempt, Rung, plan_of_attempt, read_ended
+from ..record.directory import RunDirectory, epochs_of, write_atomic
+from .local_run import LocalFiles, steps_trained
+
+Planned = Callable[[TrainingJob, Corrections], MemoryPlan | Infeasible]
+"""for this machine"""
+
+
+def first_plan(job: TrainingJob, num_ranks: int, earlier: Sequence[MemoryFailure], planned: Planned) -> MemoryPlan:
+    """Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits."""
+    found = _fastest(job, num_ranks, earlier, planned)
+    if isinstance(found, Infeasible):
+        raise DoesNotFit(lacking(found, "this machine"))
+    return found
+
+
+def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tuple[MemoryFailure, ...]:
+    """Of the directory's attempts. A spill volume that was full is forgotten: somebody may have made room."""
+    found = []
+    for epoch in epochs_of(run.attempts):
+        ended = read_ended(run, epoch)
+        if ended is not None and ended.reason in MEMORY_ERRORS - {ExitCode.SPILL_VOLUME_FULL.reason}:
+            plan = plan_of_attempt(run, epoch)
+            found.extend([] if plan is None else [_failure(job, plan, num_ranks, ended)])
+    return tuple(found)
+
+
+def trained_on(run: RunDirectory) -> DeviceKind | None:
+    """The kind of device of the last attempt, where the run has trained; None where it has not."""
+    epochs = epochs_of(run.attempts) if steps_trained(run) else []
+    plan = plan_of_attempt(run, epochs[-1]) if epochs else None
+    return None if plan is None else plan.device
+
+
+def _failure(job: TrainingJob, plan: MemoryPlan, num_ranks: int, ended: Attempt) -> MemoryFailure:
+    return MemoryFailure(ended.epoch, ended.reason, plan, pod_resources(job.spec, plan, num_ranks).memory_bytes)
+
+
+def _fastest(
+    job: TrainingJob, num_ranks: int, failures: Sequence[MemoryFailure], planned: Planned
+) -> MemoryPlan | Infeasible:
+    corrections = corrections_after(failures)
+    found = first = planned(job, corrections)
+    for smaller in smaller_micro_batches(job, num_ranks) if failures else ():
+        if isinstance(found, MemoryPlan):
+            break
+        found = planned(smaller, corrections)
+    return found if isinstance(found, MemoryPlan) else first
+
+
+@dataclass(slots=True)
+class LocalLadder:
+    """The plan of the present attempt, and of the next one."""
+
+    files: LocalFiles
+    planned: Planned
+    refuse: Callable[[MemoryPlan], None]
+    """raises UserError for a plan that this command may not carry out"""
+    failures: list[MemoryFailure] = field(default_factory=list)
+    ran_out: list[str] = field(default_factory=list)
+    """why attempts of this command did"""
+
+    def write(self, epoch: int) -> None:
+        """What attempt `epoch` reads, and what is to be known of it afterwards."""
+        self.files.write(epoch)
+        write_atomic(self.files.run.attempt(epoch) / PLAN, self.files.plan.model_dump_json(indent=2) + "\n")
+
+    def replan(self, ended: Attempt) -> Rung:
+        """After an attempt that ran out of memory."""
+        job, num_ranks, before = self.files.local.job, self.files.local.num_ranks, self.files.plan
+        self.failures.append(_failure(job, before, num_ranks, ended))
+        mode = job.spec.memory.mode
+        if mode == "Disabled":
+            return Rung()
+        self.ran_out.append(ended.reason)
+        if tries_are_used_up(self.ran_out):
+            return Rung(f"{len(self.ran_out) - 1} other plans were tried")
+        found = _fastest(_as_auto(job), num_ranks, self.failures, self.planned)
+        if isinstance(found, Infeasible):
+            return Rung(f"no other plan fits: {lacking(found, 'this machine')}")
+        if obstacle := self._obstacle(found):
+            return Rung(f"no other plan can be taken: {obstacle}")
+        sentence = change(before, found)
+        if mode == "Advise":
+            return Rung(f"mode Auto would take: {sentence}")
+        self.files = replace(self.files, plan=found)
+        return Rung(f"another plan: {sentence}", taken=True)
+
+    def _obstacle(self, found: MemoryPlan) -> str:
+        """Why the plan cannot be taken; empty = it can."""
+        local = self.files.local
+        if repeats(self.failures, found, pod_resources(local.job.spec, found, local.num_ranks).memory_bytes):
+            return "it asks for as much of what ran out"
+        try:
+            self.refuse(found)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def _as_auto(job: TrainingJob) -> TrainingJob:
+    memory = job.spec.memory.model_copy(update={"mode": "Auto"})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})

@@ -1,0 +1,325 @@
+"""A job on this machine: what must be true before the first attempt, and the files that the attempts read.
+
+job -> claims and paths exist -> plan -> same run as the directory's? -> job.json, plan.json -> attempts
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from spillway.api.job_file import JobFile
+from spillway.api.members import named_specs
+from spillway.api.progress import MemberState
+from spillway.api.training_job import Location, TrainingJob, TrainingJobSpec, not_used_locally
+from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
+from spillway.plan import MemoryPlan, Tier
+from spillway_trainer.checkpoints import directory as checkpoint_directory
+from spillway_trainer.corpus.text_source import text_source
+from spillway_trainer.tiers.volumes import refuse_memory
+
+from ..record.attempt_ends import Attempt, Rung
+from ..record.directory import RunDirectory, is_text, write_atomic
+from ..record.log import read_run_log
+from .attempts import StopRequest, Trainer, Watcher, run_attempts
+
+IDENTITY = ("model", "data", "training", "objective")
+"""Sections of the spec that the numbers of a run depend on, and on nothing in the others."""
+MAY_CHANGE = ("spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate")
+"""of these, what steps to come depend on alone: checkpoints say with which of them they were trained. Members of a
+sweep are known by their rates, so there only the steps may change, and nothing where rounds compare members"""
+RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A job that this machine can run, with everything that the YAML does not say."""
+
+    job: TrainingJob
+    claims: Mapping[str, Path]
+    corpus: Path
+    spill: tuple[Path, ...]
+    """a directory a volume, at least one"""
+    metrics_port: int | None = None
+    num_ranks: int = 1
+
+
+def refuse_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
+    """Raises InvalidJob with every field that a run on this machine cannot honour, text and models that are not here
+    included. `claims`: their directories; None: not known, and what lies on one is not looked for."""
+    if problems := _missing_locations(job, claims):
+        raise InvalidJob(source, problems)
+
+
+def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
+    """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on.
+
+    Nodes and devices have one when --ranks stands for just as many, a strategy when there are several ranks.
+    """
+    claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
+    counts = RANK_COUNTS if num_ranks == spec.parallelism.world_size else ()
+    divides = num_ranks > 1 and spec.parallelism.strategy != "Auto"
+    return sorted({*not_used_locally(spec), *claim} - {*counts, *(["spec.parallelism.strategy"] if divides else [])})
+
+
+def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
+    """`--claim NAME=DIR`, repeated. Raises UserError for another form or a directory that does not exist."""
+    claims: dict[str, Path] = {}
+    for text in texts:
+        name, equals, directory = text.partition("=")
+        if not name or not equals or not directory:
+            raise UserError(f"--claim {text}: write NAME=DIRECTORY, for example --claim corpus=/data/corpus")
+        if name in claims:
+            raise UserError(f"--claim {text}: {name} is given twice; keep one")
+        if not Path(directory).is_dir():
+            raise UserError(f"--claim {text}: {directory} is no directory; name the one that stands for the claim")
+        if not is_text(Path(directory)):
+            raise UserError(f"--claim {text}: the name is not UTF-8; name a directory whose path is text")
+        claims[name] = Path(directory).resolve()
+    return claims
+
+
+def _missing_locations(job: TrainingJob, claims: Mapping[str, Path] | None) -> list[FieldProblem]:
+    source, texts = job.spec.model.source, job.spec.texts.items()
+    problems = [_missing("spec.model.source", source, claims, is_text=False)] if source is not None else []
+    problems += [_missing(f"spec.{name}", text, claims, is_text=True) for name, text in texts if text is not None]
+    return [problem for problem in problems if problem is not None]
+
+
+def _missing(
+    field: str, location: Location, claims: Mapping[str, Path] | None, *, is_text: bool
+) -> FieldProblem | None:
+    if location.path is not None:
+        path, name, value, wanted = Path(location.path), "path", location.path, "there is no such file or directory"
+    elif claims is None:
+        return None
+    elif location.claim is None or location.claim not in claims:
+        wanted = f"give its directory: --claim {location.claim}=DIRECTORY"
+        return FieldProblem(f"{field}.claim", str(location.claim), wanted)
+    else:
+        path, name, value = claims[location.claim] / location.sub_path, "subPath", location.sub_path
+        wanted = f"there is no {path}; correct it, or the --claim"
+    if not path.exists():
+        return FieldProblem(f"{field}.{name}", value, wanted)
+    try:
+        if is_text:
+            text_source(path, field)
+    except UserError as error:
+        return FieldProblem(f"{field}.{name}", value, str(error).removeprefix(f"{field}: "))
+    return None
+
+
+def refuse_taken_port(port: int | None) -> None:
+    """Raises UserError when the metrics could not be served: the trainer would crash, attempt after attempt."""
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise UserError(f"--metrics-port {port}: {error.strerror}; name a free port") from error
+
+
+def read_job_file(path: Path) -> JobFile | None:
+    """The job.json of an earlier invocation; None when there is none. Raises UserError when it cannot be read."""
+    try:
+        return JobFile.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, ValueError, OSError) as error:
+        raise UserError(f"{path}: is no job file of this version of spillway; name another --output") from error
+
+
+def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
+    """Raises UserError when a job with other numbers was trained in the directory; lists every field that differs.
+    Returns the fields of MAY_CHANGE that do, each with both values.
+
+    A start that trained nothing binds nothing: a corrected job may take the directory, and what was made of the
+    rejected one's text goes.
+    """
+    if earlier is None:
+        if run.checkpoints.exists():
+            raise UserError(f"--output {run.path}: holds checkpoints but no job.json; name another directory")
+        return []
+    there, here = identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec)
+    differing = [*differing_fields(earlier.name, job.metadata.name, "metadata.name")]
+    differing += differing_fields(there, here, "spec")
+    lines = {path: f"{path} was {shown(before)} and is {shown(now)} now" for path, before, now in differing}
+    if bool(earlier.spec.members) != bool(job.spec.members):
+        was, now = ("a sweep", "one run") if earlier.spec.members else ("one run", "a sweep")
+        lines = {"spec.members": f"spec.members: {was} was trained there, and this job is {now}", **lines}
+    if not (trained := steps_trained(run)):
+        if lines or any(end.exit_code == ExitCode.USER_ERROR for end in read_run_log(run.log).ends[-1:]):
+            forget_text(run)
+        return []
+    sweeps_may = () if job.spec.compared_by.halving else MAY_CHANGE[:1]
+    may_change = sweeps_may if job.spec.members else MAY_CHANGE
+    wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
+    wrong += [
+        f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, and {trained[name]} are trained"
+        for name, one in named_specs(job.spec).items()
+        if (steps := one.training.steps) < trained.get(name, 0)
+    ]
+    if wrong:
+        listed = "".join(f"\n  {line}" for line in wrong)
+        raise UserError(
+            f"--output {run.path}: holds a run that this job does not continue:{listed}\n"
+            "put these back (steps: as many as are trained, or more) to go on with it, or name another directory"
+        )
+    return [*lines.values()]
+
+
+def steps_trained(run: RunDirectory) -> dict[str, int]:
+    """The last step that any attempt left a line or a checkpoint of, by member ("" of a run that is no sweep)."""
+    log, places = read_run_log(run.log), [("", run.checkpoints)]
+    places += [(directory.name, directory) for directory in run.member_checkpoints.glob("*")]
+    found = [("", step) for step in log.steps] + [(one.member, one.step) for one in log.members.values()]
+    found += [(member, name.step) for member, place in places for name in checkpoint_directory.names_in(place)]
+    return {member: step for member, step in sorted(found) if step}
+
+
+def forget_text(run: RunDirectory) -> None:
+    """Token corpora that were made below the directory: no step was trained on them, and the text may be another now.
+    So may the model of plans that ran out of memory."""
+    for index in (*run.path.glob("corpus/index.json"), *run.path.glob("corpus-*/index.json")):
+        if (index.parent / "tokenizer.json").is_file():  # or it is the user's own folder
+            shutil.rmtree(index.parent, ignore_errors=True)
+    for plan in run.attempts.glob("attempt-*/plan.json"):
+        plan.unlink(missing_ok=True)
+
+
+def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
+    """Of a sweep with every member's overrides. Without rounds of halving, which compare all of them, members may join
+    and leave: then of those alone that are in `others`, too."""
+    fixed = spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
+    halves = any(one.objective is not None and one.objective.halving for one in (spec, others))
+    there = {member.name for member in others.members}
+    members = {one.name: dict(one.overrides) for one in spec.members if halves or one.name in there}
+    return {**fixed, "members": members}
+
+
+def differing_fields(there: object, here: object, path: str) -> Iterator[tuple[str, object, object]]:
+    """Leaves that are not equal, as (dotted path, there, here)."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted({*there, *here}):
+            yield from differing_fields(there.get(key), here.get(key), f"{path}.{key}")
+    elif there != here:
+        yield path, there, here
+
+
+def shown(value: object) -> str:
+    return "absent" if value is None else json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
+    """Whether an earlier invocation trained the last step, and its checkpoint is as it was written; of a sweep: came to
+    the end of every member. Raises CheckpointCorrupt when checkpoints are left and none can be used."""
+    log = read_run_log(run.log)
+    if not log.ends or log.ends[-1].exit_code != 0:
+        return False
+    if job.spec.members:
+        over = {name: one for name, one in log.members.items() if one.state.is_over}
+        return all(
+            name in over and (over[name].state is not MemberState.COMPLETE or over[name].step >= one.training.steps)
+            for name, one in named_specs(job.spec).items()
+        )
+    if log.ends[-1].step < job.spec.training.steps:
+        return False
+    found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
+    return found is not None and found.manifest.name.step == job.spec.training.steps
+
+
+def refuse_lost_checkpoints(run: RunDirectory) -> None:
+    """Raises CheckpointCorrupt when earlier attempts wrote checkpoints and none is there. What is in them, whoever
+    resumes reads."""
+    written = read_run_log(run.log).checkpoints
+    if written and not checkpoint_directory.list_checkpoints(run.checkpoints):
+        raise CheckpointCorrupt(
+            f"{run.checkpoints}: the checkpoint of step {written[-1].step} was here and is gone; put it back, or train "
+            "from the start in another directory"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """Writes what one attempt reads; uid and threads stay those of the run's first invocation."""
+
+    run: RunDirectory
+    local: LocalJob
+    plan: MemoryPlan
+    uid: str
+    compute_threads: int
+    """a matrix product's rounding depends on it, so a resumed run keeps it"""
+
+    def write(self, epoch: int) -> None:
+        job, run = self.local.job, self.run
+        job_file = JobFile(
+            name=job.metadata.name,
+            namespace=job.metadata.namespace,
+            uid=self.uid,
+            epoch=epoch,
+            spec=job.spec,
+            output_directory=str(run.path),
+            corpus_directory=str(self.local.corpus),
+            checkpoint_directory=str(run.checkpoints),
+            spill_directory=str(self.local.spill[0]),
+            further_spill_directories=tuple(str(directory) for directory in self.local.spill[1:]),
+            claims={name: str(directory) for name, directory in self.local.claims.items()},
+            termination_message_path=str(run.attempt(epoch) / "termination.json"),
+            compute_threads=self.compute_threads,
+            metrics_port=self.local.metrics_port,
+            ranks_per_node=self.local.num_ranks,
+        )
+        write_atomic(run.plan_file, self.plan.model_dump_json(indent=2) + "\n")
+        write_atomic(run.job_file, job_file.model_dump_json(indent=2) + "\n")
+
+
+def refuse_spill_in_memory(directory: Path, plan: MemoryPlan, advice: str) -> None:
+    """Raises UserError where a plan spills beside its run, and that directory, --output, lies in memory."""
+    if plan.slab_bytes(Tier.NVME) > 0:
+        refuse_memory(directory, f"--output {directory}", advice)
+
+
+def local_files(
+    run: RunDirectory, local: LocalJob, plan: MemoryPlan, cores: int, earlier: JobFile | None
+) -> LocalFiles:
+    if earlier is None:
+        return LocalFiles(run, local, plan, str(uuid.uuid4()), max(1, cores // local.num_ranks))
+    return LocalFiles(run, local, plan, earlier.uid, earlier.compute_threads)
+
+
+def trainer_command(run: RunDirectory, num_ranks: int) -> list[str]:
+    """One rank is the trainer itself; several get a launcher. -P: what lies in the current directory must not shadow a
+    module of ours or of Python's."""
+    module = "spillway_trainer" if num_ranks == 1 else "spillway_trainer.launch"
+    return [sys.executable, "-P", "-m", "spillway_cli.run.trainer_process", module, str(run.path)]
+
+
+class Ladder(Protocol):
+    """Whose plan an attempt takes (local_ladder.py)."""
+
+    files: LocalFiles
+
+    def write(self, epoch: int) -> None: ...
+
+    def replan(self, ended: Attempt) -> Rung: ...
+
+
+def train(ladder: Ladder, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
+    """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
+    run = ladder.files.run
+    trainer = Trainer(ladder.write, trainer_command(run, ladder.files.local.num_ranks), ladder.replan, lock)
+    stop = StopRequest()
+    with stop.listening():
+        return run_attempts(run, trainer, watcher, stop, max_restarts)

@@ -1,0 +1,47 @@
+"""The shape of a model that only building it can tell, found by the trainer in its own process: torch stays out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from spillway.api.training_job import Model, TrainingJob
+from spillway.errors import ExitCode, UserError
+from spillway.extras import need_for
+from spillway.planning.model_shape import ModelShape
+
+from ..console import said_if_slow
+
+
+def needs_inspection(model: Model) -> bool:
+    """A source and an entrypoint say nothing of their sizes; adapters change what a model saves, module by module."""
+    return model.config is None or model.lora is not None
+
+
+def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) -> ModelShape | None:
+    """The shape of the model of `job`, which is in `file`; None for a model whose sizes the job gives.
+
+    Raises UserError when the model cannot be built.
+    """
+    if not needs_inspection(job.spec.model):
+        return None
+    need_for(job.spec, num_ranks=1)
+    stands_for = [f"--claim={name}={directory}" for name, directory in claims.items()]
+    # -P: what lies in the current directory must not shadow a module of ours or of Python's.
+    command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]
+    with said_if_slow("building the model without memory, to learn its sizes"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == ExitCode.USER_ERROR:
+        raise UserError(done.stderr.strip())
+    try:
+        if done.returncode == 0:
+            return ModelShape.from_json(done.stdout)
+    except (ValueError, TypeError, KeyError):
+        pass  # it ended before it answered: os._exit in the model's own code
+    said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+    raise UserError(
+        f"spec.model: python -m spillway_trainer.inspect {file} ended with code {done.returncode} and no answer{said}; "
+        "run it to see all that it says"
+    )

@@ -1,0 +1,146 @@
+"""The plan of a job for this machine: its budgets, its cores, and the memory that device and host share here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spillway.api.training_job import NodeProfileSpec, TrainingJob, TrainingJobSpec
+from spillway.errors import DoesNotFit, UserError
+from spillway.feedback.profiles import with_rates
+from spillway.placement.device_choice import because, devices, on_device
+from spillway.plan import Infeasible, MemoryPlan
+from spillway.planning.corrections import NO_CORRECTIONS, Corrections
+from spillway.planning.explain import lacking
+from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, local_node
+from spillway.planning.model_shape import ModelShape
+from spillway.planning.planner import Overrides, make_plan, run_strategy, shared_memory
+from spillway.planning.pod_resources import pod_runtime_bytes
+from spillway.units import format_bytes, parse_bytes
+
+from ..machine.gpus import Gpus
+from ..machine.local_node import LocalResources
+from ..machine.node_profile import Profiles, no_profile
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetOverrides:
+    """`--device`, `--host`, `--nvme`: quantities as in the YAML; none = what the job says."""
+
+    device: str | None = None
+    host: str | None = None
+    nvme: str | None = None
+
+
+def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
+    """The job with the command line's budgets in spec.memory.budget. Raises UserError for what is not a quantity."""
+    given = {"device": overrides.device, "host": overrides.host, "nvme": overrides.nvme}
+    changes = {tier: quantity(tier, text) for tier, text in given.items() if text is not None}
+    budget = job.spec.memory.budget.model_copy(update=changes)
+    memory = job.spec.memory.model_copy(update={"budget": budget})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
+
+
+def quantity(tier: str, text: str) -> int:
+    """The bytes of `--TIER TEXT`. Raises UserError for what spec.memory.budget would refuse, too."""
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"--{tier}: {error}") from error
+    if tier == "device" and not num_bytes:
+        raise UserError(f"--device: {text} is too little, more than 0 is needed; leave it out for what the node has")
+    return num_bytes
+
+
+def local_devices(
+    spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: DeviceKind | None = None
+) -> list[tuple[DeviceKind, str]]:
+    """As `devices`, on this machine. Raises UserError where the job needs GPUs that are not here."""
+    lacking_gpus = gpus.lacking(num_ranks)
+    found = devices(spec, lacking_gpus, gpus.said, before, num_ranks)
+    if found[0][0] == "Cuda" and lacking_gpus:
+        began = "the run began on a GPU, and " if before else ""
+        raise UserError(
+            f"spec.parallelism.device = {spec.parallelism.device}: {began}no GPU can be used here: {lacking_gpus}; see "
+            "`spillway doctor`, use Auto or Cpu, or plan for another machine (`spillway plan --node`)"
+        )
+    return found
+
+
+def plan_for_this_machine(
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int = 1,
+    shape: ModelShape | None = None,
+    profiles: Profiles = no_profile,
+) -> MemoryPlan:
+    """`shape`: of a model that had to be inspected; `profiles`: what was measured of this machine, else the catalog's.
+
+    Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits.
+    """
+    outcome = decided_for_this_machine(job, resources, num_ranks, shape, profiles)
+    if isinstance(outcome, Infeasible):
+        raise DoesNotFit(describe(outcome))
+    return outcome
+
+
+def decided_for_this_machine(
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int = 1,
+    shape: ModelShape | None = None,
+    profiles: Profiles = no_profile,
+    corrections: Corrections = NO_CORRECTIONS,
+    before: DeviceKind | None = None,
+) -> MemoryPlan | Infeasible:
+    """Of device Auto the first kind on which it fits; where it fits none, what the best one lacks."""
+    found = list[Infeasible]()
+    for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
+        asked = Overrides(world_size=num_ranks, shape=shape, strategy=run_strategy(job.spec), corrections=corrections)
+        outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
+        if isinstance(outcome, MemoryPlan):
+            return because(outcome, f"the model does not fit {resources.gpus.said}" if found else why)
+        found.append(outcome)
+    return found[0]
+
+
+def _decided_on(
+    device: DeviceKind,
+    job: TrainingJob,
+    resources: LocalResources,
+    num_ranks: int,
+    asked: Overrides,
+    profile: NodeProfileSpec | None,
+) -> MemoryPlan | Infeasible:
+    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategy(job.spec))
+    memory_bytes = max(0, int(resources.memory_bytes / asked.corrections.pod) - runtime)
+    if device == "Cuda":
+        node = cuda_node(resources, memory_bytes, num_ranks)
+    else:
+        node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
+        shared = shared_memory(job, memory_bytes, num_ranks)
+        asked = replace(asked, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
+    node = node if profile is None else with_rates(profile, node)
+    outcome = make_plan(on_device(job, device), node, asked)
+    if isinstance(outcome, Infeasible) and memory_bytes < runtime:
+        left = "the memory limit of this container leaves" if resources.is_limited else "free on this machine are"
+        takes = f"{format_bytes(resources.memory_bytes)}, and the trainer itself takes {format_bytes(runtime)}"
+        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: give it more"})
+    return outcome
+
+
+def cuda_node(resources: LocalResources, memory_bytes: int, num_ranks: int) -> NodeSpec:
+    """The catalog's class of the first GPU with what is free now of the fullest that is used, on this machine."""
+    used = resources.gpus.found[:num_ranks]
+    product = used[0].name.replace(" ", "-")  # as feature discovery names it in a cluster
+    node = gpu_node(product, min(gpu.free_bytes for gpu in used), len(resources.gpus.found))
+    here: dict[str, Any] = {
+        "num_cores": resources.cores,
+        "host_bytes": memory_bytes,
+        "nvme_bytes": resources.disk_bytes,
+    }
+    return replace(node, name=f"local-{node.name}", nvme_rated_bytes=0.0, **here)
+
+
+def describe(outcome: Infeasible) -> str:
+    return lacking(outcome, "this machine")

@@ -1,0 +1,261 @@
+"""TrainingJobs as `spillway top` sees them: their status, where their pods are, and the trainer's own /metrics.
+
+Nothing here needs more rights than `spillway status` and `logs`, but for the page of metrics (`pods/proxy`): without
+that right, or where the API server cannot reach the pod, the view says what is not known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+
+from spillway import metrics
+from spillway.plan import Tier
+from spillway.units import parse_quantity
+
+from ..cluster.api import CORE, Cluster, Object, Refused, Unreachable, get_job, jobs_path
+from ..cluster.job_status import age, has_ended, that_matter, value_at
+from ..cluster.logs import JOB_LABEL, attempt_of, node_of
+from ..cluster.status import condition_line, count, figure, status_members
+from .run import LINKS, mean_of
+from .view import Rates, RunView, TierView
+
+OWN_PODS = "app.kubernetes.io/managed-by=spillway"
+METRICS_PORT_NAME = "metrics"
+PAGE_SECONDS = 4.0
+LONGEST_PAGE_LINES = 20_000
+WINDOW_PAGES = 15
+"""rates are those between the newest page of metrics and the oldest of so many"""
+NOT_LOOKED_AT = "not looked at"
+"""the state of a job before the operator's first look"""
+JobKey = tuple[str, str]
+"""namespace and name"""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the trainer's /metrics said at one look: counters since its process began, summed over the pod's ranks."""
+
+    step: int
+    phase_seconds: Mapping[str, float]
+    """of rank 0"""
+    moved_bytes: Mapping[str, float]
+    tiers: Mapping[str, Mapping[Tier, int]]
+    """metric name -> bytes of the pod's fullest rank"""
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def quantity(text: object) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_quantity(str(text))
+    except ValueError:
+        return None
+
+
+def job_view(
+    job: Object, pods: Sequence[Object] | None, now: datetime, pages: Sequence[Page] = (), unknown: Iterable[str] = ()
+) -> RunView:
+    """A job by its status; `pods`: of its newest attempt, None = they could not be listed; `pages`: oldest first."""
+    status = job.get("status") or {}
+    placed = tuple(sorted({str(node) for pod in pods or () if (node := value_at(pod, "spec.nodeName"))}))
+    planned = tuple(str(node) for node in value_at(job, "status.plan.nodes") or ())[:1]
+    ended = has_ended(job)
+    return RunView(
+        name=str(job["metadata"]["name"]),
+        namespace=str(job["metadata"].get("namespace", "")),
+        state=str(status.get("state") or NOT_LOOKED_AT),
+        attempt=count(value_at(job, "status.attempts.total")),
+        step=count(value_at(job, "status.progress.step")),
+        steps=count(value_at(job, "status.progress.steps")) or count(value_at(job, "spec.training.steps")),
+        loss=figure(value_at(job, "status.progress.loss")),
+        tokens_per_second=figure(value_at(job, "status.progress.tokensPerSecond")),
+        eta="" if ended else str(value_at(job, "status.progress.eta") or ""),
+        restarts=count(value_at(job, "status.attempts.restarts")),
+        tiers=tuple(tier_view(tier, job, pages[-1] if pages else None) for tier in Tier),
+        nodes=placed or ((() if ended else planned) if pods is None else ()),
+        nodes_are_planned=not placed and pods is None and bool(planned) and not ended,
+        age=age(str(job["metadata"].get("creationTimestamp", "")), now),
+        rates=None if not pages else rates_between(pages[0], pages[-1]) or since_the_start(pages[-1]),
+        members=status_members(job),
+        sentences=tuple(condition_line(one) for one in that_matter(job)),
+        unknown=tuple(unknown),
+        is_over=ended,
+    )
+
+
+def tier_view(tier: Tier, job: Object, page: Page | None) -> TierView:
+    """Of the status; what the trainer's own page says is newer."""
+    live = {} if page is None else {name: held.get(tier) for name, held in page.tiers.items()}
+    budget = live.get(metrics.TIER_BUDGET_BYTES.name) or quantity(value_at(job, f"spec.memory.budget.{tier.value}"))
+    peak = live.get(metrics.TIER_PEAK_BYTES.name)
+    reported = quantity(value_at(job, f"status.memory.peak.{tier.value}"))
+    return TierView(
+        tier,
+        quantity(value_at(job, f"status.plan.bytes.{tier.value}")),
+        budget or None,
+        reported if peak is None else max(peak, reported or 0),
+        live.get(metrics.TIER_BYTES.name),
+    )
+
+
+def newest_pods(pods: Iterable[Object]) -> dict[JobKey, list[Object]]:
+    """By job: those of its newest attempt that has pods, by node."""
+    of_jobs: dict[JobKey, list[Object]] = {}
+    for pod in pods:
+        metadata = pod["metadata"]
+        key = str(metadata.get("namespace", "")), str((metadata.get("labels") or {}).get(JOB_LABEL, ""))
+        of_jobs.setdefault(key, []).append(pod)
+    return {key: newest_attempt(own) for key, own in of_jobs.items()}
+
+
+def newest_attempt(pods: Sequence[Object]) -> list[Object]:
+    newest = max(map(attempt_of, pods))
+    return sorted((pod for pod in pods if attempt_of(pod) == newest), key=node_of)
+
+
+def key_of(job: Object) -> JobKey:
+    return str(job["metadata"].get("namespace", "")), str(job["metadata"]["name"])
+
+
+def metrics_path(pod: Object) -> str | None:
+    """Of the pod's /metrics through the API server; None when the pod does not run or serves none."""
+    ports = [
+        port.get("containerPort")
+        for container in value_at(pod, "spec.containers") or ()
+        for port in container.get("ports") or ()
+        if port.get("name") == METRICS_PORT_NAME
+    ]
+    if value_at(pod, "status.phase") != "Running" or not ports:
+        return None
+    metadata = pod["metadata"]
+    return f"{CORE}/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{ports[0]}/proxy/metrics"
+
+
+def read_page(text: str) -> Page | None:
+    """None when it is no page of a trainer's metrics, or of one that has made no step."""
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
+    step, phases, moved = -1, dict[str, float](), dict[str, float]()
+    tiers: dict[str, dict[Tier, int]] = {}
+    gauges = {one.name for one in (metrics.TIER_BYTES, metrics.TIER_PEAK_BYTES, metrics.TIER_BUDGET_BYTES)}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels, value = sample.labels, sample.value
+                if sample.name == metrics.STEP.name:
+                    step = int(value)
+                elif sample.name == metrics.PHASE_SECONDS.name:
+                    phases[labels["phase"]] = value
+                elif sample.name == metrics.MOVED_BYTES.name:
+                    moved[labels["link"]] = moved.get(labels["link"], 0.0) + value
+                elif sample.name in gauges and labels.get("tier") in set(Tier):
+                    held, tier = tiers.setdefault(sample.name, {}), Tier(labels["tier"])
+                    held[tier] = max(int(value), held.get(tier, 0))
+    except (ValueError, KeyError, IndexError, OverflowError):
+        return None
+    return None if step < 0 else Page(step, phases, moved, tiers)
+
+
+def rates_between(first: Page, last: Page) -> Rates | None:
+    """None when no step ended between the two, or another process answered."""
+    phases = {phase: value - first.phase_seconds.get(phase, 0.0) for phase, value in last.phase_seconds.items()}
+    moved = {link: last.moved_bytes.get(link, 0.0) - first.moved_bytes.get(link, 0.0) for link in LINKS}
+    steps, seconds = last.step - first.step, sum(phases.values())
+    if steps <= 0 or seconds <= 0 or min(*phases.values(), *moved.values()) < 0:
+        return None
+    return rates(mean_of(steps), phases, moved, steps)
+
+
+def since_the_start(page: Page) -> Rates | None:
+    """Averages of all steps of the trainer's process; it may have resumed, so their number is not known."""
+    if not sum(page.phase_seconds.values()):
+        return None
+    return rates("all steps since the trainer started", page.phase_seconds, page.moved_bytes, 1)
+
+
+def rates(over: str, phases: Mapping[str, float], moved: Mapping[str, float], steps: int) -> Rates:
+    seconds = sum(phases.values())
+    links = {link: moved.get(link, 0.0) / seconds for link in LINKS if moved.get(link)}
+    return Rates(over, links, {phase: value / steps for phase, value in phases.items()})
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class FleetSource:
+    """Every TrainingJob of a namespace, or (None) of all."""
+
+    cluster: Cluster
+    namespace: str | None
+
+    def look(self) -> tuple[list[RunView], tuple[str, ...]]:
+        """The jobs, and what could not be read."""
+        now = datetime.now(UTC)
+        jobs = self.cluster.items(jobs_path(self.namespace))
+        pods, unknown = list_pods(self.cluster, self.namespace, OWN_PODS) if jobs else ([], ())
+        if pods is None:
+            return [job_view(job, None, now) for job in jobs], unknown
+        own = newest_pods(pods)
+        return [job_view(job, own.get(key_of(job), []), now) for job in jobs], unknown
+
+
+def list_pods(cluster: Cluster, namespace: str | None, selector: str) -> tuple[list[Object] | None, tuple[str, ...]]:
+    """None, and a sentence, when they cannot be listed."""
+    inner = "" if namespace is None else f"/namespaces/{namespace}"
+    try:
+        return cluster.items(f"{CORE}{inner}/pods", labelSelector=selector), ()
+    except (Refused, Unreachable) as error:
+        return None, (f"where the pods are (~ is where the plan wants them): {error}",)
+
+
+@dataclass(slots=True)
+class JobSource:
+    """One TrainingJob and its trainer."""
+
+    cluster: Cluster
+    namespace: str
+    name: str
+    _pages: deque[Page] = field(default_factory=lambda: deque(maxlen=WINDOW_PAGES))
+    _pod: str = ""
+    """whose pages they are"""
+
+    def look(self) -> RunView:
+        """Raises Gone when there is no such job."""
+        job = get_job(self.cluster, self.namespace, self.name)
+        pods, unknown = list_pods(self.cluster, self.namespace, f"{JOB_LABEL}={self.name}")
+        own = newest_pods(pods or ()).get(key_of(job), [])
+        missing = "" if has_ended(job) else self._ask_trainer(own)
+        if missing:
+            unknown = (*unknown, f"rates, phases and the bytes held now: {missing}")
+        return job_view(job, None if pods is None else own, datetime.now(UTC), tuple(self._pages), unknown)
+
+    def _ask_trainer(self, pods: Sequence[Object]) -> str:
+        """Keep the page of the first node's pod; returns why there is none."""
+        path = metrics_path(pods[0]) if pods else None
+        if path is None:
+            self._pages.clear()
+            return "no trainer runs"
+        if path != self._pod:
+            self._pages.clear()
+            self._pod = path
+        try:
+            lines = [*islice(self.cluster.lines(path, PAGE_SECONDS), LONGEST_PAGE_LINES)]
+        except (Refused, Unreachable) as error:
+            self._pages.clear()
+            return f"the trainer's metrics cannot be read: {error}"
+        page = read_page("\n".join(line.decode(errors="replace") for line in lines) + "\n")
+        if page is None:
+            self._pages.clear()
+            return "the trainer has not made a step yet"
+        if self._pages and page.step < self._pages[-1].step:
+            self._pages.clear()
+        self._pages.append(page)
+        return ""

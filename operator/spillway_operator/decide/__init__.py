@@ -1,0 +1,1 @@
+"""Decisions about one TrainingJob. Pure: what was observed in, what to write out."""

@@ -1,0 +1,189 @@
+"""Acceptance: whether a TrainingJob, as the API server holds it, can be carried out, and what is wrong when it cannot.
+
+The CRD refuses most of it before; but a CRD may be older than the operator, and some rules need more than a schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from spillway.api import training_job as api
+from spillway.api.manifest import validate
+from spillway.api.training_job import GROUP, MAX_SPEC_BYTES, RESERVED_VARIABLES, VERSION, TrainingJob, TrainingJobSpec
+from spillway.errors import FieldProblem, InvalidJob
+
+from . import conditions as c
+from .conditions import Finding, false
+from .manifests import is_own_key, text_claims
+from .observed import Claim, JobObject
+
+RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Fields that keep a job from being carried out; nothing helps but to change them."""
+
+    reason: str
+    """InvalidSpec or Unsupported"""
+    problems: tuple[FieldProblem, ...]
+
+    def finding(self) -> Finding:
+        return false(c.ACCEPTED, self.reason, "; ".join(map(str, self.problems)))
+
+
+def accept(job: JobObject) -> TrainingJob | Refusal:
+    """The job with every default filled in, or all that is wrong with it."""
+    return _accept(job.spec, job.name, job.namespace)
+
+
+@lru_cache(maxsize=256)
+def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
+    if len(spec) > MAX_SPEC_BYTES:
+        allowed = f"at most {MAX_SPEC_BYTES:,}; put what is long into a Secret, an image or a claim"
+        return Refusal(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
+    document = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "TrainingJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": json.loads(spec),
+    }
+    try:
+        job = validate(TrainingJob, document, name)
+    except InvalidJob as error:
+        return Refusal(c.INVALID_SPEC, error.problems)
+    return refusal(job) or job
+
+
+def refusal(job: TrainingJob) -> Refusal | None:
+    """Why a job that is valid by itself cannot be carried out in a cluster; `spillway submit` asks before, too."""
+    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_without_guarantee(job.spec)]
+    if problems:
+        return Refusal(c.UNSUPPORTED, tuple(problems))
+    taken = tuple(_taken(job.spec))
+    return Refusal(c.INVALID_SPEC, taken) if taken else None
+
+
+def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """What nothing can promise for this job, with what works instead."""
+    scheduling, nodes = spec.scheduling, spec.parallelism.nodes
+    if scheduling.workload_priority_class_name and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.workloadPriorityClassName",
+            scheduling.workload_priority_class_name,
+            "orders the jobs of a queue: give scheduling.queueName, or use priorityClassName",
+        )
+    if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
+        yield FieldProblem(
+            "spec.scheduling.gang",
+            "Required",
+            f"nothing starts {nodes} pods all at once or none without a queue: give scheduling.queueName (Kueue), or "
+            "use Auto: an attempt that gets nodes for some of its pods only gives them back",
+        )
+
+
+def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+    """Names that the attempt sets itself."""
+    for variable in spec.env:
+        if variable.name in RESERVED_VARIABLES:
+            yield FieldProblem("spec.env", variable.name, "the operator sets this variable itself; leave it out")
+    for field, keys in (("labels", spec.pod_overrides.labels), ("annotations", spec.pod_overrides.annotations)):
+        for key in keys:
+            if is_own_key(key):
+                yield FieldProblem(f"spec.podOverrides.{field}", key, "has a meaning of its own; use another key")
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+NEVER_CHANGE = ("model", "data", "training", "parallelism")
+ANY_TIME = ("lifecycle", "suspend", "managed_by")
+"""what a change of takes effect at once, or says nothing to an attempt"""
+
+
+def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str, ...]:
+    """Fields of which an attempt with the spec `before` uses another value, as the API spells them."""
+    return tuple(
+        str(field.alias or name)
+        for name, field in TrainingJobSpec.model_fields.items()
+        if name not in ANY_TIME and getattr(before, name) != getattr(after, name)
+    )
+
+
+def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
+    """A change that the CRD of this version refuses, and an older one let through: its checkpoints would not fit."""
+    problem = f"changed since attempt {attempt}, and never may: put back what its ConfigMap says, or make a new job"
+    problems = [
+        FieldProblem(f"spec.{name}", "another value", problem)
+        for name in changed_fields(before, after)
+        if name in NEVER_CHANGE
+    ]
+    return Refusal(c.INVALID_SPEC, tuple(problems)) if problems else None
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def claim_names(spec: TrainingJobSpec) -> tuple[str, ...]:
+    """PersistentVolumeClaims that the pods mount."""
+    return tuple(sorted({name for _, name in _named_claims(spec)}))
+
+
+def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
+    """Fields that name one, and the name."""
+    if spec.checkpoint.claim is not None:
+        yield "spec.checkpoint.claim", spec.checkpoint.claim
+    for name, field in text_claims(spec).items():
+        yield field, name
+
+
+def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
+    """What is wrong with the claims for now; others can mend it without a change of the job."""
+    found = {claim.name: claim for claim in claims}
+    missing = [
+        f"{field} = {name}: there is no PersistentVolumeClaim {name}; create it"
+        for field, name in _named_claims(spec)
+        if name not in found or not found[name].exists
+    ]
+    if missing:
+        return false(c.PLANNED, c.CLAIM_NOT_FOUND, "; ".join(missing))
+    kept = spec.checkpoint.claim
+    if kept is not None:
+        problem = _checkpoint_claim_problem(kept, spec.parallelism.nodes, found[kept].access_modes)
+        if problem is not None:
+            return problem
+    problems = (
+        _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
+        for name, field in text_claims(spec).items()
+    )
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _checkpoint_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
+    field, are = f"spec.checkpoint.claim = {claim}", ", ".join(modes)
+    if not modes or RWX in modes:
+        return None
+    if num_nodes > 1:
+        needed = f"{num_nodes} nodes write to it, so it must be {RWX}; it is {are}"
+        return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
+    if set(modes) == {ROX}:
+        return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: checkpoints are written to it; it is {are}")
+    return None
+
+
+def _text_claim_problem(field: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
+    if not modes or num_nodes == 1 or {ROX, RWX}.intersection(modes):
+        return None
+    needed = f"{num_nodes} nodes read from it, so it must be {ROX} or {RWX}; it is {', '.join(modes)}"
+    return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
+
+
+def given(spec: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path of a spec as found; None when there is none."""
+    value: Any = spec
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

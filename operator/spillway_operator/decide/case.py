@@ -1,0 +1,185 @@
+"""Case: one look at one TrainingJob, while it is decided on; times and numbers as the status and the spec hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from spillway.api.field_types import MAX_COUNT
+from spillway.api.status import Attempts, Condition, TrainingJobStatus
+from spillway.placement.place import Place
+
+from . import conditions as c
+from .acceptance import given
+from .attempt_end import Cause
+from .conditions import Finding
+from .observed import AttemptObject, Observed
+
+NO_REPORT_SECONDS = 300.0
+"""without a report of a step; every step is reported, at most every 15 s"""
+PATIENT_STEPS = 3.0
+"""predicted steps that are waited for in any case: one may take half an hour"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One look: what was seen, and the status as far as it is worked out."""
+
+    observed: Observed
+    now: str
+    spec: dict[str, Any]
+    """as found; read with `given`, because it may be wrong"""
+    before: TrainingJobStatus
+    status: TrainingJobStatus
+    place: Place
+    findings: tuple[Finding, ...] = ()
+    """over the status' conditions"""
+    because: str = ""
+    """why the last attempt ended, when another one follows"""
+
+    @property
+    def attempts(self) -> Attempts:
+        return self.status.attempts or Attempts()
+
+    @property
+    def wants_suspension(self) -> bool:
+        return self.spec.get("suspend") is True
+
+    @property
+    def num_nodes(self) -> int:
+        return whole(given(self.spec, "parallelism.nodes"), 1)
+
+    @property
+    def steps(self) -> int:
+        return num_steps(self.spec)
+
+    @property
+    def is_corrected(self) -> bool:
+        return is_corrected(self.spec)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of a sweep's members."""
+        return tuple(str(member.get("name")) for member in _members(self.spec))
+
+    @property
+    def owned(self) -> tuple[AttemptObject, ...]:
+        """Jobs of ours, newest first."""
+        own = (attempt for attempt in self.observed.attempts if attempt.owner_uid == self.observed.job.uid)
+        return tuple(sorted(own, key=lambda attempt: -attempt.attempt))
+
+    @property
+    def seconds_now(self) -> float:
+        return seconds_of(self.now)
+
+    @property
+    def last_step_time(self) -> str | None:
+        """As this attempt reported it; None before its first report."""
+        return self.status.progress.last_step_time if self.status.progress is not None else None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of a step; 0 when nothing is predicted."""
+        try:
+            predicted = float(self.status.plan.step_seconds) if self.status.plan is not None else 0.0
+        except ValueError:
+            return 0.0
+        return predicted if predicted < MAX_COUNT else 0.0
+
+    @property
+    def patience_seconds(self) -> float:
+        """From one report of a step to the next."""
+        return max(NO_REPORT_SECONDS, PATIENT_STEPS * self.predicted_seconds)
+
+    @property
+    def report_due_seconds(self) -> float:
+        """Until a report of a step is overdue; negative after that."""
+        return self.patience_seconds - (self.seconds_now - seconds_of(self.last_step_time or self.now))
+
+    @property
+    def trainer_was_heard(self) -> bool:
+        """A report of this attempt or of an earlier one came: its pods can reach the operator."""
+        return self.last_step_time is not None or self.status.memory is not None
+
+    @property
+    def ending(self) -> Cause | None:
+        """Why the operator ends the present attempt, as it said before it began to."""
+        running = self._known(c.RUNNING)
+        return Cause(running.reason, running.message) if running and running.reason in c.ENDINGS else None
+
+    def lifecycle_seconds(self, field: str, default: int = 0) -> int:
+        """As the spec says now, whatever the attempt was made with."""
+        return min(whole(given(self.spec, f"lifecycle.{field}"), default), MAX_COUNT)
+
+    @property
+    def count_is_lost(self) -> bool:
+        """status.attempts is there and cannot be: somebody else wrote it, and an older CRD let it through."""
+        return self.before.attempts is None and b'"attempts"' in self.observed.job.status
+
+    def reason(self, type_: str) -> str:
+        """Of a condition as far as it is worked out; empty when nothing is known of it."""
+        known = self._known(type_)
+        return known.reason if known else ""
+
+    def _known(self, type_: str) -> Finding | Condition | None:
+        found = next((finding for finding in reversed(self.findings) if finding.type == type_), None)
+        return found or c.find(self.status.conditions, type_)
+
+    def seconds_since(self, type_: str, status: str) -> float:
+        """How long a condition has had this status; 0 when it has another one."""
+        known = c.find(self.before.conditions, type_)
+        if known is None or known.status != status or known.last_transition_time is None:
+            return 0.0
+        return max(0.0, self.seconds_now - seconds_of(known.last_transition_time))
+
+    def changed(self, **changes: object) -> Case:
+        return replace(self, status=self.status.model_copy(update=changes))
+
+    def found(self, *findings: Finding) -> Case:
+        return replace(self, findings=(*self.findings, *findings))
+
+
+def num_steps(spec: dict[str, Any]) -> int:
+    """Of a sweep: of all members, as long as no round stops one."""
+    own = whole(given(spec, "training.steps"), 0)
+    overrides = [given(member, "overrides") for member in _members(spec)]
+    of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
+    return min(sum(of_members) if of_members else own, MAX_COUNT)
+
+
+def _members(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    found = spec.get("members")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _steps_of_member(overrides: dict[str, Any], own: int) -> int:
+    text = overrides.get("training.steps")
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 18 else own
+
+
+def is_over(status: TrainingJobStatus) -> bool:
+    """Complete and Failed are for ever."""
+    return c.holds(status.conditions, c.COMPLETE) or c.holds(status.conditions, c.FAILED)
+
+
+def known_seconds(time: str | None) -> float | None:
+    """Unix seconds of an RFC 3339 time; None for what is none."""
+    return seconds_of(time or "") or None
+
+
+def seconds_of(time: str) -> float:
+    """Unix seconds of an RFC 3339 time; 0 for what is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def is_corrected(spec: dict[str, Any]) -> bool:
+    """Live corrections are carried out; with mode Advise they are only told."""
+    return given(spec, "memory.mode") in (None, "Auto")
+
+
+def whole(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default

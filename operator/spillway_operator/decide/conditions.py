@@ -1,0 +1,327 @@
+"""Conditions of a TrainingJob: every type and reason with its meaning, how findings become a list, what people read.
+
+    findings of one look -> merged into the list -> kstatus summary (Ready, Reconciling, Stalled), state, events
+
+docs/conditions.md is this table; a test holds them in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from spillway.api.status import Condition
+from spillway.errors import RANK_CRASHED, ExitCode
+from spillway.feedback import retries
+
+from .observed import EventNote
+
+ACCEPTED = "Accepted"
+PLANNED = "Planned"
+QUOTA_RESERVED = "QuotaReserved"
+SCHEDULED = "Scheduled"
+RUNNING = "Running"
+PROGRESSING = "Progressing"
+CHECKPOINTS_DURABLE = "CheckpointsDurable"
+METRICS_AVAILABLE = "MetricsAvailable"
+SUSPENDED = "Suspended"
+COMPLETE = "Complete"
+FAILED = "Failed"
+READY = "Ready"
+RECONCILING = "Reconciling"
+STALLED = "Stalled"
+
+SUSPENDED_BY_USER = "SuspendedByUser"
+STOPPING = "Stopping"
+"""the attempt was asked to stop; its pods may still be writing a checkpoint"""
+RESTARTING = "Restarting"
+EVICTED_BY_QUEUE = "EvictedByQueue"
+UNSUPPORTED = "Unsupported"
+INVALID_SPEC = "InvalidSpec"
+NAME_CONFLICT = "NameConflict"
+CLAIM_NOT_FOUND = "ClaimNotFound"
+CLAIM_NOT_SHARED = "ClaimNotShared"
+CLAIM_NOT_WRITABLE = "ClaimNotWritable"
+CONTRACT_TOO_LARGE = "ContractTooLarge"
+NO_NUMBER = "NoNumber"
+NO_REPORT = "NoReport"
+USED_LATER = "UsedLater"
+CONTRACT_NOT_READ = "ContractNotRead"
+JOB_GONE = "JobGone"
+PODS_REFUSED = "PodsRefused"
+
+CAUSES: dict[str, str] = {
+    RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
+    ExitCode.USER_ERROR.reason: "a wrong field, corpus or claim, found by the trainer (exit code 64)",
+    ExitCode.DEVICE_OUT_OF_MEMORY.reason: "the device budget was exceeded (70)",
+    ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the least loss scale (71)",
+    ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has no room for the slab (72)",
+    ExitCode.SPILL_IO_ERROR.reason: "the spill volume failed a read or write (73)",
+    ExitCode.CHECKPOINT_CORRUPT.reason: "no checkpoint of the job verifies (74)",
+    ExitCode.PREEMPTED.reason: "stopped on request, after a committed checkpoint (75)",
+    ExitCode.HOST_OUT_OF_MEMORY.reason: "an allocation of host memory failed (76)",
+    ExitCode.FENCED.reason: "a newer attempt owned the run (77)",
+    ExitCode.DEVICE_FAULT.reason: "a device failed, or gave other bits than the CPU before the first step (78)",
+    retries.OOM_KILLED: "the kernel killed a process, because the pod's memory limit was reached",
+    retries.NODE_LOST: "the node was lost or shut down",
+    retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
+    retries.EVICTED: "the kubelet evicted a pod, because it used more disk than it asked for",
+    retries.JOB_DELETED: "somebody deleted the attempt's Job",
+    retries.GANG_YIELDED: "only some of its pods had nodes, and they were given back for an older job, or in time",
+    retries.STALLED: "no step came for lifecycle.stallSeconds",
+    retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
+    retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says what was "
+    "in the way",
+}
+"""Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
+
+ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED, retries.GANG_YIELDED)
+"""reasons of Running while the operator ends an attempt: said before it is done, and true whatever happens then"""
+
+REASONS: dict[str, dict[str, str]] = {
+    ACCEPTED: {
+        "Valid": "the spec can be carried out",
+        USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
+        CONTRACT_NOT_READ: "the attempt that lives was begun by a newer operator, or its ConfigMap was made by hand: "
+        "it goes on, and changes of the spec are not compared with it",
+        INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
+        UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
+        NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",
+    },
+    PLANNED: {
+        "Planned": "a memory plan was made; the message says where it should run, and why",
+        "NoNode": "False: no node could carry a pod of this job now; looked at again",
+        "DoesNotFit": "False: no plan fits the nodes that are there; the message has the missing bytes and the nearest "
+        "configuration that fits; looked at again, because nodes come and go",
+        CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names is not there; waited for",
+        CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
+        CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, and it can only be read",
+        CONTRACT_TOO_LARGE: "False: spec and plan do not fit a ConfigMap (1 MiB)",
+        NO_NUMBER: "False: somebody wrote a status.attempts that leaves no number for another attempt",
+    },
+    QUOTA_RESERVED: {
+        "Waiting": "False: the queue has not admitted the attempt yet",
+        "Admitted": "the queue admitted the attempt",
+        EVICTED_BY_QUEUE: "False: the queue took the quota back; the attempt ends and a new one queues",
+    },
+    SCHEDULED: {
+        "Waiting": "Unknown: the attempt was created, its pods not looked at yet",
+        "Scheduled": "every pod has a node",
+        "NoPods": "False: the attempt's Job has no pods yet; its events say why",
+        PODS_REFUSED: "False: the API server refuses pods of the attempt (quota, LimitRange, Pod Security, another "
+        "policy); the message is its own; the Job controller tries again",
+        "Unschedulable": "False: the scheduler finds no node; the message is its own",
+        "Refused": "False: the API server refused an object of the attempt; the message is its own",
+        "NoAttempt": "False: no attempt lives",
+    },
+    RUNNING: {
+        "Starting": "False: the attempt was created",
+        "Running": "every pod runs",
+        "ContainerWaiting": "False: a container cannot start, for example because its image cannot be pulled",
+        "PodsNotReady": "False: a pod has a node and does not run (yet, or any more)",
+        retries.STALLED: "no step came for lifecycle.stallSeconds: the attempt is being ended, and another one follows",
+        retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is over: the attempt writes a checkpoint and ends",
+        retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is over: the attempt is withdrawn",
+        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it gives them back, and another one "
+        "follows",
+        JOB_GONE: "False: the attempt's Job was deleted and a pod of it was left behind; the message says which",
+        "Queued": "False: the attempt waits in a queue",
+        RESTARTING: "False: the last attempt ended and another one follows",
+        "NotStarted": "False: no attempt was started yet",
+        "Suspended": "False: the job is suspended",
+        "Ended": "False: the job has ended",
+    },
+    PROGRESSING: {
+        "Waiting": "Unknown: the attempt has not reported a step yet",
+        "Stepping": "steps are reported",
+        NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take; "
+        "or nothing for lifecycle.stallSeconds where nobody is heard, or by a job that never was",
+        "NoProgress": "False: no step for lifecycle.stallSeconds",
+        "NotRunning": "False: no attempt lives",
+    },
+    CHECKPOINTS_DURABLE: {
+        "NoClaim": "False: checkpoint.claim is not given, so checkpoints end with the pod",
+        "NoCheckpoint": "Unknown: the job has not reported a checkpoint yet",
+        "Committed": "a checkpoint lies on the claim",
+    },
+    METRICS_AVAILABLE: {
+        "Fresh": "live metrics were used for the placement of the present attempt",
+        "Stale": "False: they were too old, or none could be had; the attempt was placed without them",
+        "NotConfigured": "False: the operator has no source of metrics; the attempt was placed without them",
+        "NoNodeView": "False: the operator may not see nodes; the plan comes from the catalog",
+    },
+    SUSPENDED: {
+        SUSPENDED_BY_USER: "spec.suspend is true and nothing runs",
+        STOPPING: "False: spec.suspend is true and the attempt is ending",
+        "NotSuspended": "False: spec.suspend is false",
+    },
+    COMPLETE: {
+        "Completed": "every step was trained",
+        "NotComplete": "False: steps are left, or the job failed",
+    },
+    FAILED: {"NotFailed": "False: nothing final happened", **CAUSES},
+    READY: {
+        "Running": "every pod runs and is not about to be ended, or the job is complete or suspended: nothing is "
+        "waited for",
+        "NotReady": "False: something is waited for, or the job failed",
+    },
+    RECONCILING: {
+        "InProgress": "the operator, the queue or the scheduler is at work",
+        "Settled": "False: nothing is waited for",
+    },
+    STALLED: {
+        "Failed": "the job failed",
+        "Refused": "the spec is refused; nothing goes on until it changes",
+        "NotStalled": "False: nothing is in the way for good",
+    },
+}
+"""type -> reason -> meaning; "False:" or "Unknown:" where the reason comes with that. In the order of the list."""
+
+Truth = Literal["True", "False", "Unknown"]
+LONGEST_MESSAGE = 1024
+"""characters; what others wrote can be long"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found out about one type."""
+
+    type: str
+    status: Truth
+    reason: str
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.reason in REASONS[self.type], f"{self.type}/{self.reason} is not documented"
+
+
+def true(type_: str, reason: str, message: str = "") -> Finding:
+    return Finding(type_, "True", reason, clean(message))
+
+
+def false(type_: str, reason: str, message: str = "") -> Finding:
+    return Finding(type_, "False", reason, clean(message))
+
+
+def unknown(type_: str, reason: str, message: str = "") -> Finding:
+    return Finding(type_, "Unknown", reason, clean(message))
+
+
+def clean(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """One printable line of at most `longest` characters, whoever wrote it."""
+    words = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * longest]).split()
+    line = " ".join(words)
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def find(conditions: Iterable[Condition], type_: str) -> Condition | None:
+    return next((condition for condition in conditions if condition.type == type_), None)
+
+
+def holds(conditions: Iterable[Condition], type_: str, reason: str | None = None) -> bool:
+    """Whether the condition is True (or, with a reason, has that reason)."""
+    found = find(conditions, type_)
+    if found is None:
+        return False
+    return found.status == "True" if reason is None else found.reason == reason
+
+
+def merge(old: tuple[Condition, ...], findings: Iterable[Finding], generation: int, now: str) -> tuple[Condition, ...]:
+    """The list after a look: findings over what was there, summarised; lastTransitionTime moves with status only."""
+    before = {condition.type: condition for condition in old}
+    held = {c.type: Finding(c.type, c.status, c.reason, c.message) for c in old if c.reason in REASONS.get(c.type, ())}
+    held |= {finding.type: finding for finding in findings}
+    held |= {finding.type: finding for finding in _summary(held)}
+    return tuple(
+        _condition(held[type_], before.get(type_), generation, now) for type_ in REASONS if type_ in held
+    )  # fmt: skip
+
+
+def _condition(finding: Finding, before: Condition | None, generation: int, now: str) -> Condition:
+    same = before is not None and before.status == finding.status and before.last_transition_time is not None
+    return Condition(
+        type=finding.type,
+        status=finding.status,
+        reason=finding.reason,
+        message=finding.message,
+        observed_generation=generation,
+        last_transition_time=before.last_transition_time if same and before else now,
+    )
+
+
+def _summary(held: dict[str, Finding]) -> tuple[Finding, ...]:
+    """kstatus: Ready, Reconciling and Stalled from the others, for tools that know no TrainingJob."""
+
+    def is_(type_: str, status: Truth = "True") -> bool:
+        return type_ in held and held[type_].status == status
+
+    if is_(FAILED):
+        message = held[FAILED].message
+        return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Failed", message)
+    if is_(ACCEPTED, "False") and held[ACCEPTED].reason in (INVALID_SPEC, UNSUPPORTED):
+        message = held[ACCEPTED].message
+        return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Refused", message)
+    ending = (SUSPENDED in held and held[SUSPENDED].reason == STOPPING) or (
+        RUNNING in held and held[RUNNING].reason in ENDINGS
+    )
+    if is_(COMPLETE) or is_(SUSPENDED) or (is_(RUNNING) and not ending):
+        return true(READY, "Running"), false(RECONCILING, "Settled"), false(STALLED, "NotStalled")
+    return false(READY, "NotReady"), true(RECONCILING, "InProgress"), false(STALLED, "NotStalled")
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def state(conditions: tuple[Condition, ...]) -> str:
+    """One word for `kubectl get`; for display only."""
+    accepted, running = find(conditions, ACCEPTED), find(conditions, RUNNING)
+    for type_ in (FAILED, COMPLETE, SUSPENDED):
+        if holds(conditions, type_):
+            return type_
+    if accepted is None or accepted.status != "True":
+        return "Refused" if accepted is not None and accepted.status == "False" else "Planning"
+    if running is not None and (running.status == "True" or running.reason == JOB_GONE):
+        return "Running"
+    if running is not None and running.reason in (RESTARTING, "Queued"):
+        return running.reason
+    planned, scheduled = find(conditions, PLANNED), find(conditions, SCHEDULED)
+    if scheduled is not None and scheduled.reason == "Refused":
+        return "Pending"
+    return {"True": "Starting", "False": "Pending"}.get(planned.status if planned else "", "Planning")
+
+
+_ACTIONS = {
+    ACCEPTED: "Accept", PLANNED: "Plan", QUOTA_RESERVED: "Queue", SCHEDULED: "Schedule", RUNNING: "Run",
+    SUSPENDED: "Suspend", COMPLETE: "Complete", FAILED: "Fail",
+}  # fmt: skip
+_QUIET = {"Valid", "Waiting", "Starting", "NotStarted", "NotSuspended", "NotComplete", "NotFailed", "NoAttempt",
+          "Ended", "Queued", "Suspended", "Scheduled", STOPPING}  # fmt: skip
+"""reasons that say nothing new beside the others"""
+_BAD = {FAILED}
+"""types that are bad news when True"""
+
+
+def notes(old: tuple[Condition, ...], new: tuple[Condition, ...]) -> tuple[EventNote, ...]:
+    """One event for each condition whose status or reason changed, as far as it is news."""
+    before = {condition.type: (condition.status, condition.reason) for condition in old}
+    return tuple(
+        _note(condition)
+        for condition in new
+        if condition.type in _ACTIONS
+        and condition.reason not in _QUIET
+        and before.get(condition.type) != (condition.status, condition.reason)
+    )
+
+
+def _note(condition: Condition) -> EventNote:
+    good = (condition.status == "True") != (condition.type in _BAD) and condition.reason not in ENDINGS
+    return EventNote(
+        type="Normal" if good else "Warning",
+        reason=condition.reason,
+        action=_ACTIONS[condition.type],
+        note=condition.message or f"{condition.type} is {condition.status}",
+    )

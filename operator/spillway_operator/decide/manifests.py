@@ -1,0 +1,508 @@
+"""The children of one attempt as plain data: ConfigMap, Service (more than one node), Indexed Job.
+
+    TrainingJob + plan + Decision -> AttemptFiles (what the ConfigMap holds) -> its three manifests
+
+The ConfigMap is written first and never changed: the other two are built from what it holds, also by a later operator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spillway.api.job_file import JOB_VERSION, JobFile
+from spillway.api.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
+from spillway.api.status import Attempts, Escalation, PlanStatus
+from spillway.api.training_job import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
+from spillway.errors import UserError
+from spillway.feedback.recent_peaks import LEAST_PLAUSIBLE
+from spillway.placement.cluster_view import Taint
+from spillway.placement.place import tolerates
+from spillway.plan import PLAN_VERSION, MemoryPlan
+from spillway.planning.pod_resources import PodResources, pod_resources
+from spillway.units import format_bytes, format_cores, format_quantity
+
+from .observed import Contract, JobObject, Manifest, OperatorFacts
+
+JOB_LABEL = "spillway.dev/job"
+JOB_UID_LABEL = "spillway.dev/job-uid"
+ATTEMPT_LABEL = "spillway.dev/attempt"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+
+CONTAINER = "trainer"
+CONTRACT_DIRECTORY = "/etc/spillway"
+JOB_KEY, PLAN_KEY, CA_KEY = "job.json", "plan.json", "ca.crt"
+DECISION_KEY, ATTEMPT_KEY = "decision.json", "attempt.json"
+SPILL_DIRECTORY = "/spill"
+WORK_DIRECTORY = "/work"
+CHECKPOINT_MOUNT = "/checkpoints"
+CLAIMS_DIRECTORY = "/claims"
+SCRATCH_DIRECTORY = "/tmp"  # noqa: S108 - a volume of the pod
+TOKEN_DIRECTORY = "/var/run/spillway"  # noqa: S105
+TOKEN_FILE = "token"  # noqa: S105
+TOKEN_SECONDS = 3600
+TERMINATION_MESSAGE_PATH = "/dev/termination-log"
+USER_ID = 1000
+NODE_LOST_SECONDS = 60
+"""from the taint of a node that does not answer to the deletion of its pods"""
+NODE_LOST_TAINTS = tuple(Taint(f"node.kubernetes.io/{key}", "", "NoExecute") for key in ("not-ready", "unreachable"))
+"""of user, group and volumes; the image has it"""
+LARGEST_CONTRACT = 1_000_000
+"""bytes of a ConfigMap's data; the API server refuses 1 MiB"""
+
+
+class Preferred(BaseModel):
+    """One term of the pod's preferred node affinity."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    weight: int
+
+
+class MetricsSeen(BaseModel):
+    """Condition MetricsAvailable as it was when the attempt was placed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: Literal["True", "False"]
+    reason: str
+    message: str
+
+
+class Decision(BaseModel):
+    """attempt.json: what a later look needs of this one beside the plan, so that it is repeated, not made again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    attempts: Attempts
+    """status.attempts once the attempt exists: how the ones before it ended is in it"""
+    preferences: tuple[Preferred, ...] = ()
+    required_labels: dict[str, str] = {}
+    """of the node class that the plan is made for"""
+    metrics: MetricsSeen | None = None
+    because: str = ""
+    """why the attempt before ended, when this one restarts it"""
+    escalations: tuple[Escalation, ...] = ()
+    """status.escalations once the attempt exists"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFiles:
+    """What an attempt's ConfigMap holds."""
+
+    job: JobFile
+    plan: MemoryPlan
+    plan_status: PlanStatus
+    """what status.plan says of it"""
+    decision: Decision
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.job.name, self.job.epoch)
+
+    @property
+    def resources(self) -> PodResources:
+        counted = self.counted
+        decided = decided_memory(counted.memory_bytes, self.plan_status.pod_memory or 0)
+        return replace(counted, memory_bytes=decided)
+
+    @property
+    def counted(self) -> PodResources:
+        return pod_resources(self.job.spec, self.plan, self.job.ranks_per_node)
+
+    @property
+    def spared_bytes(self) -> int:
+        """Of what is counted for a pod, which it does not get."""
+        return self.counted.memory_bytes - self.resources.memory_bytes
+
+
+def decided_memory(counted_bytes: int, decided_bytes: int) -> int:
+    """What a pod gets of the bytes that are counted for it: less, where evidence says so (pod_evidence.py). More than
+    is counted is in the plan, and less than a quarter is nobody's decision."""
+    is_less = LEAST_PLAUSIBLE * counted_bytes <= decided_bytes < counted_bytes
+    return decided_bytes if is_less else counted_bytes
+
+
+def attempt_name(job: str, attempt: int) -> str:
+    """Name of all three children."""
+    return f"{job}-{attempt}"
+
+
+def attempt_files(
+    job: TrainingJob,
+    uid: str,
+    plan: MemoryPlan,
+    plan_status: PlanStatus,
+    decision: Decision,
+    threads: int,
+    facts: OperatorFacts,
+) -> AttemptFiles:
+    """The files of the attempt that `decision.attempts` ends with; `threads` are torch's intra-op threads per rank."""
+    spec, attempt = job.spec, decision.attempts.total
+    several = spec.parallelism.nodes > 1
+    name = attempt_name(job.metadata.name, attempt)
+    kept = checkpoint_directory(spec, job.metadata.name, uid)
+    job_file = JobFile(
+        name=job.metadata.name,
+        namespace=job.metadata.namespace,
+        uid=uid,
+        epoch=attempt,
+        spec=spec,
+        output_directory=f"{WORK_DIRECTORY}/output",
+        corpus_directory=f"{kept}/corpus" if spec.checkpoint.claim else f"{WORK_DIRECTORY}/corpus",
+        checkpoint_directory=kept,
+        spill_directory=SPILL_DIRECTORY,
+        further_spill_directories=tuple(f"{SPILL_DIRECTORY}-{n}" for n in range(1, spec.spill.num_volumes)),
+        spill_is_listed=not spec.spill.storage_class_name,
+        claims={claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in text_claims(spec)},
+        termination_message_path=TERMINATION_MESSAGE_PATH,
+        compute_threads=threads,
+        metrics_port=facts.metrics_port,
+        num_nodes=spec.parallelism.nodes,
+        ranks_per_node=spec.parallelism.devices_per_node,
+        master_address=f"{name}-0.{name}" if several else "127.0.0.1",
+        master_port=facts.master_port if several else 0,
+    )
+    return AttemptFiles(job_file, plan, plan_status.model_copy(update={"config_map": name}), decision)
+
+
+def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
+    """On the claim a directory of the job's own, so that a namesake never resumes a stranger; else in the pod."""
+    if spec.checkpoint.claim is None:
+        return f"{WORK_DIRECTORY}/checkpoints"
+    return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
+
+
+def text_claims(spec: TrainingJobSpec) -> dict[str, str]:
+    """Claims that hold text to train or evaluate on, each with the first field that names it."""
+    return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.texts.items()) if place.claim}
+
+
+def read_contract(contract: Contract) -> AttemptFiles | None:
+    """The files of a contract; None when they are not ones that this operator can read."""
+    try:
+        return AttemptFiles(
+            JobFile.model_validate_json(contract.job_json),
+            MemoryPlan.model_validate_json(contract.plan_json),
+            PlanStatus.model_validate_json(contract.decision_json),
+            Decision.model_validate_json(contract.attempt_json),
+        )
+    except ValidationError:
+        return None
+
+
+def why_not_read(contract: Contract) -> str:
+    """A sentence about a contract that `read_contract` does not read."""
+    for name, text, version in (
+        (JOB_KEY, contract.job_json, JOB_VERSION),
+        (PLAN_KEY, contract.plan_json, PLAN_VERSION),
+    ):
+        try:
+            said = json.loads(text).get("version")
+        except (ValueError, RecursionError, AttributeError):
+            continue
+        if isinstance(said, int) and said > version:
+            return (
+                f"ConfigMap {contract.name}: {name} has version {said}, and this operator reads up to {version}; a "
+                "newer one began the attempt, which goes on. Upgrade again before it is to be changed"
+            )
+    return f"ConfigMap {contract.name} does not hold what an operator writes; the attempt goes on"
+
+
+# --- ConfigMap, Service, Job ------------------------------------------------------------------------------------------
+
+
+def children(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> tuple[Manifest, ...]:
+    """In the order in which they must be created. Raises UserError when the files do not fit a ConfigMap."""
+    made: list[Manifest] = [config_map(files, owner, facts)]
+    if files.job.num_nodes > 1:
+        made.append(service(files, owner))
+    return (*made, indexed_job(files, owner, facts))
+
+
+def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> Manifest:
+    data = {
+        JOB_KEY: files.job.model_dump_json(),
+        PLAN_KEY: files.plan.model_dump_json(),
+        DECISION_KEY: files.plan_status.model_dump_json(exclude_none=True),
+        ATTEMPT_KEY: files.decision.model_dump_json(exclude_none=True),
+        CA_KEY: facts.progress_ca,
+    }
+    size = sum(len(key) + len(text.encode()) for key, text in data.items())
+    if size > LARGEST_CONTRACT:
+        raise UserError(
+            f"spec and plan are {format_bytes(size)} as JSON, and a ConfigMap holds 1 MiB: shorten spec.env, or put "
+            "what is long into a Secret and refer to it"
+        )
+    return {
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(files, owner), "immutable": True, "data": data,
+    }  # fmt: skip
+
+
+def service(files: AttemptFiles, owner: JobObject) -> Manifest:
+    """Gives the pods their host names; also before they are ready, because they meet in order to become ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(files, owner),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_UID_LABEL: files.job.uid, ATTEMPT_LABEL: str(files.job.epoch)},
+            "ports": [{"name": "rendezvous", "port": files.job.master_port}],
+        },
+    }
+
+
+def indexed_job(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> Manifest:
+    """One try of every pod: a failure ends the attempt, and restarts belong to the operator.
+
+    With a queue it is born suspended and never written again: the queue resumes it.
+    """
+    scheduling = files.job.spec.scheduling
+    queue = scheduling.queue_name
+    metadata = _metadata(files, owner)
+    if queue:
+        metadata["labels"][QUEUE_LABEL] = queue
+    if queue and scheduling.workload_priority_class_name:
+        metadata["labels"][QUEUE_PRIORITY_LABEL] = scheduling.workload_priority_class_name
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": files.job.num_nodes,
+        "parallelism": files.job.num_nodes,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "template": {"metadata": _pod_metadata(files), "spec": pod_spec(files, facts)},
+    }
+    if queue:
+        spec["suspend"] = True
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _metadata(files: AttemptFiles, owner: JobObject) -> dict[str, Any]:
+    # Blocking the owner's deletion takes the right to update trainingjobs/finalizers where the API server runs the
+    # admission plugin OwnerReferencesPermissionEnforcement; nothing here needs a foreground deletion to wait.
+    return {
+        "name": files.name,
+        "namespace": owner.namespace,
+        "labels": own_labels(files),
+        "ownerReferences": [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}", "kind": "TrainingJob", "name": owner.name, "uid": owner.uid,
+                "controller": True, "blockOwnerDeletion": False,
+            }
+        ],
+    }  # fmt: skip
+
+
+def own_labels(files: AttemptFiles) -> dict[str, str]:
+    return {
+        JOB_LABEL: files.job.name,
+        JOB_UID_LABEL: files.job.uid,
+        ATTEMPT_LABEL: str(files.job.epoch),
+        MANAGED_BY_LABEL: "spillway",
+    }
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a label or annotation is not the job's to set."""
+    return key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES)
+
+
+# --- the pod ----------------------------------------------------------------------------------------------------------
+
+
+def _pod_metadata(files: AttemptFiles) -> dict[str, Any]:
+    overrides = files.job.spec.pod_overrides
+    metadata: dict[str, Any] = {"labels": {**overrides.labels, **own_labels(files)}}
+    if overrides.annotations:
+        metadata["annotations"] = dict(overrides.annotations)
+    return metadata
+
+
+def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
+    """Pod Security `restricted`; no API token but the one for progress; request = limit where exceeding it kills."""
+    spec, resources = files.job.spec, files.resources
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": resources.grace_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(files, resources, facts)],
+        "volumes": [volume for volume, _ in _volumes(files, resources, facts)],
+    }
+    if files.job.num_nodes > 1:
+        pod["subdomain"] = files.name
+    pod |= _scheduling(files)
+    optional = {
+        "serviceAccountName": spec.pod_overrides.service_account_name,
+        "priorityClassName": spec.scheduling.priority_class_name,
+        "runtimeClassName": spec.runtime_class_name,
+        "imagePullSecrets": [{"name": secret.name} for secret in spec.image_pull_secrets],
+    }
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFacts) -> dict[str, Any]:
+    job = files.job
+    return {
+        "name": CONTAINER,
+        "image": job.spec.image or facts.trainer_image,
+        "imagePullPolicy": facts.image_pull_policy,
+        "command": ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY],
+        "workingDir": SCRATCH_DIRECTORY,
+        "env": _environment(job.spec, facts),
+        "ports": [{"name": "metrics", "containerPort": job.metrics_port or facts.metrics_port}],
+        "resources": _requests(resources),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePath": TERMINATION_MESSAGE_PATH,
+        # A process that dies without a message of ours leaves the end of its log.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount for _, mount in _volumes(files, resources, facts)],
+    }
+
+
+def _environment(spec: TrainingJobSpec, facts: OperatorFacts) -> list[dict[str, Any]]:
+    """The job's variables, then ours: of two with one name the last counts."""
+    given = [variable.model_dump(mode="json", exclude_none=True) for variable in spec.env]
+    own = {"TMPDIR": SCRATCH_DIRECTORY, "HOME": SCRATCH_DIRECTORY}
+    if facts.progress_url:
+        own |= {
+            URL_VARIABLE: facts.progress_url,
+            TOKEN_VARIABLE: f"{TOKEN_DIRECTORY}/{TOKEN_FILE}",
+            CA_VARIABLE: f"{CONTRACT_DIRECTORY}/{CA_KEY}",
+        }
+    return given + [{"name": name, "value": value} for name, value in own.items()]
+
+
+def _requests(resources: PodResources) -> dict[str, Any]:
+    bounded = {
+        "memory": format_quantity(resources.memory_bytes),
+        "ephemeral-storage": format_quantity(resources.ephemeral_storage_bytes),
+    }
+    if resources.devices:
+        bounded[resources.resource_name] = str(resources.devices)
+    return {"requests": {"cpu": format_cores(resources.cpu_cores), **bounded}, "limits": bounded}
+
+
+def _volumes(
+    files: AttemptFiles, resources: PodResources, facts: OperatorFacts
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every volume with its mount."""
+    spec = files.job.spec
+    found = [
+        _mounted("contract", {"configMap": {"name": files.name}}, CONTRACT_DIRECTORY, read_only=True),
+        _mounted("work", {"emptyDir": {}}, WORK_DIRECTORY),
+        _mounted("tmp", {"emptyDir": {}}, SCRATCH_DIRECTORY),
+        _mounted(
+            "shared-memory",
+            {"emptyDir": {"medium": "Memory", "sizeLimit": format_quantity(resources.shared_memory_bytes)}},
+            "/dev/shm",  # noqa: S108 - a volume of the pod
+        ),
+    ]
+    if resources.spill_volume_bytes:
+        for directory in files.job.spill_directories:
+            found.append(_mounted(directory.removeprefix("/"), _spill_volume(spec, resources), directory))
+    if spec.checkpoint.claim is not None:
+        found.append(_mounted("checkpoints", _claim(spec.checkpoint.claim), CHECKPOINT_MOUNT))
+    for claim, field in text_claims(spec).items():
+        volume = "text" if field == "spec.data.text.claim" else "evaluation-text"
+        found.append(_mounted(volume, _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
+    if facts.progress_url:
+        source = {
+            "serviceAccountToken": {
+                "audience": TOKEN_AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": TOKEN_FILE,
+            }
+        }  # fmt: skip
+        found.append(_mounted("token", {"projected": {"sources": [source]}}, TOKEN_DIRECTORY, read_only=True))
+    return found
+
+
+def _mounted(
+    name: str, source: dict[str, Any], path: str, *, read_only: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    mount: dict[str, Any] = {"name": name, "mountPath": path}
+    if read_only:
+        mount["readOnly"] = True
+    return {"name": name, **source}, mount
+
+
+def _claim(name: str) -> dict[str, Any]:
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
+def _spill_volume(spec: TrainingJobSpec, resources: PodResources) -> dict[str, Any]:
+    size = format_quantity(resources.spill_volume_bytes)
+    if not spec.spill.storage_class_name:
+        return {"emptyDir": {"sizeLimit": size}}
+    claim = {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": spec.spill.storage_class_name,
+        "resources": {"requests": {"storage": size}},
+    }
+    return {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
+
+
+def _scheduling(files: AttemptFiles) -> dict[str, Any]:
+    """The user's selector, tolerations and the node class bind; live headroom only prefers, because figures age.
+
+    A pod whose node stops answering is given up after NODE_LOST_SECONDS, not after the five minutes that the API
+    server would add: its peers wait for it, and a checkpoint is there to go on from. What the user says of these
+    taints stands alone, because of two tolerations the shorter one counts.
+    """
+    scheduling = files.job.spec.scheduling
+    found: dict[str, Any] = {}
+    if scheduling.node_selector:
+        found["nodeSelector"] = dict(scheduling.node_selector)
+    found["tolerations"] = [
+        {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
+        for toleration in scheduling.tolerations
+    ] + [
+        {"key": taint.key, "operator": "Exists", "effect": taint.effect, "tolerationSeconds": NODE_LOST_SECONDS}
+        for taint in NODE_LOST_TAINTS
+        if not any(tolerates(toleration, taint) for toleration in scheduling.tolerations)
+    ]
+    terms = [
+        {
+            "weight": preferred.weight,
+            "preference": {
+                "matchFields": [{"key": "metadata.name", "operator": "In", "values": [preferred.node]}],
+            },
+        }
+        for preferred in files.decision.preferences
+    ]  # fmt: skip
+    required = [
+        {"key": key, "operator": "In", "values": [value]} for key, value in files.decision.required_labels.items()
+    ]
+    affinity: dict[str, Any] = {}
+    if required:
+        affinity["requiredDuringSchedulingIgnoredDuringExecution"] = {
+            "nodeSelectorTerms": [{"matchExpressions": required}]
+        }
+    if terms:
+        affinity["preferredDuringSchedulingIgnoredDuringExecution"] = terms
+    return found | ({"affinity": {"nodeAffinity": affinity}} if affinity else {})
+
+
+def same_content(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two ConfigMaps hold the same contract."""
+    return all(one.get(key) == other.get(key) for key in (JOB_KEY, PLAN_KEY, DECISION_KEY, ATTEMPT_KEY))

@@ -1,0 +1,218 @@
+"""Planning: an accepted job and the cluster -> the files of its next attempt, or the finding that says why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from spillway.api.status import Attempts, Escalation, PlanStatus, TierQuantities
+from spillway.api.training_job import TrainingJob
+from spillway.errors import UserError
+from spillway.feedback.ladder import (
+    MemoryFailure,
+    change,
+    corrections_after,
+    next_failure_may_be_last,
+    relaxed,
+    repeats,
+    worth_relaxing,
+)
+from spillway.placement.cluster_view import ClusterView
+from spillway.placement.place import Place, Placement, Unplaceable
+from spillway.plan import MemoryPlan, Tier
+from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
+
+from . import conditions as c
+from . import gangs
+from .conditions import Finding, false, true, unknown
+from .manifests import AttemptFiles, Decision, MetricsSeen, Preferred, attempt_files
+from .observed import JobObject, OperatorFacts
+
+LONGEST_TEXT = 1024
+"""characters of a text in the status"""
+MOST_NODES = 16
+"""preferred nodes that the status names"""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the attempts so far say to the next one."""
+
+    attempts: Attempts
+    """status.attempts once the next one exists"""
+    threads: int | None = None
+    """of the attempt before, because the rounding of a matrix product depends on them; None for the first"""
+    because: str = ""
+    escalations: tuple[Escalation, ...] = ()
+    failures: tuple[MemoryFailure, ...] = ()
+    """that ran out of memory, and whose contracts can be read"""
+    last: MemoryPlan | None = None
+    """of the attempt before"""
+    peaks: dict[Tier, int] = field(default_factory=dict)
+    """that it held"""
+    trained_seconds: float = 0.0
+    """by it, all pods running, when it did not run out of memory; else 0"""
+
+
+def plan_attempt(
+    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: Past, place: Place
+) -> AttemptFiles | Finding:
+    """The attempt that `past.attempts` ends with."""
+    device = past.last.device if past.last is not None else None
+    cluster = replace(cluster, trainer_image=facts.trainer_image, device=device)
+    try:
+        placed = _placed(job, cluster, past, place)
+    except UserError as error:
+        return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
+    except Exception as error:
+        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+        return false(c.PLANNED, "NoNode", why)
+    if isinstance(placed, Unplaceable):
+        return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
+    if repeats(past.failures, placed.plan, placed.pod.memory_bytes):
+        return false(c.PLANNED, "DoesNotFit", "every plan that fits asks for as much of what ran out")
+    decision = Decision(
+        attempts=past.attempts,
+        preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),
+        required_labels=dict(placed.required_labels),
+        metrics=metrics_seen(cluster),
+        because=past.because,
+        escalations=told(past.escalations, past.failures, placed.plan),
+    )
+    threads = past.threads or placed.plan.optimizer.num_threads
+    beside = {"gang": gangs.kind_of(job.spec), "image": job.spec.image or facts.trainer_image}
+    planned = plan_status(placed, cluster).model_copy(update=beside)
+    return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
+
+
+def _placed(job: TrainingJob, cluster: ClusterView, past: Past, place: Place) -> Placement | Unplaceable:
+    """Under what the failures say. After a long attempt that had much room to spare, under what was seen of it, where
+    that gives a plan which is clearly faster."""
+    careful = corrections_after(past.failures)
+    placed = place(job, replace(cluster, corrections=careful))
+    if not past.failures or past.last is None or isinstance(placed, Unplaceable):
+        return placed
+    reasons = [failure.reason for failure in past.failures]
+    if next_failure_may_be_last(reasons, past.attempts.memory_errors):  # should it run out again
+        return placed
+    seen = relaxed(past.failures, past.last, past.peaks, past.trained_seconds)
+    if seen == careful:
+        return placed
+    cheaper = place(job, replace(cluster, corrections=seen))
+    if isinstance(cheaper, Unplaceable) or repeats(past.failures, cheaper.plan, cheaper.pod.memory_bytes):
+        return placed
+    return cheaper if worth_relaxing(placed.plan, cheaper.plan) else placed
+
+
+def told(
+    escalations: tuple[Escalation, ...], failures: tuple[MemoryFailure, ...], after: MemoryPlan
+) -> tuple[Escalation, ...]:
+    """With what the next attempt does differently, where that is not said yet."""
+    plans = {failure.attempt: failure.plan for failure in failures}
+    return tuple(
+        one if one.change or one.attempt not in plans
+        else one.model_copy(update={"change": c.clean(change(plans[one.attempt], after), LONGEST_TEXT)})
+        for one in escalations
+    )  # fmt: skip
+
+
+def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure, ...], place: Place) -> str:
+    """What mode Auto would do after `failures`, for a job that asks for advice alone."""
+    memory = job.spec.memory.model_copy(update={"mode": "Auto"})
+    as_auto = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
+    try:
+        seen = replace(cluster, corrections=corrections_after(failures), device=failures[-1].plan.device)
+        placed = place(as_auto, seen)
+    except Exception as error:  # as in plan_attempt
+        return f"mode Auto would find no plan: {type(error).__name__}: {error}"
+    if isinstance(placed, Unplaceable):
+        return c.clean(f"mode Auto would find no plan: {placed.message}", LONGEST_TEXT)
+    return c.clean(f"mode Auto would take: {change(failures[-1].plan, placed.plan)}", LONGEST_TEXT)
+
+
+def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
+    """What status.plan says of a placement."""
+    plan, room = placed.plan, placed.headroom
+    return PlanStatus(
+        node=c.clean(placed.node.name, 64),
+        device=plan.device,
+        summary=c.clean("; ".join(plan.reasons) or summary(plan), LONGEST_TEXT),
+        bytes=_quantities(*(plan.bytes[tier].total if tier in plan.bytes else None for tier in Tier)),
+        pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),
+        activations=plan.bytes[Tier.NVME].activations if plan.movable_activations else None,
+        step_seconds=f"{plan.prediction.step_seconds:.3g}",
+        calibrated=plan.prediction.calibrated,
+        nodes=tuple(best.node for best in placed.preferences[:MOST_NODES]),
+        reason=c.clean(placed.reason, LONGEST_TEXT),
+        headroom=_quantities(room.device, room.host, room.nvme),
+        metrics_age="" if cluster.metrics_age_seconds is None else format_seconds(cluster.metrics_age_seconds),
+        metrics_source=c.clean(cluster.metrics_source, 64),
+        observed=placed.observed,
+    )
+
+
+def _quantities(device: int | None, host: int | None, nvme: int | None) -> TierQuantities | None:
+    """Never below zero: reservations can exceed what is free. Never more than the API server can hold: what a mode
+    other than Auto asks for has no bound."""
+    known = {"device": device, "host": host, "nvme": nvme}
+    found = {tier: min(max(0, free), LARGEST_QUANTITY) for tier, free in known.items() if free is not None}
+    return TierQuantities(**found) if found else None
+
+
+def summary(plan: MemoryPlan) -> str:
+    held = ", ".join(
+        f"{format_bytes(plan.bytes[tier].total)} in {tier} memory" if tier is not Tier.NVME
+        else f"{format_bytes(plan.bytes[tier].total)} on NVMe"
+        for tier in Tier
+        if tier in plan.bytes and plan.bytes[tier].total
+    )  # fmt: skip
+    return f"{held} per rank"
+
+
+def metrics_seen(cluster: ClusterView) -> MetricsSeen:
+    """Whether live metrics had a say in the placement."""
+    if cluster.nodes is None:
+        return MetricsSeen(status="False", reason="NoNodeView", message="the operator may not list nodes")
+    problem = c.clean(cluster.metrics_problem)
+    if not cluster.metrics_source and cluster.metrics_age_seconds is None:
+        return MetricsSeen(status="False", reason="NotConfigured", message=problem)
+    if cluster.metrics_problem or cluster.metrics_age_seconds is None:
+        return MetricsSeen(status="False", reason="Stale", message=problem or "there were none yet")
+    age = format_seconds(cluster.metrics_age_seconds)
+    return MetricsSeen(status="True", reason="Fresh", message=f"{cluster.metrics_source}, {age} old")
+
+
+def as_decided(files: AttemptFiles) -> tuple[Finding, ...]:
+    """What the conditions say of an attempt's decision."""
+    decision, planned = files.decision, files.plan_status
+    found = [
+        true(c.ACCEPTED, "Valid"),
+        true(c.PLANNED, "Planned", planned.reason or planned.summary),
+        unknown(c.SCHEDULED, "Waiting"),
+        false(c.RUNNING, "Starting", decision.because),
+        unknown(c.PROGRESSING, "Waiting"),
+    ]
+    metrics = decision.metrics
+    if metrics is not None and metrics.reason in c.REASONS[c.METRICS_AVAILABLE]:
+        found.append(Finding(c.METRICS_AVAILABLE, metrics.status, metrics.reason, metrics.message))
+    return tuple(found)
+
+
+def next_attempts(known: Attempts, number: int, now: str) -> Attempts:
+    """status.attempts once attempt `number` exists."""
+    return known.model_copy(update={"total": number, "ended": number - 1, "start_time": now})
+
+
+def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:
+    """Whether a contract is what its name says."""
+    found = (files.job.uid, files.job.namespace, files.job.name, files.job.epoch, files.decision.attempts.total)
+    return found == (job.uid, job.namespace, job.name, attempt, attempt)
+
+
+def is_ours(files: AttemptFiles, job: TrainingJob, uid: str, facts: OperatorFacts) -> bool:
+    """Whether the operator would have written this job.json for the accepted job; only the plan is taken as found.
+
+    Whoever may create ConfigMaps can copy an ownerReference: a contract with another image or ServiceAccount, or of a
+    spec that changed since, is never carried out.
+    """
+    threads = files.job.compute_threads
+    return attempt_files(job, uid, files.plan, files.plan_status, files.decision, threads, facts).job == files.job

@@ -1,0 +1,332 @@
+"""What a progress report makes of status.progress, .memory, .checkpoint and .members: bounded, never backwards,
+readable."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from spillway.api.progress import (
+    MemberProgress,
+    MemberState,
+    ProgressReport,
+    SpillVolume,
+    TierFigures,
+    TrainingProgress,
+)
+from spillway.api.status import (
+    CheckpointStatus,
+    MemberStatus,
+    MemoryStatus,
+    Progress,
+    TierQuantities,
+    TrainingJobStatus,
+)
+from spillway.feedback.live_correction import LEAST_BYTES, lowered
+from spillway.units import GIB, KIB, MIB, TIB, format_seconds
+
+from .conditions import clean
+from .observed import EventNote
+
+MOST_MEMBER_NOTES = 8
+"""events about members, of one status"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The parts of the status that reports write."""
+
+    progress: Progress | None
+    memory: MemoryStatus | None
+    checkpoint: CheckpointStatus | None
+    members: tuple[MemberStatus, ...] = ()
+    """of a sweep, in the order of the report"""
+    best_member: str = ""
+
+
+def reported(status: TrainingJobStatus) -> Reported:
+    return Reported(status.progress, status.memory, status.checkpoint, status.members, status.best_member)
+
+
+def with_report(
+    before: Reported,
+    report: ProgressReport,
+    attempt: int,
+    steps: int,
+    time: str,
+    members: Collection[str] = (),
+    *,
+    is_corrected: bool = True,
+    planned_activations: int | None = None,
+) -> Reported:
+    """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
+    does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
+    out. `planned_activations`: of status.plan. Never raises: no report may keep a job from being looked after."""
+    try:
+        after = _with_report(before, report, attempt, steps, time, members)
+        own = report.spillway
+        if own is None or after is before or after.memory is None:
+            return after
+        told = before.memory if _was_heard(before) else None
+        memory = _with_correction(told, after.memory, own.spill_volume, planned_activations, is_corrected=is_corrected)
+        return replace(after, memory=memory)
+    except (ValueError, ArithmeticError):
+        return before
+
+
+def _with_report(
+    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
+) -> Reported:
+    own = report.spillway
+    if own is not None and own.epoch != attempt:
+        return before
+    if own is None:
+        return replace(before, progress=_of_a_stranger(before.progress, report, steps, time))
+    known = tuple(_member(one) for one in own.members if one.name in members)
+    return Reported(
+        progress=_progress(before.progress, own, report, own.steps if known else steps, time),
+        memory=_memory(before.memory, own),
+        checkpoint=_checkpoint(before.checkpoint, own, attempt),
+        members=known or before.members,
+        best_member=own.best_member if own.best_member in members else before.best_member,
+    )
+
+
+def with_saved_step(before: Reported, step: int, attempt: int, steps: int) -> Reported:
+    """After an attempt that says it committed a checkpoint of `step` before it stopped: never behind it."""
+    step = min(step, steps)
+    progress, known = before.progress or Progress(steps=steps), before.checkpoint
+    if step > progress.step:
+        progress = progress.model_copy(update={"step": step, "display": percent(step, steps)})
+    if known is not None and (known.epoch, known.step) >= (attempt, step):
+        return replace(before, progress=progress)
+    folder = known.path.rpartition("/")[0] if known is not None else ""
+    path = f"{folder}/step-{step}.e{attempt}" if folder else ""
+    return replace(before, progress=progress, checkpoint=CheckpointStatus(step=step, epoch=attempt, path=path))
+
+
+def at_the_start(before: Progress | None, steps: int) -> Progress:
+    """Of an attempt that has not reported yet: how far the ones before it came, and no rate.
+
+    `lastStepTime` is missing until its first report, which may go back to the checkpoint that it resumed from.
+    """
+    step = 0 if before is None else min(before.step, steps)
+    return Progress(step=step, steps=steps, display=percent(step, steps), loss="" if before is None else before.loss)
+
+
+def at_the_end(before: Progress | None, steps: int) -> Progress:
+    """Of a job that is complete: exit code 0 means that the last of `steps` was trained."""
+    known = before or Progress()
+    return known.model_copy(update={"step": steps, "steps": steps, "display": percent(steps, steps), "eta": "0s"})
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def _member(said: MemberProgress) -> MemberStatus:
+    return MemberStatus(
+        name=said.name,
+        step=said.step,
+        steps=said.num_steps,
+        loss=_figure(said.loss),
+        objective=_figure(said.objective),
+        state=said.state.value,
+        message=clean(said.reason, 256),
+    )
+
+
+def at_rest(members: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
+    """When the attempt has ended: nobody's turn it is."""
+    return tuple(
+        one.model_copy(update={"state": MemberState.PARKED.value}) if one.state == MemberState.RUNNING else one
+        for one in members
+    )
+
+
+def member_notes(before: tuple[MemberStatus, ...], after: tuple[MemberStatus, ...]) -> tuple[EventNote, ...]:
+    """An event for each member that failed or was stopped since; of many the first few, and how many more."""
+    states = {one.name: one.state for one in before}
+    ended = [
+        one
+        for one in after
+        if one.state in (MemberState.FAILED, MemberState.STOPPED) and states.get(one.name) != one.state
+    ]
+    ended.sort(key=lambda one: one.state != MemberState.FAILED)  # the bad news first
+    notes = tuple(_member_note(one) for one in ended[:MOST_MEMBER_NOTES])
+    rest = ended[MOST_MEMBER_NOTES:]
+    if not rest:
+        return notes
+    names = ", ".join(one.name for one in rest)
+    return (*notes, EventNote("Normal", "MembersEnded", "EndMember", clean(f"{len(rest)} more members: {names}")))
+
+
+def _member_note(member: MemberStatus) -> EventNote:
+    note = clean(f"member {member.name}: {member.message or member.state}")
+    if member.state == MemberState.FAILED:
+        return EventNote("Warning", "MemberFailed", "EndMember", note)
+    return EventNote("Normal", "MemberStopped", "EndMember", note)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _progress(
+    before: Progress | None, own: TrainingProgress, report: ProgressReport, steps: int, time: str
+) -> Progress:
+    reached = before.step if before is not None and before.last_step_time is not None else 0
+    step = min(max(own.step, reached), steps)
+    known = before.advance_time if before is not None and before.last_step_time is not None else None
+    return Progress(
+        step=step,
+        steps=steps,
+        display=percent(step, steps),
+        loss=_figure(own.loss),
+        tokens_per_second=_rate(own.tokens_per_second),
+        eta=_eta(report.trainer_status.estimated_remaining_seconds, own.step_seconds, steps - step),
+        last_step_time=_timestamp(own.last_step_time) or time,
+        advance_time=known if known is not None and step == reached else time,
+    )
+
+
+def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, time: str) -> Progress | None:
+    """From a script that speaks Kubeflow's protocol only: a percentage and metrics."""
+    said = report.trainer_status
+    if said.progress_percentage is None:
+        return before
+    known = before or Progress(steps=steps)
+    reached = known.step if known.last_step_time is not None else 0
+    step = max(steps * said.progress_percentage // 100, reached)
+    loss = next((clean(metric.value, 64) for metric in said.metrics if metric.name == "loss"), known.loss)
+    eta = "" if said.estimated_remaining_seconds is None else duration(said.estimated_remaining_seconds)
+    same = known.last_step_time is not None and step == reached and known.advance_time is not None
+    changes = {
+        "step": step, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time,
+        "advance_time": known.advance_time if same else time,
+    }  # fmt: skip
+    return known.model_copy(update=changes)
+
+
+def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus | None:
+    if own.peak == TierFigures() and before is not None:
+        return before
+    budget = f"/{short_bytes(own.budget.device)}" if own.budget.device else ""
+    return MemoryStatus(
+        device=f"{short_bytes(own.peak.device)}{budget}",
+        spilled=short_bytes(own.peak.host + own.peak.nvme),
+        peak=TierQuantities(device=own.peak.device, host=own.peak.host, nvme=own.peak.nvme),
+    )
+
+
+def _was_heard(before: Reported) -> bool:
+    """By the present attempt."""
+    return before.progress is not None and before.progress.last_step_time is not None
+
+
+def _with_correction(
+    told: MemoryStatus | None,
+    memory: MemoryStatus,
+    volume: SpillVolume | None,
+    planned: int | None,
+    *,
+    is_corrected: bool,
+) -> MemoryStatus:
+    """What activations may take of the spill volume: as reported, less what is corrected now. It only falls, from what
+    is planned, or was `told` of the same attempt; less than LEAST_BYTES is not told."""
+    if volume is None:
+        return memory.model_copy(update={"activations": None, "correction": ""})
+    told = told or MemoryStatus()
+    known = told.activations if told.activations is not None else max(planned or 0, volume.activations)
+    decided = lowered(volume)
+    left = volume.activations if decided is None else min(decided, volume.activations)
+    if known - left < LEAST_BYTES:
+        return memory.model_copy(update={"activations": known, "correction": told.correction})
+    what = f"take {short_bytes(left)} of each rank's spill file instead of {short_bytes(known)}"
+    does = f"activations {what}, the rest stays in host memory"
+    would = f"mode Auto would let activations {what}"
+    sentence = f"others fill the spill volume: {does if is_corrected else would}"
+    return memory.model_copy(update={"activations": left, "correction": sentence})
+
+
+def correction_notes(
+    before: MemoryStatus | None, after: MemoryStatus | None, *, is_corrected: bool
+) -> tuple[EventNote, ...]:
+    """An event for each live correction; with mode Advise, for each that Auto would make."""
+    if after is None or not after.correction or (before is not None and before.correction == after.correction):
+        return ()
+    if is_corrected:
+        return (EventNote("Normal", "Corrected", "Correct", after.correction),)
+    return (EventNote("Warning", "SpillVolumeLow", "Advise", after.correction),)
+
+
+def _checkpoint(before: CheckpointStatus | None, own: TrainingProgress, attempt: int) -> CheckpointStatus | None:
+    committed = own.checkpoint
+    if committed is None or committed.epoch > attempt:
+        return before
+    if before is not None and (committed.epoch, committed.step) < (before.epoch, before.step):
+        return before
+    return CheckpointStatus(
+        step=committed.step,
+        epoch=committed.epoch,
+        path=clean(committed.path, 1024),
+        time=_timestamp(committed.time),
+    )
+
+
+# --- figures for people -----------------------------------------------------------------------------------------------
+
+
+def percent(step: int, steps: int) -> str:
+    return f"{100 * step // steps}%" if steps else ""
+
+
+def duration(seconds: float) -> str:
+    """311 -> "5m11s", 0 -> "0s"."""
+    return format_seconds(round(seconds)).replace(" ", "") if seconds >= 1 else "0s"
+
+
+def short_bytes(num_bytes: int) -> str:
+    """Two or three figures as a quantity: 76235669504 -> "71Gi", 1610612736 -> "1.5Gi"."""
+    for suffix, size in (("Ti", TIB), ("Gi", GIB), ("Mi", MIB), ("Ki", KIB)):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:.0f}{suffix}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0") + suffix
+    return str(num_bytes)
+
+
+def _figure(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4g}"
+
+
+def _eta(said: int | None, step_seconds: float, left: int) -> str:
+    """Empty while steps are left and none was measured."""
+    if left and not said and not step_seconds:
+        return ""
+    seconds = left * step_seconds if said is None else float(said)
+    return duration(min(seconds, 1e9))
+
+
+def _rate(tokens_per_second: float) -> str:
+    """Empty before the first step was measured."""
+    if not tokens_per_second:
+        return ""
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
+
+
+def _timestamp(unix_seconds: float) -> str | None:
+    """None for 0, which stands for no time."""
+    if not unix_seconds:
+        return None
+    bounded = min(unix_seconds, 253402300799.0)  # the end of the year 9999
+    return datetime.fromtimestamp(bounded, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def as_fields(found: Reported) -> dict[str, Any]:
+    return {
+        "progress": found.progress,
+        "memory": found.memory,
+        "checkpoint": found.checkpoint,
+        "members": found.members,
+        "best_member": found.best_member,
+    }

@@ -1,0 +1,1 @@
+"""The API server: watches, lists, the work queue, writes, the lease."""

@@ -1,0 +1,1 @@
+"""What is known of nodes and pods: live memory, profiles, reservations."""

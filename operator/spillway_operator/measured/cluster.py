@@ -1,0 +1,233 @@
+"""Cluster: nodes, their profiles and live bytes, and what models were observed to need, as placement sees them.
+
+Objects are listed when a plan needs them, and then kept for a while; live figures come from the metrics that are read
+in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from spillway.api.training_job import MemoryProfileSpec, NodeProfileSpec
+from spillway.feedback.pod_evidence import PodEvidence
+from spillway.feedback.profiles import observed_corrections, observed_peaks, observed_pods
+from spillway.metrics import TIER_BYTES
+from spillway.placement.place import ClusterView, LiveBytes, NodeView, Taint, profiled
+from spillway.planning.corrections import Corrections
+from spillway.units import parse_cores, parse_quantity
+
+from ..kube.api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, Refused
+from ..kube.store import Key
+from .metrics_source import MetricsSnapshot, MetricsSource
+from .reservations import Reservations
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 30.0
+"""between two lists of the same objects, while plans are made"""
+OLDEST_NODES_SECONDS = 300.0
+"""a list that is used while no newer one can be had"""
+OLDEST_PEAKS_SECONDS = 300.0
+"""of a namespace in which nothing is planned"""
+
+N = TypeVar("N", int, float)
+Peaks = Mapping[str, Mapping[str, int]]
+"""fingerprint of a model's memory -> tier -> bytes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Of the MemoryProfiles of a namespace."""
+
+    listed: float = float("-inf")
+    """monotonic seconds"""
+    is_current: bool = True
+    """none of them was written since"""
+    peaks: Peaks = field(default_factory=dict)
+    corrections: Mapping[str, Corrections] = field(default_factory=dict)
+    """fingerprint of a model -> what its profiles say of predictions"""
+    pods: Mapping[str, PodEvidence] = field(default_factory=dict)
+    """fingerprint of a model's memory -> what its pods took"""
+
+
+class Cluster:
+    def __init__(
+        self,
+        client: ApiClient,
+        metrics: MetricsSource,
+        reservations: Reservations,
+        node_reader: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._reservations = reservations
+        self._node_reader = node_reader
+        self._clock = clock
+        self._listing = asyncio.Lock()
+        self._nodes: tuple[NodeView, ...] | None = None
+        self._nodes_time = float("-inf")
+        self._known: dict[str, Known] = {}
+        """of each namespace"""
+        self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
+        """nodes and snapshot, and what became of them"""
+
+    async def refresh(self, namespace: str) -> None:
+        """List anew what is older than FRESH_SECONDS, or was written since. Raises ApiError when nodes may be listed
+        and never could."""
+        async with self._listing:
+            await self._refresh_nodes()
+            await self._refresh_profiles(namespace)
+
+    def profile_written(self, namespace: str) -> None:
+        """The next plan in the namespace lists its profiles anew, however fresh those of now are."""
+        if known := self._known.get(namespace):
+            self._known[namespace] = replace(known, is_current=False)
+
+    async def _refresh_nodes(self) -> None:
+        age = self._clock() - self._nodes_time
+        if not self._node_reader or age < FRESH_SECONDS:
+            return
+        try:
+            self._nodes = await self._list_nodes()
+            self._nodes_time = self._clock()
+        except Refused as error:
+            logger.warning("nodes cannot be listed, plans come from the catalog: %s", error)
+            self._nodes, self._nodes_time = None, self._clock()
+        except ApiError as error:
+            if age > OLDEST_NODES_SECONDS:
+                raise
+            logger.warning("nodes of %.0f s ago are used: %s", age, error)
+
+    async def _refresh_profiles(self, namespace: str) -> None:
+        """Those of a moment ago, or none, do where they cannot be listed: plans are as predicted then."""
+        known = self._known.get(namespace, Known())
+        now = self._clock()
+        if known.is_current and now - known.listed < FRESH_SECONDS:
+            return
+        try:
+            listed = await self._client.list(MEMORY_PROFILES, namespace, _memory_profile)
+            known = _known([profile for profile in listed.items if profile is not None])
+        except ApiError as error:
+            logger.warning("memory profiles cannot be listed: %s", error)
+        kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
+        self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
+
+    def view(self, key: Key) -> ClusterView:
+        """As of now, for the job `key`."""
+        now = self._clock()
+        snapshot = self._metrics.snapshot(now)
+        known = self._known.get(key[0], Known())
+        return ClusterView(
+            nodes=None if self._nodes is None else self._with_live_bytes(self._nodes, snapshot),
+            metrics_age_seconds=snapshot.age_seconds,
+            metrics_problem=snapshot.problem,
+            metrics_source=snapshot.source,
+            reservations=self._reservations.of_others(key, now),
+            observed_peaks=known.peaks,
+            model_corrections=known.corrections,
+            observed_pods=known.pods,
+        )
+
+    def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
+        known = self._joined
+        if known is None or known[0] is not nodes or known[1] is not snapshot.nodes:
+            joined = tuple(replace(node, live=_live_bytes(node, snapshot)) for node in nodes)
+            known = self._joined = (nodes, snapshot.nodes, joined)
+        return known[2]
+
+    async def _list_nodes(self) -> tuple[NodeView, ...]:
+        nodes = await self._client.list(NODES, "", project_node)
+        try:
+            listed = await self._client.list(NODE_PROFILES, "", _node_profile)
+        except (NotFound, Refused) as error:  # the kind is not installed, or not ours to see
+            logger.warning("node profiles cannot be listed, rates come from the catalog: %s", error)
+            return nodes.items
+        profiles = dict(listed.items)
+        return tuple(_with_profile(node, profiles.get(node.name)) for node in nodes.items)
+
+
+def _live_bytes(node: NodeView, snapshot: MetricsSnapshot) -> LiveBytes | None:
+    """What Prometheus says is free; without it, what the node can allocate less what our own pods hold there."""
+    if snapshot.held_host_bytes is None:
+        return snapshot.nodes.get(node.name)
+    free = node.allocatable_memory_bytes - snapshot.held_host_bytes.get(node.name, 0)
+    return LiveBytes(host=max(0, free), sources=(TIER_BYTES.name,))
+
+
+def project_node(found: Mapping[str, Any]) -> NodeView:
+    """A Node as the API server sent it."""
+    metadata, spec, status = found["metadata"], found.get("spec") or {}, found.get("status") or {}
+    allocatable = status.get("allocatable") or {}
+    ready = [condition for condition in status.get("conditions") or () if condition.get("type") == "Ready"]
+    taints = tuple(
+        Taint(str(taint.get("key", "")), str(taint.get("value", "")), str(taint.get("effect", "")))
+        for taint in spec.get("taints") or ()
+    )
+    return NodeView(
+        name=metadata["name"],
+        labels=dict(metadata.get("labels") or {}),
+        taints=taints,
+        allocatable_cores=_quantity(allocatable.get("cpu"), parse_cores) or 0.0,
+        allocatable_memory_bytes=_quantity(allocatable.get("memory"), parse_quantity) or 0,
+        allocatable_ephemeral_bytes=_quantity(allocatable.get("ephemeral-storage"), parse_quantity) or 0,
+        allocatable_devices={
+            name: _quantity(count, parse_quantity) or 0
+            for name, count in allocatable.items()
+            if is_extended_resource(name)
+        },
+        ready=bool(ready) and ready[0].get("status") == "True",
+        unschedulable=bool(spec.get("unschedulable")),
+    )
+
+
+def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
+    """None for what is missing or no quantity: one odd node must not keep jobs from the others."""
+    try:
+        return parse(str(found))
+    except ValueError:
+        return None
+
+
+def is_extended_resource(name: str) -> bool:
+    """nvidia.com/gpu, not cpu, hugepages-2Mi or attachable-volumes-csi-..."""
+    return "/" in name and not name.startswith("kubernetes.io/")
+
+
+def _node_profile(found: Mapping[str, Any]) -> tuple[str, NodeProfileSpec | None]:
+    """Of the node of that name; None when it is written in the words of another version."""
+    name = found["metadata"]["name"]
+    try:
+        return name, NodeProfileSpec.model_validate(found.get("spec") or {})
+    except ValidationError as error:
+        logger.warning("NodeProfile %s is left aside: %s", name, error.errors()[0]["msg"])
+        return name, None
+
+
+def _with_profile(node: NodeView, profile: NodeProfileSpec | None) -> NodeView:
+    return node if profile is None else profiled(node, profile)
+
+
+def _memory_profile(found: Mapping[str, Any]) -> MemoryProfileSpec | None:
+    try:
+        return MemoryProfileSpec.model_validate(found.get("spec") or {})
+    except ValidationError:  # written by another version
+        return None
+
+
+def _known(profiles: Sequence[MemoryProfileSpec]) -> Known:
+    models: dict[str, list[MemoryProfileSpec]] = {}
+    for profile in profiles:
+        if profile.model_fingerprint:  # none: written by an earlier version
+            models.setdefault(profile.model_fingerprint, []).append(profile)
+    corrections = {model: observed_corrections(found) for model, found in models.items()}
+    pods = {fingerprint: seen for found in models.values() for fingerprint, seen in observed_pods(found).items()}
+    peaks = {one.fingerprint: observed_peaks(one) for one in profiles}
+    return Known(peaks=peaks, corrections=corrections, pods=pods)

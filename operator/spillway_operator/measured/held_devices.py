@@ -1,0 +1,82 @@
+"""Devices that other jobs of ours hold, and for how long by their status: what a job that wants them waits for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from spillway.api.status import PlanStatus, Progress
+from spillway.placement.cluster_view import HeldDevices
+from spillway.placement.place import DEFAULT_RESOURCE
+
+from ..decide.acceptance import given
+from ..decide.case import num_steps, whole
+from ..decide.observed import JobObject
+from ..kube.store import Store
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Holders:
+    """What each job holds is read once for each of its states: a plan is made for every one of a thousand jobs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, tuple[int, HeldDevices | None]] = {}
+        """of the jobs whose attempt lived when it was asked last: resourceVersion, and what"""
+
+    def besides(self, job: JobObject) -> tuple[HeldDevices, ...]:
+        """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included."""
+        attempts = self._store.attempts
+        owners = {one.owner_uid for one in attempts if one.owner_uid and not one.outcome and not one.suspended}
+        found = (self._store.jobs.by_uid(uid) for uid in owners)
+        self._known = {one.uid: self._read(one) for one in found if one is not None}
+        return tuple(held for uid, (_, held) in self._known.items() if held is not None and uid != job.uid)
+
+    def _read(self, job: JobObject) -> tuple[int, HeldDevices | None]:
+        known = self._known.get(job.uid)
+        if known is not None and known[0] == job.resource_version:
+            return known
+        return job.resource_version, _held(job)
+
+
+def _held(job: JobObject) -> HeldDevices | None:
+    """None for a job on CPUs."""
+    spec, status = json.loads(job.spec), json.loads(job.status)
+    plan = _read(PlanStatus, status.get("plan"))
+    if (plan.device or given(spec, "parallelism.device")) != "Cuda":
+        return None
+    devices = whole(given(spec, "parallelism.nodes"), 1) * whole(given(spec, "parallelism.devicesPerNode"), 1)
+    return HeldDevices(
+        node_class=plan.node,
+        nodes=plan.nodes,
+        resource_name=str(given(spec, "resourceName") or DEFAULT_RESOURCE),
+        devices=devices,
+        seconds_left=_seconds_left(spec, plan, _read(Progress, status.get("progress"))),
+    )
+
+
+def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
+    """At the rate that it reports, else as planned."""
+    left = max(0, (progress.steps or num_steps(spec)) - progress.step)
+    tokens = whole(given(spec, "training.globalBatchSize"), 0) * whole(given(spec, "training.sequenceLength"), 0)
+    rate = _number(progress.tokens_per_second)
+    seconds = tokens / rate if rate and tokens else _number(plan.step_seconds)
+    return None if seconds is None else left * seconds
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read(kind: type[M], found: object) -> M:
+    """Without anything where it is missing, or in the words of another version."""
+    try:
+        return kind.model_validate(found or {})
+    except ValidationError:
+        return kind()

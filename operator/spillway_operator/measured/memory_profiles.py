@@ -1,0 +1,325 @@
+"""MemoryProfiles: peaks that trainers report become objects that outlive the jobs (feedback.profiles decides what).
+
+Written behind the decision's back: at most once per profile and 30 s, also when an operator follows another one, and
+only when a report says something new. What all jobs of a profile have to say meanwhile goes into that one write. A
+failure is logged, whatever it is: ConfigMaps and profiles may be anybody's work. The next higher peak, or the next
+attempt, is another chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from pydantic import ValidationError
+
+from spillway.api.job_file import JobFile
+from spillway.api.progress import PodMemory
+from spillway.api.status import Escalation, PlanStatus
+from spillway.api.training_job import GROUP, VERSION, MemoryProfileSpec, TrainingJobSpec
+from spillway.feedback.ladder import MemoryFailure
+from spillway.feedback.pod_evidence import PodPeak, workload
+from spillway.feedback.profiles import profile_after_failure, profile_name, profile_update
+from spillway.plan import MemoryPlan
+from spillway.planning.pod_resources import pod_resources
+
+from ..decide.case import known_seconds
+from ..decide.manifests import DECISION_KEY, JOB_KEY, PLAN_KEY, attempt_name, decided_memory
+from ..decide.observed import JobObject
+from ..kube.api_client import CONFIG_MAPS, MEMORY_PROFILES, ApiClient, ApiError, NotFound
+from ..kube.store import Key, controller
+from ..log import about
+from ..progress.outbox import Received
+
+logger = logging.getLogger(__name__)
+
+PROFILE_SECONDS = 30.0
+"""between two writes of one profile"""
+LOOK_SECONDS = 5.0
+PEAK_STEP = 1.01
+"""between two peaks of a pod that are news; PodEvidence's margins are wider"""
+MOST_CONTRACTS = 256
+"""held, of some 30 KiB each; another is read again when its attempt has something to say"""
+
+Peaks = Mapping[str, int]
+"""tier -> bytes of the fullest rank"""
+Profile = tuple[str, str]
+"""namespace and name of a MemoryProfile"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The peaks of an attempt."""
+
+    job_uid: str
+    attempt: int
+    peaks: Peaks
+    pod: PodMemory = field(default_factory=PodMemory)
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut:
+    """An attempt ended because memory ran out."""
+
+    job_uid: str
+    attempt: int
+    reason: str
+
+
+News = Reported | RanOut
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Contract:
+    """What peaks are measured against: the same object for all attempts whose contracts say the same."""
+
+    profile: str
+    """name of the MemoryProfile"""
+    spec: TrainingJobSpec
+    plan: MemoryPlan
+    ranks_per_node: int
+    decided_bytes: int = 0
+    """memory of a pod, by status.plan; 0 = what is counted"""
+    image: str = ""
+    """of the trainer; none: the contract is of before images were written down"""
+
+    def failure(self, attempt: int, reason: str) -> MemoryFailure:
+        counted = self.counted_bytes
+        limit = decided_memory(counted, self.decided_bytes)
+        return MemoryFailure(attempt, reason, self.plan, limit, counted - limit)
+
+    @property
+    def counted_bytes(self) -> int:
+        """Of a pod, with what is known to come beside its plan."""
+        return pod_resources(self.spec, self.plan, self.ranks_per_node).memory_bytes
+
+    def pod(self, said: PodMemory) -> PodPeak | None:
+        """None where the trainer does not say."""
+        if not said.peak:
+            return None
+        counted = self.counted_bytes
+        return PodPeak(
+            peak_bytes=said.peak,
+            counted_bytes=counted - self.plan.unplanned_bytes,
+            limit_bytes=decided_memory(counted, self.decided_bytes),
+            is_whole=said.is_whole and bool(self.image),
+            workload=workload(self.spec, self.plan, self.image),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Contracted:
+    """The contract of an attempt, as long as it is held."""
+
+    job_uid: str
+    attempt: int
+    contract: ReferenceType[Contract]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What an attempt has to say to its profile, once it is the profile's turn."""
+
+    key: Key
+    news: News
+    contract: Contract
+
+
+@dataclass(slots=True)
+class MemoryProfiles:
+    client: ApiClient
+    written: Callable[[str], None] = lambda _: None
+    """is told the namespace of each profile that is written"""
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    """Unix seconds, as in MemoryProfile.spec.observedTime"""
+    _waiting: dict[Key, Reported] = field(default_factory=dict, init=False)
+    """what no profile holds yet"""
+    _ended: dict[Key, RanOut] = field(default_factory=dict, init=False)
+    """lower bounds that no profile holds yet"""
+    _seen: dict[Key, Reported] = field(default_factory=dict, init=False)
+    _contracts: dict[Key, Contracted] = field(default_factory=dict, init=False)
+    _shared: WeakValueDictionary[str, Contract] = field(default_factory=WeakValueDictionary, init=False)
+    """by profile: a thousand jobs of one model hold its spec and plan once"""
+    _held: dict[int, Contract] = field(default_factory=dict, init=False)
+    """by id, the one that was asked for last at the end"""
+    _written: dict[Profile, float] = field(default_factory=dict, init=False)
+    """monotonic seconds of the last write, for PROFILE_SECONDS"""
+
+    def reported(self, key: Key, received: Received) -> None:
+        if received.report.spillway is None:
+            return
+        peaks = {tier: size for tier, size in received.report.spillway.peak if size}
+        reported = Reported(received.job_uid, received.attempt, peaks, received.report.spillway.pod)
+        if peaks and is_news(reported, self._seen.get(key)):
+            self._seen[key] = self._waiting[key] = reported
+
+    def ran_out(self, job: JobObject, ended: Iterable[Escalation]) -> None:
+        """Of the attempts of one job the last is kept until it is written."""
+        for one in ended:
+            self._ended[job.key] = RanOut(job.uid, one.attempt, one.reason)
+
+    def forget(self, key: Key) -> None:
+        self._waiting.pop(key, None)
+        self._ended.pop(key, None)
+        self._seen.pop(key, None)
+        self._contracts.pop(key, None)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.write()
+
+    async def write(self) -> None:
+        """Bring each profile up to all that waits for it, in one write, unless it was written a moment ago. Never
+        raises."""
+        for profile, waiting in (await self._by_profile()).items():
+            written = self._written.get(profile, float("-inf"))
+            if self.clock() - written >= PROFILE_SECONDS and await self._written_to(profile, waiting):
+                for one in waiting:
+                    self._done(one.key, one.news)
+
+    async def _by_profile(self) -> dict[Profile, list[Waiting]]:
+        """Lower bounds first."""
+        found: dict[Profile, list[Waiting]] = {}
+        everything: list[tuple[Key, News]] = [*self._ended.items(), *self._waiting.items()]
+        for key, news in everything:
+            contract = await self._contract(key, news)
+            if contract is None:
+                self._done(key, news)
+            else:
+                found.setdefault((key[0], contract.profile), []).append(Waiting(key, news, contract))
+        return found
+
+    def _done(self, key: Key, news: News) -> None:
+        """Unless something newer came meanwhile."""
+        if self._waiting.get(key) == news:
+            del self._waiting[key]
+        if self._ended.get(key) == news:
+            del self._ended[key]
+
+    async def _contract(self, key: Key, news: News) -> Contract | None:
+        """Of the attempt's ConfigMap; None when there is none to be had, and the log says why where it should be."""
+        known = self._contracts.get(key)
+        is_its = known is not None and (known.job_uid, known.attempt) == (news.job_uid, news.attempt)
+        if known is not None and is_its and (held := known.contract()) is not None:
+            return self._hold(held)
+        try:
+            found = await self._read_contract(key, news)
+        except ApiError as error:
+            logger.warning("a memory profile was not written: %s", error, extra=about(key, news.attempt))
+            return None
+        if found is not None and (key in self._seen or key in self._ended):  # not forgotten meanwhile
+            self._contracts[key] = Contracted(news.job_uid, news.attempt, ref(self._hold(found)))
+        return found
+
+    def _hold(self, contract: Contract) -> Contract:
+        self._held.pop(id(contract), None)
+        self._held[id(contract)] = contract
+        if len(self._held) > MOST_CONTRACTS:
+            del self._held[next(iter(self._held))]
+        return contract
+
+    async def _read_contract(self, key: Key, news: News) -> Contract | None:
+        """None when it is gone, another job's, or in the words of another version. Raises ApiError."""
+        try:
+            found = await self.client.get(CONFIG_MAPS, key[0], attempt_name(key[1], news.attempt))
+            if controller(found["metadata"]).get("uid") != news.job_uid:
+                return None
+            read = _read(found.get("data") or {})
+        except (NotFound, ValidationError):
+            return None
+        known = self._shared.get(read.profile)
+        if known == read:
+            return known
+        self._shared[read.profile] = read
+        return read
+
+    async def _written_to(self, profile: Profile, waiting: Sequence[Waiting]) -> bool:
+        """Whether there is nothing more to be done about it."""
+        try:
+            return await self._update(profile, waiting)
+        except ApiError as error:
+            logger.warning("memory profile %s/%s was not written: %s", *profile, error)
+        except Exception:
+            logger.exception("memory profile %s/%s was not written", *profile)
+        return True
+
+    async def _update(self, profile: Profile, waiting: Sequence[Waiting]) -> bool:
+        """False when another operator wrote it a moment ago."""
+        namespace, name = profile
+        existing = await self._existing(namespace, name)
+        if profile not in self._written and (age := self._age(existing)) < PROFILE_SECONDS:
+            self._written[profile] = self.clock() - age
+            return False
+        known, updated = existing, None
+        for one in waiting:
+            if (changed := self._with(known, one)) is not None:
+                known = updated = changed
+            await asyncio.sleep(0)  # a thousand reports do not hold up the loop
+        if updated is None:
+            return True
+        body = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "MemoryProfile",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": updated.model_dump(mode="json", exclude_none=True),
+        }
+        try:
+            await self.client.apply(MEMORY_PROFILES, namespace, name, body)
+        finally:  # it may have been written, answered or not
+            now = self.clock()
+            recent = {other: at for other, at in self._written.items() if now - at < PROFILE_SECONDS}
+            self._written = recent | {profile: now}
+            self.written(namespace)
+        return True
+
+    def _with(self, existing: MemoryProfileSpec | None, waiting: Waiting) -> MemoryProfileSpec | None:
+        """The profile with what one attempt says; None when that is nothing new, or cannot be understood."""
+        contract, news, key = waiting.contract, waiting.news, waiting.key
+        now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        try:
+            if isinstance(news, RanOut):
+                failure = contract.failure(news.attempt, news.reason)
+                return profile_after_failure(existing, contract.spec, failure, now)
+            source = attempt_name(key[1], news.attempt)
+            pod = contract.pod(news.pod)
+            return profile_update(existing, contract.spec, contract.plan, news.peaks, source, now, pod)
+        except Exception:
+            logger.exception("a memory profile was not written", extra=about(key, news.attempt))
+            return None
+
+    def _age(self, existing: MemoryProfileSpec | None) -> float:
+        """Seconds since it was written, which is known to the second: never more than it is. Infinite when that was
+        never, or lies ahead by this clock."""
+        written = None if existing is None else known_seconds(existing.observed_time)
+        age = float("inf") if written is None else self.wall_clock() - written
+        return age - 1.0 if age >= 0 else float("inf")
+
+    async def _existing(self, namespace: str, name: str) -> MemoryProfileSpec | None:
+        try:
+            found = await self.client.get(MEMORY_PROFILES, namespace, name)
+            return MemoryProfileSpec.model_validate(found.get("spec") or {})
+        except (NotFound, ValidationError):
+            return None
+
+
+def is_news(reported: Reported, seen: Reported | None) -> bool:
+    """A pod's peak rises with every page that is cached: it is news once the run was whole, in steps of 1 %."""
+    if seen is None or replace(reported, pod=seen.pod) != seen:
+        return True
+    return reported.pod.is_whole and (not seen.pod.is_whole or reported.pod.peak > PEAK_STEP * seen.pod.peak)
+
+
+def _read(data: Mapping[str, str]) -> Contract:
+    """Its plan without the job's name, so that it equals those of other jobs."""
+    job = JobFile.model_validate_json(data.get(JOB_KEY, ""))
+    plan = MemoryPlan.model_validate_json(data.get(PLAN_KEY, "")).model_copy(update={"job": ""})
+    planned = PlanStatus.model_validate_json(data.get(DECISION_KEY) or "{}")
+    decided = planned.pod_memory or 0
+    return Contract(profile_name(job.spec, plan), job.spec, plan, job.ranks_per_node, decided, planned.image)

@@ -1,0 +1,373 @@
+"""MetricsSource: live memory of nodes and of our pods, read in the background; whoever decides gets the last snapshot.
+
+    Prometheus   instant queries every interval: free device, host and NVMe bytes and stalled memory per node, tier
+                 bytes per trainer pod
+    Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is what it can allocate less
+                 what they hold there (cluster.py), and other tiers have no figures
+
+Reading never raises into the caller and nothing waits for it: a failure leaves the last snapshot, which grows older and
+says what is wrong. A series belongs to the node or pod that its scrape target names, never to one that a payload
+names. A figure that is no byte count is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from spillway.api.progress import MAX_BYTES, TierFigures
+from spillway.metrics import TIER_BYTES
+from spillway.placement.node_signals import (
+    DEVICE_FREE_MEBIBYTES,
+    DEVICE_SERIES,
+    DISK_FREE_BYTES,
+    DISK_SERIES,
+    HOST_FREE_BYTES,
+    HOST_SERIES,
+    MEMORY_STALLED,
+    MOUNT_POINTS,
+    OLDEST_SAMPLE_SECONDS,
+    STALLED_SERIES,
+    recent,
+)
+from spillway.placement.place import LiveBytes
+from spillway.plan import Tier
+from spillway.units import MIB, format_seconds
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 10.0
+LONGEST_ANSWER = 16 * MIB
+LONGEST_PAGE = MIB
+NUM_SCRAPES = 16
+"""pods that are scraped at the same time"""
+FORGET_SECONDS = 600.0
+"""figures that old are given up"""
+
+PodKey = tuple[str, str]
+"""namespace and name"""
+Labels = Mapping[str, str]
+Figure = TypeVar("Figure")
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeTarget:
+    """A trainer pod of ours."""
+
+    namespace: str
+    pod: str
+    url: str
+    """of its /metrics"""
+    node: str = ""
+    device_is_host_memory: bool = True
+    """a pod without devices of its own: its device tier is host memory, too"""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """What was last known, and how old it is."""
+
+    nodes: Mapping[str, LiveBytes] = field(default_factory=lambda: MappingProxyType({}))
+    """free bytes"""
+    pods: Mapping[PodKey, TierFigures] = field(default_factory=lambda: MappingProxyType({}))
+    """bytes held per tier, all ranks of the pod together"""
+    held_host_bytes: Mapping[str, int] | None = None
+    """node -> host memory that our pods hold there; None where Prometheus says what is free"""
+    taken_at: float | None = None
+    """monotonic seconds of the last complete reading; None = there never was one"""
+    age_seconds: float | None = None
+    problem: str = ""
+    """why the last reading gave nothing or less than it should; empty = all is well"""
+    source: str = ""
+    """Prometheus, Scrape, or empty when nothing is configured"""
+
+
+class _Unreadable(Exception):
+    """A reading failed; the message is the problem's sentence."""
+
+
+class MetricsSource:
+    """Reads in the background (`run`), answers at once (`snapshot`)."""
+
+    def __init__(
+        self,
+        prometheus_url: str = "",
+        interval_seconds: float = 15.0,
+        targets: Callable[[], Awaitable[Sequence[ScrapeTarget]]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`targets` finds the pods to scrape; it is asked only when there is no `prometheus_url`."""
+        self._url = prometheus_url.rstrip("/")
+        self._interval = interval_seconds
+        self._targets = targets
+        self._clock = clock
+        source = "Prometheus" if self._url else "Scrape" if targets is not None else ""
+        self._last = MetricsSnapshot(source=source, problem="no reading yet" if source else "")
+
+    def snapshot(self, now: float | None = None) -> MetricsSnapshot:
+        """What is known at monotonic time `now`; mappings are the same objects until a new reading."""
+        last = self._last
+        if last.taken_at is None:
+            return last
+        age = max(0.0, (self._clock() if now is None else now) - last.taken_at)
+        if age > FORGET_SECONDS:
+            return replace(MetricsSnapshot(source=last.source), problem=last.problem, age_seconds=age)
+        return replace(last, age_seconds=age)
+
+    async def run(self) -> None:
+        """Read for ever; returns at once when nothing is configured."""
+        if not self._last.source:
+            return
+        timeout = aiohttp.ClientTimeout(total=min(TIMEOUT_SECONDS, max(1.0, self._interval)))
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                await self.read(session)
+                await asyncio.sleep(self._interval)
+
+    async def read(self, session: aiohttp.ClientSession) -> None:
+        """One reading; what goes wrong becomes the snapshot's problem."""
+        try:
+            self._last = await self._reading(session)
+        except _Unreadable as error:
+            self._fail(str(error))
+        except Exception as error:  # nobody waits for this task: it must go on
+            logger.exception("reading metrics failed")
+            self._fail(f"reading metrics failed: {type(error).__name__}: {error}")
+
+    def _fail(self, problem: str) -> None:
+        if problem != self._last.problem:
+            logger.warning("no new metrics: %s", problem)
+        self._last = replace(self._last, problem=problem)
+
+    async def _reading(self, session: aiohttp.ClientSession) -> MetricsSnapshot:
+        started, held = self._clock(), None
+        if self._url:
+            nodes, pods = await read_prometheus(session, self._url)
+            problem = "" if nodes else f"{_place(self._url)} has no series {HOST_SERIES} with a label node"
+        else:
+            assert self._targets is not None
+            nodes, targets = {}, await self._targets()
+            pods, problem = await scrape(session, targets)
+            held = MappingProxyType(held_per_node(targets, pods))
+        return MetricsSnapshot(
+            nodes=MappingProxyType(nodes),
+            pods=MappingProxyType(pods),
+            held_host_bytes=held,
+            taken_at=started,
+            problem=problem,
+            source=self._last.source,
+        )
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+_PODS = f'{TIER_BYTES.name}{{namespace!="",pod!=""}}'
+BYTE_QUERIES = (
+    HOST_FREE_BYTES,
+    DEVICE_FREE_MEBIBYTES,
+    DISK_FREE_BYTES,
+    f"sum by (namespace, pod, tier) ({recent(_PODS)})",
+)
+QUERIES = (*BYTE_QUERIES, MEMORY_STALLED)
+
+
+async def read_prometheus(
+    session: aiohttp.ClientSession, url: str
+) -> tuple[dict[str, LiveBytes], dict[PodKey, TierFigures]]:
+    """Free bytes of the nodes, and bytes held by the trainer pods."""
+    (host, device, disks, pods), stalled = await asyncio.gather(
+        asyncio.gather(*(_query(session, url, query, byte_count) for query in BYTE_QUERIES)),
+        _query(session, url, MEMORY_STALLED, time_share),
+    )
+    return _live_bytes(host, device, disks, stalled), _pod_figures(pods)
+
+
+async def _query(
+    session: aiohttp.ClientSession, url: str, query: str, figure: Callable[[object], Figure | None]
+) -> list[tuple[Labels, Figure]]:
+    """An instant query's vector: labels and figures."""
+    body = await _get(session, f"{url}/api/v1/query", LONGEST_ANSWER, {"query": query})
+    try:
+        answer = json.loads(body)
+        if answer["status"] != "success":
+            raise _Unreadable(f"{_place(url)} refused a query: {str(answer.get('error', ''))[:200]}")
+        samples = list(_samples(answer["data"]["result"], figure))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Unreadable(f"{_place(url)} does not answer as Prometheus does: {body[:60]!r}") from error
+    now = time.time()
+    age = max((now - evaluated for evaluated, _, _ in samples), default=0.0)
+    if age > OLDEST_SAMPLE_SECONDS:
+        raise _Unreadable(f"{_place(url)} answers with what was true {format_seconds(round(age))} ago, by its clock")
+    return [(labels, found) for _, labels, found in samples]
+
+
+def _samples(
+    result: Iterable[Mapping[str, object]], figure: Callable[[object], Figure | None]
+) -> Iterator[tuple[float, Labels, Figure]]:
+    """When Prometheus evaluated it (Unix seconds), labels and figure of each series that has one."""
+    for series in result:
+        labels, value = series["metric"], series["value"]
+        if not isinstance(labels, Mapping):
+            raise TypeError("a series without labels")
+        if not isinstance(value, Sequence) or len(value) < 2:
+            continue
+        evaluated, found = _number(value[0]), figure(value[1])
+        if evaluated is not None and found is not None:
+            yield evaluated, {str(name): str(text) for name, text in labels.items()}, found
+
+
+def _number(value: object) -> float | None:
+    """Zero or more; None for what is no such number."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if number >= 0.0 else None
+
+
+def byte_count(value: object) -> int | None:
+    """Bytes of a sample, at most MAX_BYTES; None for what no free or held memory can be."""
+    number = _number(value)
+    return None if number is None else int(min(number, MAX_BYTES))
+
+
+def time_share(value: object) -> float | None:
+    """Share of the time of a sample, at most 1; None for what none can be."""
+    number = _number(value)
+    return None if number is None else min(number, 1.0)
+
+
+def _live_bytes(
+    host: Iterable[tuple[Labels, int]],
+    device: Iterable[tuple[Labels, int]],
+    disks: Iterable[tuple[Labels, int]],
+    stalled: Iterable[tuple[Labels, float]],
+) -> dict[str, LiveBytes]:
+    hosts, stalls = _by_node(host), _by_node(stalled)
+    devices = {node: min(free * MIB, MAX_BYTES) for node, free in _by_node(device).items()}
+    mounts: dict[str, dict[str, int]] = {}
+    for labels, free in disks:
+        if "node" in labels:
+            mounts.setdefault(labels["node"], {})[labels.get("mountpoint", "")] = free
+    return {
+        node: _live(devices.get(node), hosts.get(node), _spill_room(mounts.get(node, {})), stalls.get(node))
+        for node in {**hosts, **devices, **mounts, **stalls}
+    }
+
+
+def _by_node(samples: Iterable[tuple[Labels, Figure]]) -> dict[str, Figure]:
+    return {labels["node"]: found for labels, found in samples if "node" in labels}
+
+
+def _live(device: int | None, host: int | None, nvme: int | None, stalled: float | None) -> LiveBytes:
+    found = ((DEVICE_SERIES, device), (HOST_SERIES, host), (DISK_SERIES, nvme), (STALLED_SERIES, stalled))
+    return LiveBytes(
+        device, host, nvme, tuple(series for series, figure in found if figure is not None), memory_stalled=stalled
+    )
+
+
+def _spill_room(mounts: Mapping[str, int]) -> int | None:
+    return next((mounts[mount] for mount in MOUNT_POINTS if mount in mounts), None)
+
+
+def _pod_figures(samples: Iterable[tuple[Labels, int]]) -> dict[PodKey, TierFigures]:
+    held: dict[PodKey, dict[str, int]] = {}
+    for labels, num_bytes in samples:
+        key, tier = (labels.get("namespace", ""), labels.get("pod", "")), labels.get("tier", "")
+        if all(key) and tier in set(Tier):
+            held.setdefault(key, {})[tier] = num_bytes
+    return {key: TierFigures.model_validate(tiers) for key, tiers in held.items()}
+
+
+# --- without Prometheus -----------------------------------------------------------------------------------------------
+
+
+async def scrape(
+    session: aiohttp.ClientSession, targets: Sequence[ScrapeTarget]
+) -> tuple[dict[PodKey, TierFigures], str]:
+    """Bytes held by each pod that answered, and a sentence about those that did not."""
+    limit = asyncio.Semaphore(NUM_SCRAPES)
+
+    async def read(target: ScrapeTarget) -> TierFigures | str:
+        async with limit:
+            try:
+                return held_bytes(await _get(session, target.url, LONGEST_PAGE))
+            except _Unreadable as error:
+                return f"pod {target.namespace}/{target.pod}: {error}"
+
+    answers = await asyncio.gather(*(read(target) for target in targets))
+    found = {
+        (target.namespace, target.pod): answer
+        for target, answer in zip(targets, answers, strict=True)
+        if isinstance(answer, TierFigures)
+    }
+    problems = [answer for answer in answers if isinstance(answer, str)]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return found, problems[0] + more if problems else ""
+
+
+def held_per_node(targets: Iterable[ScrapeTarget], pods: Mapping[PodKey, TierFigures]) -> dict[str, int]:
+    """Host memory that the scraped pods hold on each node."""
+    held: dict[str, int] = {}
+    for target in targets:
+        figures = pods.get((target.namespace, target.pod))
+        if figures is not None and target.node:
+            num_bytes = figures.host + (figures.device if target.device_is_host_memory else 0)
+            held[target.node] = held.get(target.node, 0) + num_bytes
+    return held
+
+
+def held_bytes(page: bytes) -> TierFigures:
+    """Bytes per tier on a trainer's /metrics page, all ranks together."""
+    held = dict.fromkeys((tier.value for tier in Tier), 0)
+    try:
+        for family in text_string_to_metric_families(page.decode()):
+            for sample in family.samples if family.name == TIER_BYTES.name else ():
+                tier, num_bytes = sample.labels.get("tier", ""), byte_count(sample.value)
+                if tier in held and num_bytes is not None:
+                    held[tier] = min(held[tier] + num_bytes, MAX_BYTES)
+    except (ValueError, KeyError, IndexError) as error:
+        raise _Unreadable(f"not a page of metrics: {page[:60]!r}") from error
+    return TierFigures.model_validate(held)
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+async def _get(session: aiohttp.ClientSession, url: str, longest: int, query: Mapping[str, str] | None = None) -> bytes:
+    """The body of a 200. Raises _Unreadable for everything else."""
+    try:
+        async with session.get(url, params=query, allow_redirects=False) as response:
+            body = await _bounded(response, longest)
+            if response.status != 200:
+                raise _Unreadable(f"{_place(url)} answers {response.status}: {body[:200].decode(errors='replace')}")
+            return body
+    except TimeoutError as error:
+        raise _Unreadable(f"{_place(url)} does not answer in time") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise _Unreadable(f"{_place(url)} does not answer: {str(error)[:200] or type(error).__name__}") from error
+
+
+async def _bounded(response: aiohttp.ClientResponse, longest: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > longest:
+            raise _Unreadable(f"{_place(str(response.url))} answers with more than {longest // MIB} MiB")
+    return bytes(body)
+
+
+def _place(url: str) -> str:
+    """Host and port, without credentials that a URL may hold."""
+    return urlsplit(url).netloc.rpartition("@")[2]

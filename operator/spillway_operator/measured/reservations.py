@@ -1,0 +1,130 @@
+"""Reservations: bytes that placed attempts will take, until the metrics show them.
+
+An attempt is debited from its decision on; a while after all its pods are ready the node's own figures include it. Only
+the operator's memory holds them: after a restart they are learned again from the status of attempts that are under way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from spillway.api.status import PlanStatus
+from spillway.placement.place import Reservation
+
+from ..decide.manifests import DECISION_KEY
+from ..decide.observed import AttemptObject, JobObject, Manifest
+from ..kube.store import Key, attempt_number
+
+WARM_UP_SECONDS = 60.0
+"""from ready pods to the first steps' peak, and"""
+READINGS = 2
+"""readings of the metrics after that, before observation takes over"""
+
+
+@dataclass(frozen=True, slots=True)
+class Debit:
+    """Of one attempt."""
+
+    attempt: int
+    reservations: tuple[Reservation, ...]
+    ready_since: float | None = None
+    """monotonic seconds"""
+
+
+class Reservations:
+    def __init__(self, metrics_interval_seconds: float) -> None:
+        self._takeover_seconds = WARM_UP_SECONDS + READINGS * metrics_interval_seconds
+        self._debits: dict[Key, Debit] = {}
+        self._settled: dict[Key, int] = {}
+        """the attempt that observation shows already"""
+
+    def __len__(self) -> int:
+        return len(self._debits)
+
+    def decided(self, job: JobObject, manifests: Iterable[Manifest]) -> None:
+        """An attempt is about to be created: its ConfigMap carries the decision."""
+        for manifest in manifests:
+            if manifest["kind"] == "ConfigMap":
+                attempt = attempt_number(manifest["metadata"].get("labels") or {})
+                self._debit(job, attempt, _decided_plan(manifest["data"].get(DECISION_KEY, "")))
+
+    def settle(self, job: JobObject, attempts: Iterable[AttemptObject], now: float) -> None:
+        """Bring the debit of `job` up to what its attempts look like at monotonic time `now`."""
+        live = [found for found in attempts if found.owner_uid == job.uid and not found.outcome]
+        if not live:
+            self.forget(job.key)
+            return
+        newest = max(live, key=lambda found: found.attempt)
+        if self._settled.get(job.key) == newest.attempt:
+            return
+        debit = self._debits.get(job.key)
+        if debit is None or debit.attempt < newest.attempt:
+            debit = self._debit(job, newest.attempt, _known_plan(job))
+        if debit.ready_since is None and newest.ready >= _num_nodes(job):
+            debit = self._debits[job.key] = replace(debit, ready_since=now)
+        if debit.ready_since is not None and now - debit.ready_since >= self._takeover_seconds:
+            self._settled[job.key] = newest.attempt
+            del self._debits[job.key]
+
+    def forget(self, key: Key) -> None:
+        self._debits.pop(key, None)
+        self._settled.pop(key, None)
+
+    def of_others(self, key: Key, now: float) -> tuple[Reservation, ...]:
+        """Everything that is debited, but for the job itself: its next attempt takes the place of the last one."""
+        return tuple(
+            reservation
+            for other, debit in self._debits.items()
+            if other != key and (debit.ready_since is None or now - debit.ready_since < self._takeover_seconds)
+            for reservation in debit.reservations
+        )
+
+    def _debit(self, job: JobObject, attempt: int, plan: PlanStatus | None) -> Debit:
+        debit = self._debits[job.key] = Debit(attempt, () if plan is None else _reservations(job, plan))
+        return debit
+
+
+# A plan in the words of another version reserves nothing: its bytes show in the metrics as soon as they are used.
+
+
+def _decided_plan(decision_json: str) -> PlanStatus | None:
+    try:
+        return PlanStatus.model_validate_json(decision_json)
+    except ValidationError:
+        return None
+
+
+def _known_plan(job: JobObject) -> PlanStatus | None:
+    try:
+        return PlanStatus.model_validate(json.loads(job.status).get("plan") or {})
+    except ValidationError:
+        return None
+
+
+def _reservations(job: JobObject, plan: PlanStatus) -> tuple[Reservation, ...]:
+    """One per node of the job, on the nodes that the decision prefers; none where it prefers none."""
+    if plan.bytes is None:
+        return ()
+    ranks_per_node = _parallelism(job).get("devicesPerNode") or 1
+    return tuple(
+        Reservation(
+            node=node,
+            device=plan.bytes.device or 0,
+            host=plan.pod_memory or 0,
+            nvme=(plan.bytes.nvme or 0) * ranks_per_node,
+        )
+        for node in plan.nodes[: _num_nodes(job)]
+    )
+
+
+def _num_nodes(job: JobObject) -> int:
+    return int(_parallelism(job).get("nodes") or 1)
+
+
+def _parallelism(job: JobObject) -> dict[str, Any]:
+    return dict(json.loads(job.spec).get("parallelism") or {})

@@ -1,0 +1,1 @@
+"""The HTTPS endpoint to which trainers post their progress."""

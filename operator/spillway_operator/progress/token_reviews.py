@@ -1,0 +1,173 @@
+"""TokenReviews: which attempt of which TrainingJob a bearer token belongs to.
+
+    token -> TokenReview (audience) -> pod name and uid -> pod -> its Job's uid -> TrainingJob and attempt
+
+The API server vouches for the pod in the token; everything after that is followed by uid, never by a label. Answers are
+kept for a minute, refusals shorter, so that a post costs no request. A token that was accepted before is looked at
+again whatever strangers send meanwhile, and by one request: until its answer is there, the last one holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from spillway.api.progress import TOKEN_AUDIENCE
+
+from ..decide.observed import AttemptObject
+from ..kube.api_client import PODS, TOKEN_REVIEWS, ApiClient, NotFound
+from ..kube.store import Key, Store, controller
+
+ACCEPTED_SECONDS = 60.0
+REFUSED_SECONDS = 10.0
+RENEWAL_SECONDS = 10.0
+"""that an accepted token stays accepted while it is looked at again"""
+MOST_CACHED = 8192
+REVIEWS_PER_SECOND = 50.0
+"""of tokens that were not seen before: strangers cost the API server no more"""
+POD_NAME, POD_UID = "authentication.kubernetes.io/pod-name", "authentication.kubernetes.io/pod-uid"
+ACCOUNT = "system:serviceaccount:"
+
+V = TypeVar("V")
+
+
+class Unauthenticated(Exception):
+    """No token, or one that is not for us."""
+
+
+class Forbidden(Exception):
+    """A good token of something that is no attempt of a TrainingJob."""
+
+
+class TooManyReviews(Exception):
+    """More unknown tokens than are looked at in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodIdentity:
+    """As the API server certifies it."""
+
+    namespace: str
+    name: str
+    uid: str
+    job_uid: str
+    """uid of the Job that controls it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    key: Key
+    job_uid: str
+    """of the TrainingJob"""
+    attempt: int
+    """that the pod belongs to"""
+    present_attempt: int
+    """that the operator regards as the present one"""
+
+
+class Cache(Generic[V]):
+    """Bounded; the oldest entry leaves first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: OrderedDict[bytes, tuple[float, V]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: bytes, now: float) -> V | None:
+        known = self._entries.get(key)
+        return known[1] if known is not None and now < known[0] else None
+
+    def last(self, key: bytes) -> V | None:
+        """Also when it has expired."""
+        known = self._entries.get(key)
+        return known[1] if known is not None else None
+
+    def put(self, key: bytes, value: V, expiry: float) -> None:
+        self._entries[key] = (expiry, value)
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._size:
+            self._entries.popitem(last=False)
+
+
+class TokenReviews:
+    def __init__(self, client: ApiClient, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._store = store
+        self._clock = clock
+        self._cache: Cache[PodIdentity | Unauthenticated | Forbidden] = Cache(MOST_CACHED)
+        self._allowance, self._allowance_time = REVIEWS_PER_SECOND, clock()
+
+    async def sender(self, token: str) -> Sender:
+        """Raises Unauthenticated, Forbidden, TooManyReviews, or ApiError when the API server does not answer."""
+        pod = await self._pod(token)
+        attempt = self._store.attempts.by_uid(pod.job_uid)
+        job = None if attempt is None else self._store.jobs.get((attempt.namespace, attempt.owner_name))
+        if attempt is None or job is None or attempt.owner_uid != job.uid or attempt.namespace != pod.namespace:
+            raise Forbidden(f"pod {pod.namespace}/{pod.name} belongs to no attempt of a TrainingJob")
+        return Sender(job.key, job.uid, attempt.attempt, _present(self._store.attempts_of(job.key), job.uid))
+
+    async def _pod(self, token: str) -> PodIdentity:
+        digest, now = hashlib.sha256(token.encode()).digest(), self._clock()
+        known = self._cache.get(digest, now)
+        if known is None:
+            last = self._cache.last(digest)
+            if isinstance(last, PodIdentity):
+                self._cache.put(digest, last, now + RENEWAL_SECONDS)
+            else:
+                self._take_allowance(now)
+            try:
+                known = await self._review(token)
+            except (Unauthenticated, Forbidden) as refusal:
+                known = refusal
+            lasts = ACCEPTED_SECONDS if isinstance(known, PodIdentity) else REFUSED_SECONDS
+            self._cache.put(digest, known, self._clock() + lasts)
+        if isinstance(known, PodIdentity):
+            return known
+        raise type(known)(str(known))
+
+    async def _review(self, token: str) -> PodIdentity:
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": {"token": token, "audiences": [TOKEN_AUDIENCE]},
+        }
+        status = (await self._client.create(TOKEN_REVIEWS, "", body)).get("status") or {}
+        if not status.get("authenticated") or TOKEN_AUDIENCE not in (status.get("audiences") or ()):
+            raise Unauthenticated(f"the token is not valid for audience {TOKEN_AUDIENCE}")
+        user = status.get("user") or {}
+        extra = user.get("extra") or {}
+        account, names, uids = str(user.get("username", "")), extra.get(POD_NAME) or [], extra.get(POD_UID) or []
+        if not account.startswith(ACCOUNT) or len(names) != 1 or len(uids) != 1:
+            raise Forbidden("the token is bound to no pod: use the one that is mounted into the trainer's pod")
+        namespace = account.removeprefix(ACCOUNT).split(":")[0]
+        return await self._bound_pod(namespace, str(names[0]), str(uids[0]))
+
+    async def _bound_pod(self, namespace: str, name: str, uid: str) -> PodIdentity:
+        if all(attempt.namespace != namespace for attempt in self._store.attempts):
+            # Where nothing is served pods may not even be looked at: that refusal would be taken for an outage.
+            raise Forbidden(f"pod {namespace}/{name} belongs to no attempt of a TrainingJob")
+        try:
+            metadata = (await self._client.get(PODS, namespace, name))["metadata"]
+        except NotFound:
+            raise Forbidden(f"pod {namespace}/{name} is gone") from None
+        owner: Mapping[str, Any] = controller(metadata)
+        if metadata.get("uid") != uid or owner.get("kind") != "Job":
+            raise Forbidden(f"pod {namespace}/{name} belongs to no attempt of a TrainingJob")
+        return PodIdentity(namespace, name, uid, str(owner.get("uid", "")))
+
+    def _take_allowance(self, now: float) -> None:
+        gained = (now - self._allowance_time) * REVIEWS_PER_SECOND
+        self._allowance, self._allowance_time = min(REVIEWS_PER_SECOND, self._allowance + gained), now
+        if self._allowance < 1.0:
+            raise TooManyReviews("too many unknown tokens; try again in a second")
+        self._allowance -= 1.0
+
+
+def _present(attempts: tuple[AttemptObject, ...], job_uid: str) -> int:
+    return max((found.attempt for found in attempts if found.owner_uid == job_uid), default=0)

@@ -1,0 +1,126 @@
+"""A sweep of many members is planned as quickly as the operator's loop allows, and fits into its ConfigMap."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases.job_documents import job
+from spillway.api.field_types import MAX_MEMBERS
+from spillway.api.training_job import Member, TrainingJob
+from spillway.plan import Infeasible, MemoryPlan
+from spillway.planning import model_shape, planner
+from spillway.planning.explain import lacking
+from spillway.planning.hardware import local_node, resolve_node
+from spillway.planning.planner import make_plan, shared_memory
+from spillway.planning.sweep_plan import SECONDS_PER_PARKED_BYTE, SECONDS_PER_TENSOR
+from spillway.units import GIB, MIB
+from spillway_operator.decide.manifests import LARGEST_CONTRACT
+
+NODE = local_node(4, 16 * GIB, 16 * GIB, 64 * GIB)
+GRID = [
+    {"training.seed": str(index), "training.optimizer.learningRate": f"{index + 1}e-5", "training.schedule.name": name}
+    for index, name in zip(range(MAX_MEMBERS), ["Cosine", "Constant"] * MAX_MEMBERS, strict=False)
+]
+
+
+def sweep(*overrides: dict[str, str], **changes: object) -> TrainingJob:
+    made = job(changes)
+    members = tuple(Member(name=f"m{index}", overrides=one) for index, one in enumerate(overrides))
+    return made.model_copy(update={"spec": made.spec.model_copy(update={"members": members})})
+
+
+def planned(asked: TrainingJob) -> MemoryPlan | Infeasible:
+    return make_plan(asked, NODE, shared_memory(asked, 16 * GIB, 1))
+
+
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the jobs that are planned from now on."""
+    found: list[str] = []
+    plan = planner._plan_of_one
+
+    def counted(asked: TrainingJob, *rest: object, **more: object) -> object:
+        found.append(asked.metadata.name)
+        return plan(asked, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "_plan_of_one", counted)
+    return found
+
+
+def test_members_that_differ_in_rates_schedules_and_seeds_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = searches(monkeypatch)
+    planned(sweep(*GRID))
+    assert len(made) == 1
+
+
+def test_members_that_differ_in_anything_else_are_planned_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = searches(monkeypatch)
+    planned(sweep({}, {"training.microBatchSize": "2"}, {"training.optimizer.name": "Lion"}, {"training.steps": "7"}))
+    assert len(made) == 4
+
+
+def test_a_shared_plan_is_the_one_that_each_member_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sweep(*GRID[:3], {"training.optimizer.name": "Lion"})
+    shared = planned(asked)
+    monkeypatch.setattr(planner, "NOT_PLANNED_FOR", {})
+    assert shared == planned(asked)
+
+
+def test_members_of_64_shapes_take_their_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time for the plan, where they are known."""
+    model_shape.model_shape.cache_clear()
+    planned(sweep(*({"model.config.intermediateSize": str(64 * index)} for index in range(1, MAX_MEMBERS + 1))))
+    assert model_shape.model_shape.cache_info().misses <= MAX_MEMBERS + 1
+
+
+def test_a_reason_of_several_members_is_said_once_with_their_names() -> None:
+    plan = planned(sweep({}, {"training.seed": "1"}, {"training.microBatchSize": "2"}))
+    assert isinstance(plan, MemoryPlan)
+    own = [reason.partition(": ") for reason in plan.reasons[1:]]
+    said = {(name, text) for names, _, text in own for name in names.replace("all members", "m0, m1, m2").split(", ")}
+    assert said == {(one.name, reason) for one in plan.members for reason in one.plan.reasons}
+    assert len({text for _, _, text in own}) == len(own)
+    assert {names for names, _, _ in own} >= {"m0, m1", "m2"}
+
+
+def test_a_sweep_is_planned_for_one_gpu_of_a_node() -> None:
+    found = make_plan(sweep({}, {"training.seed": "1"}), resolve_node("8xh100"))
+    assert isinstance(found, MemoryPlan)
+    assert {found.device, *(one.plan.device for one in found.members)} == {"Cuda"}
+
+
+def test_a_turn_costs_states_out_and_in_and_a_model_made_anew() -> None:
+    found = planned(sweep({}, {"model.config.numLayers": "8"}))
+    assert isinstance(found, MemoryPlan)
+    for one in found.members:
+        disk = one.parked_bytes * (1 / NODE.nvme_write_bytes_per_second + 1 / NODE.nvme_read_bytes_per_second)
+        memory = one.parked_bytes * SECONDS_PER_PARKED_BYTE
+        num_tensors = 9 * (one.plan.num_segments - 2) + 3
+        assert one.parking_seconds == pytest.approx(disk + memory + num_tensors * SECONDS_PER_TENSOR)
+
+
+def test_segment_that_fits_no_device_is_named_with_its_member_and_size() -> None:
+    wide = {"model.config.vocabSize": "65536"}
+    found = planned(sweep(wide, {}, **{"spec.memory.budget": {"device": 16 * MIB, "host": 4 * GIB, "nvme": 60 * GIB}}))
+    assert isinstance(found, Infeasible)
+    assert found.job == "member m0 of tiny"
+    assert found.segment == "segment head alone has 32.0 MiB of parameters, and the device budget is 16.0 MiB"
+    assert found.segment in lacking(found, "this machine")
+
+
+@pytest.mark.ci
+def test_a_member_that_does_not_fit_is_explained() -> None:
+    large = {"model.config.hiddenSize": "4096", "model.config.numLayers": "32"}
+    found = planned(
+        sweep({}, large, **{"spec.memory.budget": {"device": 64 * MIB, "host": 64 * MIB, "nvme": 60 * GIB}})
+    )
+    assert isinstance(found, Infeasible)
+    assert "m1" in found.job
+    assert found.nearest
+
+
+def test_the_largest_sweep_fits_into_a_config_map() -> None:
+    asked = sweep(*({**one, "training.steps": str(100 + index)} for index, one in enumerate(GRID)))
+    found = planned(asked)
+    assert isinstance(found, MemoryPlan)
+    assert len(found.members) == MAX_MEMBERS
+    assert len(found.model_dump_json()) + len(asked.model_dump_json()) < LARGEST_CONTRACT / 4

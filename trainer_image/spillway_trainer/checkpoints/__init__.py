@@ -1,0 +1,1 @@
+"""Checkpoints: written durably, verified, resumed from."""

@@ -1,0 +1,373 @@
+"""The directory of a run's checkpoints: which one to resume from, how one is committed, what is pruned.
+
+docs/checkpoints.md states the rules sentence by sentence. Torch-free: `spillway ckpt` lists and verifies with it.
+
+    Epoch.start -> epoch-E.json      says what epoch E resumes from; from then on every earlier epoch is fenced
+    Epoch.pending -> step-N.eE.tmp   the ranks write their files
+    Pending.commit -> step-N.eE      manifest last, then the rename
+    Epoch.prune                      keeps the newest ones that verify
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway import __version__
+from spillway.errors import CheckpointCorrupt, Fenced, UserError
+
+from .durable_files import DurableFiles, FileEntry
+from .manifest import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointName,
+    Manifest,
+    Problem,
+    TensorEntry,
+    TrainingState,
+    open_checkpoint,
+    verify_checkpoint,
+)
+from .sealed_json import Unsealed, seal, unseal
+
+MINIMUM_KEPT = 2
+"""checkpoints of an epoch that are never pruned: the newest may be the one that turns out corrupt"""
+EPOCH_VERSION = 1
+
+_EPOCH_FILE = re.compile(r"epoch-(0|[1-9][0-9]*)\.json")
+_TEMPORARY = re.compile(r"(?:step-[0-9]+\.e|epoch-)(?P<epoch>[0-9]+)(?:\.json)?\.tmp")
+
+
+class CheckpointNotWritten(UserError):
+    """The disk refused a checkpoint or the removal of old ones; committed ones stand and training can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One line of `spillway ckpt ls`, from the manifest alone: nothing is hashed."""
+
+    name: str
+    step: int
+    epoch: int
+    parent: str | None
+    nbytes: int
+    num_tensors: int
+    modified_seconds: float
+    """time of the commit, seconds since 1970"""
+    schedule: Mapping[str, Any]
+    """of the learning rate, as the job had it when this was trained (schedule.LearningRate); empty when not known"""
+    in_lineage: bool
+    """False: committed by an epoch after it was superseded, so resume ignores it"""
+    problem: str
+    """why the manifest cannot be used; empty when it can"""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a new epoch begins."""
+
+    checkpoint: Checkpoint | None
+    """None: from the start"""
+    passed_over: tuple[Problem, ...]
+    """what is wrong with the newer checkpoints that did not verify"""
+
+
+def list_checkpoints(directory: Path) -> list[CheckpointSummary]:
+    """All committed checkpoints, newest first."""
+    names = names_in(directory)
+    heirs = set(lineage(_bases(directory, names), names))
+    return [_summary(directory, name, name in heirs) for name in sorted(names, reverse=True)]
+
+
+def verify(directory: Path) -> list[Problem]:
+    """Read every byte of one checkpoint, or of all checkpoints and epoch files of a run; empty = all as written."""
+    if (directory / MANIFEST).exists() or CheckpointName.parse(directory.name):
+        return verify_checkpoint(directory)
+    problems = [problem for number in sorted(_epoch_numbers(directory)) for problem in _verify_epoch(directory, number)]
+    for name in sorted(names_in(directory)):
+        problems += verify_checkpoint(directory / str(name))
+    return problems
+
+
+def lineage(bases: Mapping[int, CheckpointName | None], names: Iterable[CheckpointName]) -> list[CheckpointName]:
+    """The checkpoints that a new epoch may resume from, best first.
+
+    Newest epoch first: all of its checkpoints; then of the epoch that it resumed from, those up to the step where it
+    did; and so on. What an epoch committed after it was superseded is in nobody's lineage.
+    """
+    heirs: list[CheckpointName] = []
+    epoch, last_step = max(bases, default=None), float("inf")
+    while epoch is not None:
+        heirs += sorted((name for name in names if name.epoch == epoch and name.step <= last_step), reverse=True)
+        base = bases[epoch]
+        epoch, last_step = (None, 0) if base is None else (base.epoch, base.step)
+    return heirs
+
+
+def choose_resume(directory: Path) -> Resume:
+    """The newest checkpoint of the lineage that verifies.
+
+    Raises CheckpointCorrupt when the lineage names checkpoints and none of them can be used.
+    """
+    names = names_in(directory)
+    bases = _bases(directory, names)
+    problems: list[Problem] = []
+    for name in lineage(bases, names):
+        found = verify_checkpoint(directory / str(name))
+        if not found:
+            return Resume(open_checkpoint(directory / str(name)), tuple(problems))
+        problems += found
+    newest = bases[max(bases)] if bases else None
+    if newest is not None and newest not in names:
+        problems.append(Problem(str(newest), MANIFEST, "the checkpoint that the last epoch resumed from", "nothing"))
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointCorrupt(
+            f"{directory}: no checkpoint can be used\n{lines}\n"
+            "put a good copy back, or train from the start in another directory",
+            problems=[str(problem) for problem in problems],
+        )
+    return Resume(None, ())
+
+
+class Pending:
+    """A checkpoint being written: a temporary sibling until `commit` gives it its name."""
+
+    def __init__(self, epoch: Epoch, name: CheckpointName) -> None:
+        self.name = name
+        self.path = epoch.directory / f"{name}.tmp"
+        self.files = epoch.files
+        self.written: list[FileEntry] = []
+        """files of all ranks; rank 0 adds those that the others report"""
+        self.tensors: dict[str, TensorEntry] = {}
+        self._epoch = epoch
+
+    def commit(self, state: TrainingState) -> Checkpoint:
+        """Make it a checkpoint. After the return it survives a power cut; before the rename it does not exist."""
+        assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
+        epoch, target = self._epoch, self._epoch.directory / str(self.name)
+        manifest = Manifest(
+            self.name, epoch.parent, tuple(self.written), dict(self.tensors), state, spillway=__version__
+        )
+        self.files.write(self.path / MANIFEST, [memoryview(manifest.to_bytes())])
+        self.files.sync_directory(self.path)
+        epoch.check_fence()
+        _refuse_existing(target)
+        self.files.rename(self.path, target)
+        self.files.sync_directory(epoch.directory)
+        epoch.parent = self.name
+        return Checkpoint(target, manifest)
+
+
+class Epoch:
+    """One attempt's hold on the checkpoint directory. Rank 0 has it; the other ranks write into `Pending.path`."""
+
+    def __init__(self, directory: Path, number: int, resume: Resume, files: DurableFiles) -> None:
+        self.directory = directory
+        self.number = number
+        self.resume = resume
+        self.files = files
+        self.parent = None if resume.checkpoint is None else resume.checkpoint.manifest.name
+        """the newest checkpoint of this epoch's own lineage"""
+        self._verified: set[CheckpointName] = set()
+
+    @staticmethod
+    def start(directory: Path, number: int, files: DurableFiles | None = None) -> Epoch:
+        """Choose what to resume from, say so in epoch-E.json, and clear what killed writers left behind.
+
+        Raises Fenced when this epoch or a later one has already begun, CheckpointCorrupt as `choose_resume`.
+        """
+        files = files or DurableFiles()
+        try:
+            _make_directories(directory, files)
+            if any(seen >= number for seen in _epochs_seen(directory)):
+                raise _fenced(directory, number)
+            epoch = Epoch(directory, number, choose_resume(directory), files)
+            epoch._announce()
+            epoch._remove_leftovers()
+        except OSError as error:
+            raise CheckpointNotWritten(
+                f"{directory}: cannot keep checkpoints there: {error.strerror or error}"
+            ) from error
+        return epoch
+
+    def check_fence(self) -> None:
+        """Raises Fenced when a later epoch has begun: whatever this one would still write, nobody would read."""
+        if any(seen > self.number for seen in _epochs_seen(self.directory)):
+            raise _fenced(self.directory, self.number)
+
+    @contextmanager
+    def pending(self, step: int) -> Iterator[Pending]:
+        """A checkpoint to fill and commit. Whatever ends the block before its commit leaves nothing behind.
+
+        Raises CheckpointNotWritten when the disk refuses (full, read-only) or the name is taken, Fenced.
+        """
+        self.check_fence()
+        pending = Pending(self, CheckpointName(epoch=self.number, step=step))
+        _refuse_existing(self.directory / str(pending.name))
+        try:
+            with self.files.temporary_directory(pending.path):
+                yield pending
+        except OSError as error:
+            self.check_fence()  # a later epoch clears our temporary files: then that is the news
+            raise CheckpointNotWritten(
+                f"{self.directory / str(pending.name)}: not written: {error.strerror or error}"
+                f"{f' ({error.filename})' if error.filename else ''}; the checkpoints before it stand; "
+                "make room or give checkpoints a larger volume"
+            ) from error
+
+    def prune(self, keep: int) -> list[CheckpointName]:
+        """Remove what is no longer needed, and return its names.
+
+        Needed are the newest `keep` of this epoch's checkpoints that verify (at least two) and all after them. As long
+        as there are fewer, nothing is removed; once there are enough, those of earlier epochs go as well.
+        """
+        names = names_in(self.directory)
+        kept = self._newest_verified((name for name in names if name.epoch == self.number), max(keep, MINIMUM_KEPT))
+        if not kept:
+            return []
+        doomed = sorted(name for name in names if name < kept[-1])
+        try:
+            temporaries = [self._retire(self.directory / str(name)) for name in doomed]
+            self.files.sync_directory(self.directory)
+            for temporary in temporaries:
+                self.files.remove_tree(temporary)
+        except OSError as error:
+            raise CheckpointNotWritten(
+                f"{self.directory}: old checkpoints not removed: {error.strerror or error}; all newer ones stand"
+            ) from error
+        return doomed
+
+    def _retire(self, path: Path) -> Path:
+        """Take the name away before the files: a kill in the middle must not leave a checkpoint that lacks some."""
+        self.check_fence()  # a later epoch may be resuming from this one
+        temporary = path.with_name(f"{path.name}.tmp")
+        self.files.rename(path, temporary)
+        return temporary
+
+    def _newest_verified(self, names: Iterable[CheckpointName], count: int) -> list[CheckpointName]:
+        """The newest `count` that verify, newest first; none when there are fewer. Each is read once per process."""
+        kept: list[CheckpointName] = []
+        for name in sorted(names, reverse=True):
+            if name in self._verified or not verify_checkpoint(self.directory / str(name)):
+                self._verified.add(name)
+                kept.append(name)
+            if len(kept) == count:
+                return kept
+        return []
+
+    def _announce(self) -> None:
+        path = self.directory / f"epoch-{self.number}.json"
+        temporary = path.with_name(f"{path.name}.tmp")
+        base = None if self.parent is None else str(self.parent)
+        content = seal({"version": EPOCH_VERSION, "epoch": self.number, "resumes_from": base})
+        self.files.remove_tree(temporary)
+        self.files.write(temporary, [memoryview(content)])
+        self.files.rename(temporary, path)
+        self.files.sync_directory(self.directory)
+        if self.resume.checkpoint is not None and not (self.resume.checkpoint.path / MANIFEST).exists():
+            raise CheckpointCorrupt(f"{self.resume.checkpoint.path}: removed while epoch {self.number} chose it")
+
+    def _remove_leftovers(self) -> None:
+        for path in self.directory.iterdir():
+            match = _TEMPORARY.fullmatch(path.name)
+            if match and int(match["epoch"]) <= self.number:
+                self.files.remove_tree(path)
+
+
+def _make_directories(directory: Path, files: DurableFiles) -> None:
+    if not directory.exists():
+        _make_directories(directory.parent, files)
+        files.make_directory(directory)
+        files.sync_directory(directory.parent)
+
+
+def names_in(directory: Path) -> list[CheckpointName]:
+    """Of the committed checkpoints, in no order; none where there is no directory."""
+    parsed = (CheckpointName.parse(name) for name in _listing(directory))
+    return [name for name in parsed if name is not None]
+
+
+def _epoch_numbers(directory: Path) -> list[int]:
+    matches = (_EPOCH_FILE.fullmatch(name) for name in _listing(directory))
+    return [int(match[1]) for match in matches if match]
+
+
+def _epochs_seen(directory: Path) -> set[int]:
+    """Epochs that have begun, also those whose epoch file was lost but not their checkpoints."""
+    return {*_epoch_numbers(directory), *(name.epoch for name in names_in(directory))}
+
+
+def _listing(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _bases(directory: Path, names: Iterable[CheckpointName]) -> dict[int, CheckpointName | None]:
+    """What each epoch resumed from. An epoch whose file is lost counts as resuming from the newest one before it."""
+    bases: dict[int, CheckpointName | None] = {}
+    for number in _epochs_seen(directory):
+        try:
+            bases[number] = _read_base(directory, number)
+        except Unsealed:
+            bases[number] = max((name for name in names if name.epoch < number), default=None)
+    # An epoch that an epoch file names may have lost both its file and its checkpoints: its lineage then ends there.
+    for base in [base for base in bases.values() if base is not None and base.epoch not in bases]:
+        bases[base.epoch] = None
+    return bases
+
+
+def _read_base(directory: Path, number: int) -> CheckpointName | None:
+    try:
+        fields = unseal((directory / f"epoch-{number}.json").read_bytes())
+    except FileNotFoundError:
+        raise Unsealed("no such file") from None
+    if fields.get("version") != EPOCH_VERSION:
+        raise UserError(
+            f"{directory / f'epoch-{number}.json'}: version {fields.get('version')}, this spillway reads version "
+            f"{EPOCH_VERSION}; use the spillway that wrote it"
+        )
+    base = None if fields["resumes_from"] is None else CheckpointName.parse(fields["resumes_from"])
+    if fields["epoch"] != number or (base is not None and base.epoch >= number):
+        raise Unsealed(f"the file of epoch {fields['epoch']}")
+    return base
+
+
+def _verify_epoch(directory: Path, number: int) -> list[Problem]:
+    try:
+        _read_base(directory, number)
+    except Unsealed as error:
+        return [Problem(directory.name, f"epoch-{number}.json", "an intact epoch file", str(error))]
+    return []
+
+
+def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> CheckpointSummary:
+    path = directory / str(name)
+    modified = path.stat().st_mtime
+    try:
+        manifest = open_checkpoint(path).manifest
+    except Unsealed as error:
+        problem = f"{MANIFEST}: expected an intact manifest, found {error}"
+        return CheckpointSummary(str(name), name.step, name.epoch, None, 0, 0, modified, {}, in_lineage, problem)
+    parent = None if manifest.parent is None else str(manifest.parent)
+    size, schedule = manifest.nbytes, manifest.state.schedule
+    return CheckpointSummary(
+        str(name), name.step, name.epoch, parent, size, len(manifest.tensors), modified, schedule, in_lineage, ""
+    )
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise CheckpointNotWritten(f"{target}: exists already, and a checkpoint is never overwritten")
+
+
+def _fenced(directory: Path, number: int) -> Fenced:
+    newest = max(_epochs_seen(directory))
+    found = f"epoch {number} has begun before" if newest == number else f"epoch {newest} owns the run"
+    return Fenced(f"{directory}: {found}; this process, epoch {number}, must end", epoch=number, newest_epoch=newest)

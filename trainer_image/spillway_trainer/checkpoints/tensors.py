@@ -1,0 +1,201 @@
+"""Tensors into a checkpoint and out of it: safetensors files, no pickle, one file's worth of extra memory.
+
+The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
+alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
+moments in the type that the run keeps them in; quantized ones flat, as the bytes of reference.quantized. Beside them
+the running statistics of batch norms (`buffer.X`: averages in float32, counts in int64).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spillway.errors import UserError
+from spillway.units import MIB
+from spillway.update_rules import MASTER, MomentType, UpdateRule
+
+from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
+from .directory import Epoch, Pending
+from .manifest import Checkpoint, TensorEntry, TrainingState
+
+NONE: Mapping[str, Sequence[int]] = {}
+FILE_BYTES = 64 * MIB
+"""tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
+
+_SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
+                      torch.int64: "I64"}  # fmt: skip
+
+
+def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> Checkpoint:
+    """Commit one checkpoint. Raises CheckpointNotWritten (training can go on) or Fenced (it must end)."""
+    with epoch.pending(state.step) as pending:
+        write_tensors(pending, tensors)
+        return pending.commit(state)
+
+
+def write_tensors(pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
+    """Write tensors into numbered files. A tensor may be reused once the next one is asked for."""
+    group = _Group(pending, file_bytes)
+    for name, tensor in tensors:
+        assert tensor.dtype in _SAFETENSORS_DTYPE, f"{name} is {tensor.dtype}"
+        assert name not in pending.tensors, f"{name} comes twice"
+        group.add(name, tensor)
+    group.write()
+
+
+class _Group:
+    """Tensors copied side by side until a file is full."""
+
+    def __init__(self, pending: Pending, file_bytes: int) -> None:
+        self._pending = pending
+        # Pages are touched, and so exist, only as far as the buffer fills.
+        self._buffer = torch.empty(file_bytes, dtype=torch.uint8)
+        self._used = 0
+        self._held: dict[str, Tensor] = {}
+        """parts of the buffer"""
+        self._num_files = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._used + tensor.nbytes > self._buffer.nbytes:
+            self.write()
+        if tensor.nbytes > self._buffer.nbytes:
+            self._write_file({name: tensor})
+            return
+        place = self._buffer[self._used : self._used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach())
+        self._used += _aligned(tensor.nbytes)
+        self._held[name] = place
+
+    def write(self) -> None:
+        if self._held:
+            self._write_file(self._held)
+            self._held, self._used = {}, 0
+
+    def _write_file(self, tensors: Mapping[str, Tensor]) -> None:
+        path = self._pending.path / f"tensors-{self._num_files:05d}.safetensors"
+        # Without gaps between them, readers find every tensor aligned only if the widest come first.
+        in_order = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+        header = safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in in_order.items()})
+        content = [memoryview(header), *(bytes_of(tensor) for tensor in in_order.values() if tensor.nbytes)]
+        self._pending.written.append(self._pending.files.write(path, content))
+        for name, tensor in in_order.items():
+            self._pending.tensors[name] = TensorEntry(path.name, tuple(tensor.shape))
+        self._num_files += 1
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up to where a tensor of any type may begin."""
+    return -(-nbytes // 8) * 8
+
+
+def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """The first bytes of a safetensors file: length of the JSON as little-endian uint64, JSON padded to 8 bytes.
+
+    The data follows in the order of the mapping, without gaps (https://github.com/huggingface/safetensors, Format).
+    """
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + dtype.itemsize * torch.Size(shape).numel()
+        fields[name] = {"dtype": _SAFETENSORS_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def load(
+    checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases,
+    `statistics` its running statistics, under their names there.
+
+    Raises UserError before the first tensor when names or shapes are not the model's.
+    """
+    _check_shapes(checkpoint, shapes, statistics)
+    tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
+    for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
+        with safe_open(checkpoint.path / file_name, framework="pt") as file:
+            for name in names:
+                tensor = file.get_tensor(name)
+                of_kind = torch.float32 if name.startswith(f"{MASTER}.") else moments
+                assert name in statistics or tensor.dtype == of_kind, name
+                yield name, tensor
+
+
+def check_same_run(
+    state: TrainingState,
+    *,
+    tokenizer_xxh3: str,
+    data_xxh3: str,
+    seed: int,
+    rule: str,
+    moments: str,
+    source_xxh3: str = "",
+) -> None:
+    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed, optimizer or model
+    to start from than this run."""
+    differences = [
+        f"{what} {now!r} now, {then!r} in the checkpoint"
+        for what, now, then in (
+            ("tokenizer", tokenizer_xxh3, state.tokenizer_xxh3),
+            ("tokens and their order", data_xxh3, state.data_xxh3),
+            ("seed", seed, state.seed),
+            ("optimizer", rule, state.rule),
+            ("moments", moments, state.moments),
+            ("weights of spec.model.source", source_xxh3, state.model.get("source_xxh3", "")),
+        )
+        if now != then
+    ]
+    if differences:
+        raise UserError(
+            f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
+            "put back the corpus directory, the model's source, the job's data fields and the optimizer's name and "
+            "moments, or train in a new output directory (as after a version that held out the corpus' last sequences)"
+        )
+
+
+def random_state(generator: torch.Generator = torch.default_generator) -> str:
+    """State of torch's CPU generator as text, for TrainingState; a new generator is in that of a new process."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+
+def restore_random_state(text: str) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]]
+) -> None:
+    state = checkpoint.manifest.state
+    settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
+    wanted = {
+        f"{kind}.{name}": settings.state_shape(kind, torch.Size(shape))
+        for kind in settings.rule.state_kinds
+        for name, shape in shapes.items()
+    } | {name: tuple(shape) for name, shape in statistics.items()}
+    found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
+    if wanted == found:
+        return
+    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    lines = [
+        f"  {name}: {found.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the model"
+        for name in differing[:3]
+    ]
+    raise UserError(
+        f"{checkpoint.path}: made for another model; {len(differing)} of its tensors differ, first\n"
+        + "\n".join(lines)
+        + "\nrestore spec.model, or train in a new output directory"
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements, contiguous, little-endian; no copy when it lies so in host memory already."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,241 @@
+"""What the step loop reads: sequence i of a run, in an order that one integer positions.
+
+Shapes: B = sequences asked for, T = sequence length. Everything is a function of (corpus, objective, sequence length,
+what is held out, seed, sample index), so resuming is O(1) and no state but the number of samples consumed is kept.
+
+What of window w, tokens wT and on, is a label:
+
+    causal   each token but the first, T of T + 1: the label of the one before it
+    masked   MASKED_FRACTION of T tokens, drawn from (seed, sample): they are hidden, most of them by the mask
+    prefix   the tokens behind the first prefix_length(T), T in all: the model's encoder reads the first ones
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from spillway.api.training_job import Evaluation
+from spillway.errors import UserError
+
+from ..seeds import fork_seed, splitmix64, splitmix64_array
+from .objective import IGNORED_LABEL, Objective, prefix_length
+from .tokens import Corpus
+
+MASKED_FRACTION = 0.15
+MASKED_BY_MASK, MASKED_BY_RANDOM = 0.8, 0.1
+"""of the hidden tokens, so many become the mask, so many a random token; the rest stays (Devlin et al. 2019)"""
+
+_ROUNDS = 6
+_TRAINING, _EVALUATION, _SPLIT, _READ = range(4)
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens_BT: Tensor
+    """int64"""
+    labels_BT: Tensor
+    """int64, what the model has to say at each place; IGNORED_LABEL where there is nothing to say"""
+    num_unmasked: int
+    """labels that count in the loss"""
+
+    def on(self, device: torch.device) -> Batch:
+        """The batch with its tensors there; the host does not wait for a device."""
+        if device.type == "cpu":
+            return self
+        given = self.tokens_BT, self.labels_BT
+        tokens_BT, labels_BT = (tensor.pin_memory().to(device, non_blocking=True) for tensor in given)
+        return Batch(tokens_BT, labels_BT, self.num_unmasked)
+
+
+class Windows:
+    """Consecutive windows of a corpus, T apart: every token is a label at most once. The last one may be short and is
+    padded; one without a label is left out."""
+
+    def __init__(self, corpus: Corpus, sequence_length: int, objective: Objective) -> None:
+        self._corpus, self._sequence_length, self._objective = corpus, sequence_length, objective
+        # Tokens of a window before its first label: one more is needed for it to teach anything.
+        before = {Objective.CAUSAL: 1, Objective.MASKED: 0, Objective.PREFIX: prefix_length(sequence_length)}[objective]
+        self.num = max(0, math.ceil((corpus.index.num_tokens - before) / sequence_length))
+
+    def num_labels(self, window: int) -> int:
+        """Of the tokens that are left of the corpus at the window's start."""
+        T, left = self._sequence_length, self._corpus.index.num_tokens - window * self._sequence_length
+        if self._objective is Objective.CAUSAL:
+            return min(T, left - 1)
+        if self._objective is Objective.PREFIX:
+            return min(T, left) - prefix_length(T)
+        return num_masked(min(T, left))
+
+    def batch(self, windows: Sequence[tuple[int, int]]) -> Batch:
+        """`windows`: number of each, and the key of what is drawn for it."""
+        T, index = self._sequence_length, self._corpus.index
+        tokens_BT = torch.full((len(windows), T), index.end_of_text, dtype=torch.int64)
+        labels_BT = torch.full((len(windows), T), IGNORED_LABEL, dtype=torch.int64)
+        for row, (window, key) in enumerate(windows):
+            tokens = self._corpus.tokens(window * T, (window + 1) * T + (self._objective is Objective.CAUSAL))
+            if self._objective is Objective.CAUSAL:
+                tokens, labels = tokens[:-1], tokens[1:]
+            elif self._objective is Objective.PREFIX:
+                labels = np.where(np.arange(len(tokens)) < prefix_length(T), IGNORED_LABEL, tokens)
+            else:
+                assert index.mask is not None
+                tokens, labels = masked(tokens, key, index.mask, index.vocab_size)
+            tokens_BT[row, : len(tokens)] = torch.from_numpy(tokens)
+            labels_BT[row, : len(labels)] = torch.from_numpy(labels)
+        return Batch(tokens_BT, labels_BT, sum(self.num_labels(window) for window, _ in windows))
+
+
+class Split:
+    """Which of `num_windows` windows are held out: about the root of their number stretches of neighbours, as equal in
+    length as can be, before training windows that are drawn from the seed.
+
+    Stretches, because text beside a window tells much of what is in it: only their ends have trained neighbours.
+    """
+
+    def __init__(self, num_windows: int, num_held_out: int, seed: int) -> None:
+        num_training, num_stretches = num_windows - num_held_out, math.isqrt(num_held_out)
+        seed = fork_seed(seed, _SPLIT, 0, 0)
+        drawn = (permuted(number, num_training + 1, seed, 0) for number in range(num_stretches))
+        self._before = np.sort(np.fromiter(drawn, np.int64, num_stretches))
+        """training windows before each stretch"""
+        self._ends = np.arange(num_stretches + 1, dtype=np.int64) * num_held_out // max(1, num_stretches)
+        """windows of the first n stretches"""
+
+    def training(self, index: int) -> int:
+        """The window that is the training window `index`."""
+        return index + int(self._ends[np.searchsorted(self._before, index, side="right")])
+
+    def held_out(self, index: int) -> int:
+        """The window that is the held-out window `index`."""
+        return index + int(self._before[np.searchsorted(self._ends, index, side="right") - 1])
+
+
+class TokenBatches:
+    """The samples of a run, and the sequences that its evaluations read."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        sequence_length: int,
+        seed: int,
+        objective: Objective = Objective.CAUSAL,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        """Raises UserError when the corpus is too small for one training sequence (and one held out, if any), its text
+        to evaluate on for one sequence, or its tokenizer has no mask and the objective needs one."""
+        num_tokens, fraction = corpus.index.num_tokens, (evaluation and evaluation.fraction) or 0.0
+        if objective is Objective.MASKED and corpus.index.mask is None:
+            raise UserError(
+                f"{corpus.tokenizer_path}: has no mask token, which a model that learns from hidden tokens needs; "
+                "use another output directory, or a source whose tokenizer has one"
+            )
+        self._windows = Windows(corpus, sequence_length, objective)
+        num_held_out = math.ceil(self._windows.num * Fraction(repr(fraction)))
+        if num_tokens <= sequence_length or self._windows.num <= num_held_out:
+            needed = sequence_length * (2 if fraction else 1) + 1
+            raise UserError(
+                f"{corpus.directory}: the corpus has {num_tokens} tokens, and training.sequenceLength "
+                f"{sequence_length} with data.evaluation.fraction {fraction} needs at least {needed}; "
+                "give more text or a shorter sequence"
+            )
+        self.num_sequences = self._windows.num - num_held_out
+        """training sequences, that is samples per epoch"""
+        self._asked, self._draw = (evaluation.sequences, evaluation.seed) if evaluation else (0, 0)
+        self._split = Split(self._windows.num, num_held_out, self._draw)
+        self._evaluated = self._windows
+        held_out: object = (fraction, self._draw) if fraction else 0.0
+        self._held_out_window: Callable[[int], int] = self._split.held_out
+        if corpus.evaluation is not None:
+            self._evaluated, self._held_out_window = Windows(corpus.evaluation, sequence_length, objective), int
+            num_held_out, held_out = self._evaluated.num, corpus.evaluation.fingerprint
+            if not num_held_out:
+                raise UserError("spec.data.evaluation.text: has no token to predict; give more text")
+        self.num_held_out = num_held_out
+        self.num_evaluated = min(self._asked or num_held_out, num_held_out)
+        """sequences of an evaluation"""
+        self._seed = seed
+        decides = (corpus.fingerprint, objective.value, sequence_length, held_out, seed)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(repr(decides).encode())
+        """xxh3-128 of all that decides which tokens a sample holds, and an evaluation's; kept in checkpoints"""
+
+    @property
+    def evaluated(self) -> str:
+        """For people: what an evaluation reads. Empty where there is none."""
+        fewer = f", fewer than the {self._asked} of data.evaluation.sequences" * (self._asked > self.num_held_out)
+        said = f"evaluation: {self.num_evaluated} of {self.num_held_out} held-out sequences{fewer}"
+        return said if self.num_held_out else ""
+
+    def batch(self, samples: range) -> Batch:
+        """The training samples with these numbers; they count from 0 over all epochs of the run."""
+        keys = [fork_seed(self._seed, _TRAINING, sample, 0) for sample in samples]
+        return self._windows.batch([(self._window_of(sample), key) for sample, key in zip(samples, keys, strict=True)])
+
+    def num_unmasked(self, samples: range) -> int:
+        """Labels that count in these training samples, those of other ranks included: no token is read for it."""
+        return sum(self._windows.num_labels(self._window_of(sample)) for sample in samples)
+
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
+        """The sequences of an evaluation, always the same; the last batch may be smaller."""
+        drawn: Sequence[int] = range(self.num_held_out)
+        if self.num_evaluated < self.num_held_out:
+            seed = fork_seed(self._draw, _READ, 0, 0)
+            drawn = sorted(permuted(number, self.num_held_out, seed, 0) for number in range(self.num_evaluated))
+        for start in range(0, self.num_evaluated, micro_batch_size):
+            windows = map(self._held_out_window, drawn[start : start + micro_batch_size])
+            keyed = [(window, fork_seed(self._draw, _EVALUATION, window, 0)) for window in windows]
+            yield self._evaluated.batch(keyed)
+
+    def _window_of(self, sample: int) -> int:
+        epoch, index = divmod(sample, self.num_sequences)
+        return self._split.training(permuted(index, self.num_sequences, self._seed, epoch))
+
+
+def num_masked(num_tokens: int) -> int:
+    """Tokens of a window that are hidden: always as many, at least one, so that they are counted without drawing."""
+    return max(1, round(MASKED_FRACTION * num_tokens))
+
+
+def masked(tokens: Array, key: int, mask: int, vocab_size: int) -> tuple[Array, Array]:
+    """Input and labels for a window whose hidden tokens `key` decides, the same on every machine.
+
+    The places with the smallest hashes are hidden; the hash of that hash says by what.
+    """
+    hashes = splitmix64_array(np.uint64(key) ^ splitmix64_array(np.arange(len(tokens), dtype=np.uint64)))
+    hidden = np.argsort(hashes, kind="stable")[: num_masked(len(tokens))]
+    draws = splitmix64_array(hashes[hidden])
+    chance = draws.astype(np.float64) / 2.0**64
+    inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
+    labels[hidden] = tokens[hidden]
+    by_random = chance < MASKED_BY_MASK + MASKED_BY_RANDOM
+    inputs[hidden[by_random]] = (splitmix64_array(draws) % np.uint64(vocab_size)).astype(np.int64)[by_random]
+    inputs[hidden[chance < MASKED_BY_MASK]] = mask
+    return inputs, labels
+
+
+def permuted(index: int, size: int, seed: int, epoch: int) -> int:
+    """Where `index` goes in the permutation of 0 .. size-1 that belongs to (seed, epoch).
+
+    A Feistel network over the smallest even number of bits that holds `size`, walked along its cycle until the value is
+    below `size` again (Black and Rogaway, Ciphers with Arbitrary Finite Domains): no table, about two walks on average.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    key = splitmix64(splitmix64(seed) ^ epoch)
+    value = index
+    while True:
+        left, right = value >> half_bits, value & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (splitmix64(key ^ (number << 56) ^ right) & mask)
+        value = left << half_bits | right
+        if value < size:
+            return value

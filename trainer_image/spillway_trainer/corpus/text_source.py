@@ -1,0 +1,192 @@
+"""Where text comes from: a file, a directory, or the standard library of the running interpreter; torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from spillway.api.training_job import Location
+from spillway.errors import UserError
+from spillway.units import format_bytes
+
+from ..checkpoints.durable_files import describe_file
+
+PYTHON_STDLIB = "PythonStdlib"
+TEXT_SUFFIXES = (
+    *(".txt", ".md", ".rst", ".tex", ".html", ".jsonl"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".go", ".rs", ".java", ".js", ".ts", ".sh"),
+)
+"""files of a directory that count as text; a single file given by name may have any suffix"""
+PIECE_CHARACTERS = 2**20
+"""a long document is read and encoded in pieces of about this size, cut at line ends"""
+
+_BINARY_PROBE_BYTES = 8192
+_NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was read, and what was not as it should be."""
+
+    documents: int = 0
+    undecodable: int = 0
+    """files with bytes that are not UTF-8; each became U+FFFD"""
+    binary: int = 0
+    """files with NUL bytes, skipped"""
+    malformed: int = 0
+    """lines of .jsonl files without a "text", skipped"""
+
+    def sentence(self) -> str:
+        """Empty when all was well."""
+        found = (
+            (self.undecodable, "files with undecodable bytes (replaced by U+FFFD)"),
+            (self.binary, "binary files (skipped)"),
+            (self.malformed, 'lines of .jsonl without a "text" (skipped)'),
+        )
+        return ", ".join(f"{count} {what}" for count, what in found if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    text: str
+    ends_document: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    description: str
+    """for messages: the path as given, or PythonStdlib"""
+    option: tuple[str, str]
+    """command-line form, understood by `python -m spillway_trainer.corpus.tokens`"""
+    root: Path
+    files: tuple[str, ...]
+    """relative to `root`, sorted"""
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.root / name).stat().st_size for name in self.files)
+
+    def __str__(self) -> str:
+        return f"{self.description} ({len(self.files)} files, {format_bytes(self.nbytes)})"
+
+    def pieces(self, tally: Tally) -> Iterator[Piece]:
+        """All text in order. Long documents come in several pieces; empty ones do not come at all."""
+        for name in self.files:
+            path = self.root / name
+            if _is_binary(path):
+                tally.binary += 1
+                continue
+            undecodable = False
+            for piece in _lines_of_json(path, tally) if path.suffix == ".jsonl" else _pieces_of(path):
+                undecodable |= "\ufffd" in piece.text
+                tally.documents += piece.ends_document
+                yield piece
+            tally.undecodable += undecodable
+
+    def stat_fingerprint(self) -> str:
+        """xxh3-128 over names, sizes and times of modification: equal means unchanged, without reading."""
+        return self._fingerprint(lambda path: f"{path.stat().st_size} {path.stat().st_mtime_ns}")
+
+    def content_fingerprint(self) -> str:
+        """xxh3-128 over names, sizes and hashes of the contents: reads every byte."""
+        return self._fingerprint(lambda path: f"{path.stat().st_size} {describe_file(path).xxh3_128}")
+
+    def _fingerprint(self, describe: Callable[[Path], str]) -> str:
+        digest = xxhash.xxh3_128()
+        for name in self.files:
+            digest.update(f"{name}\0{describe(self.root / name)}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+
+def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
+    """One text file, or all text files under a directory. Raises UserError, of `field`, when there is nothing to
+    read."""
+    if not path.exists():
+        raise UserError(f"{field}: {path} does not exist; give a text file or a directory of text files")
+    if path.is_file():
+        root, files = path.resolve().parent, [path.resolve().name]
+    else:
+        root = path.resolve()
+        files = [name for name in _walk(root, frozenset()) if Path(name).suffix in TEXT_SUFFIXES]
+    source = TextSource(str(path), ("--text", str(path)), root, tuple(files))
+    if source.nbytes == 0:
+        if path.is_file():
+            raise UserError(f"{field}: {path} is empty; give a file with text in it")
+        found = "all of them are empty" if files else "there is none"
+        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}: {found}")
+    return source
+
+
+def python_stdlib() -> TextSource:
+    """The .py files of the running interpreter's standard library without its tests: text that every trainer has."""
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    files = tuple(name for name in _walk(root, _NOT_IN_STDLIB) if name.endswith(".py"))
+    if not files:
+        raise UserError(f"spec.data.builtin: this Python keeps no sources of its standard library in {root}; use text")
+    return TextSource(PYTHON_STDLIB, ("--builtin", PYTHON_STDLIB), root, files)
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
+    """Names of the files under `root`, sorted; hidden directories and links that lead out of `root` are left out."""
+    for directory, subdirectories, files in os.walk(root, onerror=_refuse_unreadable):
+        subdirectories[:] = sorted(name for name in subdirectories if name not in left_out and name[0] != ".")
+        for name in sorted(files):
+            path = Path(directory, name)
+            # In this order: only `is_file` says without raising that links in a circle lead nowhere.
+            if path.is_file() and path.resolve().is_relative_to(root):
+                yield str(path.relative_to(root))
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or leave it out")
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(_BINARY_PROBE_BYTES)
+
+
+def _pieces_of(path: Path) -> Iterator[Piece]:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        text = file.read(PIECE_CHARACTERS)
+        while text:
+            text += file.readline(PIECE_CHARACTERS)  # bounded: a file may have no line ends
+            following = file.read(PIECE_CHARACTERS)
+            yield Piece(text, ends_document=not following)
+            text = following
+
+
+def _lines_of_json(path: Path, tally: Tally) -> Iterator[Piece]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = _text_of(line)
+            if text:
+                yield Piece(text, ends_document=True)
+            elif line.strip():
+                tally.malformed += 1
+
+
+def _text_of(line: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return ""
+    text = document.get("text") if isinstance(document, dict) else None
+    # JSON can spell lone surrogates, which have no UTF-8.
+    return text.encode(errors="replace").decode() if isinstance(text, str) else ""
+
+
+def directory_of(location: Location, claims: Mapping[str, str], field: str) -> Path:
+    """The directory (or file) of a location as this process sees it. Raises UserError for a claim that is not there."""
+    if location.path is not None:
+        return Path(location.path)
+    assert location.claim is not None
+    if location.claim not in claims:
+        raise UserError(f"{field}.claim = {location.claim}: not mounted; known claims: {sorted(claims)}")
+    return Path(claims[location.claim]) / location.sub_path

@@ -1,0 +1,552 @@
+"""Text into tokens: source files -> tokenizer -> packed memory-mapped shards, built once per run.
+
+The tokenizer is byte-level BPE trained on the text, or the one that a model to start from brings with it.
+
+docs/data.md describes the files. Torch-free. The build runs in a child process (`prepare_corpus`), because training a
+tokenizer takes hundreds of megabytes and starts threads, and the trainer has a memory budget and may fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import math
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from spillway.errors import ExitCode, HostOutOfMemory, UserError
+from spillway.units import MIB, format_bytes, format_count
+
+from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
+from ..checkpoints.sealed_json import Unsealed, seal, unseal
+from .text_source import PYTHON_STDLIB, Piece, Tally, TextSource, python_stdlib, text_source
+
+END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
+END_OF_TEXT_ID = 0
+"""in a tokenizer of ours: special tokens come first"""
+MINIMUM_VOCAB_SIZE = 257
+"""every byte and the end of text"""
+SAMPLE_BYTES = 32 * MIB
+"""the tokenizer is trained on at most about this much text, taken evenly from the whole corpus"""
+SHARD_TOKENS = 16 * 2**20
+UINT16_VOCAB_SIZE = 2**16
+INDEX_VERSION = 1
+
+SAY_SECONDS = 5.0
+"""between two lines of a build that takes long"""
+
+_DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NOT_WRITTEN = 65
+"""exit code of a build whose disk refused; every other error of the user's is ExitCode.USER_ERROR"""
+_BATCH_CHARACTERS = 4 * 2**20
+"""text encoded at once; bounds the memory of the build"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecipe:
+    """Where the tokenizer comes from: trained on the text, or given."""
+
+    has_mask: bool = False
+    """a trained one gets a mask token, for a model that learns from hidden tokens"""
+    model_directory: Path | None = None
+    """a Hugging Face directory whose tokenizer.json is used as it is; none = train one"""
+
+    @property
+    def options(self) -> list[str]:
+        """For `python -m spillway_trainer.corpus.tokens`."""
+        given = [] if self.model_directory is None else ["--tokenizer", str(self.model_directory)]
+        return given or ["--mask"] * self.has_mask
+
+
+TRAINED = TokenizerRecipe()
+
+
+class CorpusNotWritten(UserError):
+    """The disk has no room for the corpus, or takes nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusIndex:
+    """index.json: what the shards hold and what they were made from."""
+
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    """size of the tokenizer: every token is smaller"""
+    end_of_text: int
+    dtype: str
+    """numpy's name of the little-endian integer: <u2 or <u4"""
+    shard_tokens: int
+    """tokens per shard; the last one may hold fewer"""
+    shards: tuple[FileEntry, ...]
+    tokenizer_xxh3: str
+    source: str
+    stat_xxh3: str
+    content_xxh3: str
+    mask: int | None = None
+    """token that hides another one; none = the tokenizer has none"""
+
+    def to_bytes(self) -> bytes:
+        return seal({"version": INDEX_VERSION, **asdict(self)})
+
+    @staticmethod
+    def from_bytes(content: bytes) -> CorpusIndex:
+        """Raises Unsealed when a byte differs from what was written, or when another version wrote it."""
+        fields = unseal(content)
+        if fields.pop("version") != INDEX_VERSION:
+            raise Unsealed("the index of another version of spillway")
+        return CorpusIndex(**{**fields, "shards": tuple(FileEntry(**entry) for entry in fields["shards"])})
+
+
+class Corpus:
+    """Packed tokens, memory-mapped. Documents follow one another, each ended by `index.end_of_text`."""
+
+    def __init__(self, directory: Path, index: CorpusIndex) -> None:
+        self.directory = directory
+        self.index = index
+        self.evaluation: Corpus | None = None
+        """text of its own to evaluate on, in tokens of the same tokenizer"""
+        self._shards: list[npt.NDArray[Any]] = [
+            np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
+        ]
+        self._unread = {*range(len(self._shards))}
+        """shards whose bytes are not compared with the index yet"""
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-128 over the hashes of all shards: equal means the same tokens."""
+        return xxhash.xxh3_128_hexdigest(" ".join(entry.xxh3_128 for entry in self.index.shards).encode())
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """As tokenizer_config.json spells them: eos_token and, where there is one, mask_token."""
+        tokenizer = Tokenizer.from_file(str(self.tokenizer_path))
+        numbers = {"eos_token": self.index.end_of_text, "mask_token": self.index.mask}
+        return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
+
+    def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus.
+
+        A shard is hashed before its first use: all of them at the start would keep a large corpus waiting. Raises
+        UserError when one is not as it was built."""
+        parts = []
+        stop = min(stop, self.index.num_tokens)
+        while start < stop:
+            shard, offset = divmod(start, self.index.shard_tokens)
+            if shard in self._unread:
+                _check_file(self.directory, self.index.shards[shard])
+                self._unread.remove(shard)
+            parts.append(self._shards[shard][offset : offset + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts).astype(np.int64)
+
+
+def prepare_corpus(
+    source: TextSource,
+    directory: Path,
+    vocab_size: int,
+    report: Callable[[str], None],
+    recipe: TokenizerRecipe = TRAINED,
+    evaluation: TextSource | None = None,
+) -> Corpus:
+    """Open the corpus in `directory`, building it in a child process when there is none yet. That of the `evaluation`
+    text is another one below it, in tokens of the same tokenizer.
+
+    `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
+    """
+    if not has_corpus(directory):
+        _build_in_child(source, directory, vocab_size, report, recipe)
+    corpus = open_corpus(directory, source, vocab_size)
+    if evaluation is not None:
+        same = TokenizerRecipe(model_directory=recipe.model_directory or directory)
+        corpus.evaluation = prepare_corpus(evaluation, directory / "evaluation", vocab_size, report, same)
+        if corpus.evaluation.index.tokenizer_xxh3 != corpus.index.tokenizer_xxh3:
+            raise UserError(f"{directory}/evaluation: built with another tokenizer; remove it to build it again")
+    return corpus
+
+
+def has_corpus(directory: Path) -> bool:
+    """Whether there is one, intact or not: a directory with anything in it is never built anew."""
+    return directory.exists() and any(directory.iterdir())
+
+
+def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
+    """Open a corpus that was built before. Raises UserError unless it is intact and of this source and model."""
+    try:
+        index = CorpusIndex.from_bytes((directory / "index.json").read_bytes())
+    except (OSError, Unsealed) as error:
+        raise UserError(
+            f"{directory / 'index.json'}: expected the index of a corpus, found {error}; "
+            "remove the directory to build the corpus again"
+        ) from error
+    _check_files(directory, index)
+    if index.vocab_size > vocab_size:
+        raise UserError(
+            f"{directory}: its tokenizer has {index.vocab_size} tokens, the model's vocabSize is {vocab_size}; "
+            f"set vocabSize to {index.vocab_size} or more, or use another output directory"
+        )
+    if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
+        raise UserError(
+            f"{directory}: built from {index.source}; the text is another now: {source}; "
+            "put the old text back, or use another output directory"
+        )
+    return Corpus(directory, index)
+
+
+def build_corpus(
+    source: TextSource,
+    directory: Path,
+    vocab_size: int,
+    report: Callable[[str], None],
+    recipe: TokenizerRecipe = TRAINED,
+    *,
+    files: DurableFiles | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> None:
+    """Train a tokenizer, or take the given one, and encode the source, in a temporary sibling that is renamed to
+    `directory` when complete.
+
+    When another process was faster (that of a killed attempt may still be at it), its corpus stays and this one is
+    dropped.
+    """
+    files = files or DurableFiles()
+    minimum = MINIMUM_VOCAB_SIZE + recipe.has_mask
+    if recipe.model_directory is None and vocab_size < minimum:
+        raise UserError(
+            f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {minimum} tokens "
+            f"(every byte and the end of text{', and the mask' if recipe.has_mask else ''})"
+        )
+    temporary = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with files.temporary_directory(temporary):
+            tokenizer = chosen_tokenizer(source, vocab_size, report, recipe)
+            _fill(source, temporary, tokenizer, report, files, shard_tokens)
+            _move_into_place(temporary, directory, files)
+    except OSError as error:
+        if (directory / "index.json").exists():
+            return  # whoever was faster removed our files, too
+        kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
+        raise kind(
+            f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
+            "see that the text can be read and that there is room, or name another output directory or text"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokenizer:
+    tokenizer: Tokenizer
+    file: bytes
+    """tokenizer.json"""
+    end_of_text: int
+    mask: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token; numbers may be left out."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _fill(
+    source: TextSource,
+    directory: Path,
+    chosen: ChosenTokenizer,
+    report: Callable[[str], None],
+    files: DurableFiles,
+    shard_tokens: int,
+) -> None:
+    tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(chosen.file)])
+    dtype = "<u2" if chosen.vocab_size <= UINT16_VOCAB_SIZE else "<u4"
+    tally = Tally()
+    shards: list[FileEntry] = []
+    num_tokens = 0
+    for shard in _packed(_encoded(source, chosen, dtype, tally, report), shard_tokens):
+        num_tokens += len(shard)
+        shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
+    if not num_tokens:
+        raise UserError(f"spec.data: {source} holds no text: {tally.sentence()}")
+    index = CorpusIndex(
+        num_tokens=num_tokens,
+        num_documents=tally.documents,
+        vocab_size=chosen.vocab_size,
+        end_of_text=chosen.end_of_text,
+        dtype=dtype,
+        shard_tokens=shard_tokens,
+        shards=tuple(shards),
+        tokenizer_xxh3=tokenizer_entry.xxh3_128,
+        source=str(source),
+        stat_xxh3=source.stat_fingerprint(),
+        content_xxh3=source.content_fingerprint(),
+        mask=chosen.mask,
+    )
+    files.write(directory / "index.json", [memoryview(index.to_bytes())])
+    files.sync_directory(directory)
+    report(
+        f"corpus: {source} -> {tally.documents} documents, {format_count(num_tokens)} tokens, "
+        f"vocabulary of {index.vocab_size}"
+    )
+    if sentence := tally.sentence():
+        report(f"corpus: {sentence}")
+
+
+def _move_into_place(temporary: Path, directory: Path, files: DurableFiles) -> None:
+    if not (directory / "index.json").exists():
+        files.rename(temporary, directory)
+        files.sync_directory(directory.parent)
+    # From here on every temporary sibling is of no use to anybody, also those of killed builds.
+    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
+        files.remove_tree(leftover)
+
+
+def chosen_tokenizer(
+    source: TextSource, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
+) -> ChosenTokenizer:
+    if recipe.model_directory is not None:
+        return given_tokenizer(recipe.model_directory)
+    tokenizer = train_tokenizer(source, vocab_size, report, recipe.has_mask)
+    text = tokenizer.to_str(pretty=True).encode()
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+    return ChosenTokenizer(tokenizer, text, END_OF_TEXT_ID, tokenizer.token_to_id(MASK) if recipe.has_mask else None)
+
+
+def given_tokenizer(directory: Path) -> ChosenTokenizer:
+    """The tokenizer of a Hugging Face directory. Raises UserError when it has none, or none that ends a document."""
+    path = directory / "tokenizer.json"
+    try:
+        text = path.read_bytes()
+        tokenizer = Tokenizer.from_str(text.decode())
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; spec.model.source needs the tokenizer that its weights were trained with"
+        ) from error
+    except Exception as error:  # `tokenizers` raises no narrower type
+        raise UserError(f"{path}: not a valid tokenizer of Hugging Face `tokenizers`: {error}") from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = _named_tokens(directory / "tokenizer_config.json")
+    ends = [named.get("eos_token"), named.get("sep_token"), END_OF_TEXT, "</s>", "[SEP]"]
+    end_of_text = _first_known(tokenizer, ends)
+    if end_of_text is None:
+        raise UserError(f"{path}: no token ends a text; name one as eos_token in tokenizer_config.json")
+    mask = _first_known(tokenizer, [named.get("mask_token"), MASK, "<mask>"])
+    return ChosenTokenizer(tokenizer, text, end_of_text, mask)
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """name -> token of tokenizer_config.json, where a token is a string or an object with its "content"."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in fields.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _first_known(tokenizer: Tokenizer, tokens: Sequence[str | None]) -> int | None:
+    numbers = (tokenizer.token_to_id(token) for token in tokens if token is not None)
+    return next((int(number) for number in numbers if number is not None), None)
+
+
+def train_tokenizer(
+    source: TextSource, vocab_size: int, report: Callable[[str], None], has_mask: bool = False
+) -> Tokenizer:
+    """Byte-level BPE with at most `vocab_size` tokens, the same for the same text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.encode_special_tokens = True  # a text that spells out the end of text must not end a document
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, MASK] if has_mask else [END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    if source.nbytes > SAMPLE_BYTES:
+        report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} taken evenly from {source}")
+    tokenizer.train_from_iterator(_told_sample(source, report), trainer)
+    return tokenizer
+
+
+def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[str]:
+    """`sample`, and how far it is. When it ends, the library chooses the tokens, and says nothing of it."""
+    told = Told(report, "tokenizer: reading text", source.nbytes)
+    for text in sample(source):
+        told.more(text)
+        yield text
+    report("tokenizer: choosing tokens")
+
+
+def sample(source: TextSource) -> Iterator[str]:
+    """Every piece of a small source; of a large one so many, evenly spread, that they make up SAMPLE_BYTES."""
+    total, seen, taken = source.nbytes, 0, 0
+    for piece in source.pieces(Tally()):
+        if total <= SAMPLE_BYTES or taken * total <= seen * SAMPLE_BYTES:
+            taken += len(piece.text)
+            yield piece.text
+        seen += len(piece.text)
+
+
+@dataclass(slots=True)
+class Told:
+    """Says how much of a text is done: at first, and then now and then."""
+
+    report: Callable[[str], None]
+    doing: str
+    num_bytes: int
+    clock: Callable[[], float] = time.monotonic
+    _done: int = 0
+    _said: float = -math.inf
+
+    def more(self, text: str) -> None:
+        """`text` is about to be done."""
+        if self.clock() - self._said >= SAY_SECONDS:
+            self._said = self.clock()
+            done = min(self._done, self.num_bytes)
+            self.report(f"{self.doing}, {format_bytes(done)} of {format_bytes(self.num_bytes)}")
+        self._done += len(text)
+
+
+def _encoded(
+    source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, report: Callable[[str], None]
+) -> Iterator[npt.NDArray[Any]]:
+    """Tokens piece by piece, in order, an end of text after each document."""
+    told = Told(report, "corpus: encoding", source.nbytes)
+    for batch in _batches(source, tally):
+        for piece in batch:
+            told.more(piece.text)
+        encodings = chosen.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield np.array(encoding.ids + [chosen.end_of_text] * piece.ends_document, dtype=dtype)
+
+
+def _batches(source: TextSource, tally: Tally) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in source.pieces(tally):
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[npt.NDArray[Any]]:
+    """The same tokens in arrays of exactly `shard_tokens`, but for the last."""
+    held: list[npt.NDArray[Any]] = []
+    num_held = 0
+    for array in arrays:
+        held.append(array)
+        num_held += len(array)
+        if num_held >= shard_tokens:
+            tokens = np.concatenate(held)
+            whole = num_held - num_held % shard_tokens
+            yield from np.split(tokens[:whole], whole // shard_tokens)
+            held, num_held = [tokens[whole:]], num_held - whole
+    if num_held:
+        yield np.concatenate(held)
+
+
+def _check_files(directory: Path, index: CorpusIndex) -> None:
+    """Lengths of all shards, content of the tokenizer; what is in a shard is checked when it is read."""
+    for entry in index.shards:
+        path = directory / entry.name
+        found = path.stat().st_size if path.exists() else None
+        if found != entry.nbytes:
+            raise UserError(
+                f"{path}: expected {entry.nbytes} bytes, found {'no file' if found is None else found}; "
+                "remove the directory to build the corpus again"
+            )
+    path = directory / "tokenizer.json"
+    if not path.exists() or describe_file(path).xxh3_128 != index.tokenizer_xxh3:
+        raise UserError(
+            f"{path}: not the tokenizer that made the shards beside it; put it back, "
+            "or remove the directory to build the corpus again"
+        )
+
+
+def _check_file(directory: Path, entry: FileEntry) -> None:
+    path = directory / entry.name
+    if describe_file(path) != entry:
+        raise UserError(f"{path}: not the tokens that were built; remove the directory to build the corpus again")
+
+
+def _build_in_child(
+    source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
+) -> None:
+    options = [*source.option, *recipe.options]
+    command = [sys.executable, "-m", "spillway_trainer.corpus.tokens", *options, str(directory), str(vocab_size)]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
+    report(f"corpus: building from {source}")
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        try:
+            for line in child.stdout or ():
+                report(line.rstrip("\n"))
+            child.wait()
+        finally:
+            child.kill()
+        errors.seek(0)
+        message = errors.read().strip()
+    if child.returncode == _NOT_WRITTEN:
+        raise CorpusNotWritten(message)
+    if child.returncode == ExitCode.USER_ERROR:
+        raise UserError(message)
+    if child.returncode == -9:
+        raise HostOutOfMemory(f"{directory}: building the corpus was killed, most likely for the memory it took")
+    if child.returncode != 0:
+        raise RuntimeError(f"building the corpus ended with code {child.returncode}: {message}")
+
+
+def main() -> int:
+    """`python -m spillway_trainer.corpus.tokens (--text PATH | --builtin PythonStdlib) [--tokenizer DIRECTORY | --mask]
+    DIRECTORY VOCAB_SIZE`."""
+    parser = argparse.ArgumentParser(
+        prog="spillway_trainer.corpus.tokens", description="Build a corpus of packed tokens."
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--text", type=Path, help="a text file or a directory of text files")
+    which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
+    kind.add_argument("--mask", action="store_true", help="train a tokenizer that has a mask token")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("vocab_size", type=int)
+    arguments = parser.parse_args()
+    try:
+        source = text_source(arguments.text) if arguments.text else python_stdlib()
+        recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
+        build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return _NOT_WRITTEN if isinstance(error, CorpusNotWritten) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""A checkpoint's weights as a Hugging Face directory: what other programs load.
+
+A model gives config.json and model.safetensors, adapters give adapter_config.json and adapter_model.safetensors for
+`PeftModel.from_pretrained`. One tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spillway.errors import CheckpointCorrupt, UserError
+
+from ..checkpoints.durable_files import DurableFiles, describe_file
+from ..checkpoints.manifest import Checkpoint, TrainingState, open_checkpoint, verify_checkpoint
+from ..checkpoints.tensors import bytes_of, safetensors_header
+from ..corpus.tokens import END_OF_TEXT_ID
+
+ExportDtype = Literal["bfloat16", "float16", "float32"]
+
+_MASTER = "master."
+_LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
+_PREFIX = "model."
+"""of the parameters of a model of transformers (models/huggingface.py)"""
+_SECOND_NAME = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+"""bert's bias of the output projection; where parameters are tied, save_pretrained() writes this one alone"""
+_BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file in the making."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    values: Callable[[], Iterable[Tensor]]
+    """in the order of `shapes`"""
+
+    def content(self, dtype: torch.dtype) -> Iterator[memoryview]:
+        yield memoryview(safetensors_header({name: (dtype, shape) for name, shape in self.shapes.items()}))
+        for name, value in zip(self.shapes, self.values(), strict=True):
+            cast = value.to(dtype)
+            if dtype == torch.float16 and bool(torch.isinf(cast).any()) and bool(torch.isfinite(value).all()):
+                raise UserError(f"{name}: has values beyond 65504, the largest of float16; export it as bfloat16")
+            yield bytes_of(cast)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What goes into the directory, beside the tokenizer."""
+
+    weights: tuple[WeightFile, ...]
+    documents: Mapping[str, dict[str, Any]]
+
+
+def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: ExportDtype = "bfloat16") -> list[str]:
+    """Write weights, their description, tokenizer.json and tokenizer_config.json into the new directory `output`;
+    returns the names of the files of weights.
+
+    Raises CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, `tokenizer` is not
+    the one that the model was trained with, or the model is none that other programs know.
+    """
+    if output.exists():
+        raise UserError(f"{output}: exists already; name a directory that does not")
+    checkpoint = verified(checkpoint_path)
+    state = checkpoint.manifest.state
+    if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
+        raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
+    exported = _exported(checkpoint, output, dtype)
+    documents = {
+        **exported.documents,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **state.special_tokens,
+            "model_max_length": state.sequence_length,
+        },
+    }
+    texts = {name: json.dumps(document, indent=2).encode() for name, document in documents.items()}
+    texts["tokenizer.json"] = tokenizer.read_bytes()
+    _write_directory(output, exported.weights, getattr(torch, dtype), texts)
+    return [file.name for file in exported.weights]
+
+
+def _exported(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Exported:
+    state = checkpoint.manifest.state
+    model = state.model
+    if "lora" in model:
+        return _adapters(checkpoint, output, dtype)
+    if "config" in model and not model["frozen"]:
+        weights = _masters("model.safetensors", checkpoint, partial(huggingface_names, model["config"]))
+        return Exported((weights,), {"config.json": _config(model, dtype)})
+    if "hidden_size" in model:
+        weights = _masters("model.safetensors", checkpoint, lambda name: [llama_name(name)])
+        return Exported((weights,), {"config.json": llama_config(state, dtype)})
+    why = "some of its parameters are frozen, and in no checkpoint" if "config" in model else "no other program has it"
+    raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
+
+
+def _adapters(checkpoint: Checkpoint, output: Path, dtype: ExportDtype) -> Exported:
+    """The adapters; and the model below them, where that came from the seed and is nowhere else."""
+    state = checkpoint.manifest.state
+    adapters = _masters("adapter_model.safetensors", checkpoint, lambda name: [adapter_name(name)])
+    base = state.model.get("source") or str(output.resolve() / _BASE)
+    documents = {"adapter_config.json": state.model["lora"] | {"base_model_name_or_path": base}}
+    if "source" in state.model:
+        return Exported((adapters,), documents)
+    documents[f"{_BASE}/config.json"] = _config(state.model, dtype)
+    return Exported((adapters, _base_model(state)), documents)
+
+
+def _base_model(state: TrainingState) -> WeightFile:
+    from ..models import families  # noqa: PLC0415 - imports transformers
+
+    chain = families.chain_of(families.empty_model(families.config_from(state.model["config"])), torch.float32)
+    shapes = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
+    initial, names_of = partial(chain.initial_values, state.seed), partial(huggingface_names, state.model["config"])
+    return _weight_file(f"{_BASE}/model.safetensors", shapes, initial, names_of)
+
+
+def _masters(file: str, checkpoint: Checkpoint, names_of: Callable[[str], Sequence[str]]) -> WeightFile:
+    """The checkpoint's masters, file by file."""
+    tensors = checkpoint.manifest.tensors
+    masters = [name for name in tensors if name.startswith(_MASTER)]
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for file_name, names in groupby(masters, key=lambda name: tensors[name].file):
+            with safe_open(checkpoint.path / file_name, framework="pt") as opened:
+                for name in names:
+                    yield name.removeprefix(_MASTER), opened.get_tensor(name)
+
+    return _weight_file(file, {name.removeprefix(_MASTER): tensors[name].shape for name in masters}, values, names_of)
+
+
+def _weight_file(
+    file: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    values: Callable[[], Iterable[tuple[str, Tensor]]],
+    names_of: Callable[[str], Sequence[str]],
+) -> WeightFile:
+    """`values` come in the order of `shapes`, each under every name that it has in the file."""
+    return WeightFile(
+        file,
+        {stored: shape for name, shape in shapes.items() for stored in names_of(name)},
+        lambda: (value for name, value in values() for _ in names_of(name)),
+    )
+
+
+def _config(model: Mapping[str, Any], dtype: ExportDtype) -> dict[str, Any]:
+    """config.json of a model of transformers; the type is spelled for versions 4 and 5 both."""
+    return {**model["config"], "architectures": [model["class"]], "dtype": dtype, "torch_dtype": dtype}
+
+
+def llama_config(state: TrainingState, dtype: ExportDtype) -> dict[str, Any]:
+    """config.json of LlamaForCausalLM; rope and dtype are spelled for transformers 4 and 5 both."""
+    model = state.model
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model["hidden_size"],
+        "num_hidden_layers": model["num_layers"],
+        "num_attention_heads": model["num_heads"],
+        "num_key_value_heads": model["num_key_value_heads"],
+        "head_dim": model["hidden_size"] // model["num_heads"],
+        "intermediate_size": model["intermediate_size"],
+        "vocab_size": model["vocab_size"],
+        "tie_word_embeddings": model["tie_word_embeddings"],
+        "max_position_embeddings": state.sequence_length,
+        "rms_norm_eps": model["norm_eps"],
+        "rope_theta": model["rope_theta"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_theta"]},
+        "initializer_range": model["initializer_range"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def llama_name(name: str) -> str:
+    """Our llama's parameter names are those of LlamaForCausalLM without its prefix, and a head of their own."""
+    return _LLAMA_NAMES.get(name, f"model.{name}")
+
+
+def huggingface_names(config: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Both names of what has two, where nothing is tied: loaders would not take the one for the other."""
+    stored = name.removeprefix(_PREFIX)
+    if stored not in _SECOND_NAME:
+        return [stored]
+    return [_SECOND_NAME[stored]] if config["tie_word_embeddings"] else [stored, _SECOND_NAME[stored]]
+
+
+def adapter_name(name: str) -> str:
+    """As peft's save_pretrained(): the name of the adapter is left out."""
+    return "base_model.model." + name.removeprefix(_PREFIX).replace(".default.", ".")
+
+
+def verified(path: Path) -> Checkpoint:
+    if problems := verify_checkpoint(path):
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointCorrupt(f"{path}: not exported, it is not as it was written\n{lines}")
+    return open_checkpoint(path)
+
+
+def _write_directory(
+    output: Path, weights: Iterable[WeightFile], dtype: torch.dtype, texts: Mapping[str, bytes]
+) -> None:
+    files = DurableFiles()
+    temporary = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with files.temporary_directory(temporary):
+            for file in weights:
+                (temporary / file.name).parent.mkdir(exist_ok=True)
+                files.write(temporary / file.name, file.content(dtype))
+            for name, text in texts.items():
+                files.write(temporary / name, [memoryview(text)])
+            files.sync_directory(temporary)
+            files.rename(temporary, output)
+        files.sync_directory(output.parent)
+    except OSError as error:
+        raise UserError(f"{output}: not exported: {error.strerror or error}") from error

@@ -1,0 +1,105 @@
+"""How the ranks of a node ended, and which of their endings is the pod's. Pure.
+
+The first rank that failed of its own accord is the cause. Passed over, as long as there is another: a rank that only
+noticed that a peer was gone ("follower": true in its termination message), and one that the launcher stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spillway.errors import ExitCode, reason_of
+from spillway.json_text import json_object
+
+from ..ending import LONGEST_TERMINATION, TERMINATION_VERSION
+
+LONGEST_LAST_LINE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """One rank's end."""
+
+    rank: int
+    status: int
+    """of waitpid"""
+    message: bytes = b""
+    """its termination message; empty when it left none"""
+    stopped: bool = False
+    """by the launcher, because another rank had ended and this one did not follow"""
+    asked: bool = False
+    """it had been told to stop, because the launcher was"""
+    last_line: str = ""
+    """of its output"""
+
+    @property
+    def signal_number(self) -> int:
+        """0 when it exited."""
+        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
+
+    @property
+    def stopped_early(self) -> bool:
+        """It died of the request to stop: it could not listen to it (yet, or any more), and saved nothing for it."""
+        return self.asked and self.signal_number == signal.SIGTERM
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports it: 128 + number for a signal."""
+        if self.stopped_early:
+            return ExitCode.PREEMPTED
+        return 128 + self.signal_number if self.signal_number else os.WEXITSTATUS(self.status)
+
+    @property
+    def follows(self) -> bool:
+        """It failed, but only because another rank had."""
+        return self.stopped or self._said().get("follower") is True
+
+    def termination(self) -> bytes:
+        """The rank's own JSON when it speaks of this end, else what is known of a crash."""
+        said = self._said()
+        if said.get("exitCode") == self.exit_code and len(self.message) <= LONGEST_TERMINATION:
+            return self.message
+        known = {
+            "v": TERMINATION_VERSION,
+            "reason": reason_of(self.exit_code),
+            "exitCode": self.exit_code,
+            "rank": self.rank,
+            "message": self._sentence(),
+        }
+        if self.follows:
+            known["follower"] = True
+        return json.dumps(known).encode() + b"\n"
+
+    def _sentence(self) -> str:
+        if self.stopped_early:
+            return f"rank {self.rank} was ended by SIGTERM before it could save"
+        if self.stopped:
+            return f"rank {self.rank} was stopped because another rank had ended and it had not"
+        if self.signal_number:
+            return f"rank {self.rank} was killed by {signal_name(self.signal_number)}{self._last_words()}"
+        return f"rank {self.rank} ended with exit code {self.exit_code} and left no message{self._last_words()}"
+
+    def _last_words(self) -> str:
+        return f"; it last said: {self.last_line[:LONGEST_LAST_LINE]}" if self.last_line else ""
+
+    def _said(self) -> dict[str, object]:
+        return json_object(self.message) or {}
+
+
+def decisive(ends: Sequence[RankEnd]) -> RankEnd:
+    """The end that is the pod's, of at least one in the order in which the ranks ended."""
+    failed = [end for end in ends if end.exit_code != ExitCode.COMPLETED]
+    causes = [end for end in failed if not end.follows]
+    if failed:
+        return (causes or failed)[0]
+    return min(ends, key=lambda end: end.rank)
+
+
+def signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    hint = " (out of memory, if nobody sent it: see the kernel's log)" if number == signal.SIGKILL else ""
+    return name + hint

@@ -1,0 +1,379 @@
+"""PID 1 of a trainer pod and parent of the ranks of one node: starts them, passes signals on, says how they ended.
+
+    python -P -m spillway_trainer.launch DIRECTORY      DIRECTORY holds job.json and plan.json
+
+    job.json -> Layout -> ranks, each with torchrun's environment -> ends, in order -> termination message, exit code
+
+One rank that fails ends the attempt: restarting is the operator's business (or `spillway run`'s). The launcher imports
+neither torch nor pydantic: it is there as long as the ranks and takes its memory from them (docs/adr/0005-launcher.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+
+from spillway.errors import RANK_CRASHED, ExitCode, UserError
+
+from ..ending import CRASHED, Ending
+from . import merged_metrics
+from .ending import RankEnd, decisive
+from .merged_metrics import RankMetrics
+from .output import PrefixedOutput
+
+DEFAULT_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does: a lost peer is an error, not a hang
+    "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are the ones that are wanted
+}
+"""where the launcher's own environment does not say otherwise"""
+NODE_RANK_VARIABLE = "JOB_COMPLETION_INDEX"
+"""set by Kubernetes in the pods of an Indexed Job"""
+METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
+TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
+POD_TERMINATION_PATH = Path("/dev/termination-log")
+
+FOLLOW_SECONDS = 10.0
+"""After a failure the other ranks may end by themselves for so long: they notice that a peer is gone."""
+COMMIT_SECONDS = 120.0
+"""After a rank that has completed or was preempted: the others are committing the same checkpoint."""
+STOP_SECONDS = 10.0
+"""from SIGTERM to SIGKILL"""
+DRAIN_SECONDS = 2.0
+"""for the last lines of the ranks' output"""
+POLL_SECONDS = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+TRAINER = (sys.executable, "-P", "-m", "spillway_trainer")
+"""-P: what lies in the current directory must not shadow a module of ours or of Python's"""
+
+
+LOWEST = {"epoch": 1, "metrics_port": 1, "num_nodes": 1, "ranks_per_node": 1, "master_port": 0}
+"""the numbers of a layout; the rest of it is text"""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the launcher needs of job.json. A test holds names and defaults equal to JobFile's, whose import would cost
+    16 MB."""
+
+    name: str
+    epoch: int
+    termination_message_path: str
+    metrics_port: int | None = None
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+def read_layout(path: Path) -> Layout:
+    """Raises UserError when there is no job.json, or one that does not say what is needed here; the ranks check the
+    rest."""
+    try:
+        content = json.loads(path.read_bytes())
+        layout = Layout(**{one.name: content[one.name] for one in fields(Layout) if one.name in content})
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}; spillway run writes it") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: is no job file of this version of spillway: {error}") from error
+    for one in fields(Layout):
+        value, wanted = getattr(layout, one.name), wanted_of(one.name)
+        if not (is_wanted(one.name, value) or (value is None and one.default is None)):
+            raise UserError(f"{path}: {one.name} = {value!r}: {wanted} is needed; spillway run writes it")
+    if layout.num_nodes > 1 and not layout.master_port:
+        raise UserError(f"{path}: master_port = 0 with {layout.num_nodes} nodes; give the port where the ranks meet")
+    return layout
+
+
+def is_wanted(name: str, value: object) -> bool:
+    """Whether `value` can be the field `name` of a Layout."""
+    if name in LOWEST:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= LOWEST[name]
+    return isinstance(value, str) and value != ""
+
+
+def wanted_of(name: str) -> str:
+    return f"a number of at least {LOWEST[name]}" if name in LOWEST else "a text"
+
+
+def node_rank(layout: Layout, environment: Mapping[str, str]) -> int:
+    """Raises UserError for an index that the job has no node for."""
+    text = environment.get(NODE_RANK_VARIABLE, "0")
+    if not text.isdecimal() or int(text) >= layout.num_nodes:
+        raise UserError(f"{NODE_RANK_VARIABLE} = {text!r}: the job has {layout.num_nodes} nodes, counted from 0")
+    return int(text)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody holds; all are held until the last is found, so that no two are the same."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def torchrun_variables(layout: Layout, node: int, local_rank: int, master_port: int) -> dict[str, str]:
+    """What torchrun tells its workers, so that any script for it runs here."""
+    rank = node * layout.ranks_per_node + local_rank
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(layout.world_size),
+        "LOCAL_WORLD_SIZE": str(layout.ranks_per_node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(layout.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(layout.world_size),
+        "MASTER_ADDR": layout.master_address,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": f"{layout.name}-{layout.epoch}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """How one rank is started."""
+
+    rank: int
+    environment: dict[str, str]
+    """on top of the launcher's own"""
+
+    @property
+    def termination_path(self) -> Path:
+        return Path(self.environment[TERMINATION_VARIABLE])
+
+
+def plan_ranks(layout: Layout, node: int, scratch: Path) -> list[RankStart]:
+    """The ranks of one node; their termination messages go below `scratch`."""
+    free_master_port, *metrics_ports = free_ports(1 + layout.ranks_per_node)
+    starts = []
+    for local_rank in range(layout.ranks_per_node):
+        variables = torchrun_variables(layout, node, local_rank, layout.master_port or free_master_port)
+        variables[TERMINATION_VARIABLE] = str(scratch / f"rank-{variables['RANK']}.json")
+        if layout.metrics_port is not None:
+            variables[METRICS_PORT_VARIABLE] = str(metrics_ports[local_rank])
+        starts.append(RankStart(int(variables["RANK"]), variables))
+    return starts
+
+
+def rank_command(program: Sequence[str]) -> list[str]:
+    """`program` as a child that dies with this process."""
+    return [sys.executable, "-P", "-m", "spillway_trainer.launch.rank", str(os.getpid()), *program]
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks of this node, from their start to the last one's end."""
+
+    program: Sequence[str]
+    running: dict[int, RankStart] = field(default_factory=dict)
+    """by process id"""
+    ends: list[RankEnd] = field(default_factory=list)
+    """in the order in which they were reaped"""
+    output: PrefixedOutput = field(default_factory=PrefixedOutput)
+    asked: bool = False
+    """the launcher was told to stop, and has passed it on"""
+    stopped: bool = False
+    """the launcher stopped those that still ran after a failure"""
+
+    def start(self, starts: Sequence[RankStart]) -> None:
+        """Raises OSError when the system has no room for another process."""
+        for start in starts:
+            sinks = [self.output.pipe(start.rank, target) for target in (1, 2)] if len(starts) > 1 else []
+            try:
+                self.running[self._spawn(start, sinks)] = start
+            finally:
+                for sink in sinks:
+                    os.close(sink)
+        if self.output.streams:
+            self.output.start()
+
+    def is_running(self, rank: int) -> bool:
+        return any(start.rank == rank for start in list(self.running.values()))
+
+    def reap(self) -> None:
+        """Bury every process that ended; those that are no ranks are orphans that came to PID 1."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            start = self.running.pop(pid, None)
+            if start is not None:
+                self.ends.append(self._end(start, status))
+
+    def signal(self, number: int) -> None:
+        """Every rank that runs; SIGKILL takes its children along."""
+        for pid in self.running:
+            os.kill(pid, number)
+            if number == signal.SIGKILL:
+                with suppress(ProcessLookupError):  # it left its group
+                    os.killpg(pid, number)
+
+    def _spawn(self, start: RankStart, sinks: Sequence[int]) -> int:
+        command = rank_command(self.program)
+        actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        copies = [(os.POSIX_SPAWN_DUP2, sink, target) for target, sink in zip((1, 2), sinks, strict=False)]
+        return os.posix_spawn(
+            command[0],
+            command,
+            {**DEFAULT_VARIABLES, **os.environ, **start.environment},
+            file_actions=[*actions, *copies],
+            setpgroup=0,  # a terminal's Ctrl-C reaches us alone; we pass it on
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+        )
+
+    def _end(self, start: RankStart, status: int) -> RankEnd:
+        try:
+            message = start.termination_path.read_bytes()
+        except OSError:
+            message = b""
+        last_line = self.output.last_lines.get(start.rank, "")
+        return RankEnd(start.rank, status, message, self.stopped, self.asked, last_line)
+
+
+class Wakeups:
+    """Signals as something to wait for: SIGCHLD, and requests to stop. Handlers only note; the loop acts."""
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    @contextmanager
+    def listening(self) -> Iterator[Wakeups]:
+        previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        previous = {number: signal.signal(number, self._note) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(previous_fd)
+            os.close(self._read)
+            os.close(self._write)
+
+    def wait(self, seconds: float) -> None:
+        """Until a signal comes, or that long."""
+        if select.select([self._read], [], [], seconds)[0]:
+            os.read(self._read, 4096)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = self.stop_requested or number in STOP_SIGNALS
+
+
+def supervise(ranks: Ranks, wakeups: Wakeups) -> None:
+    """Until every rank has ended: by itself, on request, or because another one failed."""
+    stop_at = kill_at = float("inf")
+    while True:
+        ranks.reap()
+        if not ranks.running:
+            return
+        now = time.monotonic()
+        if wakeups.stop_requested and not ranks.asked:
+            ranks.asked = True
+            ranks.signal(signal.SIGTERM)
+        stop_at = min(stop_at, now + patience(ranks.ends))
+        if now >= stop_at and not ranks.stopped:
+            ranks.stopped = True
+            ranks.signal(signal.SIGTERM)
+            kill_at = now + STOP_SECONDS
+        if now >= kill_at:
+            ranks.signal(signal.SIGKILL)
+        wakeups.wait(min(POLL_SECONDS, max(0.0, stop_at - now)) if not ranks.stopped else POLL_SECONDS)
+
+
+def patience(ends: Sequence[RankEnd]) -> float:
+    """Seconds that the ranks still running get after those ends; as long as none has ended, all the time they want."""
+    codes = {end.exit_code for end in ends if not end.stopped_early}
+    if any(end.stopped_early for end in ends) or codes - {ExitCode.COMPLETED, ExitCode.PREEMPTED}:
+        return FOLLOW_SECONDS
+    return COMMIT_SECONDS if codes else float("inf")
+
+
+def launch(layout: Layout, program: Sequence[str], node: int, wakeups: Wakeups) -> RankEnd:
+    """Run the ranks of one node to their end, which is the pod's.
+
+    Raises UserError when the metrics port cannot be had, OSError when a rank cannot be started (those that were die
+    with the launcher).
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="spillway-ranks-"))
+    ranks = Ranks(program)
+    try:
+        starts = plan_ranks(layout, node, scratch)
+        if layout.metrics_port is not None:
+            ports = {start.rank: int(start.environment[METRICS_PORT_VARIABLE]) for start in starts}
+            merged_metrics.serve(layout.metrics_port, RankMetrics(layout.name, ports, ranks.is_running))
+        ranks.start(starts)
+        supervise(ranks, wakeups)
+        ranks.output.finish(DRAIN_SECONDS)
+        return decisive(ranks.ends)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
+    if len(arguments) != 1:
+        sys.stderr.write(__doc__ or "")
+        return ExitCode.USER_ERROR
+    directory = Path(arguments[0])
+    path = POD_TERMINATION_PATH if POD_TERMINATION_PATH.is_file() else None
+    with Wakeups().listening() as wakeups:  # first of all: PID 1 without a handler never hears of SIGTERM
+        try:
+            layout = read_layout(directory / "job.json")
+            path = Path(layout.termination_message_path)
+            end = launch(layout, [*program, str(directory)], node_rank(layout, os.environ), wakeups)
+            code, message = end.exit_code, end.termination()
+        except Exception as error:  # PID 1 says how the pod ended, whatever went wrong
+            code, message = not_launched(error)
+    if path is not None:
+        write_message(path, message)
+    return code
+
+
+def not_launched(error: Exception) -> tuple[int, bytes]:
+    """Exit code and termination message when no rank's end is to be told: the job is wrong, the system refused a
+    process, or the launcher itself failed."""
+    ending = Ending(RANK_CRASHED, CRASHED, f"the launcher failed: {type(error).__name__}: {error}")
+    if isinstance(error, UserError):
+        ending = Ending(error.exit_code.reason, error.exit_code, str(error))
+    elif isinstance(error, OSError):
+        ending = Ending(RANK_CRASHED, CRASHED, f"the ranks could not be started: {error}")
+    else:
+        traceback.print_exception(error)
+    print(f"{ending.reason}: {ending.message}", flush=True)
+    return int(ending.exit_code), ending.to_json(rank=0, step=0).encode()
+
+
+def write_message(path: Path, message: bytes) -> None:
+    """In place: in a pod the path is a mounted file. Best effort: the exit code says it, too."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(message)
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        print(f"termination message not written to {path}: {error}", flush=True)

@@ -1,0 +1,35 @@
+"""Becomes the program of one rank, which dies with its launcher: prctl, then exec.
+
+    python -P -m spillway_trainer.launch.rank LAUNCHER_PID PROGRAM ARGUMENT ...
+
+Inside a pod the kernel kills everything when PID 1 goes. Elsewhere a launcher that is killed with SIGKILL would leave
+ranks behind that train on, hold the cores and wait for one another. The request outlives exec, needs no thread in the
+rank, and works for any program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends; the parent that ended before we could ask counts, too."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    launcher, program, *arguments = sys.argv[1:]
+    die_with_parent(int(launcher))
+    os.execvp(program, [program, *arguments])  # noqa: S606 - no shell is wanted
+
+
+if __name__ == "__main__":
+    main()

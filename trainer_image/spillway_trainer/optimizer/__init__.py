@@ -1,0 +1,1 @@
+"""The plain optimizer, and what every optimizer shares: schedule, loss scale, trainable parameters."""

@@ -1,0 +1,62 @@
+"""GatheredParameters: ZeRO-3's parameters among saved tensors. They are whole while a module runs, then in parts again.
+
+DeepSpeed gathers a module's parameters before its forward and its backward. What autograd saves of one is therefore a
+name: at backward it is looked up in the memory that the parameter has then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from ...models.chain import Chain
+from ...resident_parameters import ParameterRef, ResidentParameters, check_version
+
+
+class GatheredParameters:
+    """Finds saved tensors that are parameters which are whole just now, or buffers."""
+
+    addresses: Collection[int] | None = None
+
+    def __init__(self, model: Chain) -> None:
+        self._by_name: dict[str, Any] = dict(model.named_parameters())
+        self._buffers = ResidentParameters(list(model.named_buffers()))
+
+    def find(self, tensor: Tensor) -> ParameterRef | None:
+        storage = tensor.untyped_storage().data_ptr()
+        for name, parameter in self._by_name.items():
+            if not parameter.numel():  # in parts
+                continue
+            whole = parameter.data
+            start = tensor.storage_offset() - whole.storage_offset()
+            if whole.untyped_storage().data_ptr() == storage and 0 <= start < whole.numel():
+                if whole.dtype != tensor.dtype:
+                    return None
+                return ParameterRef(name, tensor.shape, tensor.stride(), int(start), parameter._version)
+        return self._buffers.find(tensor)
+
+    def resolve(self, ref: ParameterRef) -> Tensor:
+        """The view that `ref` names. A recompute's own forward may have put the parameter away: then gathered again."""
+        parameter = self._by_name.get(ref.name)
+        if parameter is None:
+            return self._buffers.resolve(ref)
+        if not parameter.data.numel():
+            parameter.all_gather([parameter])
+        check_version(ref, parameter._version)
+        whole: Tensor = parameter.data
+        return whole.as_strided(ref.size, ref.stride, whole.storage_offset() + ref.offset)
+
+    def enter_forward(self, segment: str) -> None:
+        """DeepSpeed gathers, module by module."""
+
+    def enter_backward(self, segment: str) -> None:
+        """DeepSpeed gathers, module by module."""
+
+    def prefetch(self, segment: str) -> None:
+        """DeepSpeed gathers, module by module."""
+
+    def pinned(self, segment: str) -> AbstractContextManager[None]:
+        return nullcontext()

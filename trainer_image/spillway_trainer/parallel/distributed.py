@@ -1,0 +1,478 @@
+"""Ranks that talk to each other: the only file that knows torch.distributed.
+
+They meet at a store, a key-value server in rank 0, and then have two gloo groups:
+
+    exchange   the default group: what every step needs, within a time limit
+    decisions  without a time limit: rank 0 may build a corpus or write a checkpoint first. Its operations are polled
+               from Python, so that SIGTERM is heard meanwhile
+
+Both fail at once when a peer's connection is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, but not declared so
+
+from spillway.errors import SpillwayError, UserError
+from spillway.planning.footprint import EXCHANGE_PARAMETERS
+from spillway.update_rules import MomentType
+
+from ..ending import PeerLost
+from ..kernels import dispatch as kernels
+from ..kernels.reference import SquareSum
+from ..optimizer.plain import MOMENT_DTYPES
+from ..ranks import ONE_RANK, GradientSum, Ranks, Result, TakeBuffer, World
+from ..tiers.arena import as_bytes
+
+RENDEZVOUS_SECONDS = 300.0
+"""for all ranks to appear: pods start at different times, and a name may not resolve at first"""
+COLLECTIVE_SECONDS = 300.0
+"""for one exchange of the step: a rank that is that late is lost"""
+SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
+CONNECT_SECONDS = 2.0
+LOOPBACK = "127.0.0.1"
+NO_LIMIT = timedelta(days=3650)
+VALUE_BYTES = 256
+"""of what ranks compare"""
+HEADER_BYTES = 1024
+"""name and shape of a shared tensor"""
+SQUARE_SUM_WORDS = 24
+"""32-bit words of an exact sum of squares: below 2^(2 x 277 + 64), in units of 2^-298"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds to wait; SPILLWAY_RENDEZVOUS_SECONDS and SPILLWAY_COLLECTIVE_SECONDS set them."""
+
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS
+    collective_seconds: float = COLLECTIVE_SECONDS
+
+    @staticmethod
+    def of(environment: os._Environ[str]) -> Limits:
+        return Limits(
+            _seconds(environment, "SPILLWAY_RENDEZVOUS_SECONDS", RENDEZVOUS_SECONDS),
+            _seconds(environment, "SPILLWAY_COLLECTIVE_SECONDS", COLLECTIVE_SECONDS),
+        )
+
+
+def _seconds(environment: os._Environ[str], name: str, default: float) -> float:
+    text = environment.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        raise UserError(f"environment variable {name} = {text!r}: seconds above 0 are needed")
+    return seconds
+
+
+@contextmanager
+def joined(world: World) -> Iterator[Ranks]:
+    """All ranks of the run, once the last one is there. One rank alone has no process group at all."""
+    if world.size == 1:
+        yield ONE_RANK
+        return
+    limits = Limits.of(os.environ)
+    store = meet(world, limits)
+    check_device()
+    with peers(f"{world.size} ranks to connect to each other"):
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("gloo", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=limits.collective_seconds),
+        )
+        decisions = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+    assert isinstance(decisions, dist.ProcessGroup), "every rank is in it"
+    yield TorchRanks(world, decisions)
+    # Only here: after an error a peer may be gone, and a group would wait for what it never sends.
+    dist.destroy_process_group()
+
+
+def meet(world: World, limits: Limits) -> TCPStore:
+    """The store, once every rank has said that it is there. Raises PeerLost with those that did not come."""
+    deadline = time.monotonic() + limits.rendezvous_seconds
+    place = f"{world.master_address}:{world.master_port}"
+    if not world.is_first:
+        await_listener(world, deadline)
+    timeout = timedelta(seconds=limits.collective_seconds)
+    host = LOOPBACK if world.is_first else world.master_address  # its own name may not resolve yet
+    try:
+        listener = local_listener(world)
+        store = TCPStore(
+            host,
+            world.master_port,
+            world.size,
+            world.is_first,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (RuntimeError, OSError) as error:
+        if world.is_first:
+            raise RuntimeError(f"port {world.master_port}: rank 0 cannot listen for the others: {error}") from error
+        raise PeerLost(f"rank {world.rank} waited for rank 0 at {place}: {error}") from error
+    with peers(f"all {world.size} ranks to come to {place}"):
+        store.set(_there(world.rank), "")
+        pause = SHORTEST_POLL_SECONDS
+        while missing := [rank for rank in range(world.size) if not store.check([_there(rank)])]:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for "
+                    f"{_named(missing)}; look why {'they were' if len(missing) > 1 else 'it was'} not started"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECONDS)
+    return store
+
+
+def local_listener(world: World) -> int | None:
+    """Rank 0's socket where all ranks are on one machine: nobody outside it has to reach the store, which asks for no
+    password. None = the store's own, on every address. The store closes it."""
+    if not world.is_first or world.master_address not in (LOOPBACK, "localhost"):
+        return None
+    return socket.create_server((LOOPBACK, world.master_port)).detach()
+
+
+def check_device() -> None:
+    """Open what gloo will talk through, as it does itself later: there, an interface that is not there would look like
+    a lost peer. Raises RuntimeError."""
+    gloo = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    for interface in interfaces:
+        gloo.create_device(interface=interface)
+    if not interfaces:
+        gloo.create_default_device()
+
+
+def await_listener(world: World, deadline: float) -> None:
+    """Try to connect to rank 0 until it listens. Python's own sockets: a signal ends the wait."""
+    pause = SHORTEST_POLL_SECONDS
+    while True:
+        try:
+            socket.create_connection((world.master_address, world.master_port), CONNECT_SECONDS).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {world.rank} waited for rank 0 at {world.master_address}:{world.master_port}: {error}; "
+                    "look why it was not started"
+                ) from error
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 10 * LONGEST_POLL_SECONDS)
+
+
+@contextmanager
+def peers(awaited: str) -> Iterator[None]:
+    """What fails in here fails because another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:  # what the store and gloo raise
+        raise PeerLost(f"waited for {awaited}, and a rank was gone: {in_short(error)}") from error
+
+
+def in_short(error: RuntimeError) -> str:
+    """The first sentence, without torch's path in brackets before it and its advice behind."""
+    return re.sub(r"^\[\S*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+
+
+def _there(rank: int) -> str:
+    return f"there/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRanks:
+    """The ranks of a world, joined."""
+
+    world: World
+    decisions: dist.ProcessGroup
+
+    def first(self, label: str, work: Callable[[], Result]) -> Result | None:
+        results: list[Result] = []
+
+        def kept() -> str:
+            results.append(work())
+            return ""
+
+        self.tell(label, kept)
+        return results[0] if results else None
+
+    def tell(self, label: str, work: Callable[[], str]) -> str:
+        decision = decided(work) if self.world.is_first else None
+        content = decision.to_json() if decision else b""
+        length = torch.tensor([len(content)])
+        self._wait(label, dist.broadcast(length, 0, self.decisions, async_op=True))
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else bytes_of_size(length)
+        self._wait(label, dist.broadcast(text, 0, self.decisions, async_op=True))
+        return (decision or Decision.from_json(text.numpy().tobytes())).result()
+
+    def agree(self, what: str, value: str) -> None:
+        own = torch.frombuffer(bytearray(value.encode().ljust(VALUE_BYTES)), dtype=torch.uint8)
+        every = torch.empty(self.world.size * VALUE_BYTES, dtype=torch.uint8)
+        self._wait(what, dist.all_gather_into_tensor(every, own, self.decisions, async_op=True))
+        values = [part.numpy().tobytes().decode().strip() for part in torch.split(every, VALUE_BYTES)]
+        if others := [rank for rank, said in enumerate(values) if said != values[0]]:
+            raise UserError(
+                f"{what}: {values[others[0]]} on {_named(others)}, {values[0]} on rank 0; all ranks must have the "
+                "same: give every node the same files"
+            )
+
+    def share(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors if self.world.is_first else self._received():
+            if self.world.is_first:
+                self._send(name, tensor)
+            yield name, tensor
+        if self.world.is_first:
+            self._broadcast(header_of("", (), torch.float32))
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        own = torch.tensor(values, dtype=torch.float64)
+        every = torch.empty(self.world.size * own.numel(), dtype=torch.float64)
+        with peers("the other ranks' losses"):
+            dist.all_gather_into_tensor(every, own)
+        return [part.tolist() for part in torch.tensor_split(every, self.world.size)]
+
+    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
+        return ExchangedSum(self.world, num_values, wire, buffer, num_threads)
+
+    def _wait(self, label: str, operation: dist.Work | None) -> None:
+        assert operation is not None, "only a rank outside the group gets none"
+        with peers(f"the other ranks ({label})"):
+            pause = SHORTEST_POLL_SECONDS
+            while not operation.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_SECONDS)
+            operation.wait()
+
+    def _received(self) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            name, shape, dtype = read_header(self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8)))
+            if not name:
+                return
+            received = torch.empty(shape, dtype=dtype)
+            self._broadcast(as_bytes(received.view(-1)))
+            yield name, received
+
+    def _send(self, name: str, tensor: Tensor) -> None:
+        self._broadcast(header_of(name, tensor.shape, tensor.dtype))
+        self._broadcast(as_bytes(tensor.contiguous().view(-1)))
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        with peers("rank 0's parameters and states"):
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What came of rank 0's work: a text, or its error."""
+
+    text: str = ""
+    error: SpillwayError | None = None
+
+    def result(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return self.text
+
+    def to_json(self) -> bytes:
+        fields: dict[str, object] = {"text": self.text}
+        if self.error is not None:
+            fields = {"error": type(self.error).__name__, "message": str(self.error), "details": self.error.details}
+        return json.dumps(fields, default=str).encode()
+
+    @staticmethod
+    def from_json(content: bytes) -> Decision:
+        fields = json.loads(content)
+        if "text" in fields:
+            return Decision(text=fields["text"])
+        kind = {kind.__name__: kind for kind in kinds_of_error(SpillwayError)}[fields["error"]]
+        error = kind.__new__(kind)  # InvalidJob's own arguments are gone
+        SpillwayError.__init__(error, fields["message"], **fields["details"])
+        return Decision(error=error)
+
+
+def decided(work: Callable[[], str]) -> Decision:
+    try:
+        return Decision(text=work())
+    except SpillwayError as error:
+        return Decision(error=error)
+
+
+def kinds_of_error(kind: type[SpillwayError]) -> Iterator[type[SpillwayError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from kinds_of_error(narrower)
+
+
+def bytes_of_size(size: Tensor) -> Tensor:
+    return torch.empty(int(size.item()), dtype=torch.uint8)
+
+
+def header_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    text = json.dumps([name, list(shape), _TYPE_NAMES[dtype]]).encode()
+    assert len(text) <= HEADER_BYTES, f"{name}: a name too long to share"
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def read_header(header: Tensor) -> tuple[str, list[int], torch.dtype]:
+    name, shape, type_name = json.loads(header.numpy().tobytes())
+    return name, shape, MOMENT_DTYPES[MomentType(type_name)]
+
+
+_TYPE_NAMES = {dtype: kind.value for kind, dtype in MOMENT_DTYPES.items()}
+"""of all that ranks tell each other: parameters, masters and moments"""
+
+
+class ExchangedSum:
+    """The sum over the ranks, bucket by bucket, defined value by value: each rank's value is rounded to the wire's type
+    (to nearest even), and these are added in float32, in the order of the ranks.
+
+        all-to-all   rank s gets segment s of every rank's bucket, in the wire's type
+        add          each rank its own segment
+        all-gather   the float32 sums, to every rank
+
+    So the bits depend neither on buckets nor on how a placement cuts the gradients into accumulators. And where every
+    rank has one micro-batch, a bfloat16 gradient loses nothing on the way: the sum is a single rank's, bit by bit.
+    """
+
+    def __init__(self, world: World, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> None:
+        self._world, self._wire, self._num_threads = world, wire, num_threads
+        segment = -(-min(EXCHANGE_PARAMETERS, num_values) // world.size)
+        self._bucket = segment * world.size
+        wire_bytes, sum_bytes = wire.itemsize * self._bucket, torch.float32.itemsize * segment
+        parts = [world.size * sum_bytes, sum_bytes, wire_bytes]
+        self._outgoing, own, incoming = torch.split(buffer(sum(parts)), parts)
+        """the bucket on its way out; then the sums that come back"""
+        self._own, self._incoming = own.view(torch.float32), incoming.view(wire)
+
+    def __call__(self, gradients: Iterable[Tensor]) -> None:
+        for pieces in buckets(gradients, self._bucket):
+            self._sum(pieces)
+
+    def _sum(self, pieces: Sequence[Tensor]) -> None:
+        size, sizes = self._world.size, [piece.numel() for piece in pieces]
+        segment = -(-sum(sizes) // size)
+        sent = self._outgoing.view(self._wire)[: segment * size]
+        received, own = self._incoming[: segment * size], self._own[:segment]
+        sums = self._outgoing.view(torch.float32)[: segment * size]
+        *parts, padding = torch.split(sent, [*sizes, segment * size - sum(sizes)])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.copy_(piece)
+        padding.zero_()
+        with peers("the other ranks' gradients"):
+            dist.all_to_all_single(received, sent)
+        for rank, part in enumerate(torch.split(received, segment)):
+            kernels.accumulate(own, part, rank == 0, num_threads=self._num_threads)
+        with peers("the other ranks' sums of gradients"):
+            dist.all_gather_into_tensor(sums, own)
+        for part, piece in zip(torch.split(sums, [*sizes, padding.numel()]), pieces, strict=False):
+            piece.copy_(part)
+
+
+def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """The gradients cut into consecutive slices, `size` values together; the last bucket may hold fewer."""
+    pieces: list[Tensor] = []
+    room = size
+    for gradient in gradients:
+        offset = 0
+        while offset < gradient.numel():
+            piece = gradient[offset : offset + room]
+            pieces.append(piece)
+            offset, room = offset + piece.numel(), room - piece.numel()
+            if not room:
+                yield pieces
+                pieces, room = [], size
+    if pieces:
+        yield pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the ranks of a divided model (zero/) exchange: parts of gradients, sums of squares, states.
+
+    Every rank makes the same calls in the same order. Each raises PeerLost."""
+
+    world: World
+
+    def same(self, value: int) -> bool:
+        """Whether all ranks have this value (below 2^63)."""
+        every = torch.empty(self.world.size, dtype=torch.int64)
+        with peers("the other ranks' gradients"):
+            dist.all_gather_into_tensor(every, torch.tensor([value]))
+        return bool((every == value).all())
+
+    def any(self, own: Sequence[bool]) -> list[bool]:
+        """By place, whether one rank at least says yes; equally many on each."""
+        found = torch.tensor(own, dtype=torch.uint8)
+        with peers("the other ranks' gradients"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [bool(value) for value in found.tolist()]
+
+    def scatter(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> None:
+        """Rank s gets part s of every rank's `sent`, which has `sizes`; `received` has them by rank, end to end."""
+        own = sizes[self.world.rank]
+        with peers("the other ranks' gradients"):
+            dist.all_to_all_single(received, sent, [own] * self.world.size, list(sizes))
+
+    def add(self, own: SquareSum) -> SquareSum:
+        """The sum over ranks: exact, so in any order."""
+        words = [own.total >> 32 * word & 0xFFFFFFFF for word in range(SQUARE_SUM_WORDS)] + [own.num_non_finite]
+        assert own.total >> 32 * SQUARE_SUM_WORDS == 0
+        every = torch.empty(self.world.size * len(words), dtype=torch.int64)
+        with peers("the other ranks' norms"):
+            dist.all_gather_into_tensor(every, torch.tensor(words))
+        found = SquareSum()
+        for of_rank in torch.split(every, len(words)):
+            *total, num_non_finite = of_rank.tolist()
+            found += SquareSum(sum(word << 32 * index for index, word in enumerate(total)), num_non_finite)
+        return found
+
+    def joined(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The flat parts of all ranks, end to end, on every rank; `sizes` are those of the parts."""
+        longest = max(sizes)
+        padded = torch.zeros(longest, dtype=own.dtype)
+        padded[: own.numel()].copy_(own)
+        every = torch.empty(self.world.size * longest, dtype=own.dtype)
+        with peers("the other ranks' states"):
+            dist.all_gather_into_tensor(every, padded)
+        parts = torch.split(every, longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def complete(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole` with every rank's `part`, equal in size, in the order of the ranks. It may lie in `whole`."""
+        with peers("the other ranks' parameters"):
+            dist.all_gather_into_tensor(whole, part)
+
+    def shard(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
+        """FSDP2: each of `modules` becomes one group, whose parameters are DTensors, whole while it runs. `modules` may
+        make each one's memory when it is asked for. `root` is what is called, and has them among its own."""
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - seconds, and only Fsdp needs them
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        group = dist.group.WORLD
+        assert group is not None, "only ranks of a group have something to divide"
+        mesh = DeviceMesh.from_group(group, "cpu")
+        with peers("the other ranks to divide the model"):
+            for module in modules:
+                fully_shard(module, mesh=mesh)
+            fully_shard(root, mesh=mesh, ignored_params=set(root.parameters()))

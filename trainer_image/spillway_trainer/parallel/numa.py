@@ -1,0 +1,74 @@
+"""The cores of the NUMA node that a device hangs on: read from sysfs, chosen by a pure function. `root` is / except in
+tests.
+
+Copies and CPU updates that cross sockets share the link between them. So the process keeps to its device's node, before
+it has threads or host memory: threads inherit the affinity, and pages are taken where they are first touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway.plan import MemoryPlan
+
+from ..cgroup import read_text
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a rank's threads go."""
+
+    cores: frozenset[int]
+    """none: they stay where they are"""
+    num_threads: int
+    """update threads that this rank may have there at most; its part of the cores"""
+    said: str
+    """one line for the log: what was chosen, or why nothing was"""
+
+
+def node_of(root: Path, bus_address: str) -> int | None:
+    """Of a PCI device ("0000:3b:00.0"); None where the kernel does not know, or the machine has one node."""
+    text = read_text(root / "sys/bus/pci/devices" / bus_address / "numa_node")
+    return int(text) if text.isdecimal() else None
+
+
+def cores_of(root: Path, node: int) -> frozenset[int]:
+    """Of a node, from its list "0-27,56-83"; empty where the kernel does not say."""
+    cores: set[int] = set()
+    for part in read_text(root / f"sys/devices/system/node/node{node}/cpulist").split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal():
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def place(
+    root: Path, bus_addresses: Sequence[str], local_rank: int, allowed: Collection[int], usable: int
+) -> Placement:
+    """Of the `allowed` cores (affinity and cpuset), those of the node of rank `local_rank`'s device. `bus_addresses`:
+    the devices of all ranks of this machine; `usable`: cores that a quota leaves them all together."""
+    address = bus_addresses[local_rank]
+    part = max(1, usable // len(bus_addresses))
+    node = node_of(root, address)
+    if node is None:
+        return Placement(frozenset(), part, f"threads: on every core; no NUMA node is known for {address}")
+    cores = cores_of(root, node) & frozenset(allowed)
+    if not cores:
+        return Placement(
+            frozenset(),
+            part,
+            f"threads: on every core; NUMA node {node} of {address} has none of the {len(allowed)} that this process "
+            "may use, so copies and updates cross sockets",
+        )
+    num_sharing = sum(node_of(root, other) == node for other in bus_addresses)
+    most = max(1, min(part, len(cores) // num_sharing))
+    others = f", with {num_sharing - 1} more ranks" if num_sharing > 1 else ""
+    return Placement(cores, most, f"threads: {len(cores)} cores of NUMA node {node}, where {address} is{others}")
+
+
+def with_placed_threads(plan: MemoryPlan, placement: Placement) -> MemoryPlan:
+    """No more update threads than the rank's part of its cores. No bit depends on them."""
+    num_threads = min(plan.optimizer.num_threads, placement.num_threads)
+    return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": num_threads})})

@@ -1,0 +1,175 @@
+"""The optimizer of a model that is divided among ranks: on each rank, a plain or offloaded optimizer of its pieces.
+
+The pieces are flat parts of parameters and parameters of their own to that optimizer, so every placement of states is
+possible here too, and none can change a bit. Their number of dimensions is the parameter's, by which weight decay is
+decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from spillway.errors import UserError
+from spillway.update_rules import MASTER, MomentType
+
+from ..kernels.reference import SquareSum, widened
+from ..models.chain import whole_shape
+from ..optimizer.plain import Hyperparameters, Optimizer
+from .deepspeed.layout import Layout
+from .distributed import Peers
+
+
+class PartOptimizer(Optimizer, Protocol):
+    """The optimizer of one rank's pieces."""
+
+    def square_sum(self) -> SquareSum:
+        """What `norm` is the root of."""
+
+
+class Division(Protocol):
+    """How the model's parameters are divided, and where they are: adopted.py for DeepSpeed, fsdp.py for FSDP2."""
+
+    @property
+    def layout(self) -> Layout:
+        """Every trained parameter, in declared order."""
+
+    def complete(self) -> None:
+        """Every rank's pieces have new values, or are about to: let the model's parameters have them."""
+
+    def set(self, name: str, values: Tensor) -> None:
+        """Give the parameter (trained or not) `values`, flat and whole, outside of training."""
+
+
+def as_piece(values: Tensor, num_dimensions: int) -> Parameter:
+    """`values`, flat, as a parameter of its own in the same memory, with as many dimensions as the whole one."""
+    return Parameter(values.detach().view(*[1] * (num_dimensions - 1), -1))
+
+
+class ShardedOptimizer:
+    """All ranks' optimizers together, as the step loop sees them."""
+
+    def __init__(
+        self,
+        own: PartOptimizer,
+        division: Division,
+        peers: Peers,
+        parameters: Mapping[str, Parameter],
+        settings: Hyperparameters,
+        *,
+        flushes: bool = True,
+    ) -> None:
+        """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it. Raises
+        UserError for moments whose blocks the pieces would cut."""
+        if settings.moments is MomentType.INT8:
+            raise UserError(
+                "training.optimizer.moments: int8: values that share a scale follow one another in a parameter, which "
+                "Zero1, Zero2, Zero3, Fsdp and adopted engines divide elsewhere; use Ddp, or moments: bfloat16"
+            )
+        self._own, self._division, self._peers = own, division, peers
+        self._settings, self._flushes = settings, flushes
+        self._parameters = parameters
+        """the model's, whole or divided; every trained one"""
+        self._arrived: dict[str, None] = {}
+        """of all ranks: each has seen the same ones"""
+
+    def mark(self, name: str) -> None:
+        """A gradient of the parameter has come on every rank, whoever's its pieces are."""
+        self._arrived[name] = None
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Add this rank's piece of one micro-batch's sum over ranks, flat float32."""
+        self._own.take(name, gradient)
+
+    def arrived(self) -> Collection[str]:
+        return frozenset(self._arrived)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """None: they are sums over ranks already."""
+        return iter(())
+
+    def norm(self) -> float:
+        return self._peers.add(self._own.square_sum()).norm()
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Give a parameter that is not trained its value, whole, outside of training."""
+        self._division.set(name, value)
+
+    def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """Nothing is updated before `step`."""
+
+    def wait(self, names: Sequence[str]) -> None:
+        """For this rank's pieces of these parameters, of which it has some."""
+        if not self._flushes:
+            self._own.wait(names)
+
+    def step(self, learning_rate: float, gradient_scale: float) -> None:
+        self._own.step(learning_rate, gradient_scale)
+        if self._flushes:
+            self._own.flush()
+        self._division.complete()
+        for parameter in self._parameters.values():
+            increment_version(parameter)  # a backward of before this step must not go on unnoticed
+        self._arrived.clear()
+
+    def skip(self) -> None:
+        self._own.skip()
+        self._arrived.clear()
+
+    def flush(self) -> None:
+        self._own.flush()
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, on every rank; every rank has to ask for all of them."""
+        own = self._own.state()
+        rank = self._peers.world.rank
+        for name, pieces in self._division.layout.items():
+            sizes = [piece.size for piece in pieces]
+            for kind in self._settings.rule.state_kinds:
+                dtype = self._settings.state_dtype(kind)
+                part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0, dtype=dtype)
+                nbytes = [size * dtype.itemsize for size in sizes]
+                joined = self._peers.joined(part.view(torch.uint8), nbytes)
+                yield f"{kind}.{name}", joined.view(dtype).view(self.shape(name))
+
+    def load(self, name: str, value: Tensor) -> None:
+        kind, _, parameter = name.partition(".")
+        piece, flat = self._division.layout[parameter][self._peers.world.rank], value.reshape(-1)
+        if piece.size:
+            self._own.load(name, flat[piece.offset : piece.end])
+        if kind == MASTER:
+            self._division.set(parameter, flat)
+
+    def own_states(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """parameter -> kind -> this rank's piece, flat float32; those of which it has one."""
+        wanted, found = set(names), dict[str, dict[str, Tensor]]()
+        for state, value in self._own.state():
+            kind, _, name = state.partition(".")
+            if name in wanted:
+                found.setdefault(name, {})[kind] = widened(value.reshape(-1), kind)
+        return found
+
+    def load_own(self, kind: str, name: str, values: Tensor) -> None:
+        """Set this rank's piece of one state; a master sets the piece of the parameter too, rounded."""
+        self._own.load(f"{kind}.{name}", values)
+
+    def shape(self, name: str) -> torch.Size:
+        return whole_shape(self._parameters[name])
+
+    def scalars(self) -> dict[str, float]:
+        return self._own.scalars()
+
+    def load_scalars(self, scalars: Mapping[str, float]) -> None:
+        self._own.load_scalars(scalars)
+
+    def held_bytes(self) -> dict[str, int]:
+        return self._own.held_bytes()
+
+
+MakeOptimizer = Callable[[list[tuple[str, Parameter]]], PartOptimizer]
+"""named pieces -> their optimizer, which gets float32 gradients"""

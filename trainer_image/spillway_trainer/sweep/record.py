@@ -1,0 +1,105 @@
+"""What a sweep knows of its members, kept beside their checkpoints: what each reported, and who failed.
+
+A value is on the disk before the checkpoint of its step is: whatever ends the process, rounds of halving are decided
+again from the same values. Each attempt writes a file of its own, `sweep-E.json`, with all that is known of the metric
+that it compares by; a reader takes the union of those of its own metric, so a superseded attempt that still writes
+takes nothing away, and a loss is never compared with an evaluation loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spillway.api.halving import Value
+from spillway.errors import UserError
+
+from ..checkpoints.durable_files import DurableFiles
+from ..checkpoints.sealed_json import Unsealed, seal, unseal
+
+SWEEP_VERSION = 2
+_NAME = re.compile(r"sweep-([0-9]+)\.json")
+
+
+class SweepNotWritten(UserError):
+    """The disk refused what members reported: a round must not be decided by what a crash can take back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a member ended alone."""
+
+    step: int
+    exit_code: int
+    message: str
+
+
+@dataclass(slots=True)
+class SweepRecord:
+    """`directory`: the sweep's checkpoints. `epoch`: this attempt's, which alone is written. `metric`: of the
+    objective, EvaluationLoss or Loss."""
+
+    directory: Path
+    epoch: int
+    metric: str
+    values: dict[tuple[str, int], float] = field(default_factory=dict)
+    """of the metric, by member and step"""
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    @staticmethod
+    def read(directory: Path, epoch: int, metric: str) -> SweepRecord:
+        """What earlier attempts left: values of this metric, and who failed. One that is damaged is left out: its
+        members report again what they trained after their checkpoints, and all else a later one has, too."""
+        found = SweepRecord(directory, epoch, metric)
+        for path in sorted(directory.glob("sweep-*.json"), key=_epoch_of) if directory.is_dir() else ():
+            try:
+                found._take(unseal(path.read_bytes()))
+            except Unsealed as error:
+                print(f"{path}: left out: expected what members reported, found {error}", flush=True)
+        return found
+
+    def of(self, names: Collection[str]) -> list[Value]:
+        """In the order in which members report."""
+        return [Value(name, step, value) for (name, step), value in sorted(self.values.items()) if name in names]
+
+    def write(self) -> None:
+        """Raises SweepNotWritten when the disk refuses."""
+        files, path = DurableFiles(), self.directory / f"sweep-{self.epoch}.json"
+        temporary = path.with_name(f"{path.name}.tmp")
+        content = seal(
+            {
+                "version": SWEEP_VERSION,
+                "metric": self.metric,
+                # as text: JSON has no infinity
+                "values": [[name, step, repr(value)] for (name, step), value in sorted(self.values.items())],
+                "failures": {
+                    name: {"step": one.step, "exit_code": one.exit_code, "message": one.message}
+                    for name, one in self.failures.items()
+                },
+            }
+        )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            files.remove_tree(temporary)
+            files.write(temporary, [memoryview(content)])
+            files.rename(temporary, path)
+            files.sync_directory(self.directory)
+        except OSError as error:
+            raise SweepNotWritten(
+                f"{path}: what members reported cannot be kept: {error.strerror or error}; make room there"
+            ) from error
+
+    def _take(self, fields: dict[str, Any]) -> None:
+        if fields.get("version") != SWEEP_VERSION:
+            raise Unsealed(f"version {fields.get('version')}")
+        if fields["metric"] == self.metric:
+            self.values |= {(name, step): float(value) for name, step, value in fields["values"]}
+        self.failures |= {name: Failure(**one) for name, one in fields["failures"].items()}
+
+
+def _epoch_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0

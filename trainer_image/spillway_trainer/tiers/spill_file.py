@@ -1,0 +1,329 @@
+"""The storage seam: one nameless, preallocated file per device and rank, written and read in batches.
+
+The file is scratch. It has no name (O_TMPFILE, or created and unlinked at once), so that whatever ends the process
+frees its bytes; in a pod's emptyDir it keeps one, because the kubelet counts only what it can list, and the volume ends
+with the pod. It is allocated in full before the first write, so that a full volume is an error at the start and not
+in step 812; it is never synced. A read returns the bytes that were written or raises: never zeros, never other bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from spillway.errors import SpillIOError, SpillVolumeFull, SpillwayError, UserError
+from spillway.units import format_bytes
+
+from ..kernels import native
+from ..kernels.io_engine import Direction, Failure, IoEngine, PythonEngine, SystemCall, Transfer
+
+BLOCK_BYTES = 4096
+"""Offsets, sizes and addresses of transfers are multiples of this: what O_DIRECT asks for on every common device."""
+_ZEROS_BYTES = 4 << 20
+_VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WHAT_HELPS = {
+    errno.EDQUOT: "the quota of this user or project is used up, whatever is free: have it raised",
+    errno.EFBIG: "the file system takes no file this large: divide it over more directories",
+}
+"""other than to make room"""
+_PUNCH_HOLE = 0x01 | 0x02
+"""linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE"""
+_BAD_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
+_NO_O_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
+
+
+class Write(NamedTuple):
+    """Bytes to write: a uint8 CPU tensor, address and size multiples of BLOCK_BYTES."""
+
+    offset: int
+    tensor: Tensor
+    label: str = ""
+
+
+class Read(NamedTuple):
+    """Where bytes go to, and the checksum that `write_batch` returned for them."""
+
+    offset: int
+    tensor: Tensor
+    checksum: int
+    label: str = ""
+
+
+class SpillFile:
+    """`nbytes` (rounded up to whole blocks) of scratch on the volume of `directory`; `num_threads` transfers at a time.
+
+    Raises UserError for a directory that is absent or not writable, SpillVolumeFull when the bytes are not there; in
+    both cases nothing is left behind. `listed`: the file has a name until it is closed, and longer if the process is
+    killed. `call` takes the place of pread and pwrite in fault tests.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        nbytes: int,
+        *,
+        num_threads: int = 4,
+        listed: bool = False,
+        call: SystemCall | None = None,
+    ) -> None:
+        if nbytes < 1 or num_threads < 1:
+            raise ValueError(f"a spill file of {nbytes} bytes on {num_threads} threads: both must be positive")
+        self.directory = Path(directory)
+        self.nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self._path = self.directory / f"slab-{secrets.token_hex(8)}" if listed else None
+        self._file, self.is_direct = _open(self.directory, self._path)
+        try:
+            _preallocate(self._file, self.directory, self.nbytes)
+            engine_type = PythonEngine if native.io_engine() == "python" else native.NativeEngine
+            self._engine: IoEngine = engine_type(self._file, num_threads, call)
+        except BaseException:
+            os.close(self._file)
+            self._remove()
+            raise
+        self._is_registered = False
+        self._is_open = True
+
+    @property
+    def backend(self) -> str:
+        """How bytes move: "io_uring", "threads" or "python"; "+registered"; "+O_DIRECT" or "+buffered"."""
+        registered = "+registered" if self._is_registered else ""
+        return f"{self._engine.name}{registered}+{'O_DIRECT' if self.is_direct else 'buffered'}"
+
+    def register(self, memory: Tensor) -> None:
+        """Tell the engine where most transfers' tensors lie; `memory` must outlive this file. Where the system lets it,
+        the engine pins all of it (every page becomes resident); `backend` says so."""
+        self._is_registered = memory.numel() > 0 and self._engine.register(memory)
+
+    def write_batch(self, requests: Sequence[Write | tuple[int, Tensor] | tuple[int, Tensor, str]]) -> list[int]:
+        """Write all, in any order, and return the checksum of each, when all are done.
+
+        Raises SpillVolumeFull or SpillIOError for the first that failed; the extents of a failed batch hold anything.
+        """
+        named = [Write(*request) for request in requests]
+        transfers = [Transfer(request.offset, request.tensor) for request in named]
+        self._perform(Direction.WRITE, transfers, [request.label for request in named])
+        return [transfer.checksum for transfer in transfers]
+
+    def read_batch(self, requests: Sequence[Read | tuple[int, Tensor, int, str]]) -> None:
+        """Read all, in any order; returns when every byte has arrived and every checksum is right.
+
+        Raises SpillIOError for the first that failed; then no tensor of the batch may be used.
+        """
+        named = [Read(*request) for request in requests]
+        transfers = [Transfer(request.offset, request.tensor, request.checksum) for request in named]
+        self._perform(Direction.READ, transfers, [request.label for request in named])
+
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        """The volume has the bytes of these (offset, size) again: the end of the file is cut off, the rest becomes
+        holes. No transfer may touch them any more. Raises SpillIOError."""
+        for offset, nbytes in sorted(runs, reverse=True):
+            try:
+                if offset + nbytes == self.nbytes:
+                    os.ftruncate(self._file, offset)
+                    self.nbytes = offset
+                else:
+                    _punch_hole(self._file, offset, nbytes)
+            except OSError as error:
+                raise SpillIOError(
+                    f"{self.directory}: {format_bytes(nbytes)} of the spill file at offset {offset} cannot be given "
+                    f"back: {error.strerror} (errno {error.errno})",
+                    errno=error.errno,
+                    offset=offset,
+                ) from error
+
+    def close(self) -> None:
+        """End the threads and free the bytes. No batch may be under way. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._engine.close()
+            os.close(self._file)
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _perform(self, direction: Direction, transfers: list[Transfer], labels: list[str]) -> None:
+        if not self._is_open:
+            raise ValueError(f"{self.directory}: the spill file is closed")
+        for transfer, label in zip(transfers, labels, strict=True):
+            self._check(transfer, label)
+        self._engine.transfer(direction, transfers)
+        for transfer, label in zip(transfers, labels, strict=True):
+            if transfer.failure:
+                self._raise(direction, transfer, label)
+
+    def _check(self, transfer: Transfer, label: str) -> None:
+        tensor, offset = transfer.tensor, transfer.offset
+        if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(
+                f"{label}: give a contiguous uint8 tensor on the CPU, not {tensor.dtype} on {tensor.device}"
+            )
+        if offset % BLOCK_BYTES or tensor.numel() % BLOCK_BYTES or tensor.data_ptr() % BLOCK_BYTES:
+            raise ValueError(
+                f"{label}: offset {offset}, {tensor.numel()} bytes at address {tensor.data_ptr():#x} are not all "
+                f"multiples of {BLOCK_BYTES}"
+            )
+        if offset < 0 or offset + tensor.numel() > self.nbytes:
+            raise ValueError(f"{label}: bytes {offset} to {offset + tensor.numel()} lie outside {self.nbytes}")
+
+    def _raise(self, direction: Direction, transfer: Transfer, label: str) -> NoReturn:
+        verb = "write" if direction is Direction.WRITE else "read"
+        where = f"{self.directory}: {verb} of {label or 'an extent'} at offset {transfer.error_offset}"
+        details = {"label": label, "offset": transfer.error_offset}
+        if transfer.failure is Failure.CHECKSUM_MISMATCH:
+            raise SpillIOError(
+                f"{where}: the {transfer.tensor.numel()} bytes read are not those written: checksum expected "
+                f"{transfer.checksum:#010x}, found {transfer.found:#010x}; the device or its driver is unsound",
+                **details,
+            )
+        if transfer.failure is Failure.END_OF_FILE:
+            raise SpillIOError(f"{where}: the file ended early; something truncated the spill file", **details)
+        if transfer.os_error in _VOLUME_FULL:
+            raise _volume_full(
+                self.directory, transfer.tensor.numel(), transfer.os_error, label, offset=transfer.error_offset
+            )
+        raise SpillIOError(
+            f"{where}: {os.strerror(transfer.os_error)} (errno {transfer.os_error}); see the kernel log for the device",
+            errno=transfer.os_error,
+            **details,
+        )
+
+
+def _open(directory: Path, path: Path | None) -> tuple[int, bool]:
+    """An empty file, nameless or at `path`, and whether it does O_DIRECT."""
+    try:
+        direct = _open_direct(directory, path)
+        return (_open_empty(directory, path, 0), False) if direct is None else (direct, True)
+    except OSError as error:
+        raise _open_error(directory, error) from error
+
+
+def _open_direct(directory: Path, path: Path | None) -> int | None:
+    """None where the file system refuses: tried by a real transfer, since open(2) alone promises nothing."""
+    file = None
+    try:
+        file = _open_empty(directory, path, os.O_DIRECT)
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            os.pwrite(file, block, 0)
+            os.preadv(file, [block], 0)
+    except OSError as error:
+        if file is not None:
+            os.close(file)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+    return file
+
+
+def _open_empty(directory: Path, path: Path | None, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_EXCL
+    if path is not None:
+        return os.open(path, flags | os.O_CREAT, 0o600)
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_O_TMPFILE:
+            raise
+    path = directory / f".spillway-{secrets.token_hex(8)}"
+    file = os.open(path, flags | os.O_CREAT, 0o600)
+    path.unlink()
+    return file
+
+
+def _open_error(directory: Path, error: OSError) -> SpillwayError:
+    if error.errno in _BAD_DIRECTORY:
+        return UserError(
+            f"spill directory {directory} cannot be used ({error.strerror}): give one that exists and can be written"
+        )
+    if error.errno in _VOLUME_FULL:
+        return _volume_full(directory, BLOCK_BYTES, error.errno, "the first block")
+    return SpillIOError(f"{directory}: no spill file can be opened: {error.strerror}", errno=error.errno)
+
+
+def _preallocate(file: int, directory: Path, nbytes: int) -> None:
+    refuse_beyond_the_process_limit(directory, nbytes)
+    # Asked first, because an allocation that fails has filled the volume for everybody until it is undone.
+    if nbytes > _free_bytes(directory):
+        raise _volume_full(directory, nbytes, errno.ENOSPC, "the spill file")
+    try:
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            _write_zeros(file, nbytes)  # no fallocate(2) here, and glibc's substitute cannot write to O_DIRECT files
+    except OSError as error:
+        with suppress(OSError):
+            os.ftruncate(file, 0)
+        if error.errno in _VOLUME_FULL:
+            raise _volume_full(directory, nbytes, error.errno, "the spill file") from error
+        raise SpillIOError(f"{directory}: allocating {nbytes} bytes: {error.strerror}", errno=error.errno) from error
+
+
+def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
+    """Raises SpillVolumeFull for a file larger than this process may write, however much the volume has free."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most == resource.RLIM_INFINITY or nbytes <= most:
+        return
+    raise SpillVolumeFull(
+        f"{directory}: a spill file of {nbytes} bytes ({format_bytes(nbytes)}) is wanted, and this process may write "
+        f"files of {most} bytes ({format_bytes(most)}) at most (RLIMIT_FSIZE): raise that limit (ulimit -f), divide "
+        "the file over more directories, or lower the nvme budget",
+        wanted_bytes=nbytes,
+        limit_bytes=most,
+        errno=errno.EFBIG,
+    )
+
+
+def _write_zeros(file: int, nbytes: int) -> None:
+    with mmap.mmap(-1, _ZEROS_BYTES) as zeros, memoryview(zeros) as view:
+        offset = 0
+        while offset < nbytes:
+            with view[: min(_ZEROS_BYTES, nbytes - offset)] as part:
+                offset += os.pwrite(file, part, offset)
+
+
+def _punch_hole(file: int, offset: int, nbytes: int) -> None:
+    """fallocate(2), which Python does not have."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(file, _PUNCH_HOLE, offset, nbytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _free_bytes(directory: Path) -> int:
+    volume = os.statvfs(directory)
+    return volume.f_bavail * volume.f_frsize
+
+
+def _volume_full(
+    directory: Path, wanted: int, os_error: int, label: str, *, offset: int | None = None
+) -> SpillVolumeFull:
+    """`offset`: of the file, where a write found it so."""
+    free = _free_bytes(directory)
+    where = "" if offset is None else f" at offset {offset}"
+    return SpillVolumeFull(
+        f"{directory}: no room for {label or 'an extent'}{where} ({os.strerror(os_error)}, errno {os_error}): {wanted} "
+        f"bytes ({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: "
+        f"{_WHAT_HELPS.get(os_error, 'free some')}, give another directory, or lower the nvme budget",
+        label=label,
+        wanted_bytes=wanted,
+        free_bytes=free,
+        errno=os_error,
+        **({} if offset is None else {"offset": offset}),
+    )

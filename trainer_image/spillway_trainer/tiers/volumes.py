@@ -1,0 +1,37 @@
+"""What kind of volume a directory lies on: spilled bytes in memory would take memory that no budget counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spillway.errors import UserError
+
+from ..cgroup import read_text
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""file systems; newer kernels have O_DIRECT on them, too"""
+MOUNTS = Path("/proc/self/mounts")
+
+
+def refuse_memory(directory: Path, said: str, advice: str = "name a directory on a disk") -> None:
+    """Raises UserError, which begins with `said`, for a spill directory that lies in memory."""
+    kind = memory_kind(directory)
+    if kind:
+        raise UserError(
+            f"{said}: lies in memory ({kind}), where what is spilled would take memory that no budget counts; {advice}"
+        )
+
+
+def memory_kind(directory: Path) -> str:
+    """The file system of `directory` where it lies in memory, else ""."""
+    kind = file_system(directory.resolve(), read_text(MOUNTS))
+    return kind if kind in IN_MEMORY else ""
+
+
+def file_system(directory: Path, mounts: str) -> str:
+    """The kind that /proc/mounts names for the nearest mount above `directory`, an absolute path."""
+    kinds = {}
+    for line in mounts.splitlines():
+        _, point, kind, *_ = line.split()
+        kinds[Path(point.encode().decode("unicode_escape"))] = kind
+    return next((kinds[path] for path in (directory, *directory.parents) if path in kinds), "")
