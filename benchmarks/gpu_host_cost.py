@@ -71,7 +71,7 @@ class Play:
         import torch  # noqa: PLC0415
 
         from spillway.api.job_file import JobFile  # noqa: PLC0415
-        from spillway.api.training_job import parse_job  # noqa: PLC0415
+        from spillway.api.load import parse_job  # noqa: PLC0415
         from spillway.plan import Tier  # noqa: PLC0415
         from spillway.planning.hardware import resolve_node  # noqa: PLC0415
         from spillway.planning.planner import make_plan  # noqa: PLC0415

@@ -29,7 +29,8 @@ from gpu_cells import Results, is_fake, measured, say
 from gpu_optimizer_offload import Cell
 from gpu_rates import positive
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
 from spillway.planning.hardware import MEASURED, NodeSpec, gpu_node
 from spillway.planning.planner import make_plan

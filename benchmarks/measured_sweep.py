@@ -32,8 +32,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
+from spillway.api.load import parse_job
 from spillway.api.members import member_directory, member_job
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import NodeSpec, local_node
 from spillway.planning.planner import make_plan

@@ -36,24 +36,14 @@ import torch
 from torch.nn import Parameter
 
 import paired
-from published_optimizer_offload import (
-    MODELS,
-    NUM_RANKS,
-    ROWS,
-    SEQUENCE_LENGTH,
-    STRIDE,
-    GpuClass,
-    Model,
-    Phases,
-    Row,
-)
+from published_optimizer_offload import MODELS, NUM_RANKS, ROWS, SEQUENCE_LENGTH, STRIDE, GpuClass, Model, Phases, Row
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, OptimizerPlan
 from spillway.planning.candidates import rates_of, workload
-from spillway.planning.footprint import Workload
 from spillway.planning.hardware import NodeSpec, resolve_node
 from spillway.planning.planner import ask, make_plan
 from spillway.planning.step_time import Rates, balanced_streamed_share, beside_copies, least_update_seconds
+from spillway.planning.workload import Workload
 from spillway_trainer.optimizer.plain import Hyperparameters
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import STRIDES, Assignment, assign_by_size, stride

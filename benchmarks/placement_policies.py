@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 from placement_simulation import METRICS_SECONDS, START_SECONDS, Ask, Ended, Policy
-from spillway.api.training_job import MemoryProfileSpec, TrainingJob
+from spillway.api.profiles import MemoryProfileSpec
+from spillway.api.training_job import TrainingJob
 from spillway.feedback.ladder import MOST_MEMORY_TRIES, MemoryFailure, corrections_after, repeats, tries_are_used_up
 from spillway.feedback.pod_evidence import PodPeak, workload
 from spillway.feedback.profiles import (

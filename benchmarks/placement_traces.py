@@ -28,7 +28,8 @@ from statistics import mean, median
 from typing import Any
 
 from placement_simulation import Arrival, Ask, Truth
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.placement.cluster_view import NodeView
 from spillway.plan import Tier
 from spillway.units import GIB

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paired
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import MemoryPlan
 from spillway.planning.pod_resources import pod_resources, tier_memory_bytes
 from spillway_cli.record.directory import RunDirectory

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import paired
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.feedback.calibration import corrected, corrections, fitted, measured_step
 from spillway.feedback.profiles import rates_from, with_rates
 from spillway.plan import MemoryPlan

@@ -8,7 +8,7 @@ from spillway import DISTRIBUTION
 from spillway.api.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.planning.footprint import ZERO_STRATEGIES
+from spillway.planning.workload import ZERO_STRATEGIES
 
 EXTRAS = {
     "trainer": ("torch", "numpy", "tokenizers", "safetensors", "prometheus-client"),

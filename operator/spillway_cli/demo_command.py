@@ -18,7 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spillway.api.training_job import Memory, TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.memory import Memory
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.plan import Infeasible, MemoryPlan, Tier

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import TrainingJob, load_job
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway_trainer.checkpoints.durable_files import DurableFiles

@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from spillway.api.training_job import MANAGER, load_job
+from spillway.api.limits import MANAGER
+from spillway.api.load import load_job
 from spillway.errors import ExitCode
 from spillway.feedback.profiles import rates_sentence
 from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns

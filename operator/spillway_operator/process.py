@@ -23,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from spillway.api.training_job import GROUP, VERSION
+from spillway.api.limits import GROUP, VERSION
 
 from .decide.case import is_corrected
 from .decide.observed import OperatorFacts

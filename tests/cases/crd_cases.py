@@ -17,7 +17,8 @@ from typing import Any
 from spillway.api import crd
 from spillway.api.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
-from spillway.api.training_job import GROUP, MANAGER, MAX_NAME_LENGTH, NOT_IN_CLUSTER, NOT_YET, VERSION
+from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
+from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]

@@ -12,8 +12,9 @@ from typing import Any
 from cases.bad_manifests import claims_of, observed_spec
 from harness.observations import NOW
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
+from spillway.api.limits import MAX_ENV_BYTES, MAX_RANKS
 from spillway.api.manifest import validate
-from spillway.api.training_job import MAX_ENV_BYTES, MAX_RANKS, TrainingJob
+from spillway.api.training_job import TrainingJob
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Taint
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_operator.decide.observed import Claim, Desired

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from harness.places import ROOT
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.training_job import TrainingJob
 
 EXAMPLES = ROOT / "examples"
 EXAMPLE_JOBS = sorted(file for file in EXAMPLES.glob("*.yaml") if "kind: TrainingJob" in file.read_text("utf-8"))

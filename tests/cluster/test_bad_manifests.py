@@ -23,7 +23,8 @@ from cases.bad_manifests import (
 from cases.crd_cases import NOBODY
 from harness.installed import Document, Installed
 from harness.server_client import Client
-from spillway.api.training_job import GROUP, VERSION, parse_job
+from spillway.api.limits import GROUP, VERSION
+from spillway.api.load import parse_job
 from spillway.errors import InvalidJob
 
 FEWEST = 300

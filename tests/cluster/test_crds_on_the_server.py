@@ -10,8 +10,8 @@ from cases.crd_cases import Case, Server, cases
 from harness.places import ROOT
 from harness.server_client import Client
 from spillway.api.crd import KINDS, TRAINING_JOB, Kind
-from spillway.api.training_job import GROUP as OWN_GROUP
-from spillway.api.training_job import VERSION
+from spillway.api.limits import GROUP as OWN_GROUP
+from spillway.api.limits import VERSION
 from testbed.client import Bed
 
 GROUP = "crd-cases.test"

@@ -12,7 +12,8 @@ from cases.crd_cases import cases, constraints, fields, schema_of
 from harness.places import ROOT
 from spillway.api import crd
 from spillway.api.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
-from spillway.api.training_job import MemoryProfileSpec, NodeProfileSpec, TrainingJobSpec
+from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.training_job import TrainingJobSpec
 
 MAX_FILE_BYTES = 200 * 1024
 KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from harness.places import ROOT
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import MemoryPlan
 from spillway.planning.hardware import resolve_node
 from spillway.planning.planner import make_plan

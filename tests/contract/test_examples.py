@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.places import ROOT
-from spillway.api.training_job import load_job, parse_job
+from spillway.api.load import load_job, parse_job
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import resolve_node
 from spillway.planning.planner import make_plan

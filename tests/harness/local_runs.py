@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
-from spillway.plan import (
-    ActivationPlan,
-    Answer,
-    MemoryPlan,
-    OptimizerPlan,
-    Prediction,
-    Tier,
-    TierBytes,
-)
+from spillway.api.load import parse_job
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
 from spillway.units import MIB
 
 JOB = """

@@ -13,7 +13,7 @@ from typing import Any
 from harness import local_runs
 from harness.patience import Patience, Taken, taken_by
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
 from spillway_trainer.launch.launcher import free_ports
 

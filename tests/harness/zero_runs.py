@@ -23,11 +23,11 @@ from harness import local_runs, rank_runs
 from harness.patience import wait_until
 from harness.places import IMPORTABLE
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import ActivationPlan, MemoryPlan, Tier
-from spillway.planning.footprint import Strategy
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, make_plan
+from spillway.planning.workload import Strategy
 from spillway.units import GIB
 from spillway_trainer.checkpoints.directory import choose_resume
 

@@ -16,7 +16,8 @@ import pytest
 
 from harness import local_runs
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import local_node

@@ -14,7 +14,7 @@ import pytest
 from harness import local_runs
 from harness.depth import at
 from harness.patience import wait_until
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.checkpoints.manifest import Checkpoint

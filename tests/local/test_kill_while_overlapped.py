@@ -14,7 +14,7 @@ from harness import killed_runs, local_runs
 from harness.depth import FULL
 from harness.killed_runs import Kill
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import MemoryPlan, OptimizerPlan, Overlap
 from spillway_trainer.checkpoints.directory import choose_resume
 

@@ -13,7 +13,8 @@ import pytest
 
 from harness.local_runs import write_text
 from harness.places import TESTS
-from spillway.api.training_job import TrainingJob, load_job
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.plan import Infeasible, MemoryPlan, Tier

@@ -268,7 +268,9 @@ def test_metrics_of_the_ranks_come_from_one_port(tmp_path: Path) -> None:
 
 
 def test_launcher_costs_a_twentieth_of_torchruns_agent() -> None:
-    code = "import spillway_trainer.launch.launcher, sys; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
+    code = (
+        "import spillway_trainer.launch.launcher, sys; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     read = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
     out = subprocess.run(

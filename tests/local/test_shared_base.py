@@ -16,7 +16,7 @@ from harness import killed_runs, local_runs, sweep_runs
 from harness.depth import FULL
 from harness.killed_runs import Kill
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.errors import UserError
 from spillway.plan import (
     ActivationPlan,

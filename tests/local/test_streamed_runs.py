@@ -12,7 +12,7 @@ import pytest
 from harness import local_runs
 from harness.patience import wait_until
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.errors import ExitCode
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier, TierBytes
 from spillway.units import MIB

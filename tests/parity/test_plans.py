@@ -15,7 +15,7 @@ import torch
 from cases.optimizer_cases import odd_chunk
 from harness import local_runs
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier, TierBytes
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spillway.api.job_file import JobFile
 from spillway.errors import SpillwayError, UserError
 from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
-from spillway.planning.footprint import LEAN_STRATEGIES, PAGE_BYTES
+from spillway.planning.workload import LEAN_STRATEGIES, PAGE_BYTES
 
 from . import activation_spill, config, device_check, model_spill, running_statistics
 from .cgroup import spare_host_bytes

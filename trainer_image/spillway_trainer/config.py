@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import LossScale as LossScaleFields
+from spillway.api.training import LossScale as LossScaleFields
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.parameter_groups import Group, groups_by_name

@@ -26,7 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spillway.api.training_job import TrainingJobSpec, load_job
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
 

@@ -34,7 +34,8 @@ from typing import Any, cast
 import torch
 
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillVolumeFull, SpillwayError
 from spillway.feedback.calibration import LEAST_STEPS, WARM_UP_STEPS
 from spillway.metrics import StepMetrics

@@ -24,27 +24,24 @@ from spillway.api.field_types import (
     STAYS_ON_CLAIM,
     quoted,
 )
-from spillway.api.status import TrainingJobStatus
-from spillway.api.training_job import (
+from spillway.api.limits import (
     GROUP,
     MANAGER,
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
     MAX_RANKS,
-    NOT_IN_CLUSTER,
-    NOT_YET,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
     VERSION,
-    Data,
-    MemoryProfileSpec,
-    Model,
-    NodeProfileSpec,
-    Parallelism,
-    Training,
-    TrainingJobSpec,
 )
+from spillway.api.memory import Parallelism
+from spillway.api.model import Data, Model
+from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
+from spillway.api.status import TrainingJobStatus
+from spillway.api.training import Training
+from spillway.api.training_job import TrainingJobSpec
 
 Schema = dict[str, Any]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from spillway.api.pod import Objective
 from spillway.api.progress import MemberProgress, MemberState
-from spillway.api.training_job import Objective
 
 METRIC_WORDS = {"EvaluationLoss": "evaluation loss", "Loss": "loss"}
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spillway.api.job_file import JobFile
 from spillway.api.manifest import validate, value_of
+from spillway.api.pod import Member
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.units import format_quantity
 from spillway.update_rules import RULE_FIELDS, UpdateRule
-
-if TYPE_CHECKING:  # api.py asks this module what is wrong with the members of a job
-    from spillway.api.job_file import JobFile
-    from spillway.api.training_job import Member, TrainingJob, TrainingJobSpec
 
 SECTIONS = ("model", "data", "training")
 """of the spec, that members may differ in: what the numbers of a run depend on. All else is the job's"""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import ceil
 
 from spillway.api.progress import SpillVolume
-from spillway.planning.footprint import PAGE_BYTES, padded
+from spillway.planning.workload import PAGE_BYTES, padded
 from spillway.units import MIB
 
 MARGIN = 0.15

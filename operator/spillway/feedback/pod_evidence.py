@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from spillway.api.training_job import MemoryProfileSpec, ObservedPod, TrainingJobSpec
+from spillway.api.profiles import MemoryProfileSpec, ObservedPod
+from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.recent_peaks import MOST_RECENT, plausible, quantile
 from spillway.plan import MemoryPlan
-from spillway.planning.footprint import padded
+from spillway.planning.workload import padded
 from spillway.units import MIB, format_bytes
 
 AT_THE_LIMIT = 0.98

@@ -15,15 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from spillway.api.field_types import Fields
+from spillway.api.profiles import LowerBound, MemoryProfileSpec, NodeProfileSpec, ObservedBytes, ObservedTiers
 from spillway.api.status import ProfileEvidence, TierQuantities
-from spillway.api.training_job import (
-    LowerBound,
-    MemoryProfileSpec,
-    NodeProfileSpec,
-    ObservedBytes,
-    ObservedTiers,
-    TrainingJobSpec,
-)
+from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
 from spillway.feedback.pod_evidence import POD_MARGIN, PodEvidence, PodPeak, evidence_of, with_peak
 from spillway.feedback.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spillway.api.members import solo_specs
+from spillway.api.pod import Toleration
+from spillway.api.profiles import NodeProfileSpec
 from spillway.api.status import ProfileEvidence
-from spillway.api.training_job import NodeProfileSpec, Toleration, TrainingJob, TrainingJobSpec
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.ladder import smaller_micro_batches
 from spillway.feedback.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen

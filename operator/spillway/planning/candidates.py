@@ -20,43 +20,23 @@ of trying them all (`Search.all_candidates`; a test compares the two).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, floor, isqrt
-from operator import itemgetter
 
 from spillway.api.training_job import TrainingJob
 from spillway.plan import Answer, OptimizerPlan, Overlap, Prediction, Tier, TierBytes
 from spillway.planning.footprint import (
-    LEAN_STRATEGIES,
-    NUM_SLOTS,
-    RESIDENT,
-    STREAMING_STRATEGIES,
-    ZERO_STRATEGIES,
-    Blocks,
     DevicePeak,
-    Order,
-    Strategy,
-    Streaming,
-    Workload,
     accumulator_bytes,
-    chunk_parameters,
     device_bytes,
     device_peak,
     forced_share,
-    home_staging_bytes,
     host_bytes,
     host_home_bytes,
-    kept_boundary_bytes,
-    nvme_bytes,
-    nvme_home_bytes,
-    nvme_staging_bytes,
-    nvme_states_bytes,
     speculation_bytes,
     states_bytes_per_parameter,
-    upload_bytes,
 )
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import DTYPE_BYTES, ModelShape
@@ -77,6 +57,19 @@ from spillway.planning.step_time import (
     speculative_window,
     update_loads,
     update_threads,
+)
+from spillway.planning.workload import (
+    LEAN_STRATEGIES,
+    NUM_SLOTS,
+    RESIDENT,
+    STREAMING_STRATEGIES,
+    ZERO_STRATEGIES,
+    Blocks,
+    Order,
+    Strategy,
+    Streaming,
+    Workload,
+    chunk_parameters,
 )
 from spillway.units import format_bytes
 
@@ -602,269 +595,3 @@ def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[i
     group = max(1, -(-layers // max_groups))
     counts = [*range(0, layers, group), layers]
     yield from ((recomputed, moved) for recomputed in counts for moved in counts if recomputed + moved <= layers)
-
-
-# --- the search: with budgets -----------------------------------------------------------------------------------------
-
-
-class Search:
-    """The space under the budgets of one question."""
-
-    def __init__(self, question: Question, space: Sequence[Group] | None = None) -> None:
-        self.question = question
-        self._space = groups(question) if space is None else space
-
-    def within(self, budget: dict[Tier, int]) -> Search:
-        """The same space under other budgets."""
-        return Search(replace(self.question, budget=budget), self._space)
-
-    def of_strategy(self, strategy: Strategy) -> Search:
-        return Search(self.question, [group for group in self._space if group.work.strategy == strategy])
-
-    def not_in(self, order: Order) -> Search:
-        """Only what is streamed in the other order of micro-batches."""
-        return Search(
-            self.question,
-            [group for group in self._space if group.streaming.units and group.streaming.order != order],
-        )
-
-    def visited_once(self) -> Search:
-        """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
-        return Search(
-            self.question,
-            [group for group in self._space if not group.streaming.units or group.streaming.order != "InOrder"],
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """What the question forces excludes itself."""
-        return not self._space
-
-    @property
-    def strategies(self) -> list[Strategy]:
-        return list(dict.fromkeys(group.work.strategy for group in self._space))
-
-    def all_candidates(self) -> Iterator[Candidate]:
-        """The plain reference of what follows: every candidate, also those that do not fit."""
-        for group in self._space:
-            for layout in group.layouts:
-                yield from self.candidates(group, layout)
-
-    def candidates(self, group: Group, layout: Layout) -> Iterator[Candidate]:
-        for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
-            for split in self._between_host_and_nvme(group, layout, optimizer):
-                yield self._candidate(group, layout, split)
-
-    def _between_host_and_nvme(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Iterator[OptimizerPlan]:
-        """`optimizer` as it is when host memory holds all that leaves the device. Else the splits that are worth
-        comparing: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
-        yield optimizer
-        budget, streaming = self.question.budget, group.streaming
-        if self.question.placement != "Auto" or not optimizer.offloads or not budget[Tier.NVME]:
-            return
-        others = host_home_bytes(group.work, streaming)
-        if self.question.policy != "Nvme":
-            others += group.work.alive(streaming) * group.work.sum_of("moved_host", 0, layout.blocks.moved)
-        else:
-            others += self._largest_reserve(group, layout.blocks)
-        needed = [held for held in (0, others) if group.host_bytes_beside_homes(optimizer) + held > budget[Tier.HOST]]
-        parts = {self._least_spilled(group, optimizer, budget[Tier.HOST] - held) for held in needed}
-        if parts:
-            yield from (group.spilled(optimizer, part) for part in sorted(parts | {1.0}))
-
-    def _least_spilled(self, group: Group, optimizer: OptimizerPlan, room: int) -> float:
-        """The least part on NVMe with which states fit in `room` of host memory, which falls linearly with it; 1 when
-        none does."""
-        low, high = 0.25, 0.75
-        at_low, at_high = (group.host_bytes_beside_homes(group.spilled(optimizer, part)) for part in (low, high))
-        if at_low == at_high:
-            return 1.0
-        part = low + (at_low - room) * (high - low) / (at_low - at_high)
-        part = max(ceil(part * 1e4) / 1e4, 0.0) + ROUNDING
-        fits = part < 1.0 and group.host_bytes_beside_homes(group.spilled(optimizer, part)) <= room
-        return part if fits else 1.0
-
-    def choices(self, *, spare_drives: bool = True) -> list[Timed]:
-        """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
-        found: list[Timed] = []
-        limit = float("inf")
-
-        def look_at(group: Group, layout: Layout) -> None:
-            nonlocal limit
-            for candidate in self.candidates(group, layout):
-                if not candidate.missing:
-                    choice = timed(self.question, candidate)
-                    if not (spare_drives and choice.wears_out):
-                        found.append(choice)
-                        limit = min(limit, TIE * choice.priced_seconds)
-
-        room = self.question.budget[Tier.DEVICE]
-        everything_kept = Layout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
-        by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
-        for least, group in by_bound:
-            if least > limit:
-                break
-            if self._cannot_fit(group):
-                continue
-            fitting = [layout for layout in group.layouts if group.least_device_bytes + layout.peak.total <= room]
-            bounds = ((group.bound(layout, room - layout.peak.total), layout) for layout in fitting)
-            for bound, layout in sorted(bounds, key=itemgetter(0)):
-                if bound > limit:
-                    break
-                look_at(group, layout)
-        return found
-
-    def fits(self) -> bool:
-        """Whether any candidate fits every budget and spares the drives."""
-        room = self.question.budget[Tier.DEVICE]
-        lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
-        for group in self._space:
-            if self._cannot_fit(group):
-                continue
-            has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
-            for layout in group.layouts:
-                if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
-                    continue  # its lean twin needs no more of anything
-                if group.least_device_bytes + layout.peak.total <= room and self._one_fits(group, layout):
-                    return True
-        return False
-
-    def _one_fits(self, group: Group, layout: Layout) -> bool:
-        fit = (timed(self.question, one) for one in self.candidates(group, layout) if not one.missing)
-        return any(not choice.wears_out for choice in fit)
-
-    def _cannot_fit(self, group: Group) -> bool:
-        """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
-        budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
-        if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
-            return True
-        splits = group.optimizers(budget[Tier.DEVICE] - least)
-        return all(group.least_host_bytes_of(split) > budget[Tier.HOST] for split in splits)
-
-    def nearest_miss(self) -> Candidate:
-        """The one that lacks least."""
-        budget, found = self.question.budget, list[Candidate]()
-        bounds = []
-        for group in self._space:
-            host = _WEIGHTS[Tier.HOST] * max(0, group.least_host_bytes - budget[Tier.HOST])
-            for layout in group.layouts:
-                needed = group.least_device_bytes + layout.peak.total - budget[Tier.DEVICE]
-                bounds.append((_WEIGHTS[Tier.DEVICE] * max(0, needed) + host, group, layout))
-        for bound, group, layout in sorted(bounds, key=itemgetter(0)):
-            if found and bound >= found[0].weighted_missing:
-                break
-            nearest = min(self.candidates(group, layout), key=lambda candidate: candidate.weighted_missing)
-            if not found or nearest.weighted_missing < found[0].weighted_missing:
-                found = [nearest]
-        return found[0]
-
-    def _candidate(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Candidate:
-        work, window_bytes = group.work, layout.window_bytes
-        blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
-        on_nvme = nvme_bytes(work, optimizer, blocks, streaming)
-        reserve = min(self._reserve(group), on_nvme.activations)
-
-        def in_host(optimizer: OptimizerPlan) -> TierBytes:
-            found = host_bytes(work, optimizer, blocks, window_bytes, streaming)
-            return found.model_copy(update={"reserve": reserve}) if reserve else found
-
-        held = {
-            Tier.DEVICE: device_bytes(work, optimizer, layout.peak, streaming),
-            Tier.HOST: in_host(optimizer),
-            Tier.NVME: on_nvme,
-        }
-        budget = self.question.budget
-        if optimizer.overlap == "Backward":
-            optimizer = group.speculating(optimizer, blocks, budget[Tier.HOST] - held[Tier.HOST].total)
-            held[Tier.HOST] = in_host(optimizer)
-        missing = {tier: held[tier].total - budget[tier] for tier in Tier if held[tier].total > budget[tier]}
-        return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
-
-    def _settled(
-        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
-    ) -> tuple[Blocks, Streaming]:
-        """Where activations go to NVMe, beside the reserve for them."""
-        found = self._divided(group, optimizer, blocks, window_bytes, 0)
-        reserve = self._largest_reserve(group, blocks)
-        return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
-
-    def _largest_reserve(self, group: Group, blocks: Blocks) -> int:
-        """With all moved blocks on NVMe."""
-        on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
-        return min(self._reserve(group), on_nvme)
-
-    def _reserve(self, group: Group) -> int:
-        """At most. Weight-stationary, trainers place no single storages, so that nothing can move."""
-        return self.question.host_reserve if group.streaming.order == "InOrder" else 0
-
-    def _divided(
-        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
-    ) -> tuple[Blocks, Streaming]:
-        """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
-        room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
-        work = group.work
-        policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
-        room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
-        if group.streaming.boundaries is Answer.HOST:
-            room -= kept_boundary_bytes(work, blocks, Answer.HOST)
-        states = nvme_states_bytes(work, optimizer, group.streaming)
-        streaming = _homes_between(work, optimizer, group.streaming, room, budget[Tier.NVME] - states)
-        room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)
-        nvme_room = budget[Tier.NVME] - states - nvme_home_bytes(work, streaming)
-        if policy == "Nvme":
-            return replace(blocks, host=0, nvme=moved), streaming
-        if policy == "Host" or not moved:
-            return blocks, streaming
-        alive = work.alive(streaming)
-        if alive * work.sum_of("moved_host", 0, moved) <= room and not streaming.nvme:
-            return blocks, streaming
-        host_room = 0 if streaming.nvme else room - nvme_staging_bytes(work, window_bytes)
-        nvme = _fewest(moved, lambda count: alive * work.sum_of("moved_host", count, moved) <= host_room)
-        if alive * work.sum_of("moved_nvme", 0, nvme) > nvme_room:
-            return blocks, streaming  # no room on NVMe either: what is missing in host memory is what to say
-        return replace(blocks, host=moved - nvme, nvme=nvme), streaming
-
-
-def _homes_between(
-    work: Workload, optimizer: OptimizerPlan, streaming: Streaming, room: int, nvme_room: int
-) -> Streaming:
-    """As few homes on NVMe as host memory with `room` bytes beside the optimizer's own allows; all in host memory when
-    neither has room."""
-    num_units = streaming.units
-    beside = upload_bytes(work, optimizer, streaming)
-
-    def divided(nvme: int) -> Streaming:
-        return replace(streaming, host=num_units - nvme, nvme=nvme)
-
-    def fits(nvme: int) -> bool:
-        split = divided(nvme)
-        stored = upload_bytes(work, optimizer, split) - beside
-        return host_home_bytes(work, split) + home_staging_bytes(work, split) + stored <= room
-
-    if not num_units or fits(0):
-        return streaming
-    # From one home on NVMe on, each further one frees host memory; staging grows with the largest of them only.
-    nvme = 1 + _fewest(num_units - 1, lambda count: fits(count + 1))
-    split = divided(nvme)
-    return split if nvme_home_bytes(work, split) <= nvme_room and fits(nvme) else streaming
-
-
-def _fewest(largest: int, enough: Callable[[int], bool]) -> int:
-    """The least count up to `largest` for which `enough`, which holds from some count on; else `largest`."""
-    return bisect_left(range(largest), True, key=enough)
-
-
-def as_specified(question: Question) -> Candidate:
-    """What Disabled and Advise run: what the spec names, all else on the device. Not checked against budgets."""
-    streams = question.parameters == "Stream" and question.mode != "Disabled"
-    placement = ("Host" if streams else "Device") if question.placement == "Auto" else question.placement
-    named = replace(
-        question,
-        placement=placement,
-        policy="Keep" if question.policy == "Auto" else question.policy,
-        strategy="Ddp" if question.strategy == "Auto" else question.strategy,
-        parameters="Stream" if streams else "Resident",
-    )
-    space = groups(named)
-    group = max(space, key=lambda group: (group.streaming.units, group.streaming.num_slots))
-    return next(Search(named, [group]).all_candidates())

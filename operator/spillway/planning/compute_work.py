@@ -17,7 +17,7 @@ from math import ceil
 from typing import Protocol
 
 from spillway.plan import OptimizerPlan
-from spillway.planning.footprint import RESIDENT, Blocks, Streaming, Workload
+from spillway.planning.workload import RESIDENT, Blocks, Streaming, Workload
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 6
 """over each saved value: written, and read by the next operation; backward reads it, and makes, sums up and reads the

@@ -12,7 +12,6 @@ from spillway.planning.candidates import (
     TIE,
     Candidate,
     Question,
-    Search,
     Timed,
     best,
     rates_of,
@@ -20,11 +19,6 @@ from spillway.planning.candidates import (
     why_not_lean,
 )
 from spillway.planning.footprint import (
-    RUN_STRATEGY,
-    ZERO_STRATEGIES,
-    Strategy,
-    Streaming,
-    Workload,
     forced_share,
     frontier_bytes,
     host_home_bytes,
@@ -34,7 +28,9 @@ from spillway.planning.footprint import (
     waiting_frontier_bytes,
 )
 from spillway.planning.hardware import DeviceKind
+from spillway.planning.search import Search
 from spillway.planning.step_time import stored_states_bytes, update_seconds
+from spillway.planning.workload import RUN_STRATEGY, ZERO_STRATEGIES, Strategy, Streaming, Workload
 from spillway.units import MIB, format_bytes, format_quantity
 
 # --- reasons ----------------------------------------------------------------------------------------------------------

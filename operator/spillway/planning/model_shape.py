@@ -16,7 +16,8 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter
 
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.training_job import Lora, ModelConfig, TrainingJobSpec
+from spillway.api.model import Lora, ModelConfig
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
-from spillway.planning.candidates import Question, Search, Timed, as_specified, best, timed
+from spillway.planning.candidates import Question, Timed, best, timed
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections, corrected
 from spillway.planning.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
-from spillway.planning.footprint import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy, parameter_plan
+from spillway.planning.footprint import parameter_plan
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.pod_resources import memory_bytes, pod_runtime_bytes
+from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
+from spillway.planning.workload import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy
 
 DEVICE_SHARE = 0.75
 """of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier. The operator

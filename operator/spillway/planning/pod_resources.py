@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from spillway.api.members import num_corpora, solo_specs
-from spillway.api.training_job import Model, TrainingJobSpec
+from spillway.api.model import Model
+from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import MemoryPlan, Tier
-from spillway.planning.footprint import ZERO_STRATEGIES, padded
 from spillway.planning.model_shape import shape_of
+from spillway.planning.workload import ZERO_STRATEGIES, padded
 from spillway.units import GIB, MIB
 
 CODE_BYTES = 256 * MIB

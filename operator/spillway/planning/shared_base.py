@@ -14,16 +14,9 @@ from math import ceil
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.plan import Infeasible, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
 from spillway.planning.candidates import LARGEST_PARTLY_RESIDENT_SHARE
-from spillway.planning.footprint import (
-    Blocks,
-    DevicePeak,
-    Workload,
-    chunk_parameters,
-    device_bytes,
-    host_bytes,
-    nvme_bytes,
-)
+from spillway.planning.footprint import DevicePeak, device_bytes, host_bytes, nvme_bytes
 from spillway.planning.model_shape import ModelShape
+from spillway.planning.workload import Blocks, Workload, chunk_parameters
 
 OWN_ROWS = ("gradients", "optimizer_states", "buffers")
 NO_SLOWER = 1.01

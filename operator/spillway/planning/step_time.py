@@ -33,10 +33,6 @@ from spillway.metrics import Phase
 from spillway.plan import Answer, OptimizerPlan, Prediction
 from spillway.planning.compute_work import ComputeWork, backward_work, forward_work, update_work
 from spillway.planning.footprint import (
-    RESIDENT,
-    Blocks,
-    Streaming,
-    Workload,
     cpu_accumulated,
     recomputed_input_bytes,
     states_bytes_per_parameter,
@@ -44,6 +40,7 @@ from spillway.planning.footprint import (
 )
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import FLOAT32_BYTES
+from spillway.planning.workload import RESIDENT, Blocks, Streaming, Workload
 from spillway.update_rules import MomentType
 
 QUANTIZING_BYTES = 40

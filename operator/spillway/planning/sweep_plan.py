@@ -12,21 +12,12 @@ from math import ceil
 
 from spillway.api.members import member_training_job
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
-from spillway.plan import (
-    SLAB_EXTRA_BYTES,
-    Infeasible,
-    MemberPlan,
-    MemoryPlan,
-    Prediction,
-    Tier,
-    TierBytes,
-    Turns,
-)
-from spillway.planning.footprint import PAGE_BYTES, padded
+from spillway.plan import SLAB_EXTRA_BYTES, Infeasible, MemberPlan, MemoryPlan, Prediction, Tier, TierBytes, Turns
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.member_schedule import MemberWork, SegmentWork, bound_seconds, machine_of
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.shared_base import PlanOne, Together, bases, planned_together
+from spillway.planning.workload import PAGE_BYTES, padded
 from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 
 DAY_SECONDS = 86400.0

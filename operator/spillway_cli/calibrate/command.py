@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, UserError
 from spillway.extras import need
 from spillway.feedback.calibration import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import ExitCode, Preempted, UserError
 from spillway.feedback.profiles import document, has_rates
 from spillway.json_text import json_object

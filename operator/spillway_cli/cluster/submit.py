@@ -9,7 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from spillway.api.training_job import MANAGER, TrainingJob, load_job
+from spillway.api.limits import MANAGER
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway_operator.decide.acceptance import refusal
 

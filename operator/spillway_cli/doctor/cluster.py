@@ -10,7 +10,8 @@ from typing import Any
 
 from spillway import DISTRIBUTION
 from spillway.api.crd import KINDS, Kind, definition
-from spillway.api.training_job import GROUP, VERSION, TrainingJob
+from spillway.api.limits import GROUP, VERSION
+from spillway.api.training_job import TrainingJob
 
 from ..cluster.api import NO_CLUSTER
 from ..cluster.job_status import conditions, has_ended, that_matter, value_at

@@ -18,7 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from spillway import __version__
-from spillway.api.training_job import TrainingJob, load_job
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 
 from ..cluster.api import Cluster, connect, is_configured

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from spillway import DISTRIBUTION
 from spillway.api.crd import KINDS
-from spillway.api.training_job import GROUP, VERSION, TrainingJob
+from spillway.api.limits import GROUP, VERSION
+from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 from spillway.extras import EXTRAS
 from spillway.planning.hardware import DeviceKind

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from spillway.api.manifest import parse, read_text
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.feedback.profiles import NodeProfile, has_rates, measured, rates_sentence
 from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, resolve_node

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spillway.api.training_job import TrainingJob, load_job
+from spillway.api.load import load_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, SpillwayError, UserError
 from spillway.extras import need_for
 from spillway.plan import Infeasible, MemoryPlan, Tier

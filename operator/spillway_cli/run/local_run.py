@@ -19,8 +19,10 @@ from pydantic import ValidationError
 
 from spillway.api.job_file import JobFile
 from spillway.api.members import named_specs
+from spillway.api.model import Location
 from spillway.api.progress import MemberState
-from spillway.api.training_job import Location, TrainingJob, TrainingJobSpec, not_used_locally
+from spillway.api.rejections import not_used_locally
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway_trainer.checkpoints import directory as checkpoint_directory

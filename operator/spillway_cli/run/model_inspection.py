@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from spillway.api.training_job import Model, TrainingJob
+from spillway.api.model import Model
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.planning.model_shape import ModelShape

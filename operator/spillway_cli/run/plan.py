@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spillway.api.training_job import NodeProfileSpec, TrainingJob, TrainingJobSpec
+from spillway.api.profiles import NodeProfileSpec
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import DoesNotFit, UserError
 from spillway.feedback.profiles import with_rates
 from spillway.placement.device_choice import because, devices, on_device

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from spillway.api import training_job as api
+from spillway.api.limits import GROUP, MAX_SPEC_BYTES, RESERVED_VARIABLES, VERSION
 from spillway.api.manifest import validate
-from spillway.api.training_job import GROUP, MAX_SPEC_BYTES, RESERVED_VARIABLES, VERSION, TrainingJob, TrainingJobSpec
+from spillway.api.rejections import refusals, refusals_in_cluster
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem, InvalidJob
 
 from . import conditions as c
@@ -61,7 +62,7 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
 
 def refusal(job: TrainingJob) -> Refusal | None:
     """Why a job that is valid by itself cannot be carried out in a cluster; `spillway submit` asks before, too."""
-    problems = api.refusals(job) or [*api.refusals_in_cluster(job), *_without_guarantee(job.spec)]
+    problems = refusals(job) or [*refusals_in_cluster(job), *_without_guarantee(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))

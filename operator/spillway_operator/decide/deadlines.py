@@ -9,7 +9,7 @@ included; here they have a deadline of their own, so that no second counts for b
 from __future__ import annotations
 
 from spillway.api.field_types import MAX_COUNT
-from spillway.api.training_job import DEFAULT_STALL_SECONDS
+from spillway.api.pod import DEFAULT_STALL_SECONDS
 from spillway.feedback.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
 
 from . import conditions as c

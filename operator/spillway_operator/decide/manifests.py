@@ -15,9 +15,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spillway.api.job_file import JOB_VERSION, JobFile
+from spillway.api.limits import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION
 from spillway.api.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.api.status import Attempts, Escalation, PlanStatus
-from spillway.api.training_job import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION, TrainingJob, TrainingJobSpec
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.recent_peaks import LEAST_PLAUSIBLE
 from spillway.placement.cluster_view import Taint

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spillway.api.training_job import GROUP, VERSION
+from spillway.api.limits import GROUP, VERSION
 
 from ..decide.manifests import same_content
 from ..decide.observed import Deletion, JobObject, Manifest

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from spillway.api.training_job import GROUP, VERSION
+from spillway.api.limits import GROUP, VERSION
 
 from ..decide.observed import EventNote, JobObject
 from ..log import about

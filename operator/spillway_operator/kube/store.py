@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from spillway.api.limits import GROUP
 from spillway.api.status import MAX_ATTEMPTS
-from spillway.api.training_job import GROUP
 
 from ..decide.manifests import ATTEMPT_LABEL, JOB_LABEL, MANAGED_BY_LABEL
 from ..decide.observed import AttemptObject, JobObject

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from spillway.api.training_job import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
 from spillway.feedback.pod_evidence import PodEvidence
 from spillway.feedback.profiles import observed_corrections, observed_peaks, observed_pods
 from spillway.metrics import TIER_BYTES

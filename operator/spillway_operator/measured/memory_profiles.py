@@ -19,9 +19,11 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 from pydantic import ValidationError
 
 from spillway.api.job_file import JobFile
+from spillway.api.limits import GROUP, VERSION
+from spillway.api.profiles import MemoryProfileSpec
 from spillway.api.progress import PodMemory
 from spillway.api.status import Escalation, PlanStatus
-from spillway.api.training_job import GROUP, VERSION, MemoryProfileSpec, TrainingJobSpec
+from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.ladder import MemoryFailure
 from spillway.feedback.pod_evidence import PodPeak, workload
 from spillway.feedback.profiles import profile_after_failure, profile_name, profile_update

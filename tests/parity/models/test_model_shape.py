@@ -13,9 +13,10 @@ from torch import Tensor
 
 from cases.job_documents import job
 from harness.allocator_peak import allocated_peak
-from spillway.api.training_job import ModelConfig
-from spillway.planning.footprint import Blocks, Workload, device_peak
+from spillway.api.model import ModelConfig
+from spillway.planning.footprint import device_peak
 from spillway.planning.model_shape import ModelShape, model_shape, shape_of
+from spillway.planning.workload import Blocks, Workload
 from spillway_trainer.inspect import shape_of_chain
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.transformer import Transformer, TransformerConfig

@@ -17,7 +17,7 @@ import torch
 from harness import local_runs
 from harness.depth import FULL
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.errors import NonFinite, Preempted, UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier

@@ -25,8 +25,7 @@ from cases.optimizer_cases import (
     split,
 )
 from harness.depth import FULL
-from spillway.planning.footprint import REST_BITS
-from spillway.update_rules import MomentType, UpdateRule
+from spillway.update_rules import REST_BITS, MomentType, UpdateRule
 from spillway_trainer.kernels import dispatch as kernels
 from spillway_trainer.kernels import master_halves, reference
 from spillway_trainer.kernels.reference import UpdateScalars

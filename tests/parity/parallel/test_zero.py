@@ -11,7 +11,7 @@ from harness import rank_runs, zero_runs
 from harness.depth import FULL
 from harness.zero_runs import ONE_MICRO_BATCH, SHORT, UNTIED, Attempt, Case, Found
 from spillway.errors import ExitCode
-from spillway.planning.footprint import SHARDS
+from spillway.planning.workload import SHARDS
 from spillway.update_rules import UpdateRule
 
 pytestmark = pytest.mark.ci

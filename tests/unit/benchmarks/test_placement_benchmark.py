@@ -19,7 +19,7 @@ import placement_traces as traces
 import record_placement
 from placement_policies import Dlrover, Requests, Spillway, best_fit, counted, least_allocated, plans_remembered
 from placement_simulation import Arrival, Outcome, Policy, Truth, simulate, why_it_runs_out
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.placement.cluster_view import ClusterView
 from spillway.placement.place import Placement, place
 from spillway.plan import Tier

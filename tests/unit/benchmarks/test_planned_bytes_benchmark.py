@@ -7,7 +7,8 @@ import yaml
 
 import planned_bytes
 from planned_bytes import JOBS, Row
-from spillway.api.training_job import parse_job, refusals
+from spillway.api.load import parse_job
+from spillway.api.rejections import refusals
 from spillway.units import MIB
 
 

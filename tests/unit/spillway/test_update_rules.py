@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from cases.job_documents import job
-from spillway.api.training_job import Optimizer
+from spillway.api.training import Optimizer
 from spillway.errors import UserError
 from spillway.feedback.profiles import memory_fingerprint
 from spillway.parameter_groups import Group
 from spillway.plan import MemoryPlan, OptimizerPlan, Tier
-from spillway.planning.footprint import Workload, states_bytes_per_parameter
+from spillway.planning.footprint import states_bytes_per_parameter
 from spillway.planning.hardware import NodeSpec, resolve_node
 from spillway.planning.model_shape import model_shape
 from spillway.planning.planner import make_plan
 from spillway.planning.step_time import QUANTIZING_BYTES, Resource, rank_rates, update_loads
+from spillway.planning.workload import Workload
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 from spillway_trainer.config import hyperparameters
 from spillway_trainer.kernels.reference import rounded

@@ -18,7 +18,9 @@ from fakes.fake_trainer import attempt_lines, step_line
 from harness.places import ROOT
 from harness.run_records import plan as made_plan
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import Member, Objective, TrainingJob, parse_job
+from spillway.api.load import parse_job
+from spillway.api.pod import Member, Objective
+from spillway.api.training_job import TrainingJob
 from spillway.errors import DoesNotFit, ExitCode, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import local_node

@@ -17,8 +17,9 @@ import torch
 from harness import local_runs
 from spillway.errors import CheckpointCorrupt, Fenced, InvalidJob, SpillwayError, UserError
 from spillway.plan import Tier
-from spillway.planning.footprint import EXCHANGE_PARAMETERS, Workload, exchange_bytes
+from spillway.planning.footprint import exchange_bytes
 from spillway.planning.model_shape import model_shape
+from spillway.planning.workload import EXCHANGE_PARAMETERS, Workload
 from spillway_trainer import config, run_job
 from spillway_trainer.assemble import Tiers
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten

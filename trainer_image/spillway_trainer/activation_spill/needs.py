@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 
-from .records import Record
-from .transfer import Transfer
+from .records import Copy, Record
 
 FAR = 2
 """times as many bytes as reloads run ahead: what comes in between two needs of a storage that does not wait for the
@@ -154,7 +153,7 @@ class Needs:
         return True
 
     def _load(self, group: Group) -> None:
-        together: dict[Transfer, list[Record]] = {}
+        together: dict[Copy, list[Record]] = {}
         for number in group.numbers:
             record = self._records[number]()
             if record is not None and record.transfer is not None:

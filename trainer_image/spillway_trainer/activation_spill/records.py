@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -14,9 +14,25 @@ from ..saved_tensors import changed_in_place
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Buffer, Event, Lanes, Region, owned_once
 
-if TYPE_CHECKING:
-    from .store import Batch
-    from .transfer import Transfer
+
+class SavedBy(Protocol):
+    """What one forward saved (store.Batch), as its records see it."""
+
+    segment: str
+    backward_label: str
+
+    def know(self, tensor: Tensor, record: Record) -> None: ...
+
+    def come_to(self, record: Record) -> None: ...
+
+
+class Copy(Protocol):
+    """The copy that a record is a part of (transfer.Transfer)."""
+
+    number: int
+    is_entered: bool
+
+    def load(self, records: Sequence[Record] | None = None) -> None: ...
 
 
 class Record:
@@ -49,7 +65,7 @@ class Record:
     )
 
     def __init__(
-        self, lanes: Lanes, ledger: DeviceLedger, batch: Batch, index: int, tensor: Tensor, storage: UntypedStorage
+        self, lanes: Lanes, ledger: DeviceLedger, batch: SavedBy, index: int, tensor: Tensor, storage: UntypedStorage
     ) -> None:
         """`storage`: of `tensor`. Raises DeviceOutOfMemory when it does not fit: it counts until it is copied."""
         self._lanes = lanes
@@ -73,7 +89,7 @@ class Record:
         self.number = 0
         """of the storages that its batch moves, in the order of forward"""
         self.version = tensor._version
-        self.transfer: Transfer | None = None
+        self.transfer: Copy | None = None
         self.offset = 0
         """bytes from the start of the transfer"""
 

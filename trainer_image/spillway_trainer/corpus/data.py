@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from spillway.api.training_job import Evaluation
+from spillway.api.model import Evaluation
 from spillway.errors import UserError
 
 from ..seeds import fork_seed, splitmix64, splitmix64_array

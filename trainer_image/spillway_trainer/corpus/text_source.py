@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from spillway.api.training_job import Location
+from spillway.api.model import Location
 from spillway.errors import UserError
 from spillway.units import format_bytes
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spillway.plan import Tier
-from spillway.planning.footprint import NUM_SLOTS
+from spillway.planning.workload import NUM_SLOTS
 
 from ..kernels import dispatch as kernels
 from ..optimizer.trainable import cut

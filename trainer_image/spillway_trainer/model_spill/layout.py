@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spillway.errors import UserError
 from spillway.plan import Tier
-from spillway.planning.footprint import PARAMETER_UNIT_BYTES, padded
+from spillway.planning.workload import PARAMETER_UNIT_BYTES, padded
 
 from ..models.chain import Chain
 from ..tiers.extents import round_up

@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from spillway.api.training_job import Location, Model, TrainingJobSpec
+from spillway.api.model import Location, Model
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.extras import need
 

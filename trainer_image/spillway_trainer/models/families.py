@@ -25,7 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from spillway.api.training_job import Lora, ModelConfig
+from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
 
 from .bert import Bert, drop_second_bias

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from spillway.api.training_job import Lora
+from spillway.api.model import Lora
 from spillway.errors import UserError
 from spillway.planning.model_shape import ATTENTION_MODULES
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from spillway.errors import UserError
 from spillway.plan import OptimizerPlan, Tier
-from spillway.planning.footprint import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
+from spillway.planning.workload import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
 from ..kernels import dispatch as kernels

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, but not declared so
 
 from spillway.errors import SpillwayError, UserError
-from spillway.planning.footprint import EXCHANGE_PARAMETERS
+from spillway.planning.workload import EXCHANGE_PARAMETERS
 from spillway.update_rules import MomentType
 
 from ..ending import PeerLost

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spillway.errors import UserError
 from spillway.metrics import Phase
 from spillway.plan import MemoryPlan
-from spillway.planning.footprint import NUM_GATHERED_SEGMENTS
+from spillway.planning.workload import NUM_GATHERED_SEGMENTS
 
 from ..corpus.data import Batch
 from ..models.chain import Chain, allocate

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from spillway.errors import UserError
-from spillway.planning.footprint import EXCHANGE_PARAMETERS
+from spillway.planning.workload import EXCHANGE_PARAMETERS
 
 from ..kernels import dispatch as kernels
 from ..tiers.device_ledger import DeviceLedger

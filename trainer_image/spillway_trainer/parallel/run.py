@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from spillway.errors import UserError
 from spillway.extras import need
 from spillway.plan import MemoryPlan
-from spillway.planning.footprint import NUM_GATHERED_SEGMENTS
+from spillway.planning.workload import NUM_GATHERED_SEGMENTS
 
 from ..corpus.data import Batch
 from ..models.chain import Chain, allocate

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from spillway.api.halving import Contender, Stop, Value
+from spillway.api.pod import Objective
 from spillway.api.progress import LONGEST_REASON, MemberProgress, MemberState
-from spillway.api.training_job import Objective
 from spillway.metrics import StepMetrics
 
 from ..ending import shortened

@@ -20,7 +20,7 @@ from cases.bad_manifests import (
     mistakes,
     refusal_in_cluster,
 )
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.errors import ExitCode, FieldProblem, InvalidJob
 from spillway_cli.__main__ import main
 from spillway_cli.cluster.submit import refuse_what_no_cluster_does

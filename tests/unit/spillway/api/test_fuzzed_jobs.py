@@ -16,7 +16,7 @@ from spillway.api.crd import TRAINING_JOB
 from spillway.api.manifest import parse, validate
 from spillway.api.status import TrainingJobStatus
 from spillway.api.training_job import TrainingJob
-from spillway.planning.candidates import Search
+from spillway.planning.search import Search
 from spillway_operator.decide.observed import Desired
 
 NUM_JOBS, SEED = at(20, 60, 10_000), 20261122

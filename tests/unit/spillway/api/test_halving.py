@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from spillway.api.halving import Contender, Standing, Stop, Value, round_steps, standing, steps_ahead
+from spillway.api.pod import Objective
 from spillway.api.progress import MemberProgress, MemberState
-from spillway.api.training_job import Objective
 
 NAN = math.nan
 NUM_SWEEPS = 400

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spillway.api.job_file import JobFile
+from spillway.api.load import parse_job
 from spillway.api.members import member_job, member_spec, problems_of
-from spillway.api.training_job import TrainingJob, parse_job
+from spillway.api.training_job import TrainingJob
 from spillway.errors import InvalidJob
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning.hardware import local_node

@@ -10,16 +10,10 @@ import pytest
 import yaml
 
 from cases.job_documents import EXAMPLE_JOBS, REMOVED, document, job, text
-from spillway.api.training_job import (
-    MemoryProfileSpec,
-    TrainingJob,
-    TrainingJobSpec,
-    load_job,
-    not_used_locally,
-    parse_job,
-    refusals,
-    refusals_in_cluster,
-)
+from spillway.api.load import load_job, parse_job
+from spillway.api.profiles import MemoryProfileSpec
+from spillway.api.rejections import not_used_locally, refusals, refusals_in_cluster
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
 
 EVERY_FIELD = """

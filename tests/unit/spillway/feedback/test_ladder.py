@@ -28,10 +28,11 @@ from spillway.feedback.retries import OOM_KILLED
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place
 from spillway.plan import Infeasible, MemoryPlan, Tier, TierBytes
-from spillway.planning.candidates import Search, best, timed
+from spillway.planning.candidates import best, timed
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, ask, make_plan
+from spillway.planning.search import Search
 from spillway.units import GIB, MIB
 
 DEVICE, HOST, NVME = "DeviceOutOfMemory", "HostOutOfMemory", "SpillVolumeFull"

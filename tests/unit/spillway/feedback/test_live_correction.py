@@ -16,11 +16,11 @@ from spillway.feedback.live_correction import LEAST_BYTES, LEAST_DEFICIT, MARGIN
 from spillway.feedback.pod_evidence import may_be_seen
 from spillway.feedback.profiles import profile_update
 from spillway.plan import Infeasible, MemoryPlan, Tier
-from spillway.planning.candidates import Search
 from spillway.planning.corrections import Corrections
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, ask, make_plan
 from spillway.planning.pod_resources import PLANNED_MARGIN, tier_memory_bytes
+from spillway.planning.search import Search
 from spillway.units import GIB, MIB
 
 KUBELET_EVICTS_BELOW = 0.10

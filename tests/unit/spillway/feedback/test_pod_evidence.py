@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.job_documents import job
-from spillway.api.training_job import LowerBound, LowerBounds, MemoryProfileSpec, ObservedPod, TrainingJob
+from spillway.api.profiles import LowerBound, LowerBounds, MemoryProfileSpec, ObservedPod
+from spillway.api.training_job import TrainingJob
 from spillway.feedback.ladder import MemoryFailure
 from spillway.feedback.pod_evidence import (
     POD_MARGIN,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.job_documents import job
-from spillway.api.training_job import Member, MemoryProfileSpec, NodeProfileSpec
+from spillway.api.pod import Member
+from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
 from spillway.feedback.ladder import MemoryFailure
 from spillway.feedback.profiles import (
     evidence,

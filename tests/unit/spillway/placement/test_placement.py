@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases.job_documents import job
 from harness.depth import examples
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.feedback.profiles import memory_fingerprint, model_fingerprint
 from spillway.placement import headroom
 from spillway.placement.cluster_view import HeldDevices

@@ -9,22 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.api.training_job import ModelConfig
+from spillway.api.model import ModelConfig
 from spillway.plan import Answer, OptimizerPlan, Tier
 from spillway.planning.footprint import (
-    LOSS_BYTES,
-    BlockBytes,
-    Blocks,
-    Streaming,
-    Workload,
     accumulator_bytes,
-    chunk_parameters,
     cpu_accumulated,
     device_peak,
     exchange_bytes,
     host_bytes,
     nvme_bytes,
-    padded,
     parameter_bytes,
     slot_bytes,
     staging_bytes,
@@ -34,6 +27,7 @@ from spillway.planning.footprint import (
     upload_bytes,
 )
 from spillway.planning.model_shape import model_shape
+from spillway.planning.workload import LOSS_BYTES, BlockBytes, Blocks, Streaming, Workload, chunk_parameters, padded
 
 CONFIG = {
     "architecture": "llama",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cases.job_documents import job
-from spillway.api.training_job import Member
+from spillway.api.pod import Member
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning import known_plans
 from spillway.planning.hardware import local_node

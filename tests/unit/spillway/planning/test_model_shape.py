@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spillway.api.training_job import Lora, ModelConfig
+from spillway.api.model import Lora, ModelConfig
 from spillway.planning.model_shape import ModelShape, model_shape
 
 LLAMA = {"architecture": "llama"}

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from cases.job_documents import LLAMA_70B, job
 from harness.depth import at, examples
 from harness.places import ROOT
-from spillway.api.training_job import NodeProfileSpec, load_job
+from spillway.api.load import load_job
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.feedback.profiles import with_rates
 from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
-from spillway.planning.candidates import TIE, Group, Search, Timed, best, timed
-from spillway.planning.footprint import ALLOCATOR_BYTES
+from spillway.planning.candidates import TIE, Group, Timed, best, timed
 from spillway.planning.hardware import Link, NodeSpec, local_node, resolve_node
 from spillway.planning.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
+from spillway.planning.search import Search
+from spillway.planning.workload import ALLOCATOR_BYTES
 from spillway.units import MIB, parse_quantity
 
 GIB = 1 << 30

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cases.job_documents import job
 from spillway.api.members import solo_specs
-from spillway.api.training_job import Member, TrainingJob
+from spillway.api.pod import Member
+from spillway.api.training_job import TrainingJob
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place
 from spillway.plan import MemoryPlan, Tier

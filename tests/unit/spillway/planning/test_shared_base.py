@@ -8,7 +8,8 @@ import pytest
 
 from cases.job_documents import REMOVED, job
 from spillway.api.members import member_spec
-from spillway.api.training_job import Member, TrainingJob
+from spillway.api.pod import Member
+from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import make_plan

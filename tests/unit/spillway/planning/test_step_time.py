@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from spillway.api.training_job import ModelConfig
+from spillway.api.model import ModelConfig
 from spillway.plan import OptimizerPlan, Prediction
-from spillway.planning.footprint import Blocks, Streaming, Workload
 from spillway.planning.hardware import resolve_node
 from spillway.planning.model_shape import model_shape
 from spillway.planning.step_time import (
@@ -28,6 +27,7 @@ from spillway.planning.step_time import (
     update_loads,
     update_seconds,
 )
+from spillway.planning.workload import Blocks, Streaming, Workload
 
 LLAMA_8B = ModelConfig.model_validate(
     {"architecture": "llama", "hiddenSize": 4096, "numLayers": 32, "numHeads": 32, "numKeyValueHeads": 8,

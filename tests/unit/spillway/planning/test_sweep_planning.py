@@ -6,7 +6,8 @@ import pytest
 
 from cases.job_documents import job
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.training_job import Member, TrainingJob
+from spillway.api.pod import Member
+from spillway.api.training_job import TrainingJob
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning import model_shape, planner
 from spillway.planning.explain import lacking

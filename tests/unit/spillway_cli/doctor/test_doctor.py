@@ -20,7 +20,7 @@ from fakes.fake_api_server import FakeApiServer, refusal
 from harness.patience import HANG_SECONDS, wait_until
 from harness.places import GOLDEN
 from spillway.api.crd import KINDS, TRAINING_JOB, definition
-from spillway.api.training_job import parse_job
+from spillway.api.load import parse_job
 from spillway.extras import EXTRAS
 from spillway_cli.__main__ import run_app
 from spillway_cli.doctor import command as doctor_command

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from cases.job_documents import job
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning.corrections import Corrections

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cases.job_documents import text
-from spillway.api.training_job import NodeProfileSpec
+from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.feedback.profiles import MEASURED, document, rates_from, with_rates
 from spillway.planning.hardware import local_node

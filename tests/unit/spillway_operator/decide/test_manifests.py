@@ -16,18 +16,10 @@ import yaml
 from cases.job_documents import document, job
 from harness.places import GOLDEN
 from spillway.api.job_file import JobFile
+from spillway.api.limits import RESERVED_VARIABLES
 from spillway.api.status import Attempts, PlanStatus
-from spillway.api.training_job import RESERVED_VARIABLES
 from spillway.errors import UserError
-from spillway.plan import (
-    ActivationPlan,
-    Answer,
-    MemoryPlan,
-    OptimizerPlan,
-    Prediction,
-    Tier,
-    TierBytes,
-)
+from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
 from spillway.units import parse_quantity
 from spillway_operator.decide import manifests
 from spillway_operator.decide.manifests import AttemptFiles, Decision, Preferred, attempt_files, children

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.depth import examples
-from spillway.api.training_job import Evaluation
+from spillway.api.model import Evaluation
 from spillway.errors import UserError
 from spillway_trainer.checkpoints.durable_files import FileEntry, describe_file
 from spillway_trainer.corpus.data import Batch, Split, TokenBatches, permuted

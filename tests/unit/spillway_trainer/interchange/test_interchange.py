@@ -21,7 +21,7 @@ from cases.checkpoint_cases import training_state
 from cases.interchange_cases import BETAS, GROUPS, KINDS, SHAPES, bits, states, write_zero
 from harness.local_runs import job_file
 from spillway.api.job_file import JobFile
-from spillway.api.training_job import Optimizer
+from spillway.api.training import Optimizer
 from spillway.errors import CheckpointCorrupt, UserError
 from spillway.update_rules import MomentType
 from spillway_trainer.checkpoints.directory import Epoch

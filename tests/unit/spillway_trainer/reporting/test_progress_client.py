@@ -23,8 +23,8 @@ from harness import local_runs
 from harness.patience import HANG_SECONDS, wait_until
 from spillway.api.field_types import MAX_MEMBERS
 from spillway.api.job_file import JobFile
+from spillway.api.model import Evaluation
 from spillway.api.progress import LONGEST_REASON, LONGEST_REPORT, MemberProgress, MemberState, SpillVolume
-from spillway.api.training_job import Evaluation
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Tier, TierBytes

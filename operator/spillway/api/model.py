@@ -1,0 +1,222 @@
+"""spec.model and spec.data of a TrainingJob."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from spillway.api.field_types import (
+    ClaimName,
+    Count,
+    Epsilon,
+    Fields,
+    Flag,
+    Name,
+    Number,
+    Positive,
+    SubPath,
+    Text,
+    exactly_one,
+    refuse,
+)
+from spillway.errors import UserError
+
+
+class ModelConfig(Fields):
+    """A transformer by its sizes, initialised at random."""
+
+    architecture: Literal["llama", "gpt2", "bert", "t5"] = Field(
+        description="Family. llama, gpt2: each token from those before it. bert: hidden tokens from all others. "
+        "t5: the second half of the sequence from the first."
+    )
+    hidden_size: Annotated[Positive, Field(le=1 << 17)] = Field(description="Width of the residual stream.")
+    num_layers: Annotated[Positive, Field(le=1024)] = Field(
+        description="Number of blocks; t5 has so many in the encoder, and as many in the decoder."
+    )
+    num_heads: Annotated[Positive, Field(le=1024)] = Field(description="Attention heads; divides hiddenSize.")
+    num_key_value_heads: Annotated[Positive, Field(le=1024)] = Field(
+        default_factory=lambda given: given.get("num_heads", 1),
+        description="Key and value heads; divides numHeads. Default: numHeads.",
+    )
+    intermediate_size: Annotated[Positive, Field(le=1 << 20)] = Field(
+        default_factory=lambda given: 4 * given.get("hidden_size", 1),
+        description="Width of the feed-forward layer. Default: 4 x hiddenSize.",
+    )
+    vocab_size: Annotated[Positive, Field(ge=2, le=1 << 22)] = Field(
+        description="Tokens in the vocabulary; for text the tokenizer is trained to this size."
+    )
+    max_positions: Annotated[Positive, Field(le=1 << 24)] = Field(
+        default=1024, description="Learned positions; gpt2 and bert only, at least training.sequenceLength."
+    )
+    tie_word_embeddings: Flag = Field(
+        default_factory=lambda given: given.get("architecture") != "llama",
+        description="One matrix for embedding and output projection. Default: false for llama, true for the others.",
+    )
+    dropout: Annotated[Number, Field(lt=1.0)] = Field(
+        default=0.0, description="Probability of dropping a value of each attention and feed-forward output."
+    )
+    rope_theta: Annotated[Number, Field(gt=0.0)] = Field(
+        default=10000.0, description="Base of the rotary position embedding; llama only."
+    )
+    norm_eps: Epsilon = Field(default=1e-5, description="Added under the root in every norm.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        problems = []
+        if self.hidden_size % self.num_heads:
+            problems.append(("numHeads", f"must divide hiddenSize ({self.hidden_size})"))
+        elif self.architecture == "llama" and self.hidden_size // self.num_heads % 2:
+            head_size = self.hidden_size // self.num_heads
+            problems.append(
+                ("numHeads", f"hiddenSize / numHeads is {head_size}; rotary embeddings need an even number")
+            )
+        if self.num_heads % self.num_key_value_heads:
+            problems.append(("numKeyValueHeads", f"must divide numHeads ({self.num_heads})"))
+        if self.architecture != "llama" and self.num_key_value_heads != self.num_heads:
+            one = f"{self.architecture} has one per head: leave it out, or write {self.num_heads}"
+            problems.append(("numKeyValueHeads", one))
+        if self.architecture == "t5" and not self.tie_word_embeddings:
+            problems.append(("tieWordEmbeddings", "t5 has one matrix for all its embeddings; leave it out"))
+        refuse(problems)
+        return self
+
+
+class Location(Fields):
+    """A directory: on a claim, or a path as the trainer sees it."""
+
+    claim: ClaimName | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
+    sub_path: SubPath = Field(default="", description="Directory on the claim.")
+    path: Annotated[Text, Field(min_length=1)] | None = Field(
+        default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
+    )
+
+    @model_validator(mode="after")
+    def _claim_or_path(self) -> Self:
+        problems = exactly_one(self, ("claim", "path"))
+        if self.path is not None and self.sub_path:
+            problems.append(("subPath", "belongs to a claim; write the whole directory into path"))
+        refuse(problems)
+        return self
+
+
+class Lora(Fields):
+    """Low-rank adapters, trained in float32, on a frozen model in the compute type."""
+
+    rank: Annotated[Positive, Field(le=4096)] = Field(default=16, description="Rank of every adapter.")
+    alpha: Number = Field(default=32.0, description="Scale of the adapters, divided by rank.")
+    target_modules: tuple[Name, ...] = Field(
+        default=(), max_length=64, description="Names of the modules that get an adapter. Default: the attention's."
+    )
+
+
+class Precision(Fields):
+    """Types of numbers."""
+
+    compute: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16",
+        description="Parameters on the device, activations and gradients. float16 scales the loss: training.lossScale.",
+    )
+    master: Literal["float32"] = Field(default="float32", description="Master parameters and optimizer states.")
+    gradient_reduce: Literal["bfloat16", "float32"] = Field(
+        default="float32", description="Gradients on the wire between ranks; bfloat16 rounds each rank's sum once."
+    )
+    gradient_accumulate: Literal["float32"] = Field(
+        default="float32", description="Sum of the gradients over micro-batches."
+    )
+
+
+class Model(Fields):
+    """What is trained: exactly one of config, source, entrypoint."""
+
+    config: ModelConfig | None = Field(default=None, description="A transformer by its sizes, initialised at random.")
+    source: Location | None = Field(
+        default=None,
+        description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
+        "qwen3, gpt2, bert or t5. Training starts from its weights. Local runs only.",
+    )
+    entrypoint: Name | None = Field(
+        default=None,
+        description="Local runs only: package.module:function that returns a Chain or a transformers model.",
+    )
+    lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
+    precision: Precision = Field(default=Precision(), description="Types of numbers.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("config", "source", "entrypoint")))
+        return self
+
+    @property
+    def is_own_llama(self) -> bool:
+        """The one model that needs nothing of `transformers`: llama by its sizes, all of it trained."""
+        return self.config is not None and self.config.architecture == "llama" and self.lora is None
+
+    @property
+    def transformer(self) -> ModelConfig:
+        """The sizes of a model that is given by them."""
+        if self.config is None:
+            raise UserError("spec.model: a source or an entrypoint does not say its sizes; give them in model.config")
+        return self.config
+
+
+class HuggingFaceData(Fields):
+    """A data set of the `datasets` library."""
+
+    name: Name = Field(description="Name or path of the data set.")
+    subset: Text = Field(default="", description="Configuration of the data set.")
+    split: Name = Field(default="train", description="Split to train on.")
+    text_field: Name = Field(default="text", description="Column that holds the text.")
+
+
+class Evaluation(Fields):
+    """Loss on text that is never trained on: a part of the text that is held out, or a text of its own."""
+
+    text: Location | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # and so on: job.json as every version before knows it
+        description="Text files to evaluate on, with the tokenizer of data.text. Default: none.",
+    )
+    fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
+        default_factory=lambda given: None if given.get("text") else 0.01,  # an API server would add a static one
+        description="Share of the text's sequences that is held out, rounded up: stretches of neighbours at random "
+        "places. Excludes text. Default: 0.01 without text.",
+    )
+    sequences: Count = Field(
+        default=64,
+        exclude_if=lambda given: given == 64,
+        description="Sequences that each evaluation reads: the same every time, drawn from all that are held out, or "
+        "from text; all where there are fewer. 0 = all.",
+    )
+    seed: Count = Field(
+        default=0,
+        exclude_if=lambda given: given == 0,
+        description="Seed of both draws; not training.seed, so that all seeds are compared on the same text.",
+    )
+    every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("text", "fraction")))
+        return self
+
+
+class Data(Fields):
+    """What it is trained on: exactly one of text, tokens, huggingFace, entrypoint, builtin."""
+
+    text: Location | None = Field(
+        default=None,
+        description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
+    )
+    tokens: Location | None = Field(default=None, description="Not supported yet: packed token shards.")
+    hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
+    entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
+    builtin: Literal["PythonStdlib"] | None = Field(
+        default=None, description="Real text that every trainer has: the sources of Python's standard library."
+    )
+    evaluation: Evaluation | None = Field(default=None, description="Loss on unseen text. Default: none.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        refuse(exactly_one(self, ("text", "tokens", "hugging_face", "entrypoint", "builtin")))
+        return self

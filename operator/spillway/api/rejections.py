@@ -1,0 +1,115 @@
+"""Valid fields that no run honours, each with what works instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spillway.api.limits import MIN_TEXT_VOCABULARY
+from spillway.api.manifest import dotted, shown
+from spillway.api.members import problems_of
+from spillway.api.model import Model, Precision
+from spillway.api.pod import Checkpoint
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.errors import FieldProblem
+
+_TEXT_INSTEAD = "does not work in a run yet; use data.text or data.builtin"
+NOT_YET = {
+    **dict.fromkeys(("data.tokens", "data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
+    "checkpoint.from": "does not work in a run yet; leave it out",
+    "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
+    "command": "does not work yet; describe the run in model, data and training",
+}
+"""Fields that no run honours, each with what works instead. The CRD refuses them, too."""
+_INSPECTED = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
+NOT_IN_CLUSTER = {"model.source": _INSPECTED, "model.entrypoint": _INSPECTED}
+"""The same of fields that local runs honour alone."""
+
+
+def refusals(job: TrainingJob) -> list[FieldProblem]:
+    """Fields that no run can honour yet, here or in a cluster, each with what works instead."""
+    spec = job.spec
+    sizes = spec.model.config
+    masked = sizes is not None and sizes.architecture == "bert"
+    smallest = MIN_TEXT_VOCABULARY + masked
+    found = [
+        (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
+         "llama with lora is that of transformers, which has none; leave it out"),
+        (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
+         f"at least {smallest} for text: a token for every byte, and the end of text{', and the mask' * masked}"),
+    ]  # fmt: skip
+    return [*_refused(found, job), *_refused_fields(NOT_YET, job), *problems_of(job)]
+
+
+def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
+    """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
+    strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer
+    divides = strategy.startswith("Zero")
+    on_devices = job.spec.parallelism.device == "Cuda" and job.spec.parallelism.world_size > 1
+    found = [
+        (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
+         f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
+        (divides and model.lora, "spec.model.lora",
+         f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp or Fsdp"),
+        (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
+         "divides a model on CPUs alone so far; use Ddp on Cuda devices (`spillway plan` knows all of them)"),
+    ]  # fmt: skip
+    return [*_refused_fields(NOT_IN_CLUSTER, job), *_refused(found, job)]
+
+
+def _drops_in_llama_with_lora(model: Model) -> bool:
+    return bool(model.lora and model.config and model.config.architecture == "llama" and model.config.dropout)
+
+
+def _refused_fields(never: Mapping[str, str], job: TrainingJob) -> list[FieldProblem]:
+    """Of these, all that have another value than the default."""
+    given, defaults = job.spec.model_dump(mode="json"), {"checkpoint": Checkpoint().model_dump(mode="json")}
+    wrong = {path: _below(given, path) not in (None, [], _below(defaults, path)) for path in never}
+    return _refused([(wrong[path], f"spec.{path}", problem) for path, problem in never.items()], job)
+
+
+def _refused(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:
+    return [FieldProblem(path, _given(job, path), problem) for wrong, path, problem in found if wrong]
+
+
+def _given(job: TrainingJob, path: str) -> str:
+    value: Any = job.model_dump(mode="json")
+    for part in path.split("."):
+        value = value[part]
+    return value if isinstance(value, str) else shown(value)
+
+
+_CLUSTER_ONLY = (
+    "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
+    "memory.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
+    "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
+    "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
+    "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
+    "suspend",
+)  # fmt: skip
+
+
+def not_used_locally(spec: TrainingJobSpec) -> list[str]:
+    """Fields without a meaning in a local run that the user gave another value than the default, as spec.a.b."""
+    given = spec.model_dump(mode="json", exclude_unset=True)
+    default = TrainingJobSpec.model_construct(model=spec.model, data=spec.data, training=spec.training)
+    defaults = default.model_dump(mode="json")
+    defaults["model"] = {"precision": Precision().model_dump(mode="json")}
+    return [
+        dotted(("spec", *leaf))
+        for field in _CLUSTER_ONLY
+        for leaf, value in _leaves(_below(given, field), tuple(field.split(".")))
+        if value not in (None, {}, [], _below(defaults, ".".join(leaf)))
+    ]
+
+
+def _below(document: Any, path: str) -> Any:
+    for part in path.split("."):
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict) and path[-1] not in ("nodeSelector", "labels", "annotations"):
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
+    return [(path, value)]

@@ -1,0 +1,166 @@
+"""spec.training of a TrainingJob: optimizer, schedule, loss scale, steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from spillway.api.field_types import Count, Epsilon, Fields, Fraction, Name, Number, Positive, refuse
+from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
+
+
+class ParameterGroup(Fields):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Name = Field(
+        description="Names of parameters, as in the checkpoints: * stands for any characters, ? for one, [ab] for one "
+        "of these. Of several groups that match the first counts."
+    )
+    learning_rate_factor: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
+        default=1.0, description="Their learning rate as a multiple of everyone's, at every step."
+    )
+    weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
+        default=None, description="Their weight decay, vectors too. Default: everyone's; vectors do not decay."
+    )
+
+
+class Optimizer(Fields):
+    """How gradients change parameters. Vectors (norms, biases) do not decay."""
+
+    name: Literal["AdamW", "Adam", "SgdMomentum", "Lion"] = Field(
+        default="AdamW",
+        description="Algorithm. AdamW and Lion shrink parameters by weightDecay, apart from the gradient; Adam and "
+        "SgdMomentum add it to the gradient.",
+    )
+    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
+    # Their defaults depend on the name: none here, where an API server would write them down for another.
+    betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="AdamW, Adam: decay rates of the two moments; default 0.9 and 0.95. Lion: of the mean that the "
+        "update takes the sign of, and of the one that is kept; default 0.9 and 0.99.",
+    )
+    eps: Epsilon | None = Field(
+        default=None, description="AdamW, Adam: added to the root of the second moment; default 1e-8."
+    )
+    momentum: Annotated[Number, Field(lt=1.0)] | None = Field(
+        default=None, description="SgdMomentum: what a step keeps of the one before; default 0.9."
+    )
+    weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
+        default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
+    )
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="What a run keeps the moments in (AdamW, Adam: two; SgdMomentum, Lion: one) between updates, which "
+        "compute in float32; masters are float32 always. bfloat16 takes half of the bytes, int8 a quarter (codes, and "
+        "a float32 scale for every 256 values); each is another result. int8 needs CPUs and strategy Ddp.",
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), max_length=64, description="Parameters that are treated otherwise. Each group must have some."
+    )
+
+    @property
+    def rule(self) -> UpdateRule:
+        return UpdateRule(self.name)
+
+    @property
+    def moment_type(self) -> MomentType:
+        return MomentType(self.moments)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_its_name(cls, given: Any) -> Any:
+        name = given.get("name", cls.model_fields["name"].default) if isinstance(given, dict) else None
+        if name not in tuple(UpdateRule):
+            return given
+        return {**UpdateRule(name).defaults, **{field: value for field, value in given.items() if value is not None}}
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> Self:
+        others = [name for name in RULE_FIELDS if name not in self.rule.defaults and getattr(self, name) is not None]
+        refuse([(name, f"{self.name} has none; leave it out") for name in others])
+        return self
+
+    @model_validator(mode="after")
+    def _moments_that_shrink(self) -> Self:
+        most = self.moment_type.most_kept
+        betas = (self.betas or (0.0,))[-len(self.rule.moments) :]  # Lion's first is of no mean that is kept
+        kept = {"betas": max(betas), "momentum": self.momentum or 0.0}
+        why = (
+            f"a mean that keeps more than {most} of itself a step cannot shrink in {self.moments}, where what it would "
+            "lose is rounded away; lower it, or use moments: float32"
+        )
+        refuse([(name, why) for name, value in kept.items() if value > most])
+        return self
+
+
+class Schedule(Fields):
+    """Learning rate over the steps: a linear warm-up, then a fall to finalFraction of the peak."""
+
+    name: Literal["Cosine", "Linear", "Constant"] = Field(default="Cosine", description="Shape after the warm-up.")
+    warmup_steps: Count = Field(default=0, description="Steps of linear warm-up.")
+    final_fraction: Fraction = Field(
+        default=0.1, description="Learning rate of the last step as a fraction of the peak; Constant ignores it."
+    )
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("a power of two is needed, for example 65536: it must change exponents only")
+    return value
+
+
+Scale = Annotated[Positive, Field(le=1 << 24), AfterValidator(_power_of_two)]
+
+
+class LossScale(Fields):
+    """What the loss is multiplied by before backward, so that small gradients survive float16. It halves after a step
+    whose gradients are not finite, which is left out."""
+
+    initial: Scale = Field(default=65536, description="The first step's; a power of two.")
+    growth_interval: Positive = Field(
+        default=2000, description="Steps in a row with finite gradients, after which it doubles."
+    )
+    minimum: Scale = Field(
+        default=1, description="The least; gradients that are not finite even with it end the job. A power of two."
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        refuse([("minimum", f"at most initial ({self.initial})")] if self.minimum > self.initial else [])
+        return self
+
+
+class Training(Fields):
+    """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
+
+    steps: Positive = Field(description="Optimizer steps to train.")
+    sequence_length: Annotated[Positive, Field(ge=2, le=1 << 24)] = Field(description="Tokens per sequence.")
+    global_batch_size: Annotated[Positive, Field(le=1 << 24)] = Field(
+        description="Sequences per optimizer step, over all devices and micro-batches."
+    )
+    micro_batch_size: Annotated[Positive, Field(le=1 << 20)] = Field(
+        default=1, description="Sequences per device in one forward and backward; changes rounding only."
+    )
+    seed: Count = Field(default=0, description="Seed of initialisation, data order and dropout.")
+    gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")
+    non_finite: Literal["SkipStep", "Fail"] = Field(
+        default="SkipStep",
+        description="A step whose gradients are not finite: left out, or the end of the job. One with a finite loss in "
+        "float16 is left out in any case, with a smaller loss scale from then on.",
+    )
+    loss_scale: LossScale | None = Field(
+        default=None, description="Of model.precision.compute: float16, and of no other type. Default: from 65536 on."
+    )
+    optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
+    schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        problems = []
+        if self.global_batch_size % self.micro_batch_size:
+            problems.append(("globalBatchSize", f"must be a multiple of microBatchSize ({self.micro_batch_size})"))
+        if self.schedule.warmup_steps > self.steps:
+            problems.append(("schedule.warmupSteps", f"at most steps ({self.steps})"))
+        refuse(problems)
+        return self

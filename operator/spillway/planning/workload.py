@@ -1,0 +1,512 @@
+"""Workload: what one rank does in a step, as bytes by segment; Blocks: what becomes of each block's activations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Literal
+
+from spillway.plan import Answer
+from spillway.planning.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
+from spillway.update_rules import MomentType, UpdateRule
+
+Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
+SHARDS: dict[Strategy, tuple[str, ...]] = {
+    "Ddp": (),
+    "Zero1": ("states", "gradients"),
+    "Zero2": ("states", "gradients"),
+    "Zero3": ("states", "gradients", "parameters"),
+    "Fsdp": ("states", "gradients", "parameters"),
+}
+"""what each strategy divides among the ranks; sums of gradients are added up by their owners under Zero1, too"""
+RUN_STRATEGY: Strategy = "Ddp"
+"""what a run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
+ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
+"""those that DeepSpeed divides"""
+DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
+"""those whose optimizer gets float32 sums over ranks, a micro-batch each"""
+STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
+"""those under which model_spill runs: every rank has whole segments at home"""
+LEAN_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
+"""those under which blocks are lean: every rank has whole parameters from forward to backward"""
+LARGE_STORAGE_BYTES = 2 * 2**20
+"""a huge page: from here on a storage stays in no cache, and its pages are new every time"""
+CACHE_LINE_BYTES = 64
+"""storages that lie in one piece of host memory start on one"""
+LOSS_BYTES = CACHE_LINE_BYTES
+"""scalars that the loss saves: the sum of its labels' weights"""
+PAGE_BYTES = 4096
+"""pieces of host memory and NVMe extents are multiples of this"""
+Order = Literal["InOrder", "WeightStationary"]
+Sizes = tuple[int, ...]
+
+NUM_SLOTS = 2
+"""device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
+NUM_STAGING_BUFFERS = 4
+"""host buffers of one chunk for gradients on their way down, and as many for parameters that go up or to NVMe"""
+NUM_STATE_BUFFERS = 4
+"""host buffers of one chunk's states that are on NVMe: one is read, one updated, one written, and one more, so that a
+small chunk between large ones leaves no lane idle"""
+NUM_RELOADED_SEGMENTS = 2
+"""spilled segments that are back on the device at once: the one in backward and the one before it"""
+NUM_GATHERED_SEGMENTS = 2
+"""segments whose sharded parameters are whole at once: the one in use and the next"""
+PARAMETER_UNIT_BYTES = 512
+"""a streamed parameter starts on one, as torch's CUDA allocator places them: cuBLAS chooses kernels by alignment"""
+EXCHANGE_PARAMETERS = 2**20
+"""gradients that ranks exchange at once"""
+ALLOCATOR_BYTES = 192 * 2**20
+"""of torch's CUDA allocator, whatever the plan: two workspaces of 32 MiB that it lends to cuBLAS (one a thread that
+launches products: torch before 2.15 keeps them), and pages of 20 MiB, of each stream and of small and large blocks,
+that are not full. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)"""
+
+
+def _without(sizes: list[int], taken: list[int]) -> list[int]:
+    """`sizes` less those of `taken`, each once, in the same order."""
+    left, out = Counter(taken), []
+    for size in sizes:
+        if left[size]:
+            left[size] -= 1
+        else:
+            out.append(size)
+    return out
+
+
+def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
+    """`nbytes` rounded up to whole units."""
+    return -(-nbytes // unit) * unit
+
+
+def one_piece(sizes: Iterable[int]) -> int:
+    """Storages of these sizes in one piece of host memory."""
+    return padded(sum(padded(size, CACHE_LINE_BYTES) for size in sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """One kind of block, bytes of one micro-batch."""
+
+    saved: int
+    """what it saves for backward"""
+    rebuilt: int
+    """the part of it that is not held, because backward rebuilds it from the rest; 0 where the plan is not lean"""
+    rebuilding: int
+    """what that reads and writes"""
+    moved: int
+    """the part of what is held that is worth moving"""
+    moved_host: int
+    """the same in host memory: one piece of whole pages"""
+    moved_nvme: int
+    """the same on NVMe, where every storage takes whole pages"""
+    output: int
+    new_input: int
+    """what it gets that the segment before it made; small: the part that stays on the device, being not worth moving"""
+    new_small: int
+    passed_input: int
+    """what it gets that an earlier segment made"""
+    passed_small: int
+    input_host: int
+    """all that it gets and is worth moving, in host memory: one piece of whole pages"""
+    input_nvme: int
+    """the same on NVMe"""
+    forward: int
+    """workspace"""
+    backward: int
+    lean: int
+    flops: float
+    """of one forward"""
+
+    @property
+    def held(self) -> int:
+        return self.saved - self.rebuilt
+
+    @property
+    def passed_large(self) -> int:
+        return self.passed_input - self.passed_small
+
+    @property
+    def input_large(self) -> int:
+        """All that it gets and is worth moving."""
+        return self.new_input - self.new_small + self.passed_large
+
+
+NO_BLOCK = BlockBytes(*(0,) * 16, flops=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive equal blocks, [start, end)."""
+
+    start: int
+    end: int
+    block: BlockBytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank does in a step, apart from where bytes live. Sums over blocks are computed once."""
+
+    shape: ModelShape
+    micro_batch_size: int
+    sequence_length: int
+    num_micro_batches: int
+    world_size: int = 1
+    local_ranks: int = 1
+    strategy: Strategy = "Ddp"
+    minimum_bytes: int = 64 * 1024
+    """storages smaller than this stay on the device"""
+    wire_bytes: int = FLOAT32_BYTES
+    """of a gradient on its way to other ranks: precision.gradientReduce"""
+    rule: UpdateRule = UpdateRule.ADAMW
+    moments: MomentType = MomentType.FLOAT32
+    in_place: bool = False
+    """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
+    is_float16: bool = False
+    """weights are in it: no half of their masters"""
+    lean: bool = False
+    """blocks that are not recomputed rebuild what their shape says"""
+    on_cuda: bool = False
+    """device memory comes from torch's CUDA allocator"""
+
+    @property
+    def splits_masters(self) -> bool:
+        """Of a streamed parameter's master only what its bfloat16 weight does not say crosses the link."""
+        return self.shape.trained_bytes == 2 and not self.is_float16 and not self.in_place
+
+    @cached_property
+    def tokens(self) -> int:
+        """of one micro-batch"""
+        return self.micro_batch_size * self.sequence_length
+
+    @cached_property
+    def rank_parameters(self) -> int:
+        """Parameters that this rank's optimizer updates."""
+        if self.is_cut_by_rows:
+            return sum(self.most_rows(one) for one in self._parameters if one.is_trained and not one.is_alias)
+        return ceil(self.shape.num_trained / self.shards("states"))
+
+    @property
+    def is_cut_by_rows(self) -> bool:
+        """Every parameter by itself, so that the first rank has more where rows are uneven."""
+        return self.strategy == "Fsdp" and self.world_size > 1
+
+    @property
+    def _parameters(self) -> Iterator[ParameterShape]:
+        return (one for segment in self.shape.segments for one in segment.parameters)
+
+    def most_rows(self, one: ParameterShape) -> int:
+        """Values of those rows that the first rank has, cut by rows. No other one has more."""
+        return ceil(one.num_rows / self.world_size) * one.row_values
+
+    @cached_property
+    def rank_accumulated(self) -> int:
+        """Values with an accumulator, cut by rows."""
+        return sum(self.most_rows(one) for one in self._parameters if one.is_trained)
+
+    @cached_property
+    def rank_parameter_bytes(self) -> int:
+        """Cut by rows; a tied alias is gathered from memory of its own."""
+        return sum(self.most_rows(one) * one.value_bytes for one in self._parameters)
+
+    @cached_property
+    def largest_gathered_bytes(self) -> int:
+        """A segment's whole parameters, when ranks hold only shards; cut by rows, those that fill up are sent too."""
+        if not self.is_cut_by_rows:
+            return self.shape.largest_segment_bytes
+        sizes = (sum(self.most_rows(one) * one.value_bytes for one in s.parameters) for s in self.shape.segments)
+        return self.world_size * max(sizes)
+
+    @cached_property
+    def largest_piece(self) -> int:
+        """Values of one parameter that one rank updates."""
+        if self.is_cut_by_rows:
+            return max(self.most_rows(one) for one in self._parameters if one.is_trained)
+        return ceil(self.shape.largest_parameter / self.shards("parameters"))
+
+    def shards(self, part: str) -> int:
+        """Ranks that share `part`: parameters, gradients, states."""
+        return self.world_size if part in SHARDS[self.strategy] else 1
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The blocks, equal neighbours together."""
+        kinds: dict[tuple[Segment, Sizes, Sizes], BlockBytes] = {}
+        found: list[Run] = []
+        for index, (before, block) in enumerate(pairwise(self.shape.segments[:-1])):
+            kind = (block, before.made_bytes, before.passed_bytes)
+            if kind not in kinds:
+                kinds[kind] = self._block_bytes(*kind)
+            if found and found[-1].block is kinds[kind]:
+                found[-1] = Run(found[-1].start, index + 1, kinds[kind])
+            else:
+                found.append(Run(index, index + 1, kinds[kind]))
+        return tuple(found)
+
+    def _block_bytes(self, block: Segment, made: Sizes, passed: Sizes) -> BlockBytes:
+        """Of `block`, which gets tensors of these sizes."""
+        sizes = [self.tokens * per_token for per_token in block.saved_bytes]
+        rebuilt = self._rebuilt_sizes(block)
+        moved = [size for size in _without(sizes, rebuilt) if size >= self.minimum_bytes]
+        new, old = self._sizes(made), self._sizes(passed)
+        waiting = [size for size in (*new, *old) if size >= self.minimum_bytes]
+        return BlockBytes(
+            saved=sum(sizes),
+            rebuilt=sum(rebuilt),
+            rebuilding=self.tokens * block.rebuilding_bytes if rebuilt else 0,
+            moved=sum(moved),
+            moved_host=one_piece(moved),
+            moved_nvme=sum(padded(size) for size in moved),
+            output=self.tokens * block.output_bytes,
+            new_input=sum(new),
+            new_small=sum(size for size in new if size < self.minimum_bytes),
+            passed_input=sum(old),
+            passed_small=sum(size for size in old if size < self.minimum_bytes),
+            input_host=one_piece(waiting),
+            input_nvme=sum(padded(size) for size in waiting),
+            forward=self.tokens * block.forward_workspace_bytes,
+            backward=self.tokens * block.backward_workspace_bytes,
+            lean=self.tokens * block.lean_forward_bytes,
+            flops=self.tokens * block.forward_flops_per_token(self.sequence_length),
+        )
+
+    def _rebuilt_sizes(self, block: Segment) -> list[int]:
+        """Small storages are held."""
+        sizes = (self.tokens * per_token for per_token in block.rebuilt_bytes if self.lean)
+        return [size for size in sizes if size >= self.minimum_bytes]
+
+    @property
+    def can_be_lean(self) -> bool:
+        """Whether backward could rebuild anything of a block."""
+        sizes = {size for block in set(self.shape.blocks) for size in block.rebuilt_bytes}
+        return any(self.tokens * size >= self.minimum_bytes for size in sizes)
+
+    def _sizes(self, per_token: Sizes) -> list[int]:
+        return [self.tokens * size for size in per_token]
+
+    @cached_property
+    def handed_on_bytes(self) -> tuple[int, ...]:
+        """Of one micro-batch, what each segment hands on and is worth moving."""
+        found = (self._sizes((*one.made_bytes, *one.passed_bytes)) for one in self.shape.segments)
+        return tuple(sum(size for size in sizes if size >= self.minimum_bytes) for sizes in found)
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """of one micro-batch"""
+        return self.tokens * self.shape.forward_flops_per_token(self.sequence_length)
+
+    @cached_property
+    def forward_order(self) -> tuple[tuple[float, float], ...]:
+        """Of each segment that has trained parameters: the share of all of them up to and with it, and the share of
+        forward's FLOPs before it."""
+        segments, length = self.shape.segments, self.sequence_length
+        flops = [segment.forward_flops_per_token(length) for segment in segments]
+        trained = [*accumulate(segment.num_trained for segment in segments)]
+        before = [0.0, *accumulate(flops)]
+        return tuple(
+            (trained[index] / trained[-1], before[index] / max(1.0, before[-1]))
+            for index, segment in enumerate(segments)
+            if segment.num_trained
+        )
+
+    @cached_property
+    def largest_segment(self) -> int:
+        """values that have accumulators in it"""
+        return max(segment.num_accumulated for segment in self.shape.segments)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """of one micro-batch, everything kept"""
+        return self.tokens * self.shape.saved_bytes_per_token()
+
+    @cached_property
+    def large_saved_bytes(self) -> int:
+        """of those, in storages of at least LARGE_STORAGE_BYTES"""
+        sizes = (self.tokens * each for segment in self.shape.segments for each in segment.saved_bytes)
+        return sum(size for size in sizes if size >= LARGE_STORAGE_BYTES)
+
+    @cached_property
+    def backward_flops(self) -> float:
+        return self.tokens * self.shape.backward_flops_per_token(self.sequence_length)
+
+    @cached_property
+    def units(self) -> Units:
+        return _units(self)
+
+    def alive(self, streaming: Streaming) -> int:
+        """Micro-batches whose activations are held at once."""
+        return self.num_micro_batches if streaming.order == "WeightStationary" else 1
+
+    @cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """Prefix sums over blocks by field of BlockBytes: sums[field][n] is that of the first n blocks."""
+        kinds = [run.block for run in self.runs for _ in range(run.start, run.end)]
+        fields = (
+            "saved", "rebuilt", "rebuilding", "moved", "moved_host", "moved_nvme", "input_host", "input_nvme",
+            "passed_large", "flops",
+        )  # fmt: skip
+        return {field: [0, *accumulate(getattr(kind, field) for kind in kinds)] for field in fields}
+
+    def sum_of(self, field: str, start: int, end: int) -> int:
+        """Of BlockBytes.`field` over blocks [start, end)."""
+        return int(self.sums[field][end] - self.sums[field][start])
+
+    @cached_property
+    def largest_block(self) -> BlockBytes:
+        """The one that moves most."""
+        return max((run.block for run in self.runs), key=lambda block: block.moved, default=NO_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How many blocks have each answer. Order in the model: NVMe first (longest until backward needs it), then host,
+    then recompute; the last ones are kept, because backward starts there."""
+
+    num_layers: int
+    recomputed: int = 0
+    host: int = 0
+    nvme: int = 0
+
+    @property
+    def moved(self) -> int:
+        return self.host + self.nvme
+
+    @property
+    def kept(self) -> int:
+        return self.num_layers - self.recomputed - self.moved
+
+    @property
+    def pieces(self) -> tuple[tuple[Answer, int, int], ...]:
+        """(answer, first block, end) in forward order, empty ones left out."""
+        counts = (
+            (Answer.NVME, self.nvme),
+            (Answer.HOST, self.host),
+            (Answer.RECOMPUTE, self.recomputed),
+            (Answer.KEEP, self.kept),
+        )
+        ends = accumulate(count for _, count in counts)
+        return tuple((answer, end - count, end) for (answer, count), end in zip(counts, ends, strict=True) if count)
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """One a block, in forward order."""
+        return tuple(answer for answer, start, end in self.pieces for _ in range(start, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How many units of the eviction order (below) are not resident, and how they pass through the device. Those that
+    are evicted first, being worth least on the device, lie on NVMe, the others in host memory."""
+
+    host: int = 0
+    nvme: int = 0
+    num_slots: int = NUM_SLOTS
+    order: Order = "InOrder"
+    boundaries: Answer = Answer.KEEP
+
+    @property
+    def units(self) -> int:
+        return self.host + self.nvme
+
+
+RESIDENT = Streaming()
+"""all parameters stay on the device"""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Prefix sums over the eviction order: entry n is of the n units that are evicted first."""
+
+    segments: list[tuple[int, ...]]
+    """of each unit: one segment, or all that share parameters, whose home is one"""
+    count: list[int]
+    """of segments"""
+    own: list[int]
+    """bytes of parameters that leave the device"""
+    trained: list[int]
+    accumulated: list[int]
+    host: list[int]
+    """bytes of homes in host memory"""
+    nvme: list[int]
+    """bytes of homes on NVMe, at most: every chunk of every parameter takes whole pages"""
+    loaded: list[int]
+    """bytes of one load of each, aliases included"""
+    returning: list[int]
+    """of those, what backward needs again: not an embedding, whose gradient needs the indices alone"""
+    largest: list[int]
+    """bytes of the largest slot"""
+    largest_nvme: list[int]
+    """bytes of the largest segment as read from NVMe"""
+
+
+def eviction_order(shape: ModelShape) -> list[tuple[int, ...]]:
+    """Units of segments by what a resident byte of them saves, least first: a knapsack by saved seconds per byte.
+
+    A byte that is not resident is loaded in every pass, so all are worth the same but for: tied parameters, loaded once
+    for each use; embedding and head, which set the size of the slots and whose loads nothing precedes or follows;
+    late blocks, which backward needs again before anything else. Segments without parameters are not listed.
+    """
+    members = {index: {index} for index, segment in enumerate(shape.segments) if segment.num_tensors}
+    for alias, owner in shape.tied:
+        together = members[alias] | members[owner]
+        members.update(dict.fromkeys(together, together))
+    units = {tuple(sorted(unit)) for unit in members.values()}
+    ends = {0, shape.num_segments - 1}
+
+    def worth(unit: tuple[int, ...]) -> tuple[float, bool, int]:
+        own = sum(shape.segments[index].parameter_bytes for index in unit)
+        loaded = own + shape.compute_bytes * sum(shape.segments[index].num_aliased for index in unit)
+        return loaded / max(1, own), bool(ends.intersection(unit)), max(unit)
+
+    return sorted(units, key=worth)
+
+
+def _units(work: Workload) -> Units:
+    shape, chunk = work.shape, chunk_parameters(work)
+    made = Units([], [0], [0], [0], [0], [0], [0], [0], [0], [0], [0])
+    for unit in eviction_order(shape):
+        segments = [shape.segments[index] for index in unit]
+        own = [home_bytes(segment) for segment in segments]
+        slots = [
+            home + padded(shape.compute_bytes * segment.num_aliased)
+            for home, segment in zip(own, segments, strict=True)
+        ]
+        extents = [
+            segment.parameter_bytes + PAGE_BYTES * (segment.num_tensors + segment.num_parameters // chunk)
+            for segment in segments
+        ]
+        made.segments.append(unit)
+        for sums, amount in (
+            (made.count, len(unit)),
+            (made.own, sum(segment.parameter_bytes for segment in segments)),
+            (made.trained, sum(segment.num_trained for segment in segments)),
+            (made.accumulated, sum(segment.num_accumulated for segment in segments)),
+            (made.host, sum(own)),
+            (made.nvme, sum(extents)),
+            (made.loaded, sum(slots)),
+            (
+                made.returning,
+                sum(slot for slot, segment in zip(slots, segments, strict=True) if segment.matrix_parameters),
+            ),
+        ):
+            sums.append(sums[-1] + amount)
+        made.largest.append(max(made.largest[-1], *slots))
+        made.largest_nvme.append(max(made.largest_nvme[-1], *extents, *slots))
+    return made
+
+
+def home_bytes(segment: Segment) -> int:
+    """Of one segment in host memory, and in a slot before its aliases: each parameter is padded to its unit."""
+    return padded(segment.parameter_bytes + PARAMETER_UNIT_BYTES * segment.num_tensors) if segment.num_parameters else 0
+
+
+def chunk_parameters(work: Workload) -> int:
+    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32), or 32 Mi on a device
+    apart: the host needs as long for an operation there as the link for several MiB. Large ones are no more than 1/64,
+    for a plan counts a chunk beyond a path's share."""
+    near = 1 << (work.rank_parameters // 64).bit_length()
+    most = 1 << 22 if work.in_place else min(max(near >> 1, 1 << 22), 1 << 25)
+    return min(max(near, 1 << 16), most)

@@ -1,0 +1,186 @@
+"""No attempt lives: the next one is planned and created, or the status says what it waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spillway.api.status import MAX_ATTEMPTS, MOST_ESCALATIONS, Escalation
+from spillway.api.training_job import TrainingJob
+from spillway.errors import UserError
+from spillway.feedback.retries import MEMORY_ERRORS
+from spillway.plan import Tier
+
+from . import conditions as c
+from . import manifests
+from .acceptance import Refusal, accept, changed_for_ever, claim_names, claim_problem, given
+from .answer import PATIENCE_SECONDS, give_up, patience, write
+from .attempt_end import Cause
+from .case import Case
+from .conditions import Finding, false, true, unknown
+from .contracts import memory_failures, missing, newest_begun, newest_contract, read_files
+from .deadlines import expired
+from .manifests import AttemptFiles
+from .observed import Desired
+from .planning import Past, as_decided, is_ours, next_attempts, plan_attempt
+from .progress_status import at_the_start
+
+
+def start(case: Case) -> Desired:
+    """The next attempt: its contract, then the children that the contract describes."""
+    outcome = accept(case.observed.job)
+    if isinstance(outcome, Refusal):
+        return _refuse(case, outcome)
+    needs = missing(case, "contracts", *(["claims"] if claim_names(outcome.spec) else []))
+    if needs:
+        return Desired(needs=needs)
+    case = case.found(true(c.ACCEPTED, "Valid"), durability(case))
+    obstacle = _obstacle(case, outcome)
+    if obstacle is not None:
+        return _wait(case, obstacle)
+    committed = newest_contract(case)
+    # Without a count nobody knows whether the newest contract has run: its number counts as used.
+    files = read_files(case, committed) if committed > case.attempts.total and not case.count_is_lost else None
+    uid, facts, cluster = case.observed.job.uid, case.observed.facts, case.observed.cluster
+    if files is not None and is_ours(files, outcome, uid, facts):
+        return _create(case, files)
+    number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
+    if number > MAX_ATTEMPTS:
+        return _wait(case, _NO_NUMBER)
+    decided = plan_attempt(outcome, uid, cluster, facts, _past(case, number), case.place)
+    return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+
+
+def _past(case: Case, number: int) -> Past:
+    """For attempt `number`."""
+    begun, known = newest_begun(case), case.attempts
+    memory = case.status.memory
+    peak = memory.peak if memory is not None else None
+    progress = case.status.progress
+    has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier one's
+    return Past(
+        attempts=next_attempts(known, number, case.now),
+        threads=begun.job.compute_threads if begun is not None else None,  # so that a resumed run rounds as it did
+        because=c.clean(case.because or _why_restarting(case)),
+        escalations=case.status.escalations,
+        failures=memory_failures(case),
+        last=begun.plan if begun is not None else None,
+        peaks={tier: size for tier in Tier if has_reported and (size := getattr(peak, tier.value, None))},
+        trained_seconds=0.0 if known.last_reason in MEMORY_ERRORS else float(known.last_active_seconds),
+    )
+
+
+def _not_planned(case: Case, found: Finding) -> Desired:
+    """Waits; but where memory ran out and no other plan fits, that was the last rung."""
+    known = case.attempts
+    if found.reason != "DoesNotFit" or known.last_reason not in MEMORY_ERRORS:
+        return _wait(case, found)
+    why = case.because or _why_restarting(case)
+    message = c.clean(f"{why}; no other plan fits: {found.message}")
+    return give_up(case.found(found), Cause(known.last_reason, message))
+
+
+def _why_restarting(case: Case) -> str:
+    """What an earlier look, before the pause, said of the attempt that ended."""
+    running = c.find(case.before.conditions, c.RUNNING)
+    return running.message if running is not None and running.reason == c.RESTARTING else ""
+
+
+def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
+    """What others have to mend before the attempt can be created."""
+    if case.observed.conflict:
+        return _conflicts(case.observed.conflict)
+    if case.observed.refusal:
+        return false(c.SCHEDULED, "Refused", case.observed.refusal)
+    begun = newest_begun(case)
+    altered = begun and changed_for_ever(begun.job.spec, job.spec, begun.job.epoch)
+    return altered.finding() if altered else claim_problem(job.spec, case.observed.claims or ())
+
+
+def _conflicts(child: str) -> Finding:
+    sentence = f"{child} belongs to somebody else: remove it, or give the TrainingJob another name"
+    return false(c.ACCEPTED, c.NAME_CONFLICT, sentence)
+
+
+def _refuse(case: Case, refusal: Refusal) -> Desired:
+    """Until the spec changes, which is an event; or until the pending deadline."""
+    case = case.found(refusal.finding())
+    over = expired(case, refusal.finding().message)
+    return write(case) if over is None else give_up(case, over)
+
+
+def _wait(case: Case, obstacle: Finding) -> Desired:
+    """Nothing is created until the obstacle is gone; looked at again, ever more seldom.
+
+    Also when no plan fits: nodes are added and freed, so that is no verdict on the job.
+    """
+    over = expired(case, obstacle.message)
+    if over is not None:
+        return give_up(case.found(obstacle), over)
+    waited = case.seconds_since(obstacle.type, "False")
+    return write(case.found(obstacle), look_again=patience(waited))
+
+
+def _create(case: Case, files: AttemptFiles) -> Desired:
+    try:
+        creates = manifests.children(files, case.observed.job, case.observed.facts)
+    except UserError as error:
+        return _wait(case, false(c.PLANNED, c.CONTRACT_TOO_LARGE, str(error)))
+    uid = case.observed.job.uid
+    if any(attempt.name == files.name and attempt.owner_uid != uid for attempt in case.observed.attempts):
+        return _wait(case, _conflicts(f"Job {files.name}"))
+    return write(begun(case, files), creates=creates, look_again=PATIENCE_SECONDS)
+
+
+def begun(case: Case, files: AttemptFiles) -> Case:
+    """What the status says once the attempt exists. Its contract counts the end before it as it was seen when the
+    contract was made; where a refused child kept the status from being written then, and a later look wrote that end
+    as it saw it, the status stands: an end is counted once."""
+    known, attempts = case.attempts, files.decision.attempts
+    if known.ended >= attempts.ended:
+        since = known.pending_time or attempts.pending_time
+        changes = {"total": attempts.total, "start_time": attempts.start_time, "pending_time": since}
+        attempts = known.model_copy(update=changes)
+    begun = case.changed(
+        attempts=attempts,
+        plan=files.plan_status,
+        escalations=_latest(case.status.escalations, files.decision.escalations),
+        progress=at_the_start(case.status.progress, case.steps),
+        start_time=case.status.start_time or attempts.start_time,
+    ).found(*as_decided(files), durability(case))
+    begun = replace(begun, because=files.decision.because)
+    return begun.found(*waits_for_quota(case)) if files.job.spec.scheduling.queue_name else begun
+
+
+def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> tuple[Escalation, ...]:
+    """One for each attempt, with the sentence of whichever has it."""
+    found = {one.attempt: one for one in known}
+    found |= {one.attempt: one for one in decided if one.change or one.attempt not in found}
+    return tuple(found[attempt] for attempt in sorted(found))[-MOST_ESCALATIONS:]
+
+
+_NO_NUMBER = false(
+    c.PLANNED,
+    c.NO_NUMBER,
+    f"status.attempts leaves no number for another attempt (at most {MAX_ATTEMPTS}): somebody else wrote it; put it "
+    "right with `kubectl edit --subresource=status`",
+)
+
+
+def durability(case: Case) -> Finding:
+    if not given(case.spec, "checkpoint.claim"):
+        return false(c.CHECKPOINTS_DURABLE, "NoClaim", "checkpoint.claim is not given: checkpoints end with the pod")
+    if case.status.checkpoint is None:
+        return unknown(c.CHECKPOINTS_DURABLE, "NoCheckpoint")
+    return true(c.CHECKPOINTS_DURABLE, "Committed")
+
+
+def waits_for_quota(case: Case) -> tuple[Finding, ...]:
+    queue = given(case.spec, "scheduling.queueName")
+    why = f"waits for quota in the queue {queue}" if queue else "somebody suspended the attempt's Job"
+    said = case.observed.queue_says
+    if queue and said is None:  # not asked this time: what it said last stands
+        known = c.find(case.before.conditions, c.QUOTA_RESERVED)
+        why = known.message if known is not None and known.message.startswith(why) else why
+    elif queue and said:
+        why = f"{why}: {said}"
+    return false(c.QUOTA_RESERVED, "Waiting", why), false(c.RUNNING, "Queued")
