@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from spillway.plan import Answer
+from spillway.plan import Policy
 from spillway_trainer.activation_spill import Spilling
 from spillway_trainer.activation_spill.store import SpillStore
 from spillway_trainer.kernels import native
@@ -248,7 +248,7 @@ class Contestant:
         """The paper's plan: the first layers are spilled whole, all else is kept; a layer comes back one ahead."""
         layers = layers_of(self._model)
         count = len(layers) - 1 if num_layers is None else num_layers
-        answers = {str(index): Answer.NVME if index < count else Answer.KEEP for index in range(len(layers))}
+        answers = {str(index): Policy.NVME if index < count else Policy.KEEP for index in range(len(layers))}
         native.attach_tensor_pool()  # as Spilling does
         host, ledger = HostSlab(2 * self._saved_bytes), DeviceLedger(None)
         lanes, nvme = CpuLanes(host, ledger), NvmeSlab(directory, 2 * self._saved_bytes, 2)

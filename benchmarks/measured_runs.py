@@ -20,9 +20,9 @@ from spillway.planning.planner import make_plan
 from spillway.units import GIB
 from spillway_trainer import config, probe
 from spillway_trainer.assemble import Assembly
-from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.probe import Cell
-from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train_step
+from spillway_trainer.trainer import LoopSettings, Run, RunProgress, StopRequest, train_step
 
 HUNDRED_MILLION = Cell(768, 12, 10240, 512, 1, num_micro_batches=1)
 """100.7 million parameters, 512 tokens a step"""
@@ -31,7 +31,7 @@ HUNDRED_MILLION = Cell(768, 12, 10240, 512, 1, num_micro_batches=1)
 class WithoutUpdate:
     """An optimizer that takes gradients and never updates."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: StepOptimizer) -> None:
         self._optimizer = optimizer
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
@@ -49,7 +49,7 @@ class MeasuredRun:
     optimizer: Any
     _run: Run
     _settings: LoopSettings
-    _progress: Progress
+    _progress: RunProgress
 
     def step(self) -> StepMetrics:
         return train_step(self._run, self._settings, self._progress, StopRequest())[0]
@@ -79,4 +79,4 @@ class MeasuredRuns:
         wrapped = optimizer(assembly.optimizer)
         run = probe.run_of(self._job, self._cell, assembly)
         run = replace(run, optimizer=wrapped, techniques=techniques(run.techniques))
-        return MeasuredRun(assembly, wrapped, run, config.loop_settings(self._job.spec, plan), Progress())
+        return MeasuredRun(assembly, wrapped, run, config.loop_settings(self._job.spec, plan), RunProgress())

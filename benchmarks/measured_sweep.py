@@ -44,7 +44,7 @@ from spillway_trainer.ranks import World
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.run_job import run_job
 from spillway_trainer.sweep.attempt import open_sweep_recorder, run_sweep
-from spillway_trainer.trainer import Progress, StopRequest
+from spillway_trainer.trainer import RunProgress, StopRequest
 
 MODULES = ("argparse.py", "dataclasses.py", "enum.py", "inspect.py", "typing.py", "tarfile.py")
 """real text: these sources of the standard library"""
@@ -129,21 +129,21 @@ class Laboratory:
         """The corpus is made, and code is in memory."""
         with self._run(0, 0) as (file, plan):
             solo = member_job(file, file.spec.members[0])
-            run_job(solo, plan.members[0].plan, recorder(solo), Progress(), StopRequest(), World())
+            run_job(solo, plan.members[0].plan, recorder(solo), RunProgress(), StopRequest(), World())
 
     def alone(self, seed: int) -> Outcome:
         with self._run(seed, 0) as (file, plan):
             begin = time.time()
             for member, planned in zip(file.spec.members, plan.members, strict=True):
                 solo = member_job(file, member)
-                run_job(solo, planned.plan, recorder(solo), Progress(), StopRequest(), World())
+                run_job(solo, planned.plan, recorder(solo), RunProgress(), StopRequest(), World())
             return outcome(file, begin, time.time())
 
     def sweep(self, seed: int, *, halves: bool) -> Outcome:
         with self._run(seed, self._size.num_steps // FIRST_ROUND if halves else 0) as (file, plan):
             begin = time.time()
             told = open_sweep_recorder(file)
-            run_sweep(file, plan, told, Progress(), StopRequest(), World())
+            run_sweep(file, plan, told, RunProgress(), StopRequest(), World())
             return outcome(file, begin, time.time())
 
     @contextmanager

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from spillway.planning.member_schedule import (
-    Candidate,
     Machine,
     MemberWork,
-    Policy,
     Readiness,
-    Visit,
+    SegmentVisit,
+    TurnPolicy,
+    WaitingMember,
     choose,
     waits_seconds,
 )
@@ -52,7 +52,7 @@ class Outcome:
     spans: tuple[Span, ...]
 
 
-def simulate(works: Sequence[MemberWork], machine: Machine, policy: Policy) -> Outcome:
+def simulate(works: Sequence[MemberWork], machine: Machine, policy: TurnPolicy) -> Outcome:
     """Raises ValueError for a machine without devices or slots, and for a member without steps or segments or with
     parts that `policy` or `machine` cannot have."""
     if machine.num_devices < 1 or machine.num_slots < 1:
@@ -67,11 +67,11 @@ def simulate(works: Sequence[MemberWork], machine: Machine, policy: Policy) -> O
     return _Simulation(works, machine, policy).run()
 
 
-STEPWISE = (Policy.READINESS, Policy.ROUND_ROBIN, Policy.SEQUENTIAL)
+STEPWISE = (TurnPolicy.READINESS, TurnPolicy.ROUND_ROBIN, TurnPolicy.SEQUENTIAL)
 """policies under which one member's activations are on a device at a time"""
 
 
-def fastest(works: Sequence[MemberWork], machine: Machine) -> tuple[Policy, Outcome]:
+def fastest(works: Sequence[MemberWork], machine: Machine) -> tuple[TurnPolicy, Outcome]:
     """The policy of STEPWISE that ends first, and its outcome; the first of equals."""
     outcomes = {policy: simulate(works, machine, policy) for policy in STEPWISE}
     policy = min(STEPWISE, key=lambda one: outcomes[one].seconds)
@@ -128,7 +128,7 @@ class _Task:
     """A visit that a device has taken up."""
 
     member: _Member
-    visit: Visit
+    visit: SegmentVisit
     step: int
     before: _Task | None
     """of the same part"""
@@ -141,7 +141,7 @@ class _Task:
 class _Member:
     index: int
     work: MemberWork
-    visits: tuple[Visit, ...]
+    visits: tuple[SegmentVisit, ...]
     updated: list[int]
     """by segment: steps that it has seen"""
     step: int = 0
@@ -189,7 +189,7 @@ class _Device:
 
 
 class _Simulation:
-    def __init__(self, works: Sequence[MemberWork], machine: Machine, policy: Policy) -> None:
+    def __init__(self, works: Sequence[MemberWork], machine: Machine, policy: TurnPolicy) -> None:
         self._machine, self._policy, self._clock = machine, policy, _Clock()
         self._h2d = [_Queue(self._clock) for _ in range(machine.num_ports)]
         self._d2h = [_Queue(self._clock) for _ in range(machine.num_ports)]
@@ -240,9 +240,9 @@ class _Simulation:
         else:
             device.waiting.extend(self._next_part(member, device))
 
-    def _candidates(self, device: _Device) -> list[Candidate]:
+    def _candidates(self, device: _Device) -> list[WaitingMember]:
         return [
-            Candidate(
+            WaitingMember(
                 member.index,
                 member.compute_seconds,
                 member.chain_seconds,
@@ -317,11 +317,11 @@ class _Simulation:
                 self._take_up(device)
 
     def _into(self, port: int, nbytes: int, then: Callable[[], None], deadline: float = 0.0) -> None:
-        worth = -deadline if self._policy is Policy.READINESS else 0.0
+        worth = -deadline if self._policy is TurnPolicy.READINESS else 0.0
         self._h2d[port].put(nbytes / self._machine.h2d_bytes_per_second, then, worth)
 
     def _worth(self, member: _Member) -> float:
-        return member.chain_seconds if self._policy is Policy.READINESS else 0.0
+        return member.chain_seconds if self._policy is TurnPolicy.READINESS else 0.0
 
     def _arrived(self, task: _Task) -> None:
         task.is_uploaded = True

@@ -56,8 +56,8 @@ from spillway.planning.hardware import NodeSpec, resolve_node
 from spillway.planning.member_schedule import (
     Machine,
     MemberWork,
-    Policy,
     SegmentWork,
+    TurnPolicy,
     bound_seconds,
     ceiling_seconds,
     machine_of,
@@ -145,15 +145,15 @@ def sets(cells: Cells) -> Iterator[tuple[str, list[MemberWork], Machine]]:
 
 def measure_sets(cells: Cells) -> dict[str, float]:
     print(f"makespan over the bound, {NUM_STEPS} steps each\n{'node':9}{'tokens':>6}  {'members':18}devices", end="")
-    print("".join(f"{policy:>12}" for policy in Policy))
+    print("".join(f"{policy:>12}" for policy in TurnPolicy))
     over_bound, over_best = list[float](), list[float]()
     for label, works, machine in sets(cells):
         bound = bound_seconds(works, machine)
-        found = {policy: simulate(works, machine, policy).seconds / bound for policy in Policy}
+        found = {policy: simulate(works, machine, policy).seconds / bound for policy in TurnPolicy}
         ours = min(found[policy] for policy in STEPWISE)
-        print(f"{label:42}" + "".join(f"{found[policy]:12.3f}" for policy in Policy))
+        print(f"{label:42}" + "".join(f"{found[policy]:12.3f}" for policy in TurnPolicy))
         over_bound.append(ours)
-        over_best.append(ours / min(found[Policy.SEQUENTIAL], found[Policy.SHARD_LRTF]))
+        over_best.append(ours / min(found[TurnPolicy.SEQUENTIAL], found[TurnPolicy.SHARD_LRTF]))
     return {"simulated_vs_bound_max": max(over_bound), "simulated_vs_best_max": max(over_best)}
 
 
@@ -166,7 +166,7 @@ def measure_parts(cells: Cells) -> dict[str, float]:
         machine = replace(machine_of(node), num_devices=8, num_slots=NUM_SLOTS)
         works = [streamed_member(f"m{i}", 3e9, tokens, node) for i in range(2)]
         parts = parted(works, machine, NUM_MICRO_BATCHES)
-        ours, whole = fastest(parts, machine)[1].seconds, simulate(works, machine, Policy.SHARD_LRTF).seconds
+        ours, whole = fastest(parts, machine)[1].seconds, simulate(works, machine, TurnPolicy.SHARD_LRTF).seconds
         ratios[tokens, name] = ours / whole
         print(f"{name:9}{tokens:6}  2 members in {parts[0].num_parts} parts each, 8 devices  {ours / whole:.3f}")
     return {"parts_vs_lrtf": ratios[max(ratios)]}
@@ -193,8 +193,8 @@ def measure_shared_base() -> dict[str, float]:
         line = f"{tokens:6} tokens"
         for count in (1, 2, 4, 8, 16):
             works = [adapter(f"a{i}", 14e9, tokens, node) for i in range(count)]
-            apart = simulate(works, machine, Policy.SEQUENTIAL).seconds
-            together = simulate([visited_together(works)], machine, Policy.READINESS).seconds
+            apart = simulate(works, machine, TurnPolicy.SEQUENTIAL).seconds
+            together = simulate([visited_together(works)], machine, TurnPolicy.READINESS).seconds
             transfer = works[0].upload_bytes / machine.h2d_bytes_per_second
             compute = works[0].compute_seconds
             expected = count * max(transfer, compute) / max(transfer, count * compute)
@@ -324,7 +324,7 @@ def measure_grid(optimizer: str, quick: bool) -> dict[str, float]:
     print(f"\nHydra's grid with {optimizer}, {node.num_devices} devices of {node.name}")
     works = grid(optimizer, node)
     if quick:
-        policy, ours = Policy.READINESS, simulate(works, machine, Policy.READINESS)
+        policy, ours = TurnPolicy.READINESS, simulate(works, machine, TurnPolicy.READINESS)
     else:
         policy, ours = fastest(works, machine)
     rivals = {
@@ -362,7 +362,7 @@ def lrtf_seconds(works: Sequence[MemberWork], machine: Machine, node: NodeSpec) 
         ))
         for work in works
     ]  # fmt: skip
-    return simulate(sharded, machine, Policy.SHARD_LRTF).seconds
+    return simulate(sharded, machine, TurnPolicy.SHARD_LRTF).seconds
 
 
 def training_bytes(shape: ModelShape) -> list[int]:

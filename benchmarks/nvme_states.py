@@ -25,7 +25,7 @@ from measured_runs import HUNDRED_MILLION, MeasuredRuns, WithoutUpdate
 from spillway.units import format_seconds
 from spillway_trainer import probe
 from spillway_trainer.kernels import dispatch as kernels
-from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.probe import Cell
 
 CELL = replace(HUNDRED_MILLION, micro_batch_size=4, optimizer="Nvme")
@@ -36,7 +36,7 @@ LIMITS = {"nvme_step_ratio": 1.15}
 class UpdateTimed:
     """An optimizer that says how long its update took, from first to last byte."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: StepOptimizer) -> None:
         self._optimizer = optimizer
         self.seconds = 0.0
 

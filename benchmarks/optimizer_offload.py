@@ -28,9 +28,11 @@ gained, what the stride gains beside them, what ours gains.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch.nn import Parameter
@@ -50,7 +52,9 @@ from spillway_trainer.optimizer_offload.assign import STRIDES, Assignment, assig
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Lane, Region
-from spillway_trainer.tiers.tracing import TracedEvent, TracingLanes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from fakes.tracing import TracedEvent, TracingLanes
 
 DEEPSPEED_BYTES, OUR_BYTES, STATE_BYTES, UPLOAD_BYTES = 50, 30, 12, 2
 """a parameter: host memory by DeepSpeed's CPU step (scale pass, update, cast, pageable upload), by ours; over the link

@@ -40,7 +40,7 @@ from torch import Tensor
 import paired
 import rivals
 from spillway_trainer.kernels import native
-from spillway_trainer.kernels.io_engine import Direction, Transfer
+from spillway_trainer.kernels.io_engine import Direction, IoRequest
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.spill_file import SpillFile
 
@@ -118,7 +118,7 @@ class Ours:
             places = [buffer[at - start : at - start + REQUEST_BYTES] for at in offsets]
             known = [self._checksums[at // REQUEST_BYTES] for at in offsets]
             transfers = [
-                Transfer(self._begin + at, *rest)
+                IoRequest(self._begin + at, *rest)
                 for at, rest in zip(offsets, zip(places, known, strict=True), strict=True)
             ]
             engine.transfer(direction, transfers)

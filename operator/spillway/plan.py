@@ -31,7 +31,7 @@ class Tier(StrEnum):
     NVME = "nvme"
 
 
-class Answer(StrEnum):
+class Policy(StrEnum):
     """The four answers for what one segment saves for backward."""
 
     KEEP = "keep"
@@ -118,7 +118,7 @@ class OptimizerPlan(Frozen):
 class ActivationPlan(Frozen):
     """activation_spill: one answer per segment of the model, in forward order."""
 
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Policy, ...] = ()
     """empty = keep everywhere"""
     minimum_bytes: int = Field(default=64 * 1024, ge=0)
     """storages smaller than this are kept: moving them costs more than it frees"""
@@ -130,7 +130,7 @@ class ActivationPlan(Frozen):
     is held"""
 
     @property
-    def uses(self) -> frozenset[Answer]:
+    def uses(self) -> frozenset[Policy]:
         return frozenset(self.answers)
 
 
@@ -143,7 +143,7 @@ class ParameterPlan(Frozen):
     """device slots of the largest streamed segment each; two let one be filled while the other is used"""
     order: Literal["InOrder", "WeightStationary"] = "InOrder"
     """one micro-batch after the other through all segments, or one segment after the other for all micro-batches"""
-    boundaries: Answer = Answer.KEEP
+    boundaries: Policy = Policy.KEEP
     """WeightStationary: where what segments hand on waits for backward (keep, host or nvme)"""
 
     @property
@@ -261,7 +261,7 @@ class MemoryPlan(Frozen):
     @property
     def movable_activations(self) -> int:
         """Bytes of one rank's activations on NVMe that a live correction may move to host memory."""
-        if Answer.NVME not in self.activations.uses:
+        if Policy.NVME not in self.activations.uses:
             return 0
         return min(self.bytes[Tier.NVME].activations, self.bytes[Tier.HOST].reserve)
 

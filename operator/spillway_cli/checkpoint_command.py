@@ -55,7 +55,7 @@ class LoadingOptimizer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedRun:
     """Where the checkpoints of a run lie, or of one member of a sweep."""
 
     member: str
@@ -87,7 +87,7 @@ class ExportOptions:
     """of a sweep; None: the best"""
 
 
-def saved_by(path: Path, member: str | None = None) -> list[Saved]:
+def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
     """One of a run; of a sweep one for each member that has begun, if any has, or `member` alone.
 
     Raises UserError when `path` is neither a run directory nor one of checkpoints, or has no such member."""
@@ -102,13 +102,13 @@ def saved_by(path: Path, member: str | None = None) -> list[Saved]:
         there = f"there are {', '.join(begun)}" if begun else "it is no sweep, or none has begun; leave --member out"
         raise UserError(f"--member {member}: {path} has no checkpoints of it; {there}")
     return [
-        Saved(name, Path(member_directory(checkpoints, name)) if name else checkpoints, places, specs.get(name))
+        SavedRun(name, Path(member_directory(checkpoints, name)) if name else checkpoints, places, specs.get(name))
         for name in begun or [""]
         if member in (None, name)
     ]
 
 
-def to_export(options: ExportOptions) -> tuple[Saved, str]:
+def to_export(options: ExportOptions) -> tuple[SavedRun, str]:
     """What is exported, and of a sweep which member and why. Raises UserError when it must be named."""
     found = saved_by(options.run, options.member)
     if options.member is not None:
@@ -126,7 +126,7 @@ def to_export(options: ExportOptions) -> tuple[Saved, str]:
     return saved_by(options.run, name)[0], f"member {name}, {rank} by {metric} {value}: "
 
 
-def tokenizer_of(checkpoint: Path, saved: Saved) -> Path:
+def tokenizer_of(checkpoint: Path, saved: SavedRun) -> Path:
     """The tokenizer.json that the checkpoint was trained with. Raises UserError when it is in none of the places."""
     wanted = open_checkpoint(checkpoint).manifest.state.tokenizer_xxh3
     for file in (file for place in saved.places for file in place.glob("corpus*/tokenizer.json")):
@@ -194,7 +194,7 @@ def export(options: ExportOptions) -> int:
     return ExitCode.COMPLETED
 
 
-def export_weights(options: ExportOptions, saved: Saved, checkpoint: Path) -> tuple[dict[str, object], str]:
+def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> tuple[dict[str, object], str]:
     """Weights as a Hugging Face directory; returns what is said of it, for machines and for people."""
     from spillway_trainer.interchange import export as exporter  # noqa: PLC0415 - imports torch
 
@@ -203,7 +203,7 @@ def export_weights(options: ExportOptions, saved: Saved, checkpoint: Path) -> tu
     return {"dtype": dtype}, f"{', '.join(files)} in {dtype}, config, tokenizer"
 
 
-def export_states(options: ExportOptions, saved: Saved, checkpoint: Path) -> tuple[dict[str, object], str]:
+def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> tuple[dict[str, object], str]:
     """Masters, moments and step as a directory that DeepSpeed or torch trains on from; returns as `export_weights`."""
     from spillway_trainer.interchange import exporting  # noqa: PLC0415 - imports torch
 

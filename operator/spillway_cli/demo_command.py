@@ -31,7 +31,7 @@ from .console import Format, message_console, print_json, result_console, table
 from .machine.local_node import probe
 from .record.attempt_ends import Attempt
 from .record.directory import RunDirectory, create_run_directory, exclusive
-from .record.log import Checkpoint, Event, RunLog, Step, read_run_log
+from .record.log import CheckpointEvent, Event, RunLog, StepEvent, read_run_log
 from .record.progress import ProgressReporter
 from .record.summary import RunSummary, summarize
 from .report.command import read_record, write_report
@@ -52,7 +52,7 @@ CLEARLY_BELOW = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Promise:
     """One thing that the demo promises, and what was seen."""
 
     text: str
@@ -85,9 +85,9 @@ class KillOnce(ProgressReporter):
 
     def event(self, event: Event, log: RunLog) -> None:
         super().event(event, log)
-        if isinstance(event, Checkpoint) and self._kill_at_step is None:
+        if isinstance(event, CheckpointEvent) and self._kill_at_step is None:
             self._kill_at_step = event.step + STEPS_AFTER_CHECKPOINT
-        if isinstance(event, Step) and event.metrics.step == self._kill_at_step and not self._killed:
+        if isinstance(event, StepEvent) and event.metrics.step == self._kill_at_step and not self._killed:
             self._killed = True
             self.say(f"step {event.metrics.step}: kill -9 {self._pid}")
             os.kill(self._pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ class DemoEnded(UserError):
             self.exit_code = ExitCode(last.exit_code)
 
 
-def check(budget_run: DemoRun, plain_run: DemoRun) -> list[Claim]:
+def check(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
     """Every claim of the demo against what was seen."""
     return [
         *memory_claims(budget_run, plain_run),
@@ -184,37 +184,37 @@ def check(budget_run: DemoRun, plain_run: DemoRun) -> list[Claim]:
     ]
 
 
-def memory_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Claim]:
+def memory_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
     peaks = {use.tier: use.peak_bytes for use in budget_run.summary.tiers}
     plain_bytes = next(use.peak_bytes for use in plain_run.summary.tiers if use.tier is Tier.DEVICE)
     budget_bytes = budget_run.plan.budget[Tier.DEVICE]
     used = ", ".join(f"{tier} {format_bytes(peaks.get(tier, 0))}" for tier in Tier)
     of_plain = f"{format_bytes(budget_bytes)} of {format_bytes(plain_bytes)}, its saved activations not counted"
     return [
-        Claim("device budget below half of what the plain run holds", 2 * budget_bytes < plain_bytes, of_plain),
-        Claim(
+        Promise("device budget below half of what the plain run holds", 2 * budget_bytes < plain_bytes, of_plain),
+        Promise(
             "device bytes never above the budget",
             peaks[Tier.DEVICE] <= budget_bytes,
             f"{format_bytes(peaks[Tier.DEVICE])} at most",
         ),
-        Claim("bytes in all three tiers", all(peaks.get(tier, 0) > 0 for tier in Tier), used),
+        Promise("bytes in all three tiers", all(peaks.get(tier, 0) > 0 for tier in Tier), used),
     ]
 
 
-def resume_claim(run: DemoRun) -> Claim:
+def resume_claim(run: DemoRun) -> Promise:
     resumed = [start.resumed_from_step for start in run.log.starts if start.resumed_from_step > 0]
     codes = [attempt.exit_code for attempt in run.attempts]
     lost = run.log.last_step_of_epoch.get(1, 0)
     seen = f"killed after step {lost}, resumed from step {resumed[0]}" if resumed else f"exit codes {codes}"
-    return Claim("killed with SIGKILL, resumed by itself", bool(resumed) and codes == [128 + signal.SIGKILL, 0], seen)
+    return Promise("killed with SIGKILL, resumed by itself", bool(resumed) and codes == [128 + signal.SIGKILL, 0], seen)
 
 
-def loss_claim(run: DemoRun) -> Claim:
+def loss_claim(run: DemoRun) -> Promise:
     first, final = run.log.curve[0].metrics.loss, run.log.curve[-1].metrics.loss
-    return Claim("final loss clearly below the first", final < CLEARLY_BELOW * first, f"{first:.4f} -> {final:.4f}")
+    return Promise("final loss clearly below the first", final < CLEARLY_BELOW * first, f"{first:.4f} -> {final:.4f}")
 
 
-def equality_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Claim]:
+def equality_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
     """Losses compared as floats: run.jsonl holds every bit of them."""
     ours, theirs = losses(budget_run.log), losses(plain_run.log)
     differing = [step for step in sorted({*ours, *theirs}) if ours.get(step) != theirs.get(step)]
@@ -222,8 +222,8 @@ def equality_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Claim]:
     state, plain_state = final_state(budget_run.directory), final_state(plain_run.directory)
     size = format_bytes(sum(nbytes for _, nbytes, _ in state))
     return [
-        Claim("every step's loss bit-identical to the plain run", bool(ours) and not differing, equal_losses),
-        Claim("final weights and optimizer states bit-identical", bool(state) and state == plain_state, size),
+        Promise("every step's loss bit-identical to the plain run", bool(ours) and not differing, equal_losses),
+        Promise("final weights and optimizer states bit-identical", bool(state) and state == plain_state, size),
     ]
 
 
@@ -247,7 +247,7 @@ def remove_bulk(directory: Path) -> None:
 
 
 def say_verdict(
-    console: Console, budget_run: DemoRun, plain_run: DemoRun, claims: Sequence[Claim], seconds: float
+    console: Console, budget_run: DemoRun, plain_run: DemoRun, claims: Sequence[Promise], seconds: float
 ) -> None:
     shown = table("", "within budgets", "plain")
     for tier in Tier:
@@ -273,7 +273,7 @@ def tier_peak(run: DemoRun, tier: Tier) -> str:
     return format_bytes(next((use.peak_bytes for use in run.summary.tiers if use.tier is tier), 0))
 
 
-def as_json(budget_run: DemoRun, plain_run: DemoRun, claims: Sequence[Claim], seconds: float) -> dict[str, object]:
+def as_json(budget_run: DemoRun, plain_run: DemoRun, claims: Sequence[Promise], seconds: float) -> dict[str, object]:
     return {
         "holds": all(claim.holds for claim in claims),
         "claims": [{"claim": claim.text, "holds": claim.holds, "seen": claim.seen} for claim in claims],

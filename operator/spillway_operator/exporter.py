@@ -40,7 +40,7 @@ class Gauges:
     jobs: Mapping[str, int]
 
 
-class Exporter(Collector):
+class OperatorExporter(Collector):
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each, which nobody asks for
         self.registry = CollectorRegistry()

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from spillway.errors import UserError
 
-from .exporter import Exporter
+from .exporter import OperatorExporter
 
 LAG_INTERVAL_SECONDS = 0.5
 LAG_WINDOW_SECONDS = 60.0
@@ -52,7 +52,7 @@ class LoopLag:
 class HealthServer:
     """`problem()` says why the operator is not alive, or ""; `not_ready()` why it is not ready, or ""."""
 
-    def __init__(self, exporter: Exporter, problem: Callable[[], str], not_ready: Callable[[], str]) -> None:
+    def __init__(self, exporter: OperatorExporter, problem: Callable[[], str], not_ready: Callable[[], str]) -> None:
         self._exporter = exporter
         self._problem = problem
         self._not_ready = not_ready

@@ -40,7 +40,7 @@ from .kube.api_client import (
     WORKLOADS,
     ApiClient,
     NotFound,
-    Refused,
+    RequestRejected,
     is_path_segment,
 )
 from .kube.store import MANAGED_BY, Key, Store, attempt_number, controller, known_attempts, project_attempt, project_job
@@ -199,7 +199,7 @@ class Observer:
         selector = f"regarding.kind=Job,regarding.uid={newest.uid},reason=FailedCreate"
         try:
             found = await self._client.list(EVENTS, job.namespace, _told_at, field_selector=selector)
-        except Refused:
+        except RequestRejected:
             return ""
         return max(found.items, default=("", ""))[1]
 
@@ -213,7 +213,7 @@ class Observer:
         selector = f"{WORKLOAD_JOB_LABEL}={newest.uid}"
         try:
             found = await self._client.list(WORKLOADS, job.namespace, project_workload, selector)
-        except (NotFound, Refused):
+        except (NotFound, RequestRejected):
             return ""
         return next(filter(None, found.items), "")
 
@@ -227,7 +227,7 @@ class Observer:
             found = await self._client.get(CLAIMS, job.namespace, name)
         except NotFound:
             return Claim(name, exists=False)
-        except Refused:  # not allowed to look
+        except RequestRejected:  # not allowed to look
             return Claim(name, exists=True)
         return Claim(
             name, exists=True, access_modes=tuple(map(str, (found.get("spec") or {}).get("accessModes") or ()))

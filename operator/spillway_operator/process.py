@@ -27,7 +27,7 @@ from spillway.api.limits import GROUP, VERSION
 
 from .decide.case import is_corrected
 from .decide.observed import OperatorFacts
-from .exporter import Exporter, Gauges
+from .exporter import Gauges, OperatorExporter
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
 from .kube.api_client import TRAINING_JOBS, ApiClient, ApiError
 from .kube.apply import Applier
@@ -51,7 +51,7 @@ from .progress.endpoint import Certificate, ProgressEndpoint
 from .progress.outbox import ProgressOutbox
 from .progress.token_reviews import TokenReviews
 from .settings import Settings
-from .worker import Told, Worker
+from .worker import JobCallbacks, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Operator:
         self._kopf_ready = asyncio.Event()
         self._heard: dict[str, float] = {}
 
-        self._exporter = Exporter()
+        self._exporter = OperatorExporter()
         self._lag = LoopLag()
         self._store = Store()
         self._kinds = watched_kinds(self._store)
@@ -115,7 +115,7 @@ class Operator:
             self._outbox,
             self._events,
             self._exporter,
-            Told(self._forget, self._profiles.ran_out),
+            JobCallbacks(self._forget, self._profiles.ran_out),
         )
 
     async def run(self) -> int:

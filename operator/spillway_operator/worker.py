@@ -20,8 +20,8 @@ from spillway.api.status import Escalation
 
 from .decide.observed import Desired, JobObject, Observed
 from .decide.reconcile import reconcile
-from .exporter import Exporter
-from .kube.api_client import ApiError, Refused, Unavailable
+from .exporter import OperatorExporter
+from .kube.api_client import ApiError, RequestRejected, Unavailable
 from .kube.apply import DONE, Applied, Applier
 from .kube.events import EventPoster
 from .kube.key_queue import KeyQueue
@@ -48,7 +48,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class JobCallbacks:
     """What others want to hear of TrainingJobs."""
 
     forget: Callable[[Key], None]
@@ -66,8 +66,8 @@ class Worker:
         reservations: Reservations,
         outbox: ProgressOutbox,
         events: EventPoster,
-        exporter: Exporter,
-        told: Told,
+        exporter: OperatorExporter,
+        told: JobCallbacks,
     ) -> None:
         self._queue = queue
         self._observer = observer
@@ -104,7 +104,7 @@ class Worker:
             seconds = self._queue.retry(key, unanswered=True)
             logger.warning("%s; again in %.1f s", error, seconds, extra=about(key))
         except ApiError as error:
-            result = "refused" if isinstance(error, Refused) else "raced"
+            result = "refused" if isinstance(error, RequestRejected) else "raced"
             logger.warning("%s; again in %.1f s", error, self._queue.retry(key), extra=about(key))
         except Exception:
             result = "failed"

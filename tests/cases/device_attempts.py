@@ -20,7 +20,7 @@ from fakes import cuda_kernels
 from harness import local_runs, sweep_runs
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob
-from spillway.plan import Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
+from spillway.plan import MemoryPlan, OptimizerPlan, ParameterPlan, Policy, Tier
 from spillway_trainer import trainer
 from spillway_trainer.activation_spill import rebuilding
 from spillway_trainer.activation_spill.records import Record
@@ -56,8 +56,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "spread": {},
     "backward": {"overlap": "Backward", "speculative_parameters": 20000},
     "states on nvme": {"cpu_share": 0.2, "streamed_share": 0.3, "resident_share": 0.1, "nvme_share": 0.4},
-    "streamed": {"order": "InOrder", "boundaries": Answer.KEEP},
-    "weight-stationary": {"order": "WeightStationary", "boundaries": Answer.NVME},
+    "streamed": {"order": "InOrder", "boundaries": Policy.KEEP},
+    "weight-stationary": {"order": "WeightStationary", "boundaries": Policy.NVME},
 }
 
 
@@ -66,8 +66,8 @@ def plan_of(technique: str, num_segments: int) -> MemoryPlan:
     if technique == "disabled":
         return local_runs.disabled_plan(num_segments - 2)
     plan = local_runs.spread_plan(num_segments - 2)
-    answers = itertools.islice(itertools.cycle((Answer.NVME, Answer.HOST, Answer.RECOMPUTE)), num_segments - 2)
-    activations = plan.activations.model_copy(update={"answers": (Answer.KEEP, *answers, Answer.KEEP)})
+    answers = itertools.islice(itertools.cycle((Policy.NVME, Policy.HOST, Policy.RECOMPUTE)), num_segments - 2)
+    activations = plan.activations.model_copy(update={"answers": (Policy.KEEP, *answers, Policy.KEEP)})
     plan = plan.model_copy(update={"activations": activations})
     if "order" in changes:
         homes = tuple(Tier.NVME if index in (1, 2) else Tier.HOST for index in range(num_segments))  # none that is tied
@@ -160,7 +160,7 @@ def sweep_attempt(root: Path, kind: str, on_device: bool) -> Any:
     plan = sweep_runs.sweep_plan(job, 3)
     if kind != "turns":
         homes = (Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST, Tier.HOST) if kind == "one base" else ()
-        order = {"order": "WeightStationary", "num_slots": 2, "boundaries": Answer.HOST} if homes else {}
+        order = {"order": "WeightStationary", "num_slots": 2, "boundaries": Policy.HOST} if homes else {}
         members = tuple(
             one.model_copy(
                 update={
@@ -200,7 +200,7 @@ def contexts_before_placement(root: Path) -> list[int]:
     """How many the process has when it chooses its cores."""
     place, found = numa.place, []
 
-    def noted(*arguments: Any) -> numa.Placement:
+    def noted(*arguments: Any) -> numa.CoreBinding:
         found.append(cuda_kernels.take_counts().get("contexts", 0))
         return place(*arguments)
 

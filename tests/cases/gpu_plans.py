@@ -27,7 +27,7 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.models.build import build_model
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers import cuda
-from spillway_trainer.trainer import Progress, Run, StopRequest, train_step
+from spillway_trainer.trainer import Run, RunProgress, StopRequest, train_step
 
 DEVICE_MIB = 1000 * 1024
 """more than any shape needs: what limits it is its budget"""
@@ -280,7 +280,7 @@ def run_plan(job: TrainingJob, plan: MemoryPlan, directory: str, found: dict[str
         device=device,
         loss_scale=config.loss_scale(job.spec),
     )
-    settings, progress, held = config.loop_settings(job.spec, plan), Progress(), ledger.held_bytes
+    settings, progress, held = config.loop_settings(job.spec, plan), RunProgress(), ledger.held_bytes
     found["contexts"] = take_counts()["contexts"]
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(NUM_STEPS):

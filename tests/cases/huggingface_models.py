@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
-from spillway_trainer.corpus.objective import IGNORED_LABEL, Objective, prefix_length
+from spillway_trainer.corpus.objective import IGNORED_LABEL, TrainingObjective, prefix_length
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, allocate
 
@@ -53,13 +53,13 @@ def small_model(architecture: str = "llama", compute: str = "float32", scale: fl
 
 
 def batch_for(
-    objective: Objective, seed: int = 5, batch: int = BATCH, length: int = LENGTH
+    objective: TrainingObjective, seed: int = 5, batch: int = BATCH, length: int = LENGTH
 ) -> tuple[Tensor, Tensor, int]:
     """Tokens, labels and the number of labels; some labels are left out."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, VOCABULARY, (2, batch, length), generator=generator)
-    left_out = torch.rand(labels.shape, generator=generator) < (0.8 if objective is Objective.MASKED else 0.2)
-    if objective is Objective.PREFIX:
+    left_out = torch.rand(labels.shape, generator=generator) < (0.8 if objective is TrainingObjective.MASKED else 0.2)
+    if objective is TrainingObjective.PREFIX:
         left_out[:, : prefix_length(length)] = True
         labels = tokens.clone()
     labels = labels.masked_fill(left_out, IGNORED_LABEL)

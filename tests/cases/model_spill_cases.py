@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakes.fake_spill_file import FakeSpillFile
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracingLanes
 from harness import local_runs
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, ParameterPlan, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Overlap, ParameterPlan, Policy, Tier, TierBytes
 from spillway.units import MIB
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer.assemble import Assembly, assemble, fill
@@ -26,9 +28,8 @@ from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
-from spillway_trainer.tiers.tracing import TracingLanes
-from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes
+from spillway_trainer.trainer import LoopSettings, Run, RunProgress, StopRequest, train
 
 HIDDEN, HEADS, VOCABULARY, NUM_BLOCKS = 16, 2, 61, 6
 BATCH, LENGTH, STEPS = 2, 8, 2
@@ -164,7 +165,7 @@ class Technique:
     homes: str = "host"
     num_slots: int = 2
     order: str = "InOrder"
-    boundaries: Answer = Answer.KEEP
+    boundaries: Policy = Policy.KEEP
     answers: str = "keep"
     lanes: str = "lazy"
     chunk_parameters: int = 211
@@ -202,11 +203,11 @@ HOMES: dict[str, Callable[[int], tuple[Tier, ...]]] = {
     "mixed": lambda count: (HOST, NVME, DEVICE, NVME, HOST, DEVICE, NVME, HOST)[:count],
 }
 ANSWERS = {
-    "keep": (Answer.KEEP,),
-    "recompute": (Answer.RECOMPUTE,),
-    "host": (Answer.HOST,),
-    "nvme": (Answer.NVME,),
-    "mixed": (Answer.NVME, Answer.RECOMPUTE, Answer.HOST, Answer.KEEP, Answer.RECOMPUTE),
+    "keep": (Policy.KEEP,),
+    "recompute": (Policy.RECOMPUTE,),
+    "host": (Policy.HOST,),
+    "nvme": (Policy.NVME,),
+    "mixed": (Policy.NVME, Policy.RECOMPUTE, Policy.HOST, Policy.KEEP, Policy.RECOMPUTE),
 }
 RESIDENT = MemoryPlan(
     job="small",
@@ -277,7 +278,7 @@ class Listener(Recorder):
 
 
 class NoCheckpoints:
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         return 0, 0.0
 
 
@@ -339,7 +340,7 @@ class Laboratory:
                 order=assembly.order,
             )
             during(run, assembly)
-            train(run, settings_of(model), Progress(), StopRequest())
+            train(run, settings_of(model), RunProgress(), StopRequest())
             tensors = {name: value.clone() for name, value in assembly.states()}
             tensors |= parameters(assembly)
             peaks = {tier: max(peak[tier] for peak in listener.peaks) for tier in Tier}

@@ -12,17 +12,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fakes.fake_spill_file import FakeSpillFile
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracingLanes
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer.kernels import reference
-from spillway_trainer.optimizer.plain import Hyperparameters, Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer.plain import Hyperparameters, ResidentOptimizer, StepOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
-from spillway_trainer.tiers.tracing import TracingLanes
 
 SETTINGS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = {
@@ -125,7 +126,7 @@ class Outcome:
 
 
 def drive(
-    optimizer: Optimizer,
+    optimizer: StepOptimizer,
     case: Case,
     first: int = 0,
     last: int = NUM_STEPS,
@@ -152,7 +153,7 @@ def drive(
     return norms
 
 
-def outcome(optimizer: Optimizer, parameters: Named, norms: list[float]) -> Outcome:
+def outcome(optimizer: StepOptimizer, parameters: Named, norms: list[float]) -> Outcome:
     optimizer.flush()
     tensors = {name: parameter.detach().clone() for name, parameter in parameters}
     return Outcome(tensors, dict(optimizer.state()), optimizer.scalars(), norms)

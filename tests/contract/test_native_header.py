@@ -114,7 +114,7 @@ def test_every_number_is_the_same() -> None:
     directions = {f"SPILLWAY_{direction.name}": direction.value for direction in io_engine.Direction}
     assert enum_of_header("spillway_direction") == directions
     errors = enum_of_header("spillway_error")
-    assert all(errors[f"SPILLWAY_{failure.name}"] == failure for failure in io_engine.Failure if failure)
+    assert all(errors[f"SPILLWAY_{failure.name}"] == failure for failure in io_engine.TransferFailure if failure)
     assert (errors["SPILLWAY_NO_MEMORY"], errors["SPILLWAY_NOT_REGISTERED"]) == (
         native.NO_MEMORY,
         native.NOT_REGISTERED,

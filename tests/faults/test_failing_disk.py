@@ -18,7 +18,7 @@ from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outc
 from fakes.fake_spill_file import FakeSpillFile
 from harness import local_runs
 from spillway.errors import DeviceOutOfMemory, ExitCode, HostOutOfMemory, SpillIOError, SpillVolumeFull
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway_trainer.assemble import Assembly
 from spillway_trainer.run_job import survived
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -58,7 +58,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 ON_NVME = Technique(homes="nvme", answers="nvme")
 TECHNIQUES = {
     "in order": ON_NVME,
-    "weight stationary": replace(ON_NVME, order="WeightStationary", boundaries=Answer.NVME),
+    "weight stationary": replace(ON_NVME, order="WeightStationary", boundaries=Policy.NVME),
     "overlapped": replace(ON_NVME, overlap="Forward"),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.depth import FULL
-from spillway.plan import ActivationPlan, Answer
+from spillway.plan import ActivationPlan, Policy
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import Spilling
 from spillway_trainer.activation_spill.records import Record
@@ -25,7 +25,7 @@ from spillway_trainer.tiers.nvme_slab import NvmeSlab
 NUM_STEPS = 1000 if FULL else 40
 REDUCED = "" if FULL else " (of 1,000 with SPILLWAY_DEPTH=all)"
 KIB = 1 << 10
-ANSWERS = (Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP)
+ANSWERS = (Policy.NVME, Policy.HOST, Policy.RECOMPUTE, Policy.KEEP)
 SAVED_BYTES = 3 * 4 * KIB
 """of one segment: three sines, each saves its input of 4 KiB"""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.depth import FULL
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway_trainer.kernels import native
-from spillway_trainer.kernels.io_engine import Direction, Failure, SystemCall, Transfer, system_call
+from spillway_trainer.kernels.io_engine import Direction, IoRequest, SystemCall, TransferFailure, system_call
 from spillway_trainer.tiers import spill_file
 from spillway_trainer.tiers.spill_file import BLOCK_BYTES, Read, SpillFile, Write
 
@@ -318,11 +318,11 @@ def test_where_memory_may_not_be_locked_transfers_work_without(tmp_path: Path, e
     finally:
         os.seteuid(user)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-    written = Transfer(0, memory(8 * MIB, seed=1))
+    written = IoRequest(0, memory(8 * MIB, seed=1))
     moving.transfer(Direction.WRITE, [written])
-    found = Transfer(0, memory(8 * MIB), written.checksum)
+    found = IoRequest(0, memory(8 * MIB), written.checksum)
     moving.transfer(Direction.READ, [found])
-    assert (written.failure, found.failure) == (Failure.NONE, Failure.NONE)
+    assert (written.failure, found.failure) == (TransferFailure.NONE, TransferFailure.NONE)
     assert torch.equal(found.tensor, written.tensor)
     moving.close()
     os.close(file)

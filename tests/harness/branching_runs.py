@@ -14,7 +14,7 @@ from harness import local_runs
 from harness.no_techniques import NoTechniques
 from spillway_trainer.corpus.data import Batch
 from spillway_trainer.launch.launcher import free_ports
-from spillway_trainer.optimizer.plain import Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer.plain import ResidentOptimizer, StepOptimizer
 from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.parallel import distributed
@@ -24,7 +24,7 @@ from spillway_trainer.segments import Position
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
-from spillway_trainer.trainer import LoopSettings, Progress, Run, StopRequest, train_step
+from spillway_trainer.trainer import LoopSettings, Run, RunProgress, StopRequest, train_step
 
 NUM_STEPS = 4
 
@@ -60,7 +60,7 @@ class CountedTokens:
         return len(samples)
 
 
-def optimizer_of(model: nn.Module, shares: tuple[float, float, float] | None) -> Optimizer:
+def optimizer_of(model: nn.Module, shares: tuple[float, float, float] | None) -> StepOptimizer:
     ledger, parameters = DeviceLedger(None), list(model.named_parameters())
     if shares is None:
         return ResidentOptimizer(parameters, {}, SETTINGS, ledger)
@@ -79,7 +79,7 @@ def states_after(directory: Path, world: World, shares: tuple[float, float, floa
 
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))  # type: ignore[no-untyped-call]
-    progress = Progress()
+    progress = RunProgress()
     settings = LoopSettings(NUM_STEPS, 1, 2 // world.size, 0.5, True, 100, 0, 1)
     with distributed.joined(world) as ranks:
         num_values = sum(p.numel() for p in model.parameters())

@@ -34,7 +34,15 @@ from spillway.planning.pod_resources import pod_resources
 from spillway_operator import worker
 from spillway_operator.decide.observed import Desired, Observed, OperatorFacts
 from spillway_operator.decide.reconcile import reconcile
-from spillway_operator.kube.api_client import ApiError, Conflict, Listing, NotFound, Refused, Resource, Unavailable
+from spillway_operator.kube.api_client import (
+    ApiError,
+    ApiResource,
+    Conflict,
+    Listing,
+    NotFound,
+    RequestRejected,
+    Unavailable,
+)
 from spillway_operator.kube.apply import Applier
 from spillway_operator.kube.key_queue import KeyQueue
 from spillway_operator.kube.store import Store, project_attempt, project_job
@@ -154,7 +162,7 @@ class Client:
         self.server = server
         self.fault: Fault | None = None
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+    async def get(self, resource: ApiResource, namespace: str, name: str) -> Object:
         found = self.server.get(resource.plural, name)
         if found is None:
             raise NotFound("get", 404, "NotFound", f"{resource.plural} {name} not found")
@@ -162,7 +170,7 @@ class Client:
 
     async def list(
         self,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str,
         project: Callable[[Object], Any],
         label_selector: str = "",
@@ -176,26 +184,26 @@ class Client:
         ]
         return Listing(self.server.version, tuple(found))
 
-    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Object:
+    async def create(self, resource: ApiResource, namespace: str, body: Mapping[str, Any]) -> Object:
         return self._write("create", resource, body["metadata"]["name"], lambda: self._create(resource, body))
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, uid: str, resource_version: int = 0
+        self, resource: ApiResource, namespace: str, name: str, uid: str, resource_version: int = 0
     ) -> Object:
         return self._write("delete", resource, name, lambda: self._delete(resource, name, uid, resource_version))
 
-    async def apply_status(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Object:
+    async def apply_status(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Object:
         return self._write("patch", resource, name, lambda: self._apply_status(name, body))
 
-    def _create(self, resource: Resource, body: Mapping[str, Any]) -> Object:
+    def _create(self, resource: ApiResource, body: Mapping[str, Any]) -> Object:
         name = body["metadata"]["name"]
         if self.server.get(resource.plural, name) is not None:
             raise Conflict("create", 409, "AlreadyExists", f"{resource.plural} {name} already exists")
         if resource.plural in self.server.refuses:
-            raise Refused("create", 403, "Forbidden", f"{resource.plural} are forbidden: exceeded quota")
+            raise RequestRejected("create", 403, "Forbidden", f"{resource.plural} are forbidden: exceeded quota")
         return self.server.create(resource.plural, body)
 
-    def _delete(self, resource: Resource, name: str, uid: str, resource_version: int) -> Object:
+    def _delete(self, resource: ApiResource, name: str, uid: str, resource_version: int) -> Object:
         found = self.server.get(resource.plural, name)
         if found is None:
             raise NotFound("delete", 404, "NotFound", name)
@@ -221,7 +229,7 @@ class Client:
         found["status"] = kept
         return self.server.put("trainingjobs", found)
 
-    def _write(self, verb: str, resource: Resource, name: str, do: Callable[[], Object]) -> Object:
+    def _write(self, verb: str, resource: ApiResource, name: str, do: Callable[[], Object]) -> Object:
         self._land()
         fault = self.fault
         if fault is not None and fault.writes_before == 0:
@@ -243,7 +251,7 @@ class Client:
             with suppress(ApiError):
                 self.server.late.pop(0)()
 
-    def _record(self, verb: str, resource: Resource, name: str, do: Callable[[], Object]) -> Object:
+    def _record(self, verb: str, resource: ApiResource, name: str, do: Callable[[], Object]) -> Object:
         answer = do()
         self.server.writes.append(Write(verb, resource.plural, name))
         return answer
@@ -283,7 +291,7 @@ class Operator:
         """what MemoryProfiles are told"""
         self.worker = _Worker(
             self, self.queue, observer, applier, reservations, self.outbox, events, exporter,
-            worker.Told(_forget, lambda _, ended: self.ran_out.extend(ended)),
+            worker.JobCallbacks(_forget, lambda _, ended: self.ran_out.extend(ended)),
         )  # fmt: skip
 
     def look(self, fault: Fault | None = None) -> bool:

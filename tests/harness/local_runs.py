@@ -16,7 +16,7 @@ from typing import Any
 
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Policy, Prediction, Tier, TierBytes
 from spillway.units import MIB
 
 JOB = """
@@ -50,7 +50,7 @@ def write_text(directory: Path) -> Path:
 
 def spread_plan(num_layers: int = 4) -> MemoryPlan:
     """Every path of both techniques at once: nothing about it is optimal."""
-    answers = (Answer.KEEP, *[Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.NVME][:num_layers], Answer.KEEP)
+    answers = (Policy.KEEP, *[Policy.NVME, Policy.HOST, Policy.RECOMPUTE, Policy.NVME][:num_layers], Policy.KEEP)
     return MemoryPlan(
         job="small",
         node="local",

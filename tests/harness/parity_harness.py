@@ -11,20 +11,21 @@ from torch import Tensor, nn
 
 from cases.parity_models import PARITY_MODELS, VOCABULARY
 from fakes.fake_spill_file import FakeSpillFile
-from spillway.plan import ActivationPlan, Answer
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracedSchedule, TracingLanes
+from spillway.plan import ActivationPlan, Policy
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import ActivationSpill
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.segments import Position, wrap_segments
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
-from spillway_trainer.tiers.tracing import Schedule, TracingLanes
 
 MINIMUM_BYTES = 256
 BATCH, LENGTH = 2, 8
-MIXED = (Answer.KEEP, Answer.NVME, Answer.RECOMPUTE, Answer.HOST)
+MIXED = (Policy.KEEP, Policy.NVME, Policy.RECOMPUTE, Policy.HOST)
 """embedding, block0, block1, head"""
 RATES = {
     Lane.COMPUTE: 4e9,
@@ -42,11 +43,11 @@ def tracing(host: HostSlab, ledger: DeviceLedger) -> TracingLanes:
 
 
 LANES: dict[str, MakeLanes] = {"cpu": CpuLanes, "lazy": LazyLanes, "tracing": tracing}
-ANSWERS: dict[str, tuple[Answer, ...]] = {
+ANSWERS: dict[str, tuple[Policy, ...]] = {
     "keep": (),
-    "host": (Answer.HOST,) * 4,
-    "nvme": (Answer.NVME,) * 4,
-    "recompute": (Answer.RECOMPUTE,) * 4,
+    "host": (Policy.HOST,) * 4,
+    "nvme": (Policy.NVME,) * 4,
+    "recompute": (Policy.RECOMPUTE,) * 4,
     "mixed": MIXED,
 }
 
@@ -56,7 +57,7 @@ class Outcome:
     """Everything that must be the same bits with every plan, and what the run left behind."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    schedule: Schedule | None = None
+    schedule: TracedSchedule | None = None
     moved_bytes: dict[str, int] = field(default_factory=dict)
     left_behind: dict[str, int] = field(default_factory=dict)
 
@@ -71,7 +72,7 @@ class Spilling:
     def __init__(
         self,
         model: nn.Module,
-        answers: tuple[Answer, ...],
+        answers: tuple[Policy, ...],
         make_lanes: MakeLanes,
         *,
         window_bytes: int = 1 << 30,

@@ -34,7 +34,7 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.kernels import native
 from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.reporting.recorder import Recorder
-from spillway_trainer.trainer import Progress, Run, StopRequest, train
+from spillway_trainer.trainer import Run, RunProgress, StopRequest, train
 
 STEPS = 1
 
@@ -58,7 +58,7 @@ class RandomBatches:
 
 
 class NoCheckpoints:
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         return 0, 0.0
 
 
@@ -88,7 +88,7 @@ def run(job: JobFile, plan: MemoryPlan, listener: Recorder) -> Assembly:
         recorder=listener,
         order=assembly.order,
     )
-    train(loop, config.loop_settings(job.spec, plan), Progress(), StopRequest())
+    train(loop, config.loop_settings(job.spec, plan), RunProgress(), StopRequest())
     return assembly
 
 

@@ -1,4 +1,4 @@
-"""A play as it is told: plain objects for what is on its way out and back. What `Course.play` must come to."""
+"""A play as it is told: plain objects for what is on its way out and back. What `StepSimulation.play` must come to."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from spillway.plan import Answer
-from spillway.planning.storage_choice import Course, Limits, Played
+from spillway.plan import Policy
+from spillway.planning.storage_choice import Played, PolicyLimits, StepSimulation
 
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 
 
-class PlainCourse(Course):
+class PlainCourse(StepSimulation):
     """Plays to the end, whatever it costs."""
 
-    def play(self, answers: Sequence[Answer], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
+    def play(self, answers: Sequence[Policy], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
         """None where the answers break a limit."""
         sizes, limits = self.sizes, self.limits
         host_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is HOST)
@@ -37,7 +37,7 @@ class PlainCourse(Course):
         recompute = sum(self.rebuild[index] or 0.0 for index, answer in enumerate(answers) if answer is RECOMPUTE)
         return Played(tuple(answers), back.stall, recompute, peak_bytes, host_bytes, nvme_bytes, price)
 
-    def _play_forward(self, answers: Sequence[Answer], out: Outward) -> int:
+    def _play_forward(self, answers: Sequence[Policy], out: Outward) -> int:
         """Plays forward into `out`; the device's peak."""
         room, peak = self.limits.device_bytes, 0
         produced = self.produced
@@ -51,7 +51,7 @@ class PlainCourse(Course):
                 out.send(index, size, now, spills=answer is NVME)
         return peak
 
-    def _play_backward(self, answers: Sequence[Answer], out: Outward) -> Inward:
+    def _play_backward(self, answers: Sequence[Policy], out: Outward) -> Inward:
         limits, sizes, order = self.limits, self.sizes, self.need_order
         moved = [index for index in order if answers[index] is HOST or answers[index] is NVME]
         spills = [answers[index] is NVME for index in moved]
@@ -88,7 +88,7 @@ class Outward:
         "kept_bytes", "stall", "stored",
     )  # fmt: skip
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: PolicyLimits) -> None:
         self._limits = limits
         self._copies: deque[tuple[float, int, int]] = deque()
         """(end, bytes, storage) of what is on the device until then"""
@@ -163,7 +163,7 @@ class Inward:
 
     __slots__ = ("_limits", "_loaded_at", "_out", "_read_at", "_room", "ahead_bytes", "arrives", "peak_bytes")
 
-    def __init__(self, limits: Limits, out: Outward, reserved_bytes: int) -> None:
+    def __init__(self, limits: PolicyLimits, out: Outward, reserved_bytes: int) -> None:
         """`reserved_bytes`: what is rebuilt needs so much at a time, and reloads leave it."""
         self._limits, self._out = limits, out
         self._room = limits.device_bytes - reserved_bytes

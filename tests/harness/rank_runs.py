@@ -14,7 +14,7 @@ from harness import local_runs
 from harness.patience import Patience, Taken, taken_by
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, ParameterPlan, Policy, Tier
 from spillway_trainer.launch.launcher import free_ports
 
 NUM_LAYERS = 2
@@ -42,8 +42,8 @@ BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
 POST_VARIABLE = "TEST_POST_SECONDS"
 """another interval between two reports of progress: the runs of tests are shorter than one"""
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
-PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Answer]]] = {
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
+PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Policy]]] = {
     "resident, kept": ((0.0, 0.0, 1.0, 0.0), 1 << 20, [KEEP, KEEP]),
     "all on the CPU, kept": ((1.0, 0.0, 0.0, 0.0), 1009, [KEEP, KEEP]),
     "all streamed, host": ((0.0, 1.0, 0.0, 0.0), 2048, [HOST, HOST]),

@@ -9,9 +9,9 @@ from fakes.fake_trainer import attempt_lines
 from spillway.plan import (
     ActivationPlan,
     Alternative,
-    Answer,
     MemoryPlan,
     OptimizerPlan,
+    Policy,
     Prediction,
     Tier,
     TierBytes,
@@ -31,7 +31,7 @@ def plan(**changes: Any) -> MemoryPlan:
         "num_micro_batches": 2,
         "num_segments": 6,
         "optimizer": OptimizerPlan(cpu_share=1.0, resident_share=0.0),
-        "activations": ActivationPlan(answers=(Answer.NVME,) * 6),
+        "activations": ActivationPlan(answers=(Policy.NVME,) * 6),
         "bytes": {
             Tier.DEVICE: TierBytes(parameters=20 * MIB, workspace=38 * MIB),
             Tier.HOST: TierBytes(optimizer_states=80 * MIB),

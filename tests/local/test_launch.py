@@ -21,7 +21,7 @@ from spillway_trainer.launch import launcher as launch
 FAKE_RANK = TESTS / "fakes" / "fake_rank.py"
 DRIVER = """
 import sys
-from spillway_trainer import launch
+from spillway_trainer.launch import launcher as launch
 launch.FOLLOW_SECONDS, launch.STOP_SECONDS, launch.POLL_SECONDS = 1.5, 0.5, 0.1
 sys.exit(launch.main([sys.argv[1]], [sys.executable, sys.argv[2]]))
 """
@@ -161,7 +161,7 @@ def test_ranks_are_asked_to_stop_when_the_local_run_is_killed(tmp_path: Path) ->
     waits = {"wait": "SIGTERM", **said(75, "Preempted")}
     (tmp_path / "script.json").write_text(json.dumps({"0": waits, "1": waits}))
     (tmp_path / "launches_fakes.py").write_text(
-        f"import sys\nfrom spillway_trainer import launch\n"
+        f"import sys\nfrom spillway_trainer.launch import launcher as launch\n"
         f"sys.exit(launch.main([sys.argv[1]], [sys.executable, {str(FAKE_RANK)!r}]))\n"
     )
     process = subprocess.Popen(
@@ -208,10 +208,8 @@ def test_a_rank_keeps_the_launchers_locks_but_not_its_life_line(tmp_path: Path) 
     layout = {"name": "d", "epoch": 1, "termination_message_path": str(tmp_path / "said"), "ranks_per_node": 1}
     (tmp_path / "job.json").write_text(json.dumps(layout))
     code = "import os, sys; os.fstat(int(sys.argv[1])); sys.exit(os.readlink('/proc/self/fd/0') != os.devnull)"
-    launcher = (
-        f"import sys\nfrom spillway_trainer import launch\nprogram = [sys.executable, '-c', {code!r}, '{lock}']\n"
-    )
-    launcher += f"sys.exit(launch.main([{str(tmp_path)!r}], program))"
+    launcher = "import sys\nfrom spillway_trainer.launch.launcher import main\n"
+    launcher += f"sys.exit(main([{str(tmp_path)!r}], [sys.executable, '-c', {code!r}, '{lock}']))"
     command = [sys.executable, "-c", launcher]
     assert subprocess.run(command, pass_fds=(lock,), stdin=subprocess.PIPE, check=False).returncode == 0
     os.close(lock)
@@ -292,5 +290,5 @@ def test_ranks_get_every_variable_that_torchrun_gives(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone", str(script)]
     out = subprocess.run(torchrun, capture_output=True, text=True, check=True).stdout
     theirs = json.loads(next(line[3:] for line in out.splitlines() if line.startswith("ENV"))).keys()
-    ours = launch.torchrun_variables(launch.Layout("demo", 1, "/dev/null"), 0, 0, 29500).keys()
+    ours = launch.torchrun_variables(launch.LaunchSettings("demo", 1, "/dev/null"), 0, 0, 29500).keys()
     assert theirs - os.environ.keys() - ours - launch.DEFAULT_VARIABLES.keys() <= AGENTS_OWN_VARIABLES

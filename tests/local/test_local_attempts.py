@@ -18,8 +18,8 @@ from harness.places import TESTS
 from spillway.errors import UserError
 from spillway_cli.record.attempt_ends import NO_RUNG, Attempt, Rung, read_ended
 from spillway_cli.record.directory import RunDirectory, exclusive, next_epoch
-from spillway_cli.record.log import Event, RunLog, Step, read_run_log
-from spillway_cli.run.attempts import StopRequest, Trainer, run_attempts
+from spillway_cli.record.log import Event, RunLog, StepEvent, read_run_log
+from spillway_cli.run.attempts import StopSignals, Trainer, run_attempts
 
 FAKE_TRAINER = TESTS / "fakes" / "fake_trainer.py"
 NOTHING = {"steps": [1, 0], "end": 0}
@@ -40,7 +40,7 @@ class Recorder:
         self.started.append(epoch)
 
     def event(self, event: Event, log: RunLog) -> None:
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self.steps.append(event.metrics.step)
             self.on_step(event.metrics.step)
 
@@ -69,7 +69,7 @@ def supervise(
     def prepare(epoch: int) -> None:
         run.job_file.write_text(json.dumps({"epoch": epoch}))
 
-    stop = StopRequest()
+    stop = StopSignals()
     with exclusive(run) as lock, stop.listening():
         trainer = Trainer(prepare, [sys.executable, str(FAKE_TRAINER), str(path)], replan, lock)
         return run_attempts(run, trainer, watcher or Recorder(), stop, max_restarts, first_backoff_seconds=0.0)
@@ -175,7 +175,7 @@ class Signalled:
 
 
 def test_second_signal_is_not_passed_on() -> None:
-    stop, process = StopRequest(), Signalled()
+    stop, process = StopSignals(), Signalled()
     with stop.listening():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)

@@ -29,7 +29,7 @@ from harness.depth import some
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway_trainer.checkpoints.manifest import open_checkpoint
-from spillway_trainer.corpus.objective import Objective, prefix_length
+from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange.export import export
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, allocate
@@ -127,10 +127,10 @@ def chain_at(name: str, checkpoint: Path, text: Path) -> Chain:
     return chain.eval()
 
 
-def logits_of(model: nn.Module, objective: Objective, tokens: Tensor) -> Tensor:
+def logits_of(model: nn.Module, objective: TrainingObjective, tokens: Tensor) -> Tensor:
     P = prefix_length(tokens.shape[1])
     inputs = {"input_ids": tokens}
-    if objective is Objective.PREFIX:
+    if objective is TrainingObjective.PREFIX:
         inputs = {"input_ids": tokens[:, :P], "decoder_input_ids": tokens[:, P:]}
     with torch.no_grad():
         return model(**inputs).logits

@@ -31,7 +31,7 @@ from harness.depth import FULL
 from harness.places import IMPORTABLE
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning.hardware import NodeSpec, local_node
 from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
@@ -130,7 +130,7 @@ def plan_of(cell: Cell) -> tuple[MemoryPlan, TrainingJob]:
     does = {
         "host": plan.bytes[Tier.HOST].total > 0,
         "nvme": plan.bytes[Tier.NVME].total > 0,
-        "recompute": Answer.RECOMPUTE in plan.activations.answers,
+        "recompute": Policy.RECOMPUTE in plan.activations.answers,
         "lean": plan.activations.lean,
         "streams": plan.parameters.streams,
         "stationary": plan.parameters.order == "WeightStationary",
@@ -174,7 +174,7 @@ def tiny(cell: Cell) -> tuple[TrainingJob, MemoryPlan]:
 
 def staging_bytes(plan: MemoryPlan) -> int:
     """How many of these buffers wait for the volume at once depends on the machine: the plan counts them all."""
-    return plan.bytes[Tier.HOST].buffers if Answer.NVME in plan.activations.answers else 0
+    return plan.bytes[Tier.HOST].buffers if Policy.NVME in plan.activations.answers else 0
 
 
 @pytest.mark.parametrize("name", NAMES)

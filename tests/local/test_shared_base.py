@@ -20,11 +20,11 @@ from spillway.api.load import parse_job
 from spillway.errors import UserError
 from spillway.plan import (
     ActivationPlan,
-    Answer,
     MemberPlan,
     MemoryPlan,
     OptimizerPlan,
     ParameterPlan,
+    Policy,
     Tier,
     TierBytes,
     Turns,
@@ -101,7 +101,7 @@ def together(
     job: JobFile,
     num_attached: int,
     homes: Sequence[Tier] = (Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST),
-    boundaries: Answer = Answer.HOST,
+    boundaries: Policy = Policy.HOST,
     num_slots: int = 2,
     turn_steps: int = 2,
 ) -> MemoryPlan:
@@ -113,7 +113,7 @@ def together(
             "micro_batch_size": 2,
             "optimizer": OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=211, num_threads=1),
             "activations": ActivationPlan(
-                answers=(Answer.KEEP, *[Answer.RECOMPUTE] * LAYERS, Answer.KEEP), minimum_bytes=256, num_io_threads=1
+                answers=(Policy.KEEP, *[Policy.RECOMPUTE] * LAYERS, Policy.KEEP), minimum_bytes=256, num_io_threads=1
             ),
             "parameters": parameters if homes else ParameterPlan(),
             "bytes": {tier: TierBytes(buffers=32 * MIB) for tier in Tier} | {Tier.DEVICE: TierBytes()},
@@ -170,11 +170,11 @@ def test_solo_runs_differ_so_that_a_member_that_took_anothers_would_show(solo: d
 
 ALL_STREAM = (Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST)
 CASES = {
-    "all three, every segment streams": (3, ALL_STREAM, Answer.HOST, 2),
-    "two of three, boundaries stay": (2, ALL_STREAM, Answer.KEEP, 2),
-    "one slot, boundaries on NVMe": (3, ALL_STREAM, Answer.NVME, 1),
-    "some segments stay": (3, (Tier.HOST, Tier.DEVICE, Tier.NVME, Tier.HOST), Answer.HOST, 2),
-    "all segments stay": (2, (), Answer.KEEP, 2),
+    "all three, every segment streams": (3, ALL_STREAM, Policy.HOST, 2),
+    "two of three, boundaries stay": (2, ALL_STREAM, Policy.KEEP, 2),
+    "one slot, boundaries on NVMe": (3, ALL_STREAM, Policy.NVME, 1),
+    "some segments stay": (3, (Tier.HOST, Tier.DEVICE, Tier.NVME, Tier.HOST), Policy.HOST, 2),
+    "all segments stay": (2, (), Policy.KEEP, 2),
 }
 REDUCED = ("all three, every segment streams", "two of three, boundaries stay", "all segments stay")
 
@@ -195,7 +195,7 @@ def test_members_attached_together_load_and_read_the_base_once_per_round(
     jobs, reads = dict[int, JobFile](), dict[int, int]()
     for num_attached in (1, 3):
         job = jobs[num_attached] = sweep_file(tmp_path / str(num_attached), text, model)
-        plan = together(job, num_attached, (Tier.NVME,) * (LAYERS + 2), Answer.KEEP, turn_steps=STEPS)
+        plan = together(job, num_attached, (Tier.NVME,) * (LAYERS + 2), Policy.KEEP, turn_steps=STEPS)
         process = killed_runs.start(job, plan, [Kill("the load of a base")])
         process.join()
         assert process.exitcode == 0, local_runs.log_of(Path(job.output_directory), 1)

@@ -14,7 +14,7 @@ from harness.patience import wait_until
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
 from spillway.errors import ExitCode
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, ParameterPlan, Policy, Tier, TierBytes
 from spillway.units import MIB
 from spillway_trainer.checkpoints.directory import choose_resume
 
@@ -52,12 +52,12 @@ def plan(mode: str, device_bytes: int) -> MemoryPlan:
         update = {
             "optimizer": OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=5003),
             "activations": ActivationPlan(
-                answers=(Answer.KEEP, *[Answer.RECOMPUTE] * NUM_LAYERS, Answer.KEEP),
+                answers=(Policy.KEEP, *[Policy.RECOMPUTE] * NUM_LAYERS, Policy.KEEP),
                 minimum_bytes=1024,
                 window_bytes=1 << 16,
                 num_io_threads=1,
             ),
-            "parameters": ParameterPlan(homes=(Tier.NVME,) * count, order="WeightStationary", boundaries=Answer.HOST),
+            "parameters": ParameterPlan(homes=(Tier.NVME,) * count, order="WeightStationary", boundaries=Policy.HOST),
         }
     return local_runs.disabled_plan(NUM_LAYERS).model_copy(
         update={

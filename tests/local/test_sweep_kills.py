@@ -17,11 +17,11 @@ from harness.killed_runs import Kill
 from spillway.api.job_file import JobFile
 from spillway.plan import (
     ActivationPlan,
-    Answer,
     MemberPlan,
     MemoryPlan,
     OptimizerPlan,
     ParameterPlan,
+    Policy,
     Tier,
     TierBytes,
     Turns,
@@ -94,12 +94,12 @@ def streamed_plan() -> MemoryPlan:
             "mode": "Auto",
             "optimizer": OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=5003),
             "activations": ActivationPlan(
-                answers=(Answer.KEEP, Answer.RECOMPUTE, Answer.KEEP),
+                answers=(Policy.KEEP, Policy.RECOMPUTE, Policy.KEEP),
                 minimum_bytes=1024,
                 window_bytes=1 << 16,
                 num_io_threads=1,
             ),
-            "parameters": ParameterPlan(homes=(Tier.NVME,) * 3, order="WeightStationary", boundaries=Answer.HOST),
+            "parameters": ParameterPlan(homes=(Tier.NVME,) * 3, order="WeightStationary", boundaries=Policy.HOST),
         }
     )
 

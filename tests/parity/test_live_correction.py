@@ -17,11 +17,11 @@ from fakes.fake_spill_file import FakeSpillFile
 from harness.local_runs import PREDICTION
 from spillway.api.progress import SpillVolume
 from spillway.errors import SpillIOError
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Policy, Tier, TierBytes
 from spillway_trainer import activation_spill
-from spillway_trainer.activation_spill import Chooser, Limits
+from spillway_trainer.activation_spill import Chooser, PolicyLimits
 from spillway_trainer.activation_spill.chooser import WATCHED_STEPS
-from spillway_trainer.live_correction import CHECK_STEPS, Correction, Seen, Volume, attach
+from spillway_trainer.live_correction import CHECK_STEPS, MovedBytes, RankSample, Volume, attach
 from spillway_trainer.ranks import ONE_RANK, OneRank, Ranks
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -33,7 +33,7 @@ from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
 from spillway_trainer.tiers.spill_file import SpillFile
 
 PAGE = 4096
-HOST, NVME = Answer.HOST, Answer.NVME
+HOST, NVME = Policy.HOST, Policy.NVME
 
 
 # --- the slab ---------------------------------------------------------------------------------------------------------
@@ -129,12 +129,12 @@ class Run:
     """Four blocks of three sines each, which save 16 KiB each, beside states that are on NVMe for good."""
 
     directory: Path
-    answers: tuple[Answer, ...] = (NVME,) * BLOCKS
+    answers: tuple[Policy, ...] = (NVME,) * BLOCKS
     reserve: int = 17 * NBYTES
     watches: bool = True
     ranks: Ranks = ONE_RANK
     operator: Asked = field(default_factory=Asked)
-    told: list[Correction] = field(default_factory=list)
+    told: list[MovedBytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -144,7 +144,7 @@ class Run:
         file: OpenFile = partial(SpillFile, listed=True)
         self.nvme = NvmeSlab(self.directory, SPILLED + STATES, 1, open_file=file, host=host)
         self.states = self.nvme.allocate(STATES, "states")
-        limits = Limits(
+        limits = PolicyLimits(
             device_bytes=8 * NBYTES, kept_bytes=0, host_bytes=self.plan.bytes[Tier.HOST].activations,
             nvme_bytes=SPILLED, window_bytes=NBYTES, ahead_bytes=4 * NBYTES,
         )  # fmt: skip
@@ -171,7 +171,7 @@ class Run:
         return x.grad
 
 
-def plan_of(answers: tuple[Answer, ...], reserve: int) -> MemoryPlan:
+def plan_of(answers: tuple[Policy, ...], reserve: int) -> MemoryPlan:
     share = SPILLED // len(answers)
     return MemoryPlan(
         job="small", node="local", mode="Auto", micro_batch_size=1, num_micro_batches=1, num_segments=len(answers),
@@ -213,7 +213,7 @@ def corrected(run: Run, activations: int) -> None:
 
 
 @pytest.mark.parametrize("answers", [(NVME, NVME, NVME, NVME), (NVME, HOST, NVME, NVME)], ids=["nvme", "both"])
-def test_from_the_next_step_on_forwards_keep_to_what_was_corrected(tmp_path: Path, answers: tuple[Answer, ...]) -> None:
+def test_from_the_next_step_on_forwards_keep_to_what_was_corrected(tmp_path: Path, answers: tuple[Policy, ...]) -> None:
     run = Run(tmp_path, answers)
     cap = 4 * NBYTES + 100
     corrected(run, cap)
@@ -298,15 +298,15 @@ def test_without_a_reserve_nothing_is_gathered(tmp_path: Path) -> None:
 class OneOfTwo(OneRank):
     """Beside another that says what it is told to, of every gathering about volumes."""
 
-    other: Seen = field(kw_only=True)
+    other: RankSample = field(kw_only=True)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        return [list(values), list(self.other) if len(values) == len(Seen._fields) else list(values)]
+        return [list(values), list(self.other) if len(values) == len(RankSample._fields) else list(values)]
 
 
-def seen(directory: Path, **changes: float) -> Seen:
+def seen(directory: Path, **changes: float) -> RankSample:
     volume = Volume.of(directory)
-    return Seen(*volume, volume.free, 4 * NBYTES, float("inf"), 10.0)._replace(**changes)
+    return RankSample(*volume, volume.free, 4 * NBYTES, float("inf"), 10.0)._replace(**changes)
 
 
 def test_the_volume_with_the_least_free_bytes_is_told_and_the_ranks_on_it(tmp_path: Path) -> None:

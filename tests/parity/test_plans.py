@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from cases.optimizer_cases import odd_chunk
+from fakes.lazy_lanes import LazyLanes
 from harness import local_runs
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Overlap, Policy, Tier, TierBytes
 from spillway_trainer import assemble as assembly_module
 from spillway_trainer import config, run_job
 from spillway_trainer.activation_spill import Chooser, Chosen
@@ -24,12 +25,12 @@ from spillway_trainer.assemble import assemble, fill
 from spillway_trainer.corpus.tokens import Corpus, build_corpus, open_corpus
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.reporting.recorder import Recorder
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
-from spillway_trainer.trainer import Progress, Run, StopRequest, train
+from spillway_trainer.tiers.lanes import CpuLanes
+from spillway_trainer.trainer import Run, RunProgress, StopRequest, train
 
 torch.set_num_threads(1)
 
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 STEPS = 3
 SPECULATIVE = 50_000
 """parameters updated in backward, of about 150,000"""
@@ -81,7 +82,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus, look: Callable[[Run]
             norms.append(step.gradient_norm)
 
     class NoCheckpoints:
-        def commit(self, progress: Progress) -> tuple[int, float]:
+        def commit(self, progress: RunProgress) -> tuple[int, float]:
             return 0, 0.0
 
     run = Run(
@@ -95,7 +96,7 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus, look: Callable[[Run]
         recorder=Listener(Path(job.output_directory) / "run.jsonl"),
         loss_scale=config.loss_scale(job.spec),
     )
-    train(run, config.loop_settings(job.spec, plan), Progress(), StopRequest())
+    train(run, config.loop_settings(job.spec, plan), RunProgress(), StopRequest())
     look(run)
     state = {name: tensor.clone() for name, tensor in assembly.optimizer.state()}
     state |= {f"parameter.{name}": p.detach().clone() for name, p in assembly.model.named_parameters()}
@@ -127,7 +128,7 @@ MODELS = {
     "bfloat16 moments": {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: bfloat16'},
     "int8 moments": {'learningRate: "2e-3"': 'learningRate: "2e-3", moments: int8'},
 }
-PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {
+PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Policy]]] = {
     "kept, resident": ((0.0, 0.0, 1.0), "None", [KEEP] * 4),
     "kept, all on the CPU": ((1.0, 0.0, 0.0), "Backward", [KEEP] * 4),
     "host, all streamed": ((0.0, 1.0, 0.0), "None", [HOST] * 4),
@@ -140,7 +141,7 @@ PLANS: dict[str, tuple[tuple[float, ...], Overlap, list[Answer]]] = {
 LANES = {"threads": CpuLanes, "lazy": LazyLanes}
 
 
-def plan_of(job: JobFile, shares: tuple[float, ...], overlap: Overlap, answers: list[Answer]) -> MemoryPlan:
+def plan_of(job: JobFile, shares: tuple[float, ...], overlap: Overlap, answers: list[Policy]) -> MemoryPlan:
     micro_batch_size = job.spec.training.micro_batch_size
     cpu, streamed, resident, *nvme = shares
     return local_runs.spread_plan().model_copy(

@@ -29,7 +29,7 @@ from .ranks import World
 from .reporting.recorder import Recorder, refusals
 from .run_job import run_job
 from .sweep.attempt import open_sweep_recorder, run_sweep
-from .trainer import Progress, StopRequest
+from .trainer import RunProgress, StopRequest
 
 TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
 
@@ -53,7 +53,7 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
     """Run one rank of an attempt and say how it ended: in the termination message, by the exit code, and (rank 0) in
     run.jsonl."""
     native.return_freed_memory()
-    stop, progress, world = StopRequest(), Progress(), World()
+    stop, progress, world = StopRequest(), RunProgress(), World()
     recorder: Recorder | None = None
     try:
         stop.listen()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from spillway.api.job_file import JobFile
 from spillway.errors import SpillwayError, UserError
-from spillway.plan import SHARE_TOLERANCE, Answer, MemoryPlan, Tier
+from spillway.plan import SHARE_TOLERANCE, MemoryPlan, Policy, Tier
 from spillway.planning.workload import LEAN_STRATEGIES, PAGE_BYTES
 
 from . import activation_spill, config, device_check, model_spill, running_statistics
@@ -29,7 +29,7 @@ from .cgroup import spare_host_bytes
 from .kernels import dispatch as kernels
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
-from .optimizer.plain import Hyperparameters, Optimizer, ResidentOptimizer
+from .optimizer.plain import Hyperparameters, ResidentOptimizer, StepOptimizer
 from .optimizer_offload import OptimizerOffload
 from .parallel import fsdp
 from .parallel import run as zero
@@ -125,7 +125,7 @@ class Assembly:
     """What a plan came to: a model to call, an optimizer to step, and what the step loop tells both."""
 
     model: Chain
-    optimizer: Optimizer
+    optimizer: StepOptimizer
     position: Position
     tiers: Tiers
     spill: activation_spill.ActivationSpill | None
@@ -327,7 +327,7 @@ def attach(
         tiers.lanes,
         tiers.ledger,
         tiers.nvme,
-        inputs=boundaries if stationary else Answer.KEEP,
+        inputs=boundaries if stationary else Policy.KEEP,
         # Launch times of a GPU say nothing of when its kernels run, and segment by segment no pass is one forward.
         choosing=None
         if stationary or not (times_passes or may_move)
@@ -346,13 +346,13 @@ def attach(
     return spill, model_spill.WeightStationary(spill.hook, held)
 
 
-def storage_limits(plan: MemoryPlan) -> activation_spill.Limits:
+def storage_limits(plan: MemoryPlan) -> activation_spill.PolicyLimits:
     """What the plan allows the storages of segments that move: its bytes of each tier, and of the spill file what no
     other technique has."""
     device, host, nvme = (plan.bytes[tier] for tier in Tier)
-    num_moving = sum(answer in (Answer.HOST, Answer.NVME) for answer in plan.activations.answers)
+    num_moving = sum(answer in (Policy.HOST, Policy.NVME) for answer in plan.activations.answers)
     moved_bytes = host.activations + nvme.activations
-    return activation_spill.Limits(
+    return activation_spill.PolicyLimits(
         device_bytes=device.activations + device.buffers,
         kept_bytes=0,
         host_bytes=max(0, host.activations - PAGE_BYTES * num_moving),
@@ -436,9 +436,9 @@ def check_device(device: torch.device, model: Chain, settings: Hyperparameters) 
 
 def uses_nvme(plan: MemoryPlan) -> bool:
     return (
-        Answer.NVME in plan.activations.uses
+        Policy.NVME in plan.activations.uses
         or Tier.NVME in plan.parameters.homes
-        or plan.parameters.boundaries is Answer.NVME
+        or plan.parameters.boundaries is Policy.NVME
         or plan.optimizer.nvme_share > 0.0
     )
 
@@ -457,7 +457,7 @@ def make_optimizer(
     model: Chain,
     streaming: model_spill.ModelSpill | None,
     tiers: Tiers,
-) -> Optimizer:
+) -> StepOptimizer:
     parameters = list(model.named_parameters())
     if streaming is not None:
         check_cpu_share(plan, model, streaming.streamed)
@@ -505,7 +505,7 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
         )
 
 
-def send_gradients(model: Chain, optimizer: Optimizer) -> None:
+def send_gradients(model: Chain, optimizer: StepOptimizer) -> None:
     """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole."""
 
     def take(name: str, parameter: Tensor) -> None:
@@ -518,7 +518,7 @@ def send_gradients(model: Chain, optimizer: Optimizer) -> None:
             parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
-def updated(model: Chain, optimizer: Optimizer) -> Ready:
+def updated(model: Chain, optimizer: StepOptimizer) -> Ready:
     """What a segment's forward waits for: the updates of its own parameters, and no others."""
     trained = {
         segment: [name for name in names if model.get_parameter(name).requires_grad]

@@ -12,11 +12,11 @@ from spillway.api.training import LossScale as LossScaleFields
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.parameter_groups import Group, groups_by_name
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 
 from .models.build import DTYPES
 from .models.chain import Chain
-from .optimizer.loss_scale import LossScale, ScaleRule
+from .optimizer.loss_scale import LossScaler, ScaleRule
 from .optimizer.plain import Hyperparameters
 from .optimizer.schedule import LearningRate
 from .ranks import World
@@ -46,12 +46,12 @@ def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
     )
 
 
-def loss_scale(spec: TrainingJobSpec) -> LossScale:
+def loss_scale(spec: TrainingJobSpec) -> LossScaler:
     """Scales the loss where gradients are float16, and nowhere else."""
     if spec.model.precision.compute != "float16":
-        return LossScale()
+        return LossScaler()
     fields = spec.training.loss_scale or LossScaleFields()
-    return LossScale(ScaleRule(float(fields.initial), fields.growth_interval, float(fields.minimum)))
+    return LossScaler(ScaleRule(float(fields.initial), fields.growth_interval, float(fields.minimum)))
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:
@@ -81,7 +81,7 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
     micro_batches = (plan.micro_batch_size, plan.num_micro_batches, plan.world_size)
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]
-    nvme = Answer.NVME in {*activations.uses, plan.parameters.boundaries} or Tier.NVME in plan.parameters.homes
+    nvme = Policy.NVME in {*activations.uses, plan.parameters.boundaries} or Tier.NVME in plan.parameters.homes
     wrong = {
         f"answers for {len(activations.answers)} segments": len(activations.answers) not in (0, num_segments),
         f"homes of {len(plan.parameters.homes)} segments": len(plan.parameters.homes) not in (0, num_segments),

@@ -139,7 +139,7 @@ def _peaks(
     """The most bytes alive in a forward that saves nothing, in one that does, and in its backward, where gradients of
     parameters are taken away as soon as they are whole."""
     one, saved = Measured(), list[int]()
-    with writing_nothing(name, module, inputs), torch.no_grad(), region(), LiveBytes() as live:
+    with writing_nothing(name, module, inputs), torch.no_grad(), region(), LiveStorages() as live:
         module(*inputs)
     one.lean_peak, one.attention_flops = live.peak, live.attention_flops
     matrices = [p for p in module.parameters() if p.dim() >= 2 and _key(p) not in live.looked_up]
@@ -148,7 +148,7 @@ def _peaks(
 
     given = {_key(value) for value in (*inputs, *module.parameters()) if isinstance(value, Tensor)}
     held: list[Tensor] = []
-    with region(), LiveBytes() as live, saved_tensors_hooks(_collector(saved, given, held), _same):
+    with region(), LiveStorages() as live, saved_tensors_hooks(_collector(saved, given, held), _same):
         outputs = as_carried(module(*inputs))
     held.clear()
     one.forward_peak, one.own_saved = live.peak, sum(saved)
@@ -170,7 +170,7 @@ def _peaks(
     return one
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that operations made and that are alive, at their highest; and what the operations were."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from spillway.api.progress import MAX_BYTES, SpillVolume
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.units import format_bytes
 
 from .activation_spill import ActivationSpill, Chooser
@@ -39,7 +39,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """the same in all containers of a node"""
 
 
-class Operator(Protocol):
+class ReportSink(Protocol):
     """Who rank 0 reports to."""
 
     @property
@@ -51,7 +51,7 @@ class Operator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class MovedBytes:
     """What changed on this rank, in bytes."""
 
     activations_before: int
@@ -93,7 +93,7 @@ UNKNOWN = Volume(0, 0, MAX_BYTES)
 """never the one with the least free bytes where another is known"""
 
 
-class Seen(NamedTuple):
+class RankSample(NamedTuple):
     """What one rank brings to a gathering; each field is a float there, exact below 2^53."""
 
     identity: float
@@ -116,8 +116,8 @@ class LiveCorrection:
         chooser: Chooser,
         nvme: NvmeSlab,
         ranks: Ranks,
-        tell: Callable[[Correction], None],
-        operator: Operator | None = None,
+        tell: Callable[[MovedBytes], None],
+        operator: ReportSink | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`operator`: None where none listens, and of every rank but 0."""
@@ -143,7 +143,7 @@ class LiveCorrection:
         """Bytes that may still move. None after a failure: what could not be written may have taken the room."""
         if self._nvme.first_failure is not None:
             return 0
-        num_moving = sum(answer in (Answer.HOST, Answer.NVME) for answer in self._plan.activations.answers)
+        num_moving = sum(answer in (Policy.HOST, Policy.NVME) for answer in self._plan.activations.answers)
         lost = self._lost_bytes + ALIGNMENT_BYTES * num_moving  # a segment's storages are one run of whole pages
         return max(0, min(self.activations, self._plan.bytes[Tier.HOST].reserve - lost - self._moved_bytes))
 
@@ -156,7 +156,7 @@ class LiveCorrection:
         self._steps_left -= 1
         if self._steps_left:
             return
-        every = [Seen(*values) for values in self._ranks.gather(self._look())]
+        every = [RankSample(*values) for values in self._ranks.gather(self._look())]
         self._steps_left = self._num_steps = steps_between(max(seen.step_seconds for seen in every))
         room = int(min(seen.host_room for seen in every))
         wanted = max(min(seen.wanted for seen in every), self.activations - room, 0)
@@ -167,13 +167,13 @@ class LiveCorrection:
             if self._operator is not None:
                 self._operator.spill_volume(volume_of(every, self.activations, room))
 
-    def _look(self) -> Seen:
+    def _look(self) -> RankSample:
         volumes = {directory: Volume.of(directory) for directory in self._nvme.directories}
         self._free_at_start = self._free_at_start or {directory: each.free for directory, each in volumes.items()}
         directory = min(volumes, key=lambda each: volumes[each].free)
         now, before = self._clock(), self._last_check
         self._last_check = now
-        return Seen(
+        return RankSample(
             *volumes[directory],
             free_at_start=self._free_at_start[directory],
             host_room=self.host_room,
@@ -193,7 +193,7 @@ class LiveCorrection:
             pass  # extents whose last use has just ended
         gc.collect()  # and those of graphs that only the collector frees
         self._give_back()
-        self._tell(Correction(before, activations, host, file_before, self._nvme.capacity_bytes))
+        self._tell(MovedBytes(before, activations, host, file_before, self._nvme.capacity_bytes))
 
     def _give_back(self) -> None:
         if self._owed_bytes > 0:
@@ -205,8 +205,8 @@ def attach(
     spill: ActivationSpill | None,
     nvme: NvmeSlab | None,
     ranks: Ranks,
-    tell: Callable[[Correction], None],
-    operator: Operator | None,
+    tell: Callable[[MovedBytes], None],
+    operator: ReportSink | None,
 ) -> None:
     """From now on `spill` is corrected at the ends of steps, where the plan has a reserve for that."""
     if spill is None or spill.chooser is None or nvme is None or not plan.movable_activations:
@@ -220,7 +220,7 @@ def steps_between(step_seconds: float) -> int:
     return CHECK_STEPS if step_seconds <= 0.0 else max(1, min(CHECK_STEPS, int(CHECK_SECONDS / step_seconds)))
 
 
-def volume_of(every: Sequence[Seen], activations: int, host_room: int) -> SpillVolume:
+def volume_of(every: Sequence[RankSample], activations: int, host_room: int) -> SpillVolume:
     """The volume with the least free bytes."""
     least = min(every, key=lambda seen: seen.free)
     return SpillVolume(

@@ -54,7 +54,7 @@ from .reporting.recorder import Recorder
 from .tiers import cuda
 from .tiers.host_slab import HostSlab
 from .tiers.spill_file import SpillFile
-from .trainer import Progress, Run, StopRequest, train_step
+from .trainer import Run, RunProgress, StopRequest, train_step
 
 DISK_BYTES, QUICK_DISK_BYTES = 256 * MIB, 64 * MIB
 BATCH_BYTES, REQUEST_BYTES = 16 * MIB, 4 * MIB
@@ -314,7 +314,7 @@ def training(
             plan = make_plan(job, node)
             assert isinstance(plan, MemoryPlan), "4 GiB are enough for every cell"
             assembly = opened.enter_context(assembled(job, plan, directory, threads, device))
-            runs.append((cell, plan, run_of(job, cell, assembly), config.loop_settings(job.spec, plan), Progress()))
+            runs.append((cell, plan, run_of(job, cell, assembly), config.loop_settings(job.spec, plan), RunProgress()))
         steps: list[list[StepMetrics]] = [[] for _ in runs]
         for number in range(num_rounds):
             say({"doing": f"training steps, round {number + 1} of {num_rounds}"})
@@ -361,7 +361,7 @@ def assembled(
 
 
 class NoCheckpoints:
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         raise AssertionError("the probe makes single steps, which commit nothing")
 
 

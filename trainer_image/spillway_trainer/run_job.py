@@ -30,14 +30,14 @@ from .checkpoints.directory import CheckpointNotWritten, Epoch
 from .checkpoints.manifest import TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import TokenBatches
-from .corpus.objective import Objective
+from .corpus.objective import TrainingObjective
 from .corpus.text_source import TextSource, directory_of, python_stdlib, text_source
 from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
 from .kernels import native
-from .live_correction import Correction
+from .live_correction import MovedBytes
 from .models.build import build_model, source_directory
 from .models.chain import Chain
-from .optimizer.loss_scale import LossScale
+from .optimizer.loss_scale import LossScaler
 from .optimizer.schedule import LearningRate
 from .parallel import numa
 from .parallel.distributed import joined
@@ -46,14 +46,14 @@ from .reporting.exporter import Exporter
 from .reporting.progress_client import reporting
 from .reporting.recorder import Recorder
 from .tiers import cuda
-from .trainer import Progress, Run, StopRequest, settled_objects, train
+from .trainer import Run, RunProgress, StopRequest, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 """set by the launcher, which alone answers on job.json's port and asks the ranks of its node on 127.0.0.1"""
 
 
 def run_job(
-    job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: Progress, stop: StopRequest, world: World
+    job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: RunProgress, stop: StopRequest, world: World
 ) -> str:
     """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py). Returns a
     sentence about the end."""
@@ -82,7 +82,7 @@ def run_ranks(
     plan: MemoryPlan,
     model: Chain,
     recorder: Recorder,
-    progress: Progress,
+    progress: RunProgress,
     stop: StopRequest,
     ranks: Ranks,
     device: torch.device,
@@ -169,7 +169,7 @@ def tell_choice(recorder: Recorder, chosen: Chosen) -> None:
     recorder.activations_chosen(chosen.reason, chosen.stall_seconds, chosen.pass_seconds, chosen.tier_bytes)
 
 
-def tell_correction(recorder: Recorder, progress: Progress, correction: Correction) -> None:
+def tell_correction(recorder: Recorder, progress: RunProgress, correction: MovedBytes) -> None:
     """Of the step that ends."""
     step = progress.step + 1
     report(correction.said(step))
@@ -290,11 +290,11 @@ class RunCheckpoints:
     corpus: Corpus
     learning_rate: LearningRate
     ranks: Ranks
-    loss_scale: LossScale
+    loss_scale: LossScaler
     base_is_there: bool = False
     """frozen parameters have their values, of a base that models share"""
 
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
 
         Where states are divided, every rank hands over its part of each, also of those that a failing rank 0 does not
@@ -321,7 +321,7 @@ class RunCheckpoints:
             return f"loading the checkpoint of step {found.manifest.state.step}"
         return "loading the model" if self.job.spec.model.source else "initialising weights"
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: RunProgress) -> None:
         """Fill model and optimizer: from the epoch's checkpoint, or from the model's source or seed; frozen parameters,
         which no checkpoint holds, always from these. Rank 0's bits, on every rank: the nodes may have no disk in
         common, and their processors may draw other random numbers."""
@@ -335,7 +335,7 @@ class RunCheckpoints:
             checkpoint.restore_random_state(state.random_state)
             progress.step, progress.samples = state.step, state.samples_consumed
 
-    def _commit(self, progress: Progress, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, float]:
+    def _commit(self, progress: RunProgress, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, float]:
         assert self.epoch is not None
         started = time.perf_counter()
         committed = checkpoint.save(self.epoch, self._state(progress), tensors)
@@ -373,7 +373,7 @@ class RunCheckpoints:
         frozen = ((name, value) for name, value in initial if name.startswith(FROZEN))
         return chain(found, frozen)
 
-    def _state(self, progress: Progress) -> TrainingState:
+    def _state(self, progress: RunProgress) -> TrainingState:
         training = self.job.spec.training
         return TrainingState(
             step=progress.step,
@@ -401,17 +401,17 @@ def digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def make_batches(job: JobFile, corpus: Corpus, objective: Objective) -> TokenBatches:
+def make_batches(job: JobFile, corpus: Corpus, objective: TrainingObjective) -> TokenBatches:
     training = job.spec.training
     return TokenBatches(corpus, training.sequence_length, training.seed, objective, job.spec.data.evaluation)
 
 
-def tokenizer_recipe(job: JobFile, objective: Objective) -> TokenizerRecipe:
+def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRecipe:
     """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
     source = job.spec.model.source
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
-    return TokenizerRecipe(has_mask=objective is Objective.MASKED)
+    return TokenizerRecipe(has_mask=objective is TrainingObjective.MASKED)
 
 
 def sources_of(job: JobFile) -> list[TextSource]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.plan import Answer
+from spillway.plan import Policy
 
 from .resident_parameters import ParameterRef
 from .segments import Block, device_of
@@ -86,7 +86,7 @@ class ActivationBatch(Protocol):
 
 
 class ActivationStore(Protocol):
-    def open(self, segment: str, answer: Answer) -> ActivationBatch:
+    def open(self, segment: str, answer: Policy) -> ActivationBatch:
         """A batch for one forward through `segment`; `answer` is HOST or NVME."""
 
 
@@ -141,7 +141,7 @@ class SavedParameter:
         return self._source.resolve(self._ref)
 
 
-class Visit:
+class ForwardVisit:
     """One forward through one segment, and which visit backward comes to after it.
 
     That is the one before it in the forward pass, unless whoever runs the step in another order says so. The first
@@ -154,7 +154,7 @@ class Visit:
     def __init__(
         self,
         segment: str,
-        following: weakref.ref[Visit] | None,
+        following: weakref.ref[ForwardVisit] | None,
         batch: ActivationBatch | None,
         parameters: ParameterSource,
     ) -> None:
@@ -183,7 +183,7 @@ class Visit:
             self.batch.prefetch()
 
 
-Packed = tuple[Visit, Handle]
+Packed = tuple[ForwardVisit, Handle]
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -222,7 +222,7 @@ def has_storage(tensor: Tensor) -> bool:
     return is_strided and not (tensor.is_nested or tensor._is_zerotensor())
 
 
-class Frame:
+class RecomputedSegment:
     """A segment whose saved tensors are recomputed: its inputs, and how to run it again.
 
     The second run has the grad mode, the autocast state and, because a segment's wrapper forks it, the random state of
@@ -303,7 +303,7 @@ class RecomputedTensor:
 
     __slots__ = ("_frame", "_index")
 
-    def __init__(self, frame: Frame, index: int) -> None:
+    def __init__(self, frame: RecomputedSegment, index: int) -> None:
         self._frame = frame
         self._index = index
 
@@ -340,7 +340,9 @@ class Packer:
         "_visit",
     )
 
-    def __init__(self, visit: Visit, keeper: Keeper, inputs: Sequence[object], frame: Frame | None) -> None:
+    def __init__(
+        self, visit: ForwardVisit, keeper: Keeper, inputs: Sequence[object], frame: RecomputedSegment | None
+    ) -> None:
         self._visit, self._segment = visit, visit.segment
         self._moves_from_bytes = math.inf if visit.batch is None else visit.batch.minimum_bytes
         self._put = _nothing_moves if visit.batch is None else visit.batch.put
@@ -389,7 +391,7 @@ class Recording(Protocol):
     def pack(self, tensor: Tensor) -> Packed: ...
 
 
-Record = Callable[[Packer, Visit], Recording]
+Record = Callable[[Packer, ForwardVisit], Recording]
 
 
 class SavedTensors:
@@ -397,11 +399,11 @@ class SavedTensors:
 
     def __init__(
         self,
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, Policy],
         parameters: ParameterSource,
         store: ActivationStore,
         ledger: DeviceLedger,
-        inputs: Answer = Answer.KEEP,
+        inputs: Policy = Policy.KEEP,
         lean: Collection[str] = (),
         record: Record | None = None,
     ) -> None:
@@ -413,20 +415,20 @@ class SavedTensors:
         self._store = store
         self._ledger = ledger
         self._lean, self._record = frozenset(lean), record
-        self._last: weakref.ref[Visit] | None = None
-        self.last_visit: weakref.ref[Visit] | None = None
+        self._last: weakref.ref[ForwardVisit] | None = None
+        self.last_visit: weakref.ref[ForwardVisit] | None = None
         """of the last `run`; None when it saved nothing, so that backward never comes to it"""
 
     def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
         """One forward of `block`, and what it saves under the segment's answer."""
         answer = self._answers[segment]
-        recomputes = answer is Answer.RECOMPUTE
+        recomputes = answer is Policy.RECOMPUTE
         moves_to = self._inputs if recomputes else answer
-        batch = self._store.open(segment, moves_to) if moves_to in (Answer.HOST, Answer.NVME) else None
+        batch = self._store.open(segment, moves_to) if moves_to in (Policy.HOST, Policy.NVME) else None
         self._parameters.enter_forward(segment)
-        visit = Visit(segment, self._last, batch, self._parameters)
+        visit = ForwardVisit(segment, self._last, batch, self._parameters)
         keeper = Keeper(segment, self._parameters, self._ledger)
-        frame = Frame(keeper, block, inputs, batch) if recomputes else None
+        frame = RecomputedSegment(keeper, block, inputs, batch) if recomputes else None
         packer = Packer(visit, keeper, inputs, frame)
         if self._record is not None and segment in self._lean and torch.is_grad_enabled():
             with self._record(packer, visit) as recording, saved_tensors_hooks(recording.pack, unpack):

@@ -21,8 +21,8 @@ from spillway.metrics import Phase, StepMetrics
 
 from .checkpoints.directory import CheckpointNotWritten
 from .corpus.data import Batch, TokenBatches
-from .optimizer.loss_scale import LossScale, float16_operations
-from .optimizer.plain import Optimizer
+from .optimizer.loss_scale import LossScaler, float16_operations
+from .optimizer.plain import StepOptimizer
 from .optimizer.schedule import LearningRate
 from .ranks import ONE_RANK, GradientSum, Ranks, World, dealt, unsummed
 from .reporting.recorder import Recorder
@@ -62,12 +62,12 @@ class Techniques(Protocol):
 class Checkpoints(Protocol):
     """Commits the run's state; checkpoint.py implements it."""
 
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         """Write and commit a checkpoint of `progress`; returns its bytes and seconds."""
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """How far the run is: all that resume needs beside the tensors."""
 
     step: int = 0
@@ -139,7 +139,7 @@ class Run:
     """Everything that the loop drives, wired by assemble.py."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: StepOptimizer
     techniques: Techniques
     position: Position
     batches: TokenBatches
@@ -151,7 +151,7 @@ class Run:
     order: MicroBatchOrder = in_order
     device: torch.device = CPU
     """where forward runs"""
-    loss_scale: LossScale = field(default_factory=LossScale)
+    loss_scale: LossScaler = field(default_factory=LossScaler)
     runs_together: bool = False
     """a forward gathers parameters from all ranks: each runs as many as the others"""
 
@@ -209,7 +209,7 @@ def settled_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> None:
+def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest) -> None:
     """Train from `progress` to the last step; `progress` is kept current.
 
     Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
@@ -218,7 +218,7 @@ def train(run: Run, settings: LoopSettings, progress: Progress, stop: StopReques
     advance(run, settings, progress, stop, settings.num_steps)
 
 
-def advance(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest, until: int) -> None:
+def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
     """As `train`, to the end of step `until`: the run can go on from there, be it in another turn of its model."""
     while progress.step < until:
         metrics, stopping = train_step(run, settings, progress, stop)
@@ -228,7 +228,7 @@ def advance(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequ
 
 
 def after_step(
-    run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest, metrics: StepMetrics, *, stopping: bool
+    run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, metrics: StepMetrics, *, stopping: bool
 ) -> bool:
     """What follows a step: its record, an evaluation, a checkpoint. Returns whether the run is asked to stop before its
     last step; its checkpoint is committed then."""
@@ -249,13 +249,13 @@ def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
     return any(asked for (asked,) in run.ranks.gather([float(stop.requested)]))
 
 
-def commit(run: Run, progress: Progress) -> None:
+def commit(run: Run, progress: RunProgress) -> None:
     run.optimizer.flush()  # on every rank: one of them alone writes
     nbytes, seconds = run.checkpoints.commit(progress)
     run.recorder.checkpoint(progress.step, nbytes, seconds)
 
 
-def commit_or_go_on(run: Run, progress: Progress) -> bool:
+def commit_or_go_on(run: Run, progress: RunProgress) -> bool:
     """Whether it is committed. A disk that refuses one checkpoint costs that checkpoint, not the run: those before it
     stand."""
     try:
@@ -266,7 +266,7 @@ def commit_or_go_on(run: Run, progress: Progress) -> bool:
     return True
 
 
-def train_step(run: Run, settings: LoopSettings, progress: Progress, stop: StopRequest) -> tuple[StepMetrics, bool]:
+def train_step(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest) -> tuple[StepMetrics, bool]:
     """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
     step = StepOnItsWay(run, settings, progress)
     with step.counted():
@@ -283,7 +283,7 @@ class StepOnItsWay:
     Other runs may take steps in between: seconds and bytes are counted inside `counted`.
     """
 
-    def __init__(self, run: Run, settings: LoopSettings, progress: Progress) -> None:
+    def __init__(self, run: Run, settings: LoopSettings, progress: RunProgress) -> None:
         self._run, self._settings, self._progress = run, settings, progress
         self._watch = Stopwatch(run.techniques.waited_seconds)
         self._seconds = self._cpu_seconds = 0.0
@@ -384,7 +384,7 @@ class StepOnItsWay:
         return clip_factor_of(self._norm, self._settings.gradient_clipping)
 
 
-def refuse_non_finite(scale: LossScale, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
+def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
     """Raises NonFinite unless `step`, whose loss or gradients are not finite, is to be left out.
 
     A finite loss with such gradients is what a scale that is too large makes: the step is left out and the scale backs
@@ -401,7 +401,7 @@ def refuse_non_finite(scale: LossScale, settings: LoopSettings, step: int, loss:
         )
 
 
-def what_may_help(scale: LossScale, loss: float) -> str:
+def what_may_help(scale: LossScaler, loss: float) -> str:
     """What a run knows at the least scale: whether loss or gradients are at fault, and no more."""
     if not math.isfinite(loss):
         return (
@@ -430,7 +430,7 @@ def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
             run.optimizer.take(name, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
-def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
+def evaluate(run: Run, settings: LoopSettings, progress: RunProgress) -> None:
     """Mean loss per label over the sequences of an evaluation; leaves no trace in the run's state."""
     started, world = time.perf_counter(), run.ranks.world
     losses, tokens = list[float](), 0
@@ -453,7 +453,7 @@ def evaluate(run: Run, settings: LoopSettings, progress: Progress) -> None:
         run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
 
 
-def samples_of_step(settings: LoopSettings, world: World, progress: Progress) -> range:
+def samples_of_step(settings: LoopSettings, world: World, progress: RunProgress) -> range:
     """The samples that all ranks together consume in the next step."""
     num_samples = settings.micro_batch_size * settings.num_micro_batches * world.size
     return range(progress.samples, progress.samples + num_samples)

@@ -407,7 +407,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class MeasuredPrices:
     """What one unit costs, in seconds; 0 = too cheap to be told from noise."""
 
     flop: Mapping[str, float]
@@ -419,7 +419,7 @@ class Prices:
     """median of |predicted - measured| / measured over the samples"""
 
 
-def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]) -> Prices:
+def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]) -> MeasuredPrices:
     """Prices with the least squares of relative errors; none is negative. `fastest`: FLOPs per second of the fastest
     matrix product, by type. Copies and updates in the samples are subtracted at the prices of `rates`.
 
@@ -445,7 +445,7 @@ def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]
     flop = {name: 1.0 / fastest[name] + more for name, more in zip(types, prices, strict=False)}
     value = dict(zip(types, prices[len(types) :], strict=False))
     errors = [abs(_dot(row, prices) - target) for row, target in zip(rows, targets, strict=True)]
-    return Prices(flop, value, prices[-1], statistics.median(errors))
+    return MeasuredPrices(flop, value, prices[-1], statistics.median(errors))
 
 
 def _priced(amounts: Mapping[str, float], rates: Rates) -> float:

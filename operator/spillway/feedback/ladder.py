@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway.feedback.retries import OOM_KILLED
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.pod_resources import tier_memory_bytes
 from spillway.units import format_bytes, format_seconds
@@ -225,8 +225,8 @@ def _moved(before: MemoryPlan, after: MemoryPlan) -> list[str]:
         parts.append(f"optimizer states on the device {shares[0][0]:.0%} -> {shares[1][0]:.0%}")
         parts.extend([f"on NVMe {shares[0][1]:.0%} -> {shares[1][1]:.0%}"] * (shares[0][1] != shares[1][1]))
     for answer, what in (
-        (Answer.RECOMPUTE, "recomputed"), (Answer.HOST, "with activations in host memory"),
-        (Answer.NVME, "with activations on NVMe"),
+        (Policy.RECOMPUTE, "recomputed"), (Policy.HOST, "with activations in host memory"),
+        (Policy.NVME, "with activations on NVMe"),
     ):  # fmt: skip
         was, is_now = (plan.activations.answers.count(answer) for plan in (before, after))
         parts.extend([f"blocks {what} {was} -> {is_now}"] * (was != is_now))

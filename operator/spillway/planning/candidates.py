@@ -26,7 +26,7 @@ from functools import cached_property, lru_cache
 from math import ceil, floor, isqrt
 
 from spillway.api.training_job import TrainingJob
-from spillway.plan import Answer, OptimizerPlan, Overlap, Prediction, Tier, TierBytes
+from spillway.plan import OptimizerPlan, Overlap, Policy, Prediction, Tier, TierBytes
 from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
@@ -245,7 +245,7 @@ def _shared(work: Workload) -> Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """Answers of the blocks, and what activations need on the device; moved blocks are counted as host ones."""
 
     blocks: Blocks
@@ -254,14 +254,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Group:
+class CandidateGroup:
     """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers), all lean
     or none."""
 
     question: Question
     work: Workload
     streaming: Streaming
-    layouts: Sequence[Layout]
+    layouts: Sequence[BlockLayout]
     rates: Rates
 
     @cached_property
@@ -308,7 +308,7 @@ class Group:
 
     # --- what no candidate can beat
 
-    def bound(self, layout: Layout, free_bytes: int) -> float:
+    def bound(self, layout: BlockLayout, free_bytes: int) -> float:
         """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
         work, streaming = self.work, self.streaming
         ends = (
@@ -485,15 +485,15 @@ class Group:
         return optimizer.model_copy(update={"speculative_parameters": window})
 
 
-def groups(question: Question) -> list[Group]:
+def groups(question: Question) -> list[CandidateGroup]:
     """The same for every budget but for the optimizer's resident share, which grows with it: more memory never gives a
     slower plan."""
     rates = rates_of(question)
-    made: list[Group] = []
+    made: list[CandidateGroup] = []
     for work in (work for strategy in _strategies(question) for work in _lean_twins(question, strategy)):
         strategy = work.strategy
         if question.parameters != "Stream":
-            made.append(Group(question, work, RESIDENT, _layouts(question, work, RESIDENT, MAX_GROUPS), rates))
+            made.append(CandidateGroup(question, work, RESIDENT, _layouts(question, work, RESIDENT, MAX_GROUPS), rates))
         # What streams has its new values at home at once: nothing of it can be updated before it counts.
         may_stream = question.parameters != "Resident" and question.overlap != "Backward"
         if may_stream and strategy in STREAMING_STRATEGIES:
@@ -522,7 +522,7 @@ def why_not_lean(question: Question, work: Workload) -> str | None:
     return None
 
 
-def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterator[Group]:
+def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterator[CandidateGroup]:
     for order, boundaries in _orders(work):
         waits = Streaming(order=order, boundaries=boundaries)
         layouts = _layouts(question, work, waits, MAX_GROUPS_STREAMED)
@@ -530,17 +530,17 @@ def _streamed_groups(question: Question, work: Workload, rates: Rates) -> Iterat
             is_tight = num_units >= len(work.units.segments) - 2
             for num_slots in (NUM_SLOTS, 1) if is_tight else (NUM_SLOTS,):
                 streaming = replace(waits, host=num_units, num_slots=num_slots)
-                group = Group(question, work, streaming, layouts, rates)
+                group = CandidateGroup(question, work, streaming, layouts, rates)
                 if question.placement != "Device" or not group.forced:
                     yield group
 
 
-def _orders(work: Workload) -> Iterator[tuple[Order, Answer]]:
-    yield "InOrder", Answer.KEEP
+def _orders(work: Workload) -> Iterator[tuple[Order, Policy]]:
+    yield "InOrder", Policy.KEEP
     if work.num_micro_batches > 1:
-        yield "WeightStationary", Answer.KEEP
+        yield "WeightStationary", Policy.KEEP
         if any(work.handed_on_bytes):
-            yield "WeightStationary", Answer.HOST
+            yield "WeightStationary", Policy.HOST
 
 
 def _levels(question: Question, work: Workload) -> list[int]:
@@ -564,7 +564,7 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
     """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
     budgets. The same for every strategy."""
     same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
@@ -572,7 +572,7 @@ def _layouts(question: Question, work: Workload, streaming: Streaming, max_group
 
 
 @lru_cache(maxsize=32)
-def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[Layout, ...]:
+def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
     layers = work.shape.num_layers
     found = []
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
@@ -582,7 +582,7 @@ def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: i
             continue  # nothing is rebuilt
         blocks = Blocks(layers, recomputed=recomputed, host=moved)
         for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
-            found.append(Layout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
+            found.append(BlockLayout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
     return tuple(found)
 
 

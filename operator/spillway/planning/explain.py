@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from spillway.plan import Alternative, Answer, Infeasible, Prediction, Tier
+from spillway.plan import Alternative, Infeasible, Policy, Prediction, Tier
 from spillway.planning.candidates import (
     AUTO_STRATEGIES,
     TIE,
@@ -162,7 +162,7 @@ def _order_reason(work: Workload, streaming: Streaming) -> str:
     batches = work.num_micro_batches
     if streaming.order == "InOrder":
         return f"order: one micro-batch after the other; each offloaded layer is loaded for each of {batches}"
-    stays = streaming.boundaries is Answer.KEEP
+    stays = streaming.boundaries is Policy.KEEP
     held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
     where = "on the device" if stays else f"on {streaming.boundaries}"
     return (

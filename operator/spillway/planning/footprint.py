@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from spillway.plan import Answer, OptimizerPlan, ParameterPlan, Tier, TierBytes
+from spillway.plan import OptimizerPlan, ParameterPlan, Policy, Tier, TierBytes
 from spillway.planning.model_shape import FLOAT32_BYTES
 from spillway.planning.workload import (
     ALLOCATOR_BYTES,
@@ -293,14 +293,14 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     alive = work.alive(streaming)
     resident = alive * tokens * shape.embedding.saved_bytes_per_token
     resident += frontier_bytes(work) if stationary else 0
-    inputs_leave = streaming.boundaries is not Answer.KEEP
+    inputs_leave = streaming.boundaries is not Policy.KEEP
     resident += alive * held_input_bytes(work, blocks, inputs_leave=inputs_leave)
     previous = 0
     forward: list[tuple[int, int, int]] = []
     backward: list[tuple[int, int, int]] = []
     """each (activations, copies in flight or coming back, workspace)"""
     for answer, block, count in _intervals(work, blocks):
-        recomputes, moves = answer is Answer.RECOMPUTE, answer in (Answer.HOST, Answer.NVME)
+        recomputes, moves = answer is Policy.RECOMPUTE, answer in (Policy.HOST, Policy.NVME)
         if recomputes:
             kept = block.new_small if inputs_leave else block.new_input
             moving = block.input_large * inputs_leave
@@ -345,7 +345,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     return DevicePeak(activations, buffers, fullest - activations - buffers, holes)
 
 
-def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Answer, BlockBytes, int]]:
+def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Policy, BlockBytes, int]]:
     """Equal neighbours with equal answers, in forward order, and how many they are."""
     for answer, start, end in blocks.pieces:
         for run in work.runs:
@@ -375,7 +375,7 @@ def frontier_bytes(work: Workload) -> int:
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
     """Weight-stationary, with boundaries that wait beside the device: the frontier, and what stays of it for backward.
     Tensors that are not worth moving stay on the device."""
-    if streaming.boundaries is Answer.KEEP:
+    if streaming.boundaries is Policy.KEEP:
         return 0
     return waiting_frontier_bytes(work) + kept_boundary_bytes(work, blocks, streaming.boundaries)
 
@@ -385,16 +385,16 @@ def waiting_frontier_bytes(work: Workload) -> int:
     return (work.num_micro_batches + 1) * padded(max(work.handed_on_bytes))
 
 
-def kept_boundary_bytes(work: Workload, blocks: Blocks, tier: Answer) -> int:
+def kept_boundary_bytes(work: Workload, blocks: Blocks, tier: Policy) -> int:
     """The inputs of every recomputed block, which wait on `tier` until backward needs them. What segments hand on
     unchanged is copied once for each of them, also for moved blocks."""
     copies = padded(work.sum_of("passed_large", 0, blocks.moved))
     return work.num_micro_batches * (recomputed_input_bytes(work, blocks, tier) + copies)
 
 
-def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Answer) -> int:
+def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Policy) -> int:
     """Of one micro-batch, those that wait on `tier`."""
-    field = "input_nvme" if tier is Answer.NVME else "input_host"
+    field = "input_nvme" if tier is Policy.NVME else "input_host"
     return work.sum_of(field, blocks.moved, blocks.moved + blocks.recomputed)
 
 
@@ -431,7 +431,7 @@ def host_bytes(
     has_aliases = work.shape.num_accumulated > work.shape.num_trained
     on_cpu = states_bytes(work, optimizer, optimizer.cpu_share, on_cpu=True)
     streamed = states_bytes(work, optimizer, optimizer.streamed_share, on_cpu=False, streamed=True)
-    in_host = streaming.boundaries is Answer.HOST
+    in_host = streaming.boundaries is Policy.HOST
     return TierBytes(
         parameters=host_home_bytes(work, streaming),
         gradients=padded(accumulators + (PAGE_BYTES if has_aliases and accumulators else 0)),
@@ -444,7 +444,7 @@ def host_bytes(
         + speculation_bytes(work, optimizer)
         + state_window_bytes(work, optimizer)
         + home_staging_bytes(work, streaming)
-        + (nvme_staging_bytes(work, window_bytes) if blocks.nvme or streaming.boundaries is Answer.NVME else 0),
+        + (nvme_staging_bytes(work, window_bytes) if blocks.nvme or streaming.boundaries is Policy.NVME else 0),
     )
 
 
@@ -456,7 +456,7 @@ def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
 
 def nvme_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming = RESIDENT) -> TierBytes:
     """Everything of one rank on NVMe."""
-    boundaries = spilled_boundary_bytes(work, blocks, streaming) if streaming.boundaries is Answer.NVME else 0
+    boundaries = spilled_boundary_bytes(work, blocks, streaming) if streaming.boundaries is Policy.NVME else 0
     return TierBytes(
         parameters=nvme_home_bytes(work, streaming),
         optimizer_states=nvme_states_bytes(work, optimizer, streaming),

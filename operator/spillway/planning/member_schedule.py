@@ -37,7 +37,7 @@ class SegmentWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class SegmentVisit:
     """One segment on a device, in one direction."""
 
     segment: int
@@ -58,21 +58,25 @@ class MemberWork:
     num_parts: int = 1
     """devices that share each of its steps, a part of the micro-batches each"""
 
-    def visits(self) -> tuple[Visit, ...]:
+    def visits(self) -> tuple[SegmentVisit, ...]:
         """Of one part of one step. Backward of the last segment follows its forward: one visit, one upload."""
         last = len(self.segments) - 1
         forward = [
-            Visit(index, one.upload_bytes, one.forward_seconds / self.num_parts, 0)
+            SegmentVisit(index, one.upload_bytes, one.forward_seconds / self.num_parts, 0)
             for index, one in enumerate(self.segments[:last])
         ]
         turn = self.segments[last]
         both = (turn.forward_seconds + turn.backward_seconds) / self.num_parts
         backward = [
-            Visit(index, self.segments[index].upload_bytes, self.segments[index].backward_seconds / self.num_parts,
-                  self.segments[index].download_bytes)
+            SegmentVisit(
+                index,
+                self.segments[index].upload_bytes,
+                self.segments[index].backward_seconds / self.num_parts,
+                self.segments[index].download_bytes,
+            )
             for index in reversed(range(last))
         ]  # fmt: skip
-        return (*forward, Visit(last, turn.upload_bytes, both, turn.download_bytes), *backward)
+        return (*forward, SegmentVisit(last, turn.upload_bytes, both, turn.download_bytes), *backward)
 
     @property
     def compute_seconds(self) -> float:
@@ -115,7 +119,7 @@ def machine_of(node: NodeSpec) -> Machine:
     return Machine(node.num_devices, link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.devices_per_root_port)
 
 
-class Policy(StrEnum):
+class TurnPolicy(StrEnum):
     """How devices take members up."""
 
     SEQUENTIAL = "Sequential"
@@ -129,7 +133,7 @@ class Policy(StrEnum):
 
     @property
     def takes_segments(self) -> bool:
-        return self is Policy.SHARD_LRTF
+        return self is TurnPolicy.SHARD_LRTF
 
 
 class Readiness(IntEnum):
@@ -143,7 +147,7 @@ class Readiness(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WaitingMember:
     """A member that is not finished, as one device sees it."""
 
     index: int
@@ -167,25 +171,25 @@ class Candidate:
     """to bring its resident segments to this device; 0 where they are"""
 
 
-def choose(policy: Policy, candidates: Sequence[Candidate], last: int | None, num_devices: int) -> int | None:
+def choose(policy: TurnPolicy, candidates: Sequence[WaitingMember], last: int | None, num_devices: int) -> int | None:
     """The index of the member that a device takes up next; None: it waits until something changes.
 
     `candidates`: all that are not finished. `last`: the member that the device had before. Ties go to the member that
     comes first in the list.
     """
     free = [one for one in candidates if one.is_free]
-    if policy is Policy.SEQUENTIAL:
+    if policy is TurnPolicy.SEQUENTIAL:
         mine = [one for one in candidates if one.index == last] or [one for one in free if not one.is_elsewhere]
         return next((one.index for one in mine if one.is_free), None)
-    if policy is Policy.ROUND_ROBIN:
+    if policy is TurnPolicy.ROUND_ROBIN:
         return min(free, key=lambda one: (last is not None and one.index <= last, one.index)).index if free else None
-    if policy is Policy.SHARD_LRTF:
+    if policy is TurnPolicy.SHARD_LRTF:
         begun = [one for one in free if one.readiness is not Readiness.WAITS]
         return max(begun, key=lambda one: (one.compute_seconds, -one.index)).index if begun else None
     return _choose_ready(candidates, last, num_devices)
 
 
-def _choose_ready(candidates: Sequence[Candidate], last: int | None, num_devices: int) -> int | None:
+def _choose_ready(candidates: Sequence[WaitingMember], last: int | None, num_devices: int) -> int | None:
     left = left_seconds(candidates, num_devices)
     eligible = [one for one in candidates if is_eligible(one, last, left)]
     first = max(eligible, key=lambda one: (rank(one, left), -one.index), default=None)
@@ -196,7 +200,7 @@ def _choose_ready(candidates: Sequence[Candidate], last: int | None, num_devices
     return first.index if first is not None and first.readiness is not Readiness.WAITS else None
 
 
-def is_eligible(candidate: Candidate, last: int | None, left: float) -> bool:
+def is_eligible(candidate: WaitingMember, last: int | None, left: float) -> bool:
     """Whether it can be taken up, or is worth waiting for: the member that the device has now, when all others end
     before it, or when the host has nothing to update and it goes on at once."""
     if candidate.is_free and candidate.readiness is not Readiness.WAITS:
@@ -204,11 +208,11 @@ def is_eligible(candidate: Candidate, last: int | None, left: float) -> bool:
     return candidate.index == last and (candidate.update_seconds == 0.0 or is_critical(candidate, left))
 
 
-def is_critical(candidate: Candidate, left: float) -> bool:
+def is_critical(candidate: WaitingMember, left: float) -> bool:
     return candidate.chain_seconds + CRITICAL_SHARE * left + candidate.switch_seconds >= left
 
 
-def left_seconds(candidates: Sequence[Candidate], num_devices: int) -> float:
+def left_seconds(candidates: Sequence[WaitingMember], num_devices: int) -> float:
     """Least seconds until all are finished: devices together, the host, the longest chain."""
     return max(
         sum(one.compute_seconds for one in candidates) / num_devices,
@@ -217,7 +221,7 @@ def left_seconds(candidates: Sequence[Candidate], num_devices: int) -> float:
     )
 
 
-def rank(candidate: Candidate, left: float) -> tuple[bool, Readiness, bool, float]:
+def rank(candidate: WaitingMember, left: float) -> tuple[bool, Readiness, bool, float]:
     """First who would end later than all others if it waited; then who need not wait for its update; then who is here
     already; then who has most left."""
     stays = candidate.switch_seconds == 0.0

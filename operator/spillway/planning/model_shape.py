@@ -33,7 +33,7 @@ Device = Literal["Cpu", "Cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class MicroBatch:
     """One micro-batch."""
 
     size: int = 1
@@ -226,13 +226,13 @@ _DOCUMENT = TypeAdapter(ModelShape)
 def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
     """The shape of spec.model by its sizes. Raises UserError for models that must be inspected to know them."""
     model = spec.model
-    batch = Batch(spec.training.micro_batch_size, spec.training.sequence_length)
+    batch = MicroBatch(spec.training.micro_batch_size, spec.training.sequence_length)
     return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
 
 
 @lru_cache(maxsize=2 * MAX_MEMBERS)
 def model_shape(
-    config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: Batch | None = None
+    config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: MicroBatch | None = None
 ) -> ModelShape:
     """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
     frozen and with adapters. `batch` matters for t5, whose attention saves a matrix of all pairs of positions, and for
@@ -242,7 +242,7 @@ def model_shape(
     The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
     mask in the compute type; fused CUDA kernels save the input itself and one byte per masked value.
     """
-    sizes = _Sizes(config, DTYPE_BYTES[compute], device, lora, batch or Batch())
+    sizes = _Sizes(config, DTYPE_BYTES[compute], device, lora, batch or MicroBatch())
     embedding, blocks, head = _FAMILIES[config.architecture](sizes)
     if lora is not None and not any(one.num_accumulated for one in (embedding, *blocks, head)):
         modules = ", ".join(sorted({name.rpartition(".")[2] for name in sizes.modules}))
@@ -284,7 +284,7 @@ class _Sizes:
     """The symbols of the module's docstring."""
 
     def __init__(
-        self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: Batch
+        self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: MicroBatch
     ) -> None:
         self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
         self.modules: set[str] = set()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
-from spillway.plan import ActivationPlan, Alternative, Answer, Infeasible, MemoryPlan, Tier
+from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Tier
 from spillway.planning.candidates import Question, Timed, best, timed
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections, corrected
 from spillway.planning.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
@@ -251,7 +251,7 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
         num_segments=work.shape.num_segments,
         optimizer=candidate.optimizer,
         activations=ActivationPlan(
-            answers=() if keeps_all else (Answer.KEEP, *blocks.answers, Answer.KEEP),
+            answers=() if keeps_all else (Policy.KEEP, *blocks.answers, Policy.KEEP),
             minimum_bytes=work.minimum_bytes,
             window_bytes=candidate.window_bytes,
             lean=work.lean and blocks.recomputed < blocks.num_layers,

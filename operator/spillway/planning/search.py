@@ -8,15 +8,15 @@ from dataclasses import replace
 from math import ceil
 from operator import itemgetter
 
-from spillway.plan import Answer, OptimizerPlan, Tier, TierBytes
+from spillway.plan import OptimizerPlan, Policy, Tier, TierBytes
 from spillway.planning.candidates import (
     _NO_ACTIVATIONS,
     _WEIGHTS,
     ROUNDING,
     TIE,
+    BlockLayout,
     Candidate,
-    Group,
-    Layout,
+    CandidateGroup,
     Question,
     Timed,
     groups,
@@ -40,7 +40,7 @@ from spillway.planning.workload import Blocks, Order, Strategy, Streaming, Workl
 class Search:
     """The space under the budgets of one question."""
 
-    def __init__(self, question: Question, space: Sequence[Group] | None = None) -> None:
+    def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
         self._space = groups(question) if space is None else space
 
@@ -80,12 +80,14 @@ class Search:
             for layout in group.layouts:
                 yield from self.candidates(group, layout)
 
-    def candidates(self, group: Group, layout: Layout) -> Iterator[Candidate]:
+    def candidates(self, group: CandidateGroup, layout: BlockLayout) -> Iterator[Candidate]:
         for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
             for split in self._between_host_and_nvme(group, layout, optimizer):
                 yield self._candidate(group, layout, split)
 
-    def _between_host_and_nvme(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Iterator[OptimizerPlan]:
+    def _between_host_and_nvme(
+        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
+    ) -> Iterator[OptimizerPlan]:
         """`optimizer` as it is when host memory holds all that leaves the device. Else the splits that are worth
         comparing: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
         yield optimizer
@@ -102,7 +104,7 @@ class Search:
         if parts:
             yield from (group.spilled(optimizer, part) for part in sorted(parts | {1.0}))
 
-    def _least_spilled(self, group: Group, optimizer: OptimizerPlan, room: int) -> float:
+    def _least_spilled(self, group: CandidateGroup, optimizer: OptimizerPlan, room: int) -> float:
         """The least part on NVMe with which states fit in `room` of host memory, which falls linearly with it; 1 when
         none does."""
         low, high = 0.25, 0.75
@@ -119,7 +121,7 @@ class Search:
         found: list[Timed] = []
         limit = float("inf")
 
-        def look_at(group: Group, layout: Layout) -> None:
+        def look_at(group: CandidateGroup, layout: BlockLayout) -> None:
             nonlocal limit
             for candidate in self.candidates(group, layout):
                 if not candidate.missing:
@@ -129,7 +131,7 @@ class Search:
                         limit = min(limit, TIE * choice.priced_seconds)
 
         room = self.question.budget[Tier.DEVICE]
-        everything_kept = Layout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
+        everything_kept = BlockLayout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
         by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
         for least, group in by_bound:
             if least > limit:
@@ -159,11 +161,11 @@ class Search:
                     return True
         return False
 
-    def _one_fits(self, group: Group, layout: Layout) -> bool:
+    def _one_fits(self, group: CandidateGroup, layout: BlockLayout) -> bool:
         fit = (timed(self.question, one) for one in self.candidates(group, layout) if not one.missing)
         return any(not choice.wears_out for choice in fit)
 
-    def _cannot_fit(self, group: Group) -> bool:
+    def _cannot_fit(self, group: CandidateGroup) -> bool:
         """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
         budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
         if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
@@ -188,7 +190,7 @@ class Search:
                 found = [nearest]
         return found[0]
 
-    def _candidate(self, group: Group, layout: Layout, optimizer: OptimizerPlan) -> Candidate:
+    def _candidate(self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan) -> Candidate:
         work, window_bytes = group.work, layout.window_bytes
         blocks, streaming = self._settled(group, optimizer, layout.blocks, window_bytes)
         on_nvme = nvme_bytes(work, optimizer, blocks, streaming)
@@ -211,32 +213,32 @@ class Search:
         return Candidate(work, optimizer, blocks, streaming, window_bytes, held, missing)
 
     def _settled(
-        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
+        self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
     ) -> tuple[Blocks, Streaming]:
         """Where activations go to NVMe, beside the reserve for them."""
         found = self._divided(group, optimizer, blocks, window_bytes, 0)
         reserve = self._largest_reserve(group, blocks)
         return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
 
-    def _largest_reserve(self, group: Group, blocks: Blocks) -> int:
+    def _largest_reserve(self, group: CandidateGroup, blocks: Blocks) -> int:
         """With all moved blocks on NVMe."""
         on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
         return min(self._reserve(group), on_nvme)
 
-    def _reserve(self, group: Group) -> int:
+    def _reserve(self, group: CandidateGroup) -> int:
         """At most. Weight-stationary, trainers place no single storages, so that nothing can move."""
         return self.question.host_reserve if group.streaming.order == "InOrder" else 0
 
     def _divided(
-        self, group: Group, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
+        self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
     ) -> tuple[Blocks, Streaming]:
         """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
         room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
         work = group.work
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
-        if group.streaming.boundaries is Answer.HOST:
-            room -= kept_boundary_bytes(work, blocks, Answer.HOST)
+        if group.streaming.boundaries is Policy.HOST:
+            room -= kept_boundary_bytes(work, blocks, Policy.HOST)
         states = nvme_states_bytes(work, optimizer, group.streaming)
         streaming = _homes_between(work, optimizer, group.streaming, room, budget[Tier.NVME] - states)
         room -= host_home_bytes(work, streaming) + home_staging_bytes(work, streaming)

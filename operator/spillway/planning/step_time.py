@@ -30,7 +30,7 @@ from enum import StrEnum
 from itertools import combinations
 
 from spillway.metrics import Phase
-from spillway.plan import Answer, OptimizerPlan, Prediction
+from spillway.plan import OptimizerPlan, Policy, Prediction
 from spillway.planning.compute_work import ComputeWork, backward_work, forward_work, update_work
 from spillway.planning.footprint import (
     cpu_accumulated,
@@ -132,7 +132,7 @@ def forward_loads(work: Workload, rates: Rates, blocks: Blocks, streaming: Strea
     boundaries = handed_on_bytes(work, streaming)
     into = loaded.forward + boundaries
     out = batches * moved_bytes(work, blocks) + boundaries
-    on_nvme = boundaries if streaming.boundaries is Answer.NVME else 0
+    on_nvme = boundaries if streaming.boundaries is Policy.NVME else 0
     written, read = batches * spilled_bytes(work, blocks) + on_nvme, loaded.forward_read + on_nvme
     return {
         Resource.COMPUTE: forward_work(work, blocks, streaming).seconds(rates),
@@ -151,10 +151,10 @@ def backward_loads(
     """One pass."""
     batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
     waits = streaming.boundaries
-    inputs = batches * recomputed_input_bytes(work, blocks, waits) if waits is not Answer.KEEP else 0
+    inputs = batches * recomputed_input_bytes(work, blocks, waits) if waits is not Policy.KEEP else 0
     back = loaded.backward + batches * moved_bytes(work, blocks) + inputs
     read = loaded.backward_read + batches * spilled_bytes(work, blocks)
-    read += inputs if waits is Answer.NVME else 0
+    read += inputs if waits is Policy.NVME else 0
     gradients = batches * cpu_accumulated(work, optimizer, streaming) / work.shards("gradients")
     down = gradients * work.shape.trained_bytes
     accumulate = gradients * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
@@ -232,7 +232,7 @@ def stored_states_bytes(work: Workload, optimizer: OptimizerPlan) -> float:
 def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
     """Boundaries that leave the device on their way from one segment to the next: out and in again, of every
     micro-batch."""
-    if streaming.boundaries is Answer.KEEP:
+    if streaming.boundaries is Policy.KEEP:
         return 0
     return work.num_micro_batches * sum(work.handed_on_bytes)
 
@@ -554,7 +554,7 @@ def pass_seconds(
 def written_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming) -> float:
     """To NVMe, in one step."""
     num_passes = work.num_micro_batches // work.alive(streaming)
-    boundaries = handed_on_bytes(work, streaming) if streaming.boundaries is Answer.NVME else 0
+    boundaries = handed_on_bytes(work, streaming) if streaming.boundaries is Policy.NVME else 0
     activations = work.num_micro_batches * spilled_bytes(work, blocks)
     states = stored_states_bytes(work, optimizer)
     return activations + num_passes * boundaries + stored_bytes(work, streaming) + states

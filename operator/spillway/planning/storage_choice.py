@@ -22,10 +22,10 @@ from dataclasses import dataclass, fields
 from itertools import combinations, product
 from typing import NamedTuple
 
-from spillway.plan import Answer, Tier
+from spillway.plan import Policy, Tier
 from spillway.units import format_bytes, format_seconds
 
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 
 TIE = 1.005
 """of answers that are so nearly as fast, those that write least to NVMe are taken"""
@@ -52,7 +52,7 @@ class SavedStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PolicyLimits:
     """What the storages of one forward may use. A rate of 0: there is no such way."""
 
     device_bytes: int
@@ -92,7 +92,7 @@ class Limits:
 class Choice:
     """An answer for each storage, in the order given."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[Policy, ...]
     stall_seconds: float
     """that compute waits for copies"""
     recompute_seconds: float
@@ -115,7 +115,7 @@ class NoChoice:
     reason: str
 
 
-def choose(storages: Sequence[SavedStorage], limits: Limits) -> Choice | NoChoice:
+def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | NoChoice:
     """The fastest answers for `storages`, in the order in which forward saves them. Raises ValueError for figures that
     are none (negative, NaN, a need before its production)."""
     check(storages, limits)
@@ -127,10 +127,10 @@ def choose(storages: Sequence[SavedStorage], limits: Limits) -> Choice | NoChoic
             f"saved storage {index} takes {format_bytes(largest)} while it is made, and the device has "
             f"{format_bytes(limits.device_bytes)} for saved storages",
         )
-    course = Course(storages, limits)
+    course = StepSimulation(storages, limits)
     if len(storages) > MAX_STORAGES:
         bundles = bundled(storages)
-        found = searched(Course([bundle for bundle, _ in bundles], limits))
+        found = searched(StepSimulation([bundle for bundle, _ in bundles], limits))
         if found is not None:
             of_each = {
                 index: answer for answer, (_, members) in zip(found.answers, bundles, strict=True) for index in members
@@ -142,9 +142,9 @@ def choose(storages: Sequence[SavedStorage], limits: Limits) -> Choice | NoChoic
     return _refusal(course) if found is None else _told(course, found)
 
 
-def searched(course: Course) -> Played | None:
+def searched(course: StepSimulation) -> Played | None:
     """The stages of the search."""
-    search = Search(course)
+    search = PolicySearch(course)
     search.by_price()
     search.all_out()
     search.polish()
@@ -194,7 +194,7 @@ def bundled(storages: Sequence[SavedStorage]) -> list[tuple[SavedStorage, list[i
 UNBOUNDED = ("kept_bytes", "written_bytes")
 
 
-def check(storages: Sequence[SavedStorage], limits: Limits) -> None:
+def check(storages: Sequence[SavedStorage], limits: PolicyLimits) -> None:
     for index, storage in enumerate(storages):
         produced, needed, rebuild = storage.produced_seconds, storage.needed_seconds, storage.rebuild_seconds or 0.0
         # So written, NaN is none of them.
@@ -209,7 +209,7 @@ def check(storages: Sequence[SavedStorage], limits: Limits) -> None:
             raise ValueError(f"saved storage {index}: needed before it is produced; found {storage}")
         if index and storage.produced_seconds < storages[index - 1].produced_seconds:
             raise ValueError(f"saved storage {index}: produced before the one before it; found {storage}")
-    for field in fields(Limits):
+    for field in fields(PolicyLimits):
         value = getattr(limits, field.name)
         if math.isnan(value) or value < 0 or (math.isinf(value) and field.name not in UNBOUNDED):
             raise ValueError(f"limits: {field.name} = {value}; it is 0 or more, and finite")
@@ -220,9 +220,9 @@ def check(storages: Sequence[SavedStorage], limits: Limits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What answers come to. Compares as they are preferred, but for what `Search.spared` allows for."""
+    """What answers come to. Compares as they are preferred, but for what `PolicySearch.spared` allows for."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[Policy, ...]
     stall_seconds: float
     recompute_seconds: float
     peak_bytes: int
@@ -254,10 +254,10 @@ class Sent(NamedTuple):
     peak_bytes: int
 
 
-class Course:
+class StepSimulation:
     """The storages of one forward and their limits, ready to be played."""
 
-    def __init__(self, storages: Sequence[SavedStorage], limits: Limits) -> None:
+    def __init__(self, storages: Sequence[SavedStorage], limits: PolicyLimits) -> None:
         self.storages, self.limits = storages, limits
         self.sizes = [storage.nbytes for storage in storages]
         self.produced = [storage.produced_seconds for storage in storages]
@@ -269,7 +269,7 @@ class Course:
         self.num_played = 0
         """storages that plays went through so far"""
 
-    def play(self, answers: Sequence[Answer], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
+    def play(self, answers: Sequence[Policy], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
         """None where the answers break a limit, or cost more than `bound_seconds`.
 
         A search plays hundreds of answers, so each pass is one loop over numbers in local names. As objects and calls
@@ -296,7 +296,7 @@ class Course:
         stall, peak_bytes = back
         return Played(tuple(answers), stall, recompute, peak_bytes, held_bytes[HOST], held_bytes[NVME], price)
 
-    def _forward(self, answers: Sequence[Answer], recompute: float, bound_seconds: float) -> Sent | None:  # noqa: PLR0912, PLR0915 - one loop, see `play`
+    def _forward(self, answers: Sequence[Policy], recompute: float, bound_seconds: float) -> Sent | None:  # noqa: PLR0912, PLR0915 - one loop, see `play`
         """None beyond the device or the bound."""
         limits = self.limits
         room, window, is_staged = limits.device_bytes, limits.window_bytes, limits.is_staged
@@ -354,7 +354,7 @@ class Course:
         return Sent(copies, leaving, kept, stall, begins, stored, peak)
 
     def _backward(  # noqa: PLR0912, PLR0915 - one loop, see `play`
-        self, answers: Sequence[Answer], sent: Sent, recompute: float, bound_seconds: float
+        self, answers: Sequence[Policy], sent: Sent, recompute: float, bound_seconds: float
     ) -> tuple[float, int] | None:
         """Seconds that compute waited in both passes, and the device's peak; None beyond the device or the bound."""
         limits, sizes, needed, rebuild = self.limits, self.sizes, self.needed, self.rebuild
@@ -437,13 +437,13 @@ class Course:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-class Search:
+class PolicySearch:
     """Plays answers and remembers the best."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: StepSimulation) -> None:
         self._course = course
         self._found: list[Played] = []
-        self._tried: set[tuple[Answer, ...]] = set()
+        self._tried: set[tuple[Policy, ...]] = set()
         self.best: Played | None = None
         storages = course.storages
         slack = [storage.needed_seconds - storage.produced_seconds for storage in storages]
@@ -472,7 +472,7 @@ class Search:
             return math.inf
         return TIE * (self._course.seconds + self.best.extra_seconds) - self._course.seconds
 
-    def _try(self, answers: Sequence[Answer], price: float, least_seconds: float = 0.0) -> Played | None:
+    def _try(self, answers: Sequence[Policy], price: float, least_seconds: float = 0.0) -> Played | None:
         """Plays them, unless they were tried before. One that costs more than `least_seconds` and than what may be
         taken is left off as soon as that is known, where no later stage begins with it."""
         key = tuple(answers)
@@ -519,7 +519,7 @@ class Search:
                     break
         return least
 
-    def _family(self, num_rebuilt: int) -> Iterator[list[Answer]]:
+    def _family(self, num_rebuilt: int) -> Iterator[list[Policy]]:
         """Answers at one price: by how much of the device is left for what is on its way, and by what goes to NVMe."""
         limits, course = self._course.limits, self._course
         rebuilt = self._rebuildable[:num_rebuilt]
@@ -534,7 +534,7 @@ class Search:
                 answers, moved = self._stay(rebuilt, room, order)
                 yield from self._between_host_and_nvme(answers, moved)
 
-    def _stay(self, rebuilt: Sequence[int], room: int, order: Sequence[int]) -> tuple[list[Answer], list[int]]:
+    def _stay(self, rebuilt: Sequence[int], room: int, order: Sequence[int]) -> tuple[list[Policy], list[int]]:
         """As much as `room` holds stays, in `order`, then what is dearest to rebuild; and what moves, the most slack
         first."""
         sizes, answers = self._course.sizes, [NVME] * len(self._course.sizes)
@@ -547,7 +547,7 @@ class Search:
                 room -= sizes[index]
         return answers, [index for index in self._by_slack if answers[index] is NVME]
 
-    def _between_host_and_nvme(self, answers: list[Answer], moved: Sequence[int]) -> Iterator[list[Answer]]:
+    def _between_host_and_nvme(self, answers: list[Policy], moved: Sequence[int]) -> Iterator[list[Policy]]:
         """Host memory is filled: by what has least slack, or in turn with NVMe, so that both lanes work all the time;
         or takes only what NVMe cannot."""
         sizes, limits = self._course.sizes, self._course.limits
@@ -593,7 +593,7 @@ class Search:
                         break
 
 
-def with_host(answers: Sequence[Answer], indices: Sequence[int]) -> list[Answer]:
+def with_host(answers: Sequence[Policy], indices: Sequence[int]) -> list[Policy]:
     found = list(answers)
     for index in indices:
         found[index] = HOST
@@ -626,7 +626,7 @@ def in_turn(indices: Sequence[int], sizes: Sequence[int], room: int) -> list[int
     return found + fitting(left, sizes, room)
 
 
-def neighbours(answers: tuple[Answer, ...], course: Course) -> Iterator[list[Answer]]:
+def neighbours(answers: tuple[Policy, ...], course: StepSimulation) -> Iterator[list[Policy]]:
     """One answer changed; then two."""
     others = [
         [each for each in (KEEP, HOST, NVME, RECOMPUTE) if each is not now and (each is not RECOMPUTE or can_rebuild)]
@@ -643,7 +643,7 @@ def neighbours(answers: tuple[Answer, ...], course: Course) -> Iterator[list[Ans
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def _told(course: Course, played: Played) -> Choice:
+def _told(course: StepSimulation, played: Played) -> Choice:
     return Choice(
         answers=played.answers,
         stall_seconds=played.stall_seconds,
@@ -656,7 +656,7 @@ def _told(course: Course, played: Played) -> Choice:
     )
 
 
-def _reason(course: Course, played: Played) -> str:
+def _reason(course: StepSimulation, played: Played) -> str:
     parts = []
     for answer, where in ((KEEP, "kept"), (RECOMPUTE, "rebuilt"), (HOST, "to host memory"), (NVME, "to NVMe")):
         sizes = [size for size, given in zip(course.sizes, played.answers, strict=True) if given is answer]
@@ -672,7 +672,7 @@ def _reason(course: Course, played: Played) -> str:
     )
 
 
-def _refusal(course: Course) -> NoChoice:
+def _refusal(course: StepSimulation) -> NoChoice:
     limits = course.limits
     total = sum(course.sizes)
     rebuilt = sum(size for size, rebuild in zip(course.sizes, course.rebuild, strict=True) if rebuild is not None)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
-from spillway.plan import Answer
+from spillway.plan import Policy
 from spillway.planning.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.update_rules import MomentType, UpdateRule
 
@@ -138,7 +138,7 @@ NO_BLOCK = BlockBytes(*(0,) * 16, flops=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Consecutive equal blocks, [start, end)."""
 
     start: int
@@ -232,18 +232,18 @@ class Workload:
         return self.world_size if part in SHARDS[self.strategy] else 1
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[BlockRun, ...]:
         """The blocks, equal neighbours together."""
         kinds: dict[tuple[Segment, Sizes, Sizes], BlockBytes] = {}
-        found: list[Run] = []
+        found: list[BlockRun] = []
         for index, (before, block) in enumerate(pairwise(self.shape.segments[:-1])):
             kind = (block, before.made_bytes, before.passed_bytes)
             if kind not in kinds:
                 kinds[kind] = self._block_bytes(*kind)
             if found and found[-1].block is kinds[kind]:
-                found[-1] = Run(found[-1].start, index + 1, kinds[kind])
+                found[-1] = BlockRun(found[-1].start, index + 1, kinds[kind])
             else:
-                found.append(Run(index, index + 1, kinds[kind]))
+                found.append(BlockRun(index, index + 1, kinds[kind]))
         return tuple(found)
 
     def _block_bytes(self, block: Segment, made: Sizes, passed: Sizes) -> BlockBytes:
@@ -379,19 +379,19 @@ class Blocks:
         return self.num_layers - self.recomputed - self.moved
 
     @property
-    def pieces(self) -> tuple[tuple[Answer, int, int], ...]:
+    def pieces(self) -> tuple[tuple[Policy, int, int], ...]:
         """(answer, first block, end) in forward order, empty ones left out."""
         counts = (
-            (Answer.NVME, self.nvme),
-            (Answer.HOST, self.host),
-            (Answer.RECOMPUTE, self.recomputed),
-            (Answer.KEEP, self.kept),
+            (Policy.NVME, self.nvme),
+            (Policy.HOST, self.host),
+            (Policy.RECOMPUTE, self.recomputed),
+            (Policy.KEEP, self.kept),
         )
         ends = accumulate(count for _, count in counts)
         return tuple((answer, end - count, end) for (answer, count), end in zip(counts, ends, strict=True) if count)
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
+    def answers(self) -> tuple[Policy, ...]:
         """One a block, in forward order."""
         return tuple(answer for answer, start, end in self.pieces for _ in range(start, end))
 
@@ -405,7 +405,7 @@ class Streaming:
     nvme: int = 0
     num_slots: int = NUM_SLOTS
     order: Order = "InOrder"
-    boundaries: Answer = Answer.KEEP
+    boundaries: Policy = Policy.KEEP
 
     @property
     def units(self) -> int:

@@ -28,8 +28,8 @@ from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, 
 from spillway.extras import need
 from spillway.feedback.calibration import (
     Correction,
+    MeasuredPrices,
     MeasuredStep,
-    Prices,
     Sample,
     corrected,
     corrections,
@@ -262,7 +262,7 @@ def samples_of(cell: Mapping[str, Any]) -> list[Sample]:
     return [Sample(cell["compute"], both, whole), optimizer]
 
 
-def priced(node: NodeSpec, prices: Prices) -> NodeSpec:
+def priced(node: NodeSpec, prices: MeasuredPrices) -> NodeSpec:
     return replace(
         node,
         bfloat16_flops_per_second=1.0 / prices.flop["bfloat16"],
@@ -287,7 +287,7 @@ def price_texts(node: NodeSpec) -> list[tuple[str, str]]:
     ]
 
 
-def probe_notes(result: Mapping[str, Any], prices: Prices, worst_spread: float, directory: Path) -> list[str]:
+def probe_notes(result: Mapping[str, Any], prices: MeasuredPrices, worst_spread: float, directory: Path) -> list[str]:
     load = result["loadBefore"]
     noise = f"noise: the middle half of samples spreads up to {worst_spread:.0%} around its median; load was {load:.1f}"
     fit = f"fit: half of the training phases are met within {prices.error:.0%}"

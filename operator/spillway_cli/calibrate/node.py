@@ -22,7 +22,7 @@ from spillway.feedback.profiles import document, has_rates
 from spillway.json_text import json_object
 from spillway.units import GIB, format_quantity, parse_cores
 
-from ..cluster.api import CORE, JOBS, Cluster, Object, Refused, connect, segment
+from ..cluster.api import CORE, JOBS, ClusterClient, Object, RequestDenied, connect, segment
 from ..cluster.job_status import value_at
 from ..console import Format, message_console, print_json, printable, result_console, table
 from ..machine.node_profile import check_writable, write_profile
@@ -85,20 +85,20 @@ def calibrate_node(options: NodeOptions) -> int:
 # --- before -----------------------------------------------------------------------------------------------------------
 
 
-def read_node(cluster: Cluster, name: str) -> Object:
+def read_node(cluster: ClusterClient, name: str) -> Object:
     try:
         return cluster.get_named(f"{CORE}/nodes/{segment('node', name)}")
-    except Refused as error:
+    except RequestDenied as error:
         if error.status == NOT_FOUND:
             raise UserError(f"node {name}: the cluster has none of that name; see `kubectl get nodes`") from error
         raise
 
 
-def existing_profile(cluster: Cluster, name: str) -> Object | None:
+def existing_profile(cluster: ClusterClient, name: str) -> Object | None:
     """Raises UserError where one describes GPUs: what is measured here would take its place."""
     try:
         found = cluster.get_named(f"{PROFILES}/{segment('node', name)}")
-    except Refused as error:
+    except RequestDenied as error:
         if error.status == NOT_FOUND and (error.answer.get("details") or {}).get("name"):
             return None
         raise
@@ -169,7 +169,7 @@ def probe_job(node: str, image: str, quick: bool) -> Object:
 
 
 @contextmanager
-def probing(cluster: Cluster, namespace: str, manifest: Object) -> Iterator[str]:
+def probing(cluster: ClusterClient, namespace: str, manifest: Object) -> Iterator[str]:
     """The Job's name; it is gone afterwards, however that comes."""
     path = f"{BATCH}/namespaces/{segment('namespace', namespace)}/jobs"
     name = cluster.create(path, manifest)["metadata"]["name"]
@@ -182,7 +182,7 @@ def probing(cluster: Cluster, namespace: str, manifest: Object) -> Iterator[str]
             cluster.delete(f"{path}/{name}", propagationPolicy="Background")
 
 
-def result(cluster: Cluster, namespace: str, name: str) -> Object:
+def result(cluster: ClusterClient, namespace: str, name: str) -> Object:
     """What the probe printed, once it has ended. Raises UserError when it failed."""
     pod: Object = {}
     with message_console().status(f"Job {name}") as status:
@@ -228,14 +228,14 @@ def state_of(pod: Object) -> str:
     return str(value_at(pod, "status.phase") or "no pod yet")
 
 
-def log_lines(cluster: Cluster, namespace: str, pod: Object) -> list[bytes]:
+def log_lines(cluster: ClusterClient, namespace: str, pod: Object) -> list[bytes]:
     """None where the pod never ran, or is gone."""
     name = value_at(pod, "metadata.name")
     if name is None:
         return []
     try:
         return list(cluster.lines(f"{CORE}/namespaces/{namespace}/pods/{name}/log", 30.0, container=CONTAINER))
-    except Refused:
+    except RequestDenied:
         return []
 
 
@@ -266,7 +266,7 @@ def measured_spec(found: Object, node: Object) -> NodeProfileSpec:
     return spec
 
 
-def write(cluster: Cluster, made: Object, existing: Object | None) -> None:
+def write(cluster: ClusterClient, made: Object, existing: Object | None) -> None:
     """What was measured, beside what somebody wrote and no probe measures: capacities, rates between devices."""
     if existing is None:
         cluster.create(PROFILES, made)

@@ -35,7 +35,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context; a local run, by its directory"
 
 
-class Refused(UserError):
+class RequestDenied(UserError):
     """The API server said no."""
 
     def __init__(self, status: int, answer: Object, path: str) -> None:
@@ -58,11 +58,11 @@ class Unreachable(UserError):
     """No answer, or none for now: worth another try for a command that watches."""
 
 
-def refusal(status: int, answer: Object, path: str) -> Refused | Unreachable:
+def refusal(status: int, answer: Object, path: str) -> RequestDenied | Unreachable:
     """What an answer of 400 or above means: a server that is busy or in trouble has not said no."""
     if status == TOO_MANY_REQUESTS or status >= INTERNAL_ERROR:
         return Unreachable(f"the cluster cannot answer now: {said_in(status, answer)}; try again later")
-    return Refused(status, answer, path)
+    return RequestDenied(status, answer, path)
 
 
 def sentence(status: int, answer: Object, path: str) -> str:
@@ -84,7 +84,7 @@ def said_in(status: int, answer: Object) -> str:
 
 
 @dataclass(slots=True)
-class Cluster:
+class ClusterClient:
     """One API server, with one user's rights."""
 
     configuration: Any
@@ -206,7 +206,7 @@ def as_object(content: bytes) -> Object:
     return {"message": content[:300].decode(errors="replace")} if found is None else found
 
 
-def connect(context: str | None = None) -> Cluster:
+def connect(context: str | None = None) -> ClusterClient:
     """The cluster of the kubeconfig, or the one that this process runs in. Raises UserError when there is neither."""
     need("operator")
     from kubernetes.client.configuration import Configuration  # noqa: PLC0415
@@ -216,7 +216,7 @@ def connect(context: str | None = None) -> Cluster:
     configuration = Configuration()
     try:
         namespace = load(configuration, context)
-        return Cluster(configuration, namespace)
+        return ClusterClient(configuration, namespace)
     except (YAMLError, TypeError, KeyError, AttributeError, UnicodeError) as error:
         # as the library meets what is no kubeconfig
         raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
@@ -268,22 +268,22 @@ def segment(kind: str, name: str) -> str:
     return quote(name, safe="")
 
 
-def get_job(cluster: Cluster, namespace: str, name: str) -> Object:
+def get_job(cluster: ClusterClient, namespace: str, name: str) -> Object:
     """Raises Gone when there is no such TrainingJob."""
     try:
         return cluster.get_named(jobs_path(namespace, name))
-    except Refused as error:
+    except RequestDenied as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
             wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
             raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
         raise
 
 
-def nearest(cluster: Cluster, namespace: str, name: str) -> str:
+def nearest(cluster: ClusterClient, namespace: str, name: str) -> str:
     """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
     try:
         jobs = cluster.items(jobs_path(namespace))
-    except (Refused, Unreachable):
+    except (RequestDenied, Unreachable):
         return ""
     near = difflib.get_close_matches(name, [job["metadata"]["name"] for job in jobs], n=1, cutoff=0.6)
     return f"did you mean {near[0]}? Else " if near else ""

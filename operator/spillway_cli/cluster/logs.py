@@ -20,7 +20,7 @@ from spillway.errors import UserError
 
 from ..console import message_console
 from ..record.directory import RunDirectory, epochs_of, is_taken, names_a_directory, run_at
-from .api import CORE, Cluster, Gone, Object, Refused, Unreachable, connect, get_job
+from .api import CORE, ClusterClient, Gone, Object, RequestDenied, Unreachable, connect, get_job
 from .job_status import has_ended, value_at
 
 JOB_LABEL = "spillway.dev/job"
@@ -124,7 +124,7 @@ def newest_attempt(job: Object) -> int:
 class Reader:
     """Pods of one job and their logs, on stdout."""
 
-    cluster: Cluster
+    cluster: ClusterClient
     namespace: str
     options: LogsOptions
     nobody_reads: bool = False
@@ -145,7 +145,7 @@ class Reader:
         """Whether the pod will print nothing more."""
         try:
             pod = self.cluster.get(f"{CORE}/namespaces/{self.namespace}/pods/{name}")
-        except Refused as error:
+        except RequestDenied as error:
             if error.status == NOT_FOUND:
                 return True
             raise
@@ -171,7 +171,7 @@ class Reader:
                     message_console().print(f"pod {name}: the rest of its log cannot be read: {error.reason}")
                     return
                 last = error.last
-            except Refused as error:
+            except RequestDenied as error:
                 if over or error.status == NOT_FOUND:
                     return  # else its container has not started
             else:

@@ -20,7 +20,7 @@ from spillway.units import format_bytes, parse_quantity
 
 from ..console import Format, message_console, print_json, printable, result_console, table
 from ..record.sweep_view import MemberView, members_table
-from .api import CORE, Cluster, Object, Refused, Unreachable, connect, get_job, jobs_path
+from .api import CORE, ClusterClient, Object, RequestDenied, Unreachable, connect, get_job, jobs_path
 from .job_status import age, event_time, exit_code, has_ended, newest_first, row, that_matter, value_at
 
 POLL_SECONDS = 2.0
@@ -63,7 +63,7 @@ def status(options: StatusOptions) -> int:
 # --- several jobs -----------------------------------------------------------------------------------------------------
 
 
-def list_of_jobs(cluster: Cluster, namespace: str | None, options: StatusOptions) -> int:
+def list_of_jobs(cluster: ClusterClient, namespace: str | None, options: StatusOptions) -> int:
     for jobs in looks(lambda: cluster.items(jobs_path(namespace)), options.watch):
         if options.format is Format.JSON:
             print_json({"items": jobs})
@@ -90,7 +90,7 @@ def jobs_table(jobs: Sequence[Object], with_namespace: bool, now: datetime) -> T
 # --- one job ----------------------------------------------------------------------------------------------------------
 
 
-def one_job(cluster: Cluster, namespace: str, name: str, options: StatusOptions) -> int:
+def one_job(cluster: ClusterClient, namespace: str, name: str, options: StatusOptions) -> int:
     job: Object = {}
     for job in looks(lambda: get_job(cluster, namespace, name), options.watch, has_ended):
         if options.format is Format.JSON:
@@ -123,7 +123,7 @@ def looks(
         time.sleep(POLL_SECONDS)
 
 
-def events_of(cluster: Cluster, job: Object) -> list[Object]:
+def events_of(cluster: ClusterClient, job: Object) -> list[Object]:
     """The newest first; none when the user may not see events, or they do not come."""
     namespace = job["metadata"].get("namespace", cluster.namespace)
     selector = f"involvedObject.kind=TrainingJob,involvedObject.name={job['metadata']['name']}"
@@ -131,7 +131,7 @@ def events_of(cluster: Cluster, job: Object) -> list[Object]:
         selector += f",involvedObject.uid={uid}"
     try:
         found = cluster.items(f"{CORE}/namespaces/{namespace}/events", fieldSelector=selector)
-    except (Refused, Unreachable):
+    except (RequestDenied, Unreachable):
         return []
     return [dict(event) for event in newest_first(found)[:LAST_EVENTS]]
 
@@ -280,7 +280,7 @@ def event_line(event: Mapping[str, Any], now: datetime) -> str:
 # --- until it ends ----------------------------------------------------------------------------------------------------
 
 
-def watch_to_the_end(cluster: Cluster, namespace: str, name: str, console: Console) -> int:
+def watch_to_the_end(cluster: ClusterClient, namespace: str, name: str, console: Console) -> int:
     """Say each change in a line until the job ended; returns its exit code."""
     job: Object = {}
     said = ""

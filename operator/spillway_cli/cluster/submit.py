@@ -16,7 +16,7 @@ from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway_operator.decide.acceptance import refusal
 
 from ..console import message_console, print_json, result_console
-from .api import Cluster, Object, Refused, connect, jobs_path
+from .api import ClusterClient, Object, RequestDenied, connect, jobs_path
 from .job_status import value_at
 from .status import watch_to_the_end
 
@@ -66,7 +66,7 @@ def refuse_what_no_cluster_does(job: TrainingJob, source: str) -> None:
         raise InvalidJob(source, refused.problems)
 
 
-def namespace_of(job: TrainingJob, asked: str | None, cluster: Cluster, source: str) -> str:
+def namespace_of(job: TrainingJob, asked: str | None, cluster: ClusterClient, source: str) -> str:
     """--namespace, the manifest's, or the context's. Raises UserError when the first two differ."""
     written = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
     if asked and written and asked != written:
@@ -81,7 +81,7 @@ def manifest(job: TrainingJob, namespace: str) -> Object:
     return content
 
 
-def create(cluster: Cluster, namespace: str, content: Object, dry_run: bool, source: str) -> Object:
+def create(cluster: ClusterClient, namespace: str, content: Object, dry_run: bool, source: str) -> Object:
     name = content["metadata"]["name"]
     try:
         return cluster.create(
@@ -91,7 +91,7 @@ def create(cluster: Cluster, namespace: str, content: Object, dry_run: bool, sou
             fieldValidation="Strict",
             dryRun="All" if dry_run else None,
         )
-    except Refused as error:
+    except RequestDenied as error:
         if error.status == 409:
             raise UserError(already_there(cluster, namespace, name)) from error
         if error.causes:
@@ -99,7 +99,7 @@ def create(cluster: Cluster, namespace: str, content: Object, dry_run: bool, sou
         raise
 
 
-def already_there(cluster: Cluster, namespace: str, name: str) -> str:
+def already_there(cluster: ClusterClient, namespace: str, name: str) -> str:
     state = value_at(cluster.get_named(jobs_path(namespace, name)), "status.state") or "not looked at yet"
     return (
         f"TrainingJob {name} exists in namespace {namespace} ({state}); see it with `spillway status {name} -n "

@@ -16,7 +16,7 @@ from spillway.api.training_job import TrainingJob
 from ..cluster.api import NO_CLUSTER
 from ..cluster.job_status import conditions, has_ended, that_matter, value_at
 from ..console import printable
-from .findings import STALE_DAYS, Finding, Missing, Severity, days_since, plural
+from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since, plural
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 Object = Mapping[str, Any]
@@ -95,7 +95,7 @@ class ClusterFacts:
     storage_classes: Mapping[str, Object | Missing] = field(default_factory=dict)
 
 
-def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | None) -> list[Finding]:
+def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | None) -> list[Diagnosis]:
     """`client`: version of this spillway."""
     found = [*server(facts)]
     if isinstance(facts.version, Missing):
@@ -108,18 +108,18 @@ def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: Train
     return [*found, *volumes(facts, job)] if job is not None else found
 
 
-def finding(check: str, severity: Severity, message: str, fix: str = "") -> Finding:
-    return Finding("cluster", check, severity, printable(message), fix)
+def finding(check: str, severity: Severity, message: str, fix: str = "") -> Diagnosis:
+    return Diagnosis("cluster", check, severity, printable(message), fix)
 
 
-def unseen(check: str, what: str, missing: Missing) -> Finding:
+def unseen(check: str, what: str, missing: Missing) -> Diagnosis:
     """Not to be allowed is normal; not to be answered is not."""
     if missing.is_forbidden:
         return finding(check, NOTE, f"{what} cannot be seen with your rights", "ask who runs the cluster")
     return finding(check, WARNING, f"{what}: {missing.why}", "see whether the API server is well, then try again")
 
 
-def server(facts: ClusterFacts) -> Iterator[Finding]:
+def server(facts: ClusterFacts) -> Iterator[Diagnosis]:
     if isinstance(facts.version, Missing):
         fix = "mend the connection, or name another kubeconfig (KUBECONFIG) or --context"
         yield finding("api server", ERROR, facts.version.why.removesuffix(f"; {NO_CLUSTER}"), fix)
@@ -136,7 +136,7 @@ def server(facts: ClusterFacts) -> Iterator[Finding]:
 # --- what is installed ------------------------------------------------------------------------------------------------
 
 
-def definitions(facts: ClusterFacts) -> Iterator[Finding]:
+def definitions(facts: ClusterFacts) -> Iterator[Diagnosis]:
     """Whether the CRDs are there, with the fields that this client knows."""
     check = "crds"
     if isinstance(facts.resources, Missing):
@@ -190,7 +190,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def operator(facts: ClusterFacts, client: str) -> Iterator[Finding]:
+def operator(facts: ClusterFacts, client: str) -> Iterator[Diagnosis]:
     check = "operator"
     if isinstance(facts.deployments, Missing):
         yield unseen(check, "the operator's Deployment", facts.deployments)
@@ -202,7 +202,7 @@ def operator(facts: ClusterFacts, client: str) -> Iterator[Finding]:
         yield one_operator(deployment, client)
 
 
-def one_operator(deployment: Object, client: str) -> Finding:
+def one_operator(deployment: Object, client: str) -> Diagnosis:
     metadata = deployment["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
     wanted = value_at(deployment, "spec.replicas")
@@ -229,7 +229,7 @@ def one_operator(deployment: Object, client: str) -> Finding:
 # --- what this user may do, and what pods may -------------------------------------------------------------------------
 
 
-def rights(facts: ClusterFacts) -> Iterator[Finding]:
+def rights(facts: ClusterFacts) -> Iterator[Diagnosis]:
     if isinstance(facts.rights, Missing):
         yield unseen("rights", "your rights", facts.rights)
         return
@@ -248,7 +248,7 @@ def rights(facts: ClusterFacts) -> Iterator[Finding]:
         yield finding("rights", OK, f"in {facts.namespace} you may {', '.join(allowed)}")
 
 
-def pods(facts: ClusterFacts) -> Iterator[Finding]:
+def pods(facts: ClusterFacts) -> Iterator[Diagnosis]:
     """Whether the namespace lets trainer pods in: they keep to Pod Security `restricted`."""
     check = "pods"
     labels = {} if isinstance(facts.namespace_object, Missing) else facts.namespace_object
@@ -270,7 +270,7 @@ def pods(facts: ClusterFacts) -> Iterator[Finding]:
 # --- what the operator has to go by -----------------------------------------------------------------------------------
 
 
-def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Finding]:
+def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Diagnosis]:
     check, measure = "nodes", "spillway calibrate NODE --image IMAGE (docs/calibration.md)"
     if isinstance(facts.node_profiles, Missing):
         yield unseen(check, "NodeProfiles", facts.node_profiles)
@@ -289,7 +289,7 @@ def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Finding]:
         yield finding(check, OK, f"{plural(len(times), 'NodeProfile')}, all younger than {STALE_DAYS} days")
 
 
-def metrics_source(facts: ClusterFacts) -> Iterator[Finding]:
+def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
     """As the operator says it of jobs that go on."""
     if isinstance(facts.jobs, Missing):
         return  # stuck_jobs says it
@@ -314,7 +314,7 @@ def metrics_source(facts: ClusterFacts) -> Iterator[Finding]:
             yield finding("metrics", WARNING, f"{names}: {message}", fix)
 
 
-def stuck_jobs(facts: ClusterFacts) -> Iterator[Finding]:
+def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
     if isinstance(facts.jobs, Missing):
         yield unseen("jobs", f"TrainingJobs in {facts.namespace}", facts.jobs)
         return
@@ -346,7 +346,7 @@ def claims_of(job: TrainingJob) -> dict[str, str]:
     return {claim: path for path, claim in places.items() if claim}
 
 
-def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Finding]:
+def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Diagnosis]:
     fields = claims_of(job)
     for claim, found in facts.claims.items():
         yield one_claim(f"{fields.get(claim, 'claim')} = {claim}", found, facts.namespace, job.spec.parallelism.nodes)
@@ -362,7 +362,7 @@ def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Finding]:
         yield finding("volumes", OK, "the job names no claim: its checkpoints end with the pod")
 
 
-def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) -> Finding:
+def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) -> Diagnosis:
     if isinstance(found, Missing):
         if found.is_absent:
             fix = "create it, or name one that is there (kubectl get pvc)"

@@ -22,11 +22,11 @@ from spillway.api.load import load_job
 from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 
-from ..cluster.api import Cluster, connect, is_configured
+from ..cluster.api import ClusterClient, connect, is_configured
 from ..console import Format, print_json, result_console
 from . import gather as doctor_gather
 from .cluster import cluster_findings
-from .findings import Finding, Missing, Severity, num_errors, plural
+from .findings import Diagnosis, Missing, Severity, num_errors, plural
 from .machine import machine_findings
 
 LONGEST_SECONDS = 8.0
@@ -62,11 +62,11 @@ def doctor(options: DoctorOptions) -> int:
     return 1 if num_errors(findings) else 0
 
 
-def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Finding]:
+def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Diagnosis]:
     deadline, now = time.monotonic() + LONGEST_SECONDS, datetime.now(UTC)
     of_machine = Gathering(doctor_gather.machine_tasks(options.directory))
     cluster = the_cluster(options)
-    if isinstance(cluster, Finding):
+    if isinstance(cluster, Diagnosis):
         return [*machine_findings(doctor_gather.as_machine(of_machine.answers(deadline)), now), cluster]
     namespace = options.namespace or own_namespace(job) or cluster.namespace
     of_cluster = Gathering(doctor_gather.cluster_tasks(cluster, namespace, job))
@@ -80,19 +80,19 @@ def own_namespace(job: TrainingJob | None) -> str | None:
     return job.metadata.namespace if job and "namespace" in job.metadata.model_fields_set else None
 
 
-def the_cluster(options: DoctorOptions) -> Cluster | Finding:
+def the_cluster(options: DoctorOptions) -> ClusterClient | Diagnosis:
     """A note where there is none; an error where one is named and cannot be had. A kubeconfig may name a program that
     fetches credentials: it has its time limit, too."""
     if not is_configured() and options.context is None:
         message = "none: no kubeconfig, and this is no pod; what belongs to a cluster was not looked at"
-        return Finding("cluster", "kubeconfig", Severity.NOTE, message)
+        return Diagnosis("cluster", "kubeconfig", Severity.NOTE, message)
     gathering = Gathering({"credentials": lambda: connect(options.context)})
     found = gathering.answers(time.monotonic() + CREDENTIALS_SECONDS)["credentials"]
-    if isinstance(found, Cluster):
+    if isinstance(found, ClusterClient):
         return found
     assert isinstance(found, Missing)
     fix = "mend the kubeconfig, name another (KUBECONFIG), or a --context that it has"
-    return Finding("cluster", "kubeconfig", Severity.ERROR, found.why, fix)
+    return Diagnosis("cluster", "kubeconfig", Severity.ERROR, found.why, fix)
 
 
 class Gathering:
@@ -128,7 +128,7 @@ class Gathering:
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
-def say(console: Console, findings: Sequence[Finding], seconds: float) -> None:
+def say(console: Console, findings: Sequence[Diagnosis], seconds: float) -> None:
     """By area; the fix below each finding that has one. The words say what the colour says."""
     check_width = max(len(finding.check) for finding in findings)
     for area in dict.fromkeys(finding.area for finding in findings):

@@ -22,7 +22,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     area: str
     """machine or cluster"""
     check: str
@@ -53,7 +53,7 @@ class Missing:
     """it is not there"""
 
 
-def num_errors(findings: Iterable[Finding]) -> int:
+def num_errors(findings: Iterable[Diagnosis]) -> int:
     return sum(finding.severity is Severity.ERROR for finding in findings)
 
 

@@ -27,13 +27,13 @@ from spillway.extras import EXTRAS
 from spillway.planning.hardware import DeviceKind
 from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
-from ..cluster.api import CORE, JOBS, Cluster, Object, Refused, jobs_path, segment
+from ..cluster.api import CORE, JOBS, ClusterClient, Object, RequestDenied, jobs_path, segment
 from ..machine.gpus import Gpus, find_gpus
 from ..machine.local_node import probe
 from ..machine.node_profile import default_path_or_none, own_profile, read_profile
 from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .findings import Missing
-from .machine import Cores, Disk, Kernel, Machine, Memory, Native, Profile
+from .machine import Cores, Disk, Kernel, MachineFacts, MachineMemory, Native, Profile
 
 NATIVE_SECONDS = 7.0
 """for a process that imports torch"""
@@ -45,7 +45,7 @@ Task = Callable[[], object]
 
 
 def missing(error: SpillwayError) -> Missing:
-    status = error.status if isinstance(error, Refused) else 0
+    status = error.status if isinstance(error, RequestDenied) else 0
     return Missing(str(error), is_forbidden=status == FORBIDDEN, is_absent=status == NOT_FOUND)
 
 
@@ -73,17 +73,17 @@ def machine_tasks(directory: Path | None) -> dict[str, Task]:
     }
 
 
-def as_machine(found: Mapping[str, object]) -> Machine:
+def as_machine(found: Mapping[str, object]) -> MachineFacts:
     installed = fact(found, "versions", dict)
     limit = fact(found, "memlock", int)
-    return Machine(
+    return MachineFacts(
         python=platform.python_version(),
         versions={} if isinstance(installed, Missing) else installed,
         minima=minima(),
         native=fact(found, "native", Native),
         kernel=fact(found, "kernel", Kernel),
         disk=fact(found, "disk", Disk),
-        memory=fact(found, "memory", Memory),
+        memory=fact(found, "memory", MachineMemory),
         cores=fact(found, "cores", Cores),
         memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
         profile=fact(found, "profile", Profile),
@@ -164,9 +164,9 @@ def writes_directly(directory: Path) -> bool:
         os.unlink(name)
 
 
-def memory(root: Path = ROOT) -> Memory:
+def memory(root: Path = ROOT) -> MachineMemory:
     available = probe(root, root).memory_bytes
-    return Memory(meminfo_bytes(root, "MemTotal"), available, available < meminfo_bytes(root, "MemAvailable"))
+    return MachineMemory(meminfo_bytes(root, "MemTotal"), available, available < meminfo_bytes(root, "MemAvailable"))
 
 
 def cores() -> Cores:
@@ -196,7 +196,7 @@ def profile() -> Profile:
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def cluster_tasks(cluster: Cluster, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
+def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
     """Nothing is created: reviews of rights and a dry run are answered and forgotten."""
     inside = f"{CORE}/namespaces/{segment('namespace', namespace)}"
     tasks: dict[str, Task] = {
@@ -241,7 +241,7 @@ def of_prefix(found: Mapping[str, object], prefix: str) -> Iterable[tuple[str, O
     return ((name.removeprefix(prefix), fact(found, name, dict)) for name in found if name.startswith(prefix))
 
 
-def items(cluster: Cluster, path: str, **query: object) -> list[Object]:
+def items(cluster: ClusterClient, path: str, **query: object) -> list[Object]:
     return cluster.items(path, **query)
 
 
@@ -252,12 +252,12 @@ def schemas(openapi: Object) -> dict[str, Object]:
     return {kind.kind: by_kind[kind.kind] for kind in KINDS if kind.kind in by_kind}
 
 
-def rights(cluster: Cluster, namespace: str) -> dict[Right, bool]:
+def rights(cluster: ClusterClient, namespace: str) -> dict[Right, bool]:
     wanted = {right for _, _, of_command in RIGHTS.values() for right in of_command}
     return {right: may(cluster, namespace, right) for right in wanted}
 
 
-def may(cluster: Cluster, namespace: str, right: Right) -> bool:
+def may(cluster: ClusterClient, namespace: str, right: Right) -> bool:
     attributes = {
         "namespace": namespace,
         "verb": right.verb,
@@ -274,13 +274,13 @@ def may(cluster: Cluster, namespace: str, right: Right) -> bool:
     return bool((answer.get("status") or {}).get("allowed"))
 
 
-def pod_refusal(cluster: Cluster, namespace: str) -> str | Missing:
+def pod_refusal(cluster: ClusterClient, namespace: str) -> str | Missing:
     """Why the API server would refuse a trainer's pod; empty = it would not. Asked only of who may create pods."""
     if not may(cluster, namespace, CREATE_PODS):
         return Missing("you may not create pods (the Job controller does)", is_forbidden=True)
     try:
         cluster.create(f"{CORE}/namespaces/{namespace}/pods", sample_pod(), dryRun="All")
-    except Refused as error:
+    except RequestDenied as error:
         return str(error.answer.get("message") or error)
     return ""
 

@@ -12,7 +12,7 @@ from spillway.extras import EXTRAS, install_command
 from spillway.units import GIB, MIB, format_bytes
 
 from ..machine.gpus import NO_DRIVER, Gpus
-from .findings import STALE_DAYS, Finding, Missing, Severity, days_since
+from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 WITHOUT = {
@@ -64,7 +64,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MachineMemory:
     total_bytes: int
     available_bytes: int
     """for this process now, inside the limits"""
@@ -91,7 +91,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Missing where it could not be had in its time."""
 
     python: str
@@ -102,7 +102,7 @@ class Machine:
     native: Native | Missing
     kernel: Kernel | Missing
     disk: Disk | Missing
-    memory: Memory | Missing
+    memory: MachineMemory | Missing
     cores: Cores | Missing
     memlock_bytes: int | Missing | None
     """None = no limit"""
@@ -110,7 +110,7 @@ class Machine:
     gpus: Gpus | Missing = NO_DRIVER
 
 
-def machine_findings(machine: Machine, now: datetime) -> list[Finding]:
+def machine_findings(machine: MachineFacts, now: datetime) -> list[Diagnosis]:
     return [
         *packages(machine),
         *native_library(machine.native, machine.kernel, "torch" in machine.versions),
@@ -124,15 +124,15 @@ def machine_findings(machine: Machine, now: datetime) -> list[Finding]:
     ]
 
 
-def finding(check: str, severity: Severity, message: str, fix: str = "") -> Finding:
-    return Finding("machine", check, severity, message, fix)
+def finding(check: str, severity: Severity, message: str, fix: str = "") -> Diagnosis:
+    return Diagnosis("machine", check, severity, message, fix)
 
 
-def unknown(check: str, missing: Missing) -> Finding:
+def unknown(check: str, missing: Missing) -> Diagnosis:
     return finding(check, WARNING, f"not known: {missing.why}", "run spillway doctor again; if it stays, look there")
 
 
-def packages(machine: Machine) -> Iterator[Finding]:
+def packages(machine: MachineFacts) -> Iterator[Diagnosis]:
     """Python and what each extra brings."""
     yield finding("python", OK, f"Python {machine.python}, spillway {__version__}")
     for extra, names in EXTRAS.items():
@@ -159,7 +159,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch: bool) -> Iterator[Finding]:
+def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch: bool) -> Iterator[Diagnosis]:
     if not has_torch:
         return  # said already
     if isinstance(native, Missing):
@@ -199,7 +199,7 @@ def io_uring_refusal(kernel: Kernel | Missing) -> tuple[str, str]:
     return f"kernel {kernel.release} refuses it, or the library was built without it", ""
 
 
-def spill_directory(disk: Disk | Missing) -> Iterator[Finding]:
+def spill_directory(disk: Disk | Missing) -> Iterator[Diagnosis]:
     check, elsewhere = "spill", "name another --directory, and the same to spillway run --spill"
     if isinstance(disk, Missing):
         yield unknown(check, disk)
@@ -218,7 +218,7 @@ def spill_directory(disk: Disk | Missing) -> Iterator[Finding]:
         yield finding(check, WARNING, message, f"{elsewhere}: on a local disk with ext4 or xfs")
 
 
-def memory(found: Memory | Missing) -> Iterator[Finding]:
+def memory(found: MachineMemory | Missing) -> Iterator[Diagnosis]:
     if isinstance(found, Missing):
         yield unknown("memory", found)
         return
@@ -231,7 +231,7 @@ def memory(found: Memory | Missing) -> Iterator[Finding]:
     yield finding("memory", WARNING, f"only {message}: torch alone takes some hundred MiB", fix)
 
 
-def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Finding]:
+def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Diagnosis]:
     """io_uring's registered buffers count against it. NVIDIA's driver pins memory without; others may not."""
     if isinstance(limit_bytes, Missing):
         yield unknown("memlock", limit_bytes)
@@ -247,7 +247,7 @@ def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> It
         )
 
 
-def gpus(found: Gpus | Missing) -> Iterator[Finding]:
+def gpus(found: Gpus | Missing) -> Iterator[Diagnosis]:
     if isinstance(found, Missing):
         yield unknown("gpu", found)
         return
@@ -271,7 +271,7 @@ def gpus(found: Gpus | Missing) -> Iterator[Finding]:
             yield finding(check, WARNING, slow, "use another slot, or its setting in the BIOS; seat the card anew")
 
 
-def huge_pages(kernel: Kernel | Missing) -> Iterator[Finding]:
+def huge_pages(kernel: Kernel | Missing) -> Iterator[Diagnosis]:
     if isinstance(kernel, Missing):
         yield unknown("hugepages", kernel)
     elif kernel.huge_pages == "never":
@@ -281,7 +281,7 @@ def huge_pages(kernel: Kernel | Missing) -> Iterator[Finding]:
         yield finding("hugepages", OK, f"transparent huge pages: {kernel.huge_pages}")
 
 
-def threads(cores: Cores | Missing) -> Iterator[Finding]:
+def threads(cores: Cores | Missing) -> Iterator[Diagnosis]:
     if isinstance(cores, Missing):
         yield unknown("cores", cores)
         return
@@ -295,7 +295,7 @@ def threads(cores: Cores | Missing) -> Iterator[Finding]:
         )
 
 
-def profile(found: Profile | Missing, now: datetime) -> Iterator[Finding]:
+def profile(found: Profile | Missing, now: datetime) -> Iterator[Diagnosis]:
     check, measure = "calibration", "spillway calibrate"
     if isinstance(found, Missing):
         yield unknown(check, found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .directory import RunDirectory
-from .log import Event, Follower, RunLog, Step, Sweep, SweepStep
+from .log import Event, Follower, RunLog, StepEvent, SweepEvent, SweepStep
 from .sweep_pace import SweepPace
 from .sweep_view import MemberLogs, member_views, steps_made
 
@@ -31,11 +31,11 @@ class RunFollower:
     def new_events(self) -> Iterator[Event]:
         """Of run.jsonl each one; of the members' steps since the last look one SweepStep."""
         for event in self._follower.new_events():
-            if isinstance(event, Sweep):
+            if isinstance(event, SweepEvent):
                 self._pace = SweepPace(event.time)
             yield event
         sweep = self.log.sweep
-        steps = [event for event in self._members.new_events(self.log) if isinstance(event, Step)]
+        steps = [event for event in self._members.new_events(self.log) if isinstance(event, StepEvent)]
         for step in steps:
             self._pace.take(step)
         if sweep is not None and steps:

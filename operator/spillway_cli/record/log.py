@@ -63,7 +63,7 @@ class ActivationsCorrected:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepEvent:
     """One optimizer step, and the attempt that made it."""
 
     time: float
@@ -72,7 +72,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationEvent:
     time: float
     step: int
     loss: float
@@ -80,7 +80,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointEvent:
     time: float
     step: int
     nbytes: int
@@ -108,7 +108,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepEvent:
     """An attempt of a sweep begins: who takes turns."""
 
     time: float
@@ -160,8 +160,8 @@ class SweepStep:
 
 
 Event = (
-    Preparing | Start | ActivationsChosen | ActivationsCorrected | Step | Evaluation | Checkpoint | MissedCheckpoint
-    | Sweep | MemberEvent | SweepStep | Best | End
+    Preparing | Start | ActivationsChosen | ActivationsCorrected | StepEvent | EvaluationEvent | CheckpointEvent
+    | MissedCheckpoint | SweepEvent | MemberEvent | SweepStep | Best | End
 )  # fmt: skip
 
 
@@ -175,20 +175,20 @@ class RunLog:
     starts: list[Start] = field(default_factory=list)
     choices: list[ActivationsChosen] = field(default_factory=list)
     corrections: list[ActivationsCorrected] = field(default_factory=list)
-    steps: dict[int, Step] = field(default_factory=dict)
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    steps: dict[int, StepEvent] = field(default_factory=dict)
+    evaluations: dict[int, EvaluationEvent] = field(default_factory=dict)
+    checkpoints: list[CheckpointEvent] = field(default_factory=list)
     missed_checkpoints: list[MissedCheckpoint] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     last_step_of_epoch: dict[int, int] = field(default_factory=dict)
-    sweep: Sweep | None = None
+    sweep: SweepEvent | None = None
     """of the newest attempt; None = the run is no sweep"""
     members: dict[str, MemberEvent] = field(default_factory=dict)
     """the newest of each member"""
     best: Best | None = None
 
     @property
-    def curve(self) -> list[Step]:
+    def curve(self) -> list[StepEvent]:
         """The steps in order."""
         return [self.steps[step] for step in sorted(self.steps)]
 
@@ -213,16 +213,16 @@ class RunLog:
                 self.choices.append(event)
             case ActivationsCorrected():
                 self.corrections.append(event)
-            case Step():
+            case StepEvent():
                 self.steps[event.metrics.step] = event
                 self.last_step_of_epoch[event.epoch] = event.metrics.step
-            case Evaluation():
+            case EvaluationEvent():
                 self.evaluations[event.step] = event
-            case Checkpoint():
+            case CheckpointEvent():
                 self.checkpoints.append(event)
             case MissedCheckpoint():
                 self.missed_checkpoints.append(event)
-            case Sweep():
+            case SweepEvent():
                 self.sweep = event
                 self.starts.append(Start(event.time, event.epoch, 0, event.isa, io_backend="", parameters=0))
             case MemberEvent():
@@ -262,10 +262,10 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
     )
 
 
-def sweep(time: float, _: int, fields: dict[str, Any]) -> Sweep:
+def sweep(time: float, _: int, fields: dict[str, Any]) -> SweepEvent:
     members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
     metric, halving = str(fields["objective"]["metric"]), int(fields["objective"].get("halving", 0))
-    return Sweep(time, int(fields["epoch"]), str(fields["isa"]), members, metric, halving)
+    return SweepEvent(time, int(fields["epoch"]), str(fields["isa"]), members, metric, halving)
 
 
 def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
@@ -284,9 +284,9 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "activations_corrected": lambda time, _, fields: ActivationsCorrected(
         time, int(fields["step"]), str(fields["reason"])
     ),
-    "step": lambda time, epoch, fields: Step(time, epoch, step_metrics(fields)),
-    "evaluation": lambda time, _, fields: Evaluation(time, int(fields["step"]), number(fields["loss"])),
-    "checkpoint": lambda time, _, fields: Checkpoint(
+    "step": lambda time, epoch, fields: StepEvent(time, epoch, step_metrics(fields)),
+    "evaluation": lambda time, _, fields: EvaluationEvent(time, int(fields["step"]), number(fields["loss"])),
+    "checkpoint": lambda time, _, fields: CheckpointEvent(
         time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"])
     ),
     "checkpoint_missed": lambda time, _, fields: MissedCheckpoint(time, int(fields["step"]), str(fields["problem"])),

@@ -13,7 +13,7 @@ from spillway.metrics import Phase, StepMetrics
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_rough_seconds, format_seconds
 
-from .log import Step
+from .log import StepEvent
 from .summary import median, tier_use
 
 PREDICTED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.WAIT, Phase.EXCHANGE, Phase.OPTIMIZER)
@@ -26,7 +26,7 @@ Kind = Literal["tier", "step", "cores", "phase", "link"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One figure."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Row:
         return format_bytes(figure) if self.kind in ("tier", "link") else format_seconds(figure)
 
 
-def compared(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+def compared(measured: Sequence[StepEvent], plan: MemoryPlan) -> list[Comparison]:
     """All rows of a run that has made steps under the plan; none before."""
     if not measured:
         return []
@@ -69,38 +69,38 @@ def compared(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
     return [*tier_rows(measured, plan), *second_rows(steps, plan), *link_rows(steps, plan)]
 
 
-def tier_rows(measured: Sequence[Step], plan: MemoryPlan) -> list[Row]:
+def tier_rows(measured: Sequence[StepEvent], plan: MemoryPlan) -> list[Comparison]:
     uses = [tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes]
-    return [Row("tier", use.tier, use.planned_bytes, use.peak_bytes) for use in uses]
+    return [Comparison("tier", use.tier, use.planned_bytes, use.peak_bytes) for use in uses]
 
 
-def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison]:
     """The step, then its phases, of which a plan of an earlier version predicts none, then what cores worked for it."""
     predicted, calibrated = plan.prediction.phase_seconds, plan.prediction.calibrated
     whole = median([step.step_seconds for step in steps])
-    rows = [Row("step", "step", plan.prediction.step_seconds, whole, calibrated)]
+    rows = [Comparison("step", "step", plan.prediction.step_seconds, whole, calibrated)]
     for phase in (Phase.DATA, *PREDICTED_PHASES):
         seen = median([step.phase_seconds.get(phase, 0.0) for step in steps])
         planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
         if seen or planned:
-            rows.append(Row("phase", phase.value, planned, seen, calibrated))
+            rows.append(Comparison("phase", phase.value, planned, seen, calibrated))
     if used := median([step.cpu_seconds for step in steps]):  # a run of an earlier version counted none
-        rows.append(Row("cores", "cores", None, used))
+        rows.append(Comparison("cores", "cores", None, used))
     return rows
 
 
-def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Row]:
+def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison]:
     """Links whose bytes are counted: nobody counts those of DRAM. `cpu` is what the CPU's own work on gradients and
     states touches; plans predict it as a part of DRAM."""
     planned, rows = plan.prediction.link_bytes, []
     for link in sorted({link for step in steps for link in step.moved_bytes}):
         seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])
         if planned.get(link) or seen:
-            rows.append(Row("link", link, planned.get(link), seen))
+            rows.append(Comparison("link", link, planned.get(link), seen))
     return rows
 
 
-def largest_deviation(rows: Sequence[Row]) -> Row | None:
+def largest_deviation(rows: Sequence[Comparison]) -> Comparison | None:
     """The row furthest from its plan, of those that matter; None when all are within GOOD."""
     step = max((max(row.planned or 0.0, row.seen) for row in rows if row.kind == "step"), default=0.0)
     matter = [
@@ -113,7 +113,7 @@ def largest_deviation(rows: Sequence[Row]) -> Row | None:
     return furthest if furthest is not None and furthest.distance > GOOD else None
 
 
-def sentence(rows: Sequence[Row], run: str) -> str:
+def sentence(rows: Sequence[Comparison], run: str) -> str:
     """What to make of the rows; `run` is the directory that the remedy names."""
     if not rows:
         return "No step is done yet."
@@ -132,7 +132,7 @@ def sentence(rows: Sequence[Row], run: str) -> str:
     return f"Largest deviation: {what} took {seen}, {times} the predicted {planned}; {remedy}"
 
 
-def as_json(rows: Sequence[Row], run: str) -> dict[str, object]:
+def as_json(rows: Sequence[Comparison], run: str) -> dict[str, object]:
     """The part of -o json (docs/cli.md)."""
     groups: dict[str, dict[str, object]] = {"tiers": {}, "step": {}, "phases": {}, "cores": {}, "links": {}}
     unit = {"tier": "Bytes", "link": "Bytes", "step": "Seconds", "cores": "CpuSeconds", "phase": "Seconds"}

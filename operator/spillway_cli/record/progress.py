@@ -23,16 +23,16 @@ from spillway.units import format_bytes, format_count, format_seconds
 from .attempt_ends import Attempt, Rung
 from .log import (
     Best,
-    Checkpoint,
-    Evaluation,
+    CheckpointEvent,
+    EvaluationEvent,
     Event,
     MemberEvent,
     MissedCheckpoint,
     Preparing,
     RunLog,
     Start,
-    Step,
-    Sweep,
+    StepEvent,
+    SweepEvent,
     SweepStep,
 )
 from .summary import format_loss
@@ -65,7 +65,7 @@ class RemainingTime:
         return max(0.0, pace) * (self._num_steps - step)
 
 
-def progress_line(step: Step, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
+def progress_line(step: StepEvent, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
     """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s  lr 0.001
     grad norm 1.52"""
     metrics = step.metrics
@@ -203,24 +203,24 @@ class ProgressReporter:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
                 if event.isa == REFERENCE_ISA:
                     self.say(REFERENCE_PATH)
-            case Step():
+            case StepEvent():
                 self._step(event)
-            case Evaluation():
+            case EvaluationEvent():
                 self.say(f"step {event.step}: evaluation loss {format_loss(event.loss)}")
-            case Checkpoint():
+            case CheckpointEvent():
                 size, seconds = format_bytes(event.nbytes), format_seconds(event.seconds)
                 self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
             case MissedCheckpoint():
                 self.say(f"step {event.step}: checkpoint NOT written, training goes on: {event.problem}")
             case SweepStep():
                 self._sweep_step(event)
-            case Sweep() | MemberEvent() | Best():
+            case SweepEvent() | MemberEvent() | Best():
                 self._of_sweep(event, log)
 
-    def _of_sweep(self, event: Sweep | MemberEvent | Best, log: RunLog) -> None:
+    def _of_sweep(self, event: SweepEvent | MemberEvent | Best, log: RunLog) -> None:
         """A bar counts the steps of all members."""
         match event:
-            case Sweep():
+            case SweepEvent():
                 self._num_steps, self._said_step = sum(event.members.values()), 0
                 if self._bar is not None:
                     self._bar.update(self._task, total=self._num_steps, completed=0, line="")
@@ -255,7 +255,7 @@ class ProgressReporter:
         else:
             self._console.print(f"{doing} ...")
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: StepEvent) -> None:
         number, time = step.metrics.step, step.time
         line = progress_line(step, self._num_steps, self._budget, self._remaining.after(number, time))
         if self._bar is not None:

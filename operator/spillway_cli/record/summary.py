@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from spillway.plan import MemoryPlan, Prediction, Tier
 
-from .log import Event, RunLog, Step
+from .log import Event, RunLog, StepEvent
 
 
 def format_loss(loss: float | None) -> str:
@@ -89,7 +89,7 @@ class RunSummary:
         }
 
 
-def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[Step]) -> RunSummary:
+def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> RunSummary:
     """`measured`: the steps that were made under `plan` (report_command.measured_under)."""
     steps = log.curve
     events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
@@ -122,7 +122,7 @@ def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple
     ]
 
 
-def tier_use(tier: Tier, steps: Sequence[Step], plan: MemoryPlan) -> TierUse:
+def tier_use(tier: Tier, steps: Sequence[StepEvent], plan: MemoryPlan) -> TierUse:
     planned = plan.bytes[tier].total if tier in plan.bytes else 0
     peak = max((step.metrics.tier_peak_bytes.get(tier.value, 0) for step in steps), default=0)
     return TierUse(tier, plan.budget.get(tier, 0), planned, peak)

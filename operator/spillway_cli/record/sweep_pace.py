@@ -9,7 +9,7 @@ from statistics import fmean
 
 from spillway.api.halving import steps_ahead
 
-from .log import RunLog, Step
+from .log import RunLog, StepEvent
 from .sweep_view import MemberView, progress_of
 
 WINDOW_STEPS = 20
@@ -27,7 +27,7 @@ class SweepPace:
     _last: float = 0.0
     _in_steps_seconds: float = 0.0
 
-    def take(self, step: Step) -> None:
+    def take(self, step: StepEvent) -> None:
         """In any order."""
         if step.time < self.since:
             return

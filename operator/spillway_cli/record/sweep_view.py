@@ -16,7 +16,7 @@ from spillway.api.progress import MemberProgress, MemberState, steps_of
 
 from ..console import printable, table
 from .directory import RunDirectory
-from .log import Evaluation, Event, Follower, RunLog, Step
+from .log import EvaluationEvent, Event, Follower, RunLog, StepEvent
 from .summary import finite, format_loss
 
 BEST_MARK = "*"
@@ -158,7 +158,9 @@ class MemberLogs:
         """Steps and evaluations that the members of `log` appended since the last look, in the order of time."""
         names = () if log.sweep is None else log.sweep.members
         found = [event for name in names for event in self._follower(name).new_events()]
-        yield from sorted((one for one in found if isinstance(one, Step | Evaluation)), key=lambda one: one.time)
+        yield from sorted(
+            (one for one in found if isinstance(one, StepEvent | EvaluationEvent)), key=lambda one: one.time
+        )
 
     @property
     def logs(self) -> dict[str, RunLog]:

@@ -32,7 +32,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """A vertical line at a step, for example where an attempt resumed."""
 
     step: float
@@ -48,7 +48,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ChartFrame:
     """The plane of one chart: maps steps and values to pixels."""
 
     first: float
@@ -68,7 +68,7 @@ class Frame:
 def line_chart(
     unit: str,
     series: Sequence[Series],
-    marks: Sequence[Mark] = (),
+    marks: Sequence[ChartMark] = (),
     limits: Sequence[Limit] = (),
     from_zero: bool = True,
 ) -> str:
@@ -100,7 +100,7 @@ def picture(unit: str, across: str, series: Sequence[Series], style: str) -> str
     )
 
 
-def stacked_chart(unit: str, series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
+def stacked_chart(unit: str, series: Sequence[Series], marks: Sequence[ChartMark] = ()) -> str:
     """Areas on top of one another; all series have the same steps."""
     drawn = [Series(one.name, one.colour, thin(one.points)) for one in series]
     steps = [step for step, _ in drawn[0].points] if drawn else []
@@ -137,13 +137,13 @@ def mean_point(bucket: Sequence[Point]) -> Point:
     return bucket[-1][0], math.fsum(value for _, value in bucket) / len(bucket)
 
 
-def frame_of(series: Sequence[Series], values: Sequence[float], from_zero: bool) -> Frame:
+def frame_of(series: Sequence[Series], values: Sequence[float], from_zero: bool) -> ChartFrame:
     """Bounds on round numbers; a chart without values still has axes."""
     steps = [step for one in series for step, _ in one.points] or [0.0, 1.0]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     low = min(0.0, low) if from_zero else low
     spacing = tick_spacing(low, high)
-    return Frame(min(steps), max(steps), math.floor(low / spacing) * spacing, ceiling(low, high, spacing))
+    return ChartFrame(min(steps), max(steps), math.floor(low / spacing) * spacing, ceiling(low, high, spacing))
 
 
 def ceiling(low: float, high: float, spacing: float) -> float:
@@ -171,7 +171,7 @@ def number(value: float) -> str:
     return f"{value:.10g}" if abs(value) >= 1e-4 or value == 0 else f"{value:.1e}"
 
 
-def axes(frame: Frame, unit: str, across: str = "step") -> str:
+def axes(frame: ChartFrame, unit: str, across: str = "step") -> str:
     rows, bottom = [], HEIGHT - BOTTOM
     for value in ticks(frame.low, frame.high):
         y = frame.y(value)
@@ -187,7 +187,7 @@ def axes(frame: Frame, unit: str, across: str = "step") -> str:
     return "".join(rows)
 
 
-def line(frame: Frame, series: Series) -> str:
+def line(frame: ChartFrame, series: Series) -> str:
     """Pieces of a line, broken where a value is missing; a lone point is a dot."""
     pieces: list[list[Point]] = [[]]
     for step, value in series.points:
@@ -204,13 +204,13 @@ def line(frame: Frame, series: Series) -> str:
     return "".join(drawn)
 
 
-def band(frame: Frame, steps: Sequence[float], series: Series, floors: list[float], ceilings: list[float]) -> str:
+def band(frame: ChartFrame, steps: Sequence[float], series: Series, floors: list[float], ceilings: list[float]) -> str:
     upper = [f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in zip(steps, ceilings, strict=True)]
     lower = [f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in zip(steps, floors, strict=True)]
     return f'<polygon class="band {series.colour}" points="{" ".join([*upper, *reversed(lower)])}"/>'
 
 
-def mark_line(frame: Frame, mark: Mark) -> str:
+def mark_line(frame: ChartFrame, mark: ChartMark) -> str:
     if not frame.first <= mark.step <= frame.last:
         return ""
     x, y = frame.x(mark.step), HEIGHT - BOTTOM
@@ -219,14 +219,14 @@ def mark_line(frame: Frame, mark: Mark) -> str:
     return f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{y}"/>{text}'
 
 
-def limit_line(frame: Frame, limit: Limit) -> str:
+def limit_line(frame: ChartFrame, limit: Limit) -> str:
     y = frame.y(limit.value)
     x = WIDTH - RIGHT
     text = f'<text class="note" x="{x}" y="{y - 5:.1f}" text-anchor="end">{escape(limit.label)}</text>'
     return f'<line class="limit" x1="{LEFT}" x2="{x}" y1="{y:.1f}" y2="{y:.1f}"/>{text}'
 
 
-def hover_strips(frame: Frame, series: Sequence[Series], unit: str) -> str:
+def hover_strips(frame: ChartFrame, series: Sequence[Series], unit: str) -> str:
     """An invisible strip per step that shows its values as a native tooltip: no script."""
     values: dict[float, list[str]] = {}
     for one in series:

@@ -14,7 +14,7 @@ from spillway.plan import MemoryPlan
 from ..console import Format, print_json, result_console
 from ..record.attempt_ends import plan_of_attempt, read_ended
 from ..record.directory import RunDirectory, epochs_of, existing_run, is_taken, write_atomic
-from ..record.log import RunLog, Step, read_run_log
+from ..record.log import RunLog, StepEvent, read_run_log
 from ..record.plan_reality import as_json, compared
 from ..record.sweep_view import joined, members_json, read_member_logs
 from .page import RunRecord, render_report
@@ -62,7 +62,7 @@ def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
     )
 
 
-def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[Step]]:
+def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[StepEvent]]:
     """The plan of the newest attempt that made steps, and all steps of `log` that were made under an equal one: what
     was measured under another plan says nothing about this one."""
     steps, newest = log.curve, read_plan(run.plan_file)

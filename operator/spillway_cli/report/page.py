@@ -15,13 +15,13 @@ from spillway.plan import MemoryPlan, Tier
 from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, format_seconds
 
 from ..record.attempt_ends import Attempt
-from ..record.log import RunLog, Step
+from ..record.log import RunLog, StepEvent
 from ..record.plan_reality import compared, sentence
 from ..record.progress import format_eta
 from ..record.summary import RunSummary, format_loss, median, summarize
 from ..record.sweep_pace import left_seconds
 from ..record.sweep_view import MemberView, best_of, joined, member_cells, member_views, steps_made
-from .charts import Limit, Mark, Point, Series, line_chart, stacked_chart
+from .charts import ChartMark, Limit, Point, Series, line_chart, stacked_chart
 
 TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
 PHASE_COLOURS = {
@@ -46,7 +46,7 @@ class RunRecord:
     """of spillway, for the footer"""
     plan: MemoryPlan
     log: RunLog
-    measured: Sequence[Step]
+    measured: Sequence[StepEvent]
     """the steps that were made under the plan; of a sweep, of all members"""
     ended: dict[int, Attempt]
     """by epoch; an attempt without an entry is running, or nobody saw its end"""
@@ -345,12 +345,13 @@ def points(run: RunRecord, value: Callable[[StepMetrics], float]) -> list[Point]
     return [(step.metrics.step, value(step.metrics)) for step in run.log.curve]
 
 
-def resumes(run: RunRecord) -> list[Mark]:
+def resumes(run: RunRecord) -> list[ChartMark]:
     """Where attempts took up the run; too many labels would hide the curve."""
     marks = [start for start in run.log.starts if start.resumed_from_step]
     labelled = len(marks) <= MOST_LABELLED_MARKS
     return [
-        Mark(start.resumed_from_step, f"resumed at {start.resumed_from_step}" if labelled else "") for start in marks
+        ChartMark(start.resumed_from_step, f"resumed at {start.resumed_from_step}" if labelled else "")
+        for start in marks
     ]
 
 

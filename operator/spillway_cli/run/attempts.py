@@ -44,7 +44,7 @@ class Watcher(Protocol):
     def stopping(self, signal_number: int, pid: int) -> None: ...
 
 
-class StopRequest:
+class StopSignals:
     """Ctrl-C, SIGTERM or a closed terminal: passed on to the trainer once, as SIGTERM.
 
     The handler only notes the signal; everything else happens in the loop, where printing and locks are safe.
@@ -118,7 +118,7 @@ def run_attempts(
     run: RunDirectory,
     trainer: Trainer,
     watcher: Watcher,
-    stop: StopRequest,
+    stop: StopSignals,
     max_restarts: int,
     first_backoff_seconds: float = 1.0,
 ) -> list[Attempt]:
@@ -146,7 +146,7 @@ def run_attempts(
 
 
 def one_attempt(
-    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopRequest, follower: RunFollower
+    run: RunDirectory, epoch: int, trainer: Trainer, watcher: Watcher, stop: StopSignals, follower: RunFollower
 ) -> Attempt:
     process = trainer.start(run, epoch)
     try:

@@ -32,7 +32,7 @@ from spillway_trainer.tiers.volumes import refuse_memory
 from ..record.attempt_ends import Attempt, Rung
 from ..record.directory import RunDirectory, is_text, write_atomic
 from ..record.log import read_run_log
-from .attempts import StopRequest, Trainer, Watcher, run_attempts
+from .attempts import StopSignals, Trainer, Watcher, run_attempts
 
 IDENTITY = ("model", "data", "training", "objective")
 """Sections of the spec that the numbers of a run depend on, and on nothing in the others."""
@@ -322,6 +322,6 @@ def train(ladder: Ladder, watcher: Watcher, lock: int, max_restarts: int) -> lis
     """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
     run = ladder.files.run
     trainer = Trainer(ladder.write, trainer_command(run, ladder.files.local.num_ranks), ladder.replan, lock)
-    stop = StopRequest()
+    stop = StopSignals()
     with stop.listening():
         return run_attempts(run, trainer, watcher, stop, max_restarts)

@@ -16,12 +16,12 @@ from spillway import metrics
 from spillway.plan import Tier
 from spillway.units import parse_quantity
 
-from ..cluster.api import CORE, Cluster, Object, Refused, Unreachable, get_job, jobs_path
+from ..cluster.api import CORE, ClusterClient, Object, RequestDenied, Unreachable, get_job, jobs_path
 from ..cluster.job_status import age, has_ended, that_matter, value_at
 from ..cluster.logs import JOB_LABEL, attempt_of, node_of
 from ..cluster.status import condition_line, count, figure, status_members
 from .run import LINKS, mean_of
-from .view import Rates, RunView, TierView
+from .view import LiveRates, RunView, TierView
 
 OWN_PODS = "app.kubernetes.io/managed-by=spillway"
 METRICS_PORT_NAME = "metrics"
@@ -163,7 +163,7 @@ def read_page(text: str) -> Page | None:
     return None if step < 0 else Page(step, phases, moved, tiers)
 
 
-def rates_between(first: Page, last: Page) -> Rates | None:
+def rates_between(first: Page, last: Page) -> LiveRates | None:
     """None when no step ended between the two, or another process answered."""
     phases = {phase: value - first.phase_seconds.get(phase, 0.0) for phase, value in last.phase_seconds.items()}
     moved = {link: last.moved_bytes.get(link, 0.0) - first.moved_bytes.get(link, 0.0) for link in LINKS}
@@ -173,17 +173,17 @@ def rates_between(first: Page, last: Page) -> Rates | None:
     return rates(mean_of(steps), phases, moved, steps)
 
 
-def since_the_start(page: Page) -> Rates | None:
+def since_the_start(page: Page) -> LiveRates | None:
     """Averages of all steps of the trainer's process; it may have resumed, so their number is not known."""
     if not sum(page.phase_seconds.values()):
         return None
     return rates("all steps since the trainer started", page.phase_seconds, page.moved_bytes, 1)
 
 
-def rates(over: str, phases: Mapping[str, float], moved: Mapping[str, float], steps: int) -> Rates:
+def rates(over: str, phases: Mapping[str, float], moved: Mapping[str, float], steps: int) -> LiveRates:
     seconds = sum(phases.values())
     links = {link: moved.get(link, 0.0) / seconds for link in LINKS if moved.get(link)}
-    return Rates(over, links, {phase: value / steps for phase, value in phases.items()})
+    return LiveRates(over, links, {phase: value / steps for phase, value in phases.items()})
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def rates(over: str, phases: Mapping[str, float], moved: Mapping[str, float], st
 class FleetSource:
     """Every TrainingJob of a namespace, or (None) of all."""
 
-    cluster: Cluster
+    cluster: ClusterClient
     namespace: str | None
 
     def look(self) -> tuple[list[RunView], tuple[str, ...]]:
@@ -207,12 +207,14 @@ class FleetSource:
         return [job_view(job, own.get(key_of(job), []), now) for job in jobs], unknown
 
 
-def list_pods(cluster: Cluster, namespace: str | None, selector: str) -> tuple[list[Object] | None, tuple[str, ...]]:
+def list_pods(
+    cluster: ClusterClient, namespace: str | None, selector: str
+) -> tuple[list[Object] | None, tuple[str, ...]]:
     """None, and a sentence, when they cannot be listed."""
     inner = "" if namespace is None else f"/namespaces/{namespace}"
     try:
         return cluster.items(f"{CORE}{inner}/pods", labelSelector=selector), ()
-    except (Refused, Unreachable) as error:
+    except (RequestDenied, Unreachable) as error:
         return None, (f"where the pods are (~ is where the plan wants them): {error}",)
 
 
@@ -220,7 +222,7 @@ def list_pods(cluster: Cluster, namespace: str | None, selector: str) -> tuple[l
 class JobSource:
     """One TrainingJob and its trainer."""
 
-    cluster: Cluster
+    cluster: ClusterClient
     namespace: str
     name: str
     _pages: deque[Page] = field(default_factory=lambda: deque(maxlen=WINDOW_PAGES))
@@ -248,7 +250,7 @@ class JobSource:
             self._pod = path
         try:
             lines = [*islice(self.cluster.lines(path, PAGE_SECONDS), LONGEST_PAGE_LINES)]
-        except (Refused, Unreachable) as error:
+        except (RequestDenied, Unreachable) as error:
             self._pages.clear()
             return f"the trainer's metrics cannot be read: {error}"
         page = read_page("\n".join(line.decode(errors="replace") for line in lines) + "\n")

@@ -16,13 +16,13 @@ from spillway.plan import MemoryPlan, Tier
 
 from ..record.attempt_ends import Attempt, read_ended
 from ..record.directory import RunDirectory, epochs_of, is_taken
-from ..record.log import Follower, RunLog, Start, Step, Sweep
+from ..record.log import Follower, RunLog, Start, StepEvent, SweepEvent
 from ..record.progress import RemainingTime, format_eta
 from ..record.sweep_pace import SweepPace
 from ..record.sweep_view import MemberLogs, best_of, member_views, steps_made
 from ..report.command import read_plan
 from ..run.local_run import read_job_file
-from .view import Rates, RunView, TierView
+from .view import LiveRates, RunView, TierView
 
 WINDOW_STEPS = 20
 Content = TypeVar("Content")
@@ -83,7 +83,7 @@ def state_at_rest(life: Life, last_step: int) -> tuple[str, str]:
     return "Failed", f"attempt {life.epoch} ended: {ended.reason}: {message}; {log}"
 
 
-def rates_of(steps: Collection[StepMetrics]) -> Rates | None:
+def rates_of(steps: Collection[StepMetrics]) -> LiveRates | None:
     """Of some steps together; None of none."""
     seconds = sum(step.step_seconds for step in steps)
     if not seconds:
@@ -95,7 +95,7 @@ def rates_of(steps: Collection[StepMetrics]) -> Rates | None:
             phases[phase] = phases.get(phase, 0.0) + value / count
     phases["other"] = max(0.0, seconds / count - sum(phases.values()))
     links = {link: sum(step.moved_bytes.get(link, 0) for step in steps) / seconds for link in LINKS}
-    return Rates(mean_of(count), {link: rate for link, rate in links.items() if rate}, phases)
+    return LiveRates(mean_of(count), {link: rate for link, rate in links.items() if rate}, phases)
 
 
 def mean_of(num_steps: int) -> str:
@@ -207,14 +207,14 @@ class RunSource:
 
     def _take_in(self) -> None:
         for event in chain(self._follower.new_events(), self._members.new_events(self._follower.log)):
-            if isinstance(event, Start | Sweep):
+            if isinstance(event, Start | SweepEvent):
                 self._recent.clear()
                 self._peaks.clear()  # those of another plan
             if isinstance(event, Start):
                 self._remaining.restart(event.time)
-            elif isinstance(event, Sweep):
+            elif isinstance(event, SweepEvent):
                 self._pace = SweepPace(event.time)
-            elif isinstance(event, Step):
+            elif isinstance(event, StepEvent):
                 self._pace.take(event)
                 self._last = event.metrics
                 self._recent.append(event.metrics)

@@ -48,7 +48,7 @@ class TierView:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class LiveRates:
     """How fast bytes move and where a step's time goes, over some steps."""
 
     over: str
@@ -85,7 +85,7 @@ class RunView:
     nodes_are_planned: bool = False
     """`nodes` are those that the plan prefers: where the pods are is not known"""
     age: str = ""
-    rates: Rates | None = None
+    rates: LiveRates | None = None
     members: tuple[MemberView, ...] = ()
     """of a sweep; `step` and `steps` are then those of all of them"""
     sentences: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ def shown(num_bytes: int | None) -> str:
     return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
 
 
-def phases_table(rates: Rates, bars: bool) -> Table:
+def phases_table(rates: LiveRates, bars: bool) -> Table:
     """Seconds by phase, and their share."""
     whole = rates.seconds
     made = table("phase", "seconds", "share", *([""] if bars else []), title=f"where the time of {rates.over} goes")
@@ -212,7 +212,7 @@ def phases_table(rates: Rates, bars: bool) -> Table:
     return made
 
 
-def links_table(rates: Rates) -> Table:
+def links_table(rates: LiveRates) -> Table:
     made = table("link", "rate")
     for link, rate in rates.link_bytes_per_second.items():
         made.add_row(link, f"{format_bytes(rate)}/s")

@@ -34,7 +34,7 @@ MOST_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class AttemptHistory:
     """What the attempts so far say to the next one."""
 
     attempts: Attempts
@@ -54,7 +54,7 @@ class Past:
 
 
 def plan_attempt(
-    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: Past, place: Place
+    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: AttemptHistory, place: Place
 ) -> AttemptFiles | Finding:
     """The attempt that `past.attempts` ends with."""
     device = past.last.device if past.last is not None else None
@@ -84,7 +84,7 @@ def plan_attempt(
     return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
 
 
-def _placed(job: TrainingJob, cluster: ClusterView, past: Past, place: Place) -> Placement | Unplaceable:
+def _placed(job: TrainingJob, cluster: ClusterView, past: AttemptHistory, place: Place) -> Placement | Unplaceable:
     """Under what the failures say. After a long attempt that had much room to spare, under what was seen of it, where
     that gives a plan which is clearly faster."""
     careful = corrections_after(past.failures)

@@ -35,7 +35,7 @@ MOST_MEMBER_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportedStatus:
     """The parts of the status that reports write."""
 
     progress: Progress | None
@@ -46,12 +46,12 @@ class Reported:
     best_member: str = ""
 
 
-def reported(status: TrainingJobStatus) -> Reported:
-    return Reported(status.progress, status.memory, status.checkpoint, status.members, status.best_member)
+def reported(status: TrainingJobStatus) -> ReportedStatus:
+    return ReportedStatus(status.progress, status.memory, status.checkpoint, status.members, status.best_member)
 
 
 def with_report(
-    before: Reported,
+    before: ReportedStatus,
     report: ProgressReport,
     attempt: int,
     steps: int,
@@ -60,7 +60,7 @@ def with_report(
     *,
     is_corrected: bool = True,
     planned_activations: int | None = None,
-) -> Reported:
+) -> ReportedStatus:
     """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
     does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
     out. `planned_activations`: of status.plan. Never raises: no report may keep a job from being looked after."""
@@ -77,15 +77,15 @@ def with_report(
 
 
 def _with_report(
-    before: Reported, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
-) -> Reported:
+    before: ReportedStatus, report: ProgressReport, attempt: int, steps: int, time: str, members: Collection[str]
+) -> ReportedStatus:
     own = report.spillway
     if own is not None and own.epoch != attempt:
         return before
     if own is None:
         return replace(before, progress=_of_a_stranger(before.progress, report, steps, time))
     known = tuple(_member(one) for one in own.members if one.name in members)
-    return Reported(
+    return ReportedStatus(
         progress=_progress(before.progress, own, report, own.steps if known else steps, time),
         memory=_memory(before.memory, own),
         checkpoint=_checkpoint(before.checkpoint, own, attempt),
@@ -94,7 +94,7 @@ def _with_report(
     )
 
 
-def with_saved_step(before: Reported, step: int, attempt: int, steps: int) -> Reported:
+def with_saved_step(before: ReportedStatus, step: int, attempt: int, steps: int) -> ReportedStatus:
     """After an attempt that says it committed a checkpoint of `step` before it stopped: never behind it."""
     step = min(step, steps)
     progress, known = before.progress or Progress(steps=steps), before.checkpoint
@@ -219,7 +219,7 @@ def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus 
     )
 
 
-def _was_heard(before: Reported) -> bool:
+def _was_heard(before: ReportedStatus) -> bool:
     """By the present attempt."""
     return before.progress is not None and before.progress.last_step_time is not None
 
@@ -322,7 +322,7 @@ def _timestamp(unix_seconds: float) -> str | None:
     return datetime.fromtimestamp(bounded, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def as_fields(found: Reported) -> dict[str, Any]:
+def as_fields(found: ReportedStatus) -> dict[str, Any]:
     return {
         "progress": found.progress,
         "memory": found.memory,

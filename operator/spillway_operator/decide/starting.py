@@ -21,7 +21,7 @@ from .contracts import memory_failures, missing, newest_begun, newest_contract, 
 from .deadlines import expired
 from .manifests import AttemptFiles
 from .observed import Desired
-from .planning import Past, as_decided, is_ours, next_attempts, plan_attempt
+from .planning import AttemptHistory, as_decided, is_ours, next_attempts, plan_attempt
 from .progress_status import at_the_start
 
 
@@ -50,14 +50,14 @@ def start(case: Case) -> Desired:
     return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
 
 
-def _past(case: Case, number: int) -> Past:
+def _past(case: Case, number: int) -> AttemptHistory:
     """For attempt `number`."""
     begun, known = newest_begun(case), case.attempts
     memory = case.status.memory
     peak = memory.peak if memory is not None else None
     progress = case.status.progress
     has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier one's
-    return Past(
+    return AttemptHistory(
         attempts=next_attempts(known, number, case.now),
         threads=begun.job.compute_threads if begun is not None else None,  # so that a resumed run rounds as it did
         because=c.clean(case.because or _why_restarting(case)),

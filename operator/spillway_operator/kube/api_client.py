@@ -68,7 +68,7 @@ class Expired(ApiError):
     """410: the pages of a list are too old to go on."""
 
 
-class Refused(ApiError):
+class RequestRejected(ApiError):
     """400, 403, 405, 413, 422: the same request would be refused again until something else changes."""
 
 
@@ -77,20 +77,20 @@ class Unavailable(ApiError):
 
 
 ERRORS: dict[int, type[ApiError]] = {
-    400: Refused,
-    403: Refused,
+    400: RequestRejected,
+    403: RequestRejected,
     404: NotFound,
-    405: Refused,
+    405: RequestRejected,
     409: Conflict,
     410: Expired,
-    413: Refused,
-    415: Refused,
-    422: Refused,
+    413: RequestRejected,
+    415: RequestRejected,
+    422: RequestRejected,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Resource:
+class ApiResource:
     """A kind as its URLs and RBAC rules name it."""
 
     prefix: str
@@ -106,7 +106,7 @@ class Resource:
 def _segment(name: str) -> str:
     """`name` as one part of a path. The API server takes an escaped slash for a slash, so that it is no way out."""
     if not is_path_segment(name):
-        raise Refused(
+        raise RequestRejected(
             "not sent", 0, "InvalidName", f"{name[:253]!r} names no object: '.', '..', '/' and '%' do not occur"
         )
     return quote(name, safe="")
@@ -117,20 +117,20 @@ def is_path_segment(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "%" not in name
 
 
-TRAINING_JOBS = Resource("/apis/spillway.dev/v1alpha1", "trainingjobs")
-NODE_PROFILES = Resource("/apis/spillway.dev/v1alpha1", "nodeprofiles")
-MEMORY_PROFILES = Resource("/apis/spillway.dev/v1alpha1", "memoryprofiles")
-JOBS = Resource("/apis/batch/v1", "jobs")
-CONFIG_MAPS = Resource("/api/v1", "configmaps")
-SERVICES = Resource("/api/v1", "services")
-PODS = Resource("/api/v1", "pods")
-CLAIMS = Resource("/api/v1", "persistentvolumeclaims")
-NODES = Resource("/api/v1", "nodes")
-WORKLOADS = Resource("/apis/kueue.x-k8s.io/v1beta2", "workloads")
-EVENTS = Resource("/apis/events.k8s.io/v1", "events")
-LEASES = Resource("/apis/coordination.k8s.io/v1", "leases")
-ENDPOINT_SLICES = Resource("/apis/discovery.k8s.io/v1", "endpointslices")
-TOKEN_REVIEWS = Resource("/apis/authentication.k8s.io/v1", "tokenreviews")
+TRAINING_JOBS = ApiResource("/apis/spillway.dev/v1alpha1", "trainingjobs")
+NODE_PROFILES = ApiResource("/apis/spillway.dev/v1alpha1", "nodeprofiles")
+MEMORY_PROFILES = ApiResource("/apis/spillway.dev/v1alpha1", "memoryprofiles")
+JOBS = ApiResource("/apis/batch/v1", "jobs")
+CONFIG_MAPS = ApiResource("/api/v1", "configmaps")
+SERVICES = ApiResource("/api/v1", "services")
+PODS = ApiResource("/api/v1", "pods")
+CLAIMS = ApiResource("/api/v1", "persistentvolumeclaims")
+NODES = ApiResource("/api/v1", "nodes")
+WORKLOADS = ApiResource("/apis/kueue.x-k8s.io/v1beta2", "workloads")
+EVENTS = ApiResource("/apis/events.k8s.io/v1", "events")
+LEASES = ApiResource("/apis/coordination.k8s.io/v1", "leases")
+ENDPOINT_SLICES = ApiResource("/apis/discovery.k8s.io/v1", "endpointslices")
+TOKEN_REVIEWS = ApiResource("/apis/authentication.k8s.io/v1", "tokenreviews")
 
 RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS, "TrainingJob": TRAINING_JOBS}
 """kinds that a TrainingJob's children have"""
@@ -177,16 +177,16 @@ class ApiClient:
         assert self._session is not None
         await self._session.close()
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Answer:
+    async def get(self, resource: ApiResource, namespace: str, name: str) -> Answer:
         return await self._request("get", resource, "GET", resource.path(namespace, name))
 
     async def read(self, path: str) -> Answer:
         """A path that is no resource, such as a discovery document."""
-        return await self._request("get", Resource("", path), "GET", path)
+        return await self._request("get", ApiResource("", path), "GET", path)
 
     async def list(
         self,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str,
         project: Callable[[Answer], T],
         label_selector: str = "",
@@ -203,24 +203,24 @@ class ApiClient:
                     raise
         raise AssertionError
 
-    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Answer:
+    async def create(self, resource: ApiResource, namespace: str, body: Mapping[str, Any]) -> Answer:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("create", resource, "POST", resource.path(namespace), body, query)
 
-    async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+    async def replace(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """The whole object; `metadata.resourceVersion` in `body` is a precondition."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("update", resource, "PUT", resource.path(namespace, name), body, query)
 
-    async def apply(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+    async def apply(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of an object that is the operator's own."""
         return await self._apply(resource, resource.path(namespace, name), body)
 
-    async def apply_status(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
+    async def apply_status(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
         """Server-side apply of the whole status; `metadata.uid` in `body` is a precondition."""
         return await self._apply(resource, resource.path(namespace, name, "status"), body)
 
-    async def _apply(self, resource: Resource, path: str, body: Mapping[str, Any]) -> Answer:
+    async def _apply(self, resource: ApiResource, path: str, body: Mapping[str, Any]) -> Answer:
         """Without the fields that the installed CRD does not declare: other writes lose those, an apply is refused."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         until, left_out = self._undeclared.get(resource.plural, (0.0, frozenset[str]()))
@@ -239,7 +239,7 @@ class ApiClient:
         raise AssertionError
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, uid: str, resource_version: int = 0
+        self, resource: ApiResource, namespace: str, name: str, uid: str, resource_version: int = 0
     ) -> Answer:
         """The object stays, marked, until all that it owns is gone; only the one with this uid, and only as it was
         at this resourceVersion (0 = any)."""
@@ -253,7 +253,7 @@ class ApiClient:
         return await self._request("delete", resource, "DELETE", resource.path(namespace, name), body)
 
     async def _list_once(
-        self, resource: Resource, namespace: str, project: Callable[[Answer], T], selectors: Mapping[str, str]
+        self, resource: ApiResource, namespace: str, project: Callable[[Answer], T], selectors: Mapping[str, str]
     ) -> Listing[T]:
         query = {"limit": str(PAGE_SIZE), **selectors}
         items: list[T] = []
@@ -269,7 +269,7 @@ class ApiClient:
     async def _request(
         self,
         verb: str,
-        resource: Resource,
+        resource: ApiResource,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,

@@ -18,7 +18,7 @@ from spillway.api.limits import GROUP, VERSION
 from ..decide.manifests import same_content
 from ..decide.observed import Deletion, JobObject, Manifest
 from ..log import about
-from .api_client import CONFIG_MAPS, JOBS, RESOURCE_OF, TRAINING_JOBS, ApiClient, Conflict, NotFound, Refused
+from .api_client import CONFIG_MAPS, JOBS, RESOURCE_OF, TRAINING_JOBS, ApiClient, Conflict, NotFound, RequestRejected
 from .store import Key, Store, canonical, controller, project_attempt, project_job
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Applier:
                 return Applied(conflict=f"{kind} {name}")
             if resource is CONFIG_MAPS and not same_content(found.get("data") or {}, manifest["data"]):
                 return Applied(superseded=True)
-        except Refused as error:
+        except RequestRejected as error:
             return Applied(refusal=f"{kind} {name}: {error.message or error.reason}")
         if resource is JOBS:
             self._store.put_attempt(project_attempt(found))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ..exporter import Exporter
+from ..exporter import OperatorExporter
 from .api_client import ApiClient, ApiError
 from .store import Key, Named
 from .watched import Watched
@@ -64,7 +64,7 @@ class Audit:
     namespaces: Sequence[str]
     """("",) = all"""
     enqueue: Callable[[Key], None]
-    exporter: Exporter
+    exporter: OperatorExporter
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
     last_time: float | None = field(default=None, init=False)

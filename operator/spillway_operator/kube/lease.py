@@ -43,7 +43,7 @@ class LeaseLost(Exception):
     """This process may not write any more; the message says why."""
 
 
-class Step(Enum):
+class LeaseStep(Enum):
     ACQUIRE = "acquire"
     RENEW = "renew"
     WAIT = "wait"
@@ -51,7 +51,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaseView:
     """What one process knows of the Lease. Times are of its own monotonic clock."""
 
     identity: str
@@ -73,17 +73,17 @@ class Standing:
         return 0.0 if self.renewed is None else max(0.0, self.renewed + GIVE_UP_SECONDS - now)
 
 
-def decide(standing: Standing, now: float) -> Step:
+def decide(standing: LeaseView, now: float) -> LeaseStep:
     """What to do at `now`."""
     if standing.renewed is not None:
         holds = standing.holder == standing.identity and standing.seconds_left(now) > 0
-        return Step.RENEW if holds else Step.LOST
+        return LeaseStep.RENEW if holds else LeaseStep.LOST
     # A container that is started anew in the same pod takes its pod's lease: the one before it has ended.
     is_free = standing.holder in ("", standing.identity) or now > standing.changed + standing.lasts
-    return Step.ACQUIRE if is_free else Step.WAIT
+    return LeaseStep.ACQUIRE if is_free else LeaseStep.WAIT
 
 
-def seen(standing: Standing, found: Mapping[str, Any] | None, now: float) -> Standing:
+def seen(standing: LeaseView, found: Mapping[str, Any] | None, now: float) -> LeaseView:
     """After the Lease was read, with the answer at `now`. One that somebody deleted (None) is waited for as long as if
     it were there: its holder may not have noticed."""
     if found is None:
@@ -134,13 +134,13 @@ class Election:
     leads: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     has_looked: bool = field(default=False, init=False)
     """the Lease could be read: who stands by is ready"""
-    _standing: Standing = field(init=False)
+    _standing: LeaseView = field(init=False)
     _found: Mapping[str, Any] | None = field(default=None, init=False)
     _is_known: bool = field(default=False, init=False)
     """nothing went wrong since the record was read or written"""
 
     def __post_init__(self) -> None:
-        self._standing = Standing(self.identity)
+        self._standing = LeaseView(self.identity)
 
     def seconds_left(self) -> float:
         """For which this process may still write: the fence of its other requests."""
@@ -154,7 +154,7 @@ class Election:
             except (ApiError, TimeoutError) as error:
                 self._is_known = False
                 logger.warning("Lease %s/%s: %s", self.namespace, self.name, str(error) or "no answer in time")
-            if decide(self._standing, self.clock()) is Step.LOST:
+            if decide(self._standing, self.clock()) is LeaseStep.LOST:
                 raise LeaseLost(self._why_lost())
             await self.sleep(RENEW_SECONDS if self.leads.is_set() and self._is_known else LOOK_SECONDS)
 
@@ -176,7 +176,7 @@ class Election:
     async def _look(self) -> None:
         if not (self.leads.is_set() and self._is_known):
             await self._read()
-        if decide(self._standing, self.clock()) not in (Step.ACQUIRE, Step.RENEW):
+        if decide(self._standing, self.clock()) not in (LeaseStep.ACQUIRE, LeaseStep.RENEW):
             return
         sent = self.clock()
         await self._write(self.identity)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from .api_client import JOBS, TRAINING_JOBS, Answer, Resource
+from .api_client import JOBS, TRAINING_JOBS, Answer, ApiResource
 from .store import MANAGED_BY, Key, Named, Store, Table, project_attempt, project_job
 
 T = TypeVar("T", bound=Named)
@@ -18,7 +18,7 @@ class Watched(Generic[T]):
 
     group: str
     version: str
-    resource: Resource
+    resource: ApiResource
     label_selector: str
     """applied by the API server; empty = all"""
     project: Callable[[Answer], T]

@@ -23,7 +23,7 @@ from spillway.placement.place import ClusterView, LiveBytes, NodeView, Taint, pr
 from spillway.planning.corrections import Corrections
 from spillway.units import parse_cores, parse_quantity
 
-from ..kube.api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, Refused
+from ..kube.api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, RequestRejected
 from ..kube.store import Key
 from .metrics_source import MetricsSnapshot, MetricsSource
 from .reservations import Reservations
@@ -98,7 +98,7 @@ class Cluster:
         try:
             self._nodes = await self._list_nodes()
             self._nodes_time = self._clock()
-        except Refused as error:
+        except RequestRejected as error:
             logger.warning("nodes cannot be listed, plans come from the catalog: %s", error)
             self._nodes, self._nodes_time = None, self._clock()
         except ApiError as error:
@@ -147,7 +147,7 @@ class Cluster:
         nodes = await self._client.list(NODES, "", project_node)
         try:
             listed = await self._client.list(NODE_PROFILES, "", _node_profile)
-        except (NotFound, Refused) as error:  # the kind is not installed, or not ours to see
+        except (NotFound, RequestRejected) as error:  # the kind is not installed, or not ours to see
             logger.warning("node profiles cannot be listed, rates come from the catalog: %s", error)
             return nodes.items
         profiles = dict(listed.items)

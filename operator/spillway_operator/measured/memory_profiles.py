@@ -55,7 +55,7 @@ Profile = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportedPeaks:
     """The peaks of an attempt."""
 
     job_uid: str
@@ -73,11 +73,11 @@ class RanOut:
     reason: str
 
 
-News = Reported | RanOut
+News = ReportedPeaks | RanOut
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Contract:
+class ContractFiles:
     """What peaks are measured against: the same object for all attempts whose contracts say the same."""
 
     profile: str
@@ -120,7 +120,7 @@ class Contracted:
 
     job_uid: str
     attempt: int
-    contract: ReferenceType[Contract]
+    contract: ReferenceType[ContractFiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Waiting:
 
     key: Key
     news: News
-    contract: Contract
+    contract: ContractFiles
 
 
 @dataclass(slots=True)
@@ -140,15 +140,15 @@ class MemoryProfiles:
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     """Unix seconds, as in MemoryProfile.spec.observedTime"""
-    _waiting: dict[Key, Reported] = field(default_factory=dict, init=False)
+    _waiting: dict[Key, ReportedPeaks] = field(default_factory=dict, init=False)
     """what no profile holds yet"""
     _ended: dict[Key, RanOut] = field(default_factory=dict, init=False)
     """lower bounds that no profile holds yet"""
-    _seen: dict[Key, Reported] = field(default_factory=dict, init=False)
+    _seen: dict[Key, ReportedPeaks] = field(default_factory=dict, init=False)
     _contracts: dict[Key, Contracted] = field(default_factory=dict, init=False)
-    _shared: WeakValueDictionary[str, Contract] = field(default_factory=WeakValueDictionary, init=False)
+    _shared: WeakValueDictionary[str, ContractFiles] = field(default_factory=WeakValueDictionary, init=False)
     """by profile: a thousand jobs of one model hold its spec and plan once"""
-    _held: dict[int, Contract] = field(default_factory=dict, init=False)
+    _held: dict[int, ContractFiles] = field(default_factory=dict, init=False)
     """by id, the one that was asked for last at the end"""
     _written: dict[Profile, float] = field(default_factory=dict, init=False)
     """monotonic seconds of the last write, for PROFILE_SECONDS"""
@@ -157,7 +157,7 @@ class MemoryProfiles:
         if received.report.spillway is None:
             return
         peaks = {tier: size for tier, size in received.report.spillway.peak if size}
-        reported = Reported(received.job_uid, received.attempt, peaks, received.report.spillway.pod)
+        reported = ReportedPeaks(received.job_uid, received.attempt, peaks, received.report.spillway.pod)
         if peaks and is_news(reported, self._seen.get(key)):
             self._seen[key] = self._waiting[key] = reported
 
@@ -205,7 +205,7 @@ class MemoryProfiles:
         if self._ended.get(key) == news:
             del self._ended[key]
 
-    async def _contract(self, key: Key, news: News) -> Contract | None:
+    async def _contract(self, key: Key, news: News) -> ContractFiles | None:
         """Of the attempt's ConfigMap; None when there is none to be had, and the log says why where it should be."""
         known = self._contracts.get(key)
         is_its = known is not None and (known.job_uid, known.attempt) == (news.job_uid, news.attempt)
@@ -220,14 +220,14 @@ class MemoryProfiles:
             self._contracts[key] = Contracted(news.job_uid, news.attempt, ref(self._hold(found)))
         return found
 
-    def _hold(self, contract: Contract) -> Contract:
+    def _hold(self, contract: ContractFiles) -> ContractFiles:
         self._held.pop(id(contract), None)
         self._held[id(contract)] = contract
         if len(self._held) > MOST_CONTRACTS:
             del self._held[next(iter(self._held))]
         return contract
 
-    async def _read_contract(self, key: Key, news: News) -> Contract | None:
+    async def _read_contract(self, key: Key, news: News) -> ContractFiles | None:
         """None when it is gone, another job's, or in the words of another version. Raises ApiError."""
         try:
             found = await self.client.get(CONFIG_MAPS, key[0], attempt_name(key[1], news.attempt))
@@ -311,17 +311,17 @@ class MemoryProfiles:
             return None
 
 
-def is_news(reported: Reported, seen: Reported | None) -> bool:
+def is_news(reported: ReportedPeaks, seen: ReportedPeaks | None) -> bool:
     """A pod's peak rises with every page that is cached: it is news once the run was whole, in steps of 1 %."""
     if seen is None or replace(reported, pod=seen.pod) != seen:
         return True
     return reported.pod.is_whole and (not seen.pod.is_whole or reported.pod.peak > PEAK_STEP * seen.pod.peak)
 
 
-def _read(data: Mapping[str, str]) -> Contract:
+def _read(data: Mapping[str, str]) -> ContractFiles:
     """Its plan without the job's name, so that it equals those of other jobs."""
     job = JobFile.model_validate_json(data.get(JOB_KEY, ""))
     plan = MemoryPlan.model_validate_json(data.get(PLAN_KEY, "")).model_copy(update={"job": ""})
     planned = PlanStatus.model_validate_json(data.get(DECISION_KEY) or "{}")
     decided = planned.pod_memory or 0
-    return Contract(profile_name(job.spec, plan), job.spec, plan, job.ranks_per_node, decided, planned.image)
+    return ContractFiles(profile_name(job.spec, plan), job.spec, plan, job.ranks_per_node, decided, planned.image)

@@ -65,7 +65,8 @@ def phase(testbed: Bed, namespace: str, name: str, wanted: str, timeout: int = 4
 
 
 def test_a_restricted_pod_trains_with_this_checkouts_code(testbed: Bed, namespace: str) -> None:
-    code = "import torch; from spillway_trainer import native; import spillway_operator; print(native.load_library())"
+    imported = "import torch; import spillway_operator; from spillway_trainer.kernels import native"
+    code = f"{imported}; print(native.load_library())"
     testbed.apply(pod(namespace, "trainer", pod_spec("python", "-c", code)))
     phase(testbed, namespace, "trainer", "Succeeded")
     assert "libspillway_native.so" in testbed.kubectl("logs", "trainer", "--namespace", namespace)

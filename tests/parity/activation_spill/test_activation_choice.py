@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from fakes.fake_spill_file import FakeSpillFile
-from spillway.plan import ActivationPlan, Answer, Tier
+from fakes.lazy_lanes import LazyLanes
+from spillway.plan import ActivationPlan, Policy, Tier
 from spillway.planning.storage_choice import Choice
 from spillway_trainer import activation_spill
-from spillway_trainer.activation_spill import Chooser, Chosen, Limits
+from spillway_trainer.activation_spill import Chooser, Chosen, PolicyLimits
 from spillway_trainer.activation_spill.chooser import WATCHED_STEPS, WINDOW_STEPS
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
 SIZE = 4096
 NBYTES = 4 * SIZE
-HOST, NVME = Answer.HOST, Answer.NVME
+HOST, NVME = Policy.HOST, Policy.NVME
 PLANNED = (NVME, NVME, HOST, HOST)
 SINES = 3
-LIMITS = Limits(
+LIMITS = PolicyLimits(
     device_bytes=8 * NBYTES, kept_bytes=0, host_bytes=6 * NBYTES, nvme_bytes=7 * NBYTES, window_bytes=NBYTES,
     ahead_bytes=4 * NBYTES,
 )  # fmt: skip
@@ -64,7 +65,7 @@ class Run:
 
     lanes_type: type = Slow
     agree: Callable[[Sequence[float]], Sequence[Sequence[float]]] = lambda values: [list(values)]
-    limits: Limits = LIMITS
+    limits: PolicyLimits = LIMITS
     speed: float = 1.0
     told: list[Chosen] = field(default_factory=list)
 

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from cases.parity_models import transformer
 from fakes.fake_spill_file import FakeSpillFile
+from fakes.lazy_lanes import LazyLanes
 from harness.parity_harness import ANSWERS, LANES, Spilling, train
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillIOError, SpillVolumeFull
-from spillway.plan import ActivationPlan, Answer, Tier
+from spillway.plan import ActivationPlan, Policy, Tier
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import ActivationSpill, records
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Event, Lane, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Event, Lane
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 from spillway_trainer.tiers.spill_health import MAX_BAD_EXTENTS, SLOW_SECONDS, DeviceHealth
 
@@ -37,7 +38,7 @@ class Pipeline:
 
     def __init__(
         self,
-        *answers: Answer,
+        *answers: Policy,
         lanes: type = CpuLanes,
         device_bytes: int | None = None,
         host_bytes: int = 1 << 22,
@@ -85,7 +86,7 @@ class Pipeline:
 
 
 def test_bytes_are_held_where_the_plan_says() -> None:
-    pipeline = Pipeline(Answer.KEEP, Answer.HOST, Answer.NVME, Answer.RECOMPUTE)
+    pipeline = Pipeline(Policy.KEEP, Policy.HOST, Policy.NVME, Policy.RECOMPUTE)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     activation = SIZE * 4
@@ -99,7 +100,7 @@ def test_bytes_are_held_where_the_plan_says() -> None:
 
 
 def test_each_byte_moves_once_each_way() -> None:
-    pipeline = Pipeline(Answer.HOST, Answer.NVME)
+    pipeline = Pipeline(Policy.HOST, Policy.NVME)
     pipeline.forward().backward()
     pipeline.technique.end_step()
     half = 3 * SIZE * 4
@@ -107,7 +108,7 @@ def test_each_byte_moves_once_each_way() -> None:
 
 
 def test_a_storage_saved_many_times_moves_once() -> None:
-    pipeline = Pipeline(Answer.HOST)
+    pipeline = Pipeline(Policy.HOST)
     y = pipeline.x * 1.0
     run = pipeline.technique.hook.run
     run("block0", lambda z: (z.sin() + z.view(64, 64).t().cos().flatten() + z[:100].exp().sum()).sum(), y).backward()
@@ -142,7 +143,7 @@ def test_a_storage_that_two_segments_save_moves_once_and_reloads_alone() -> None
         second = run("block1", lambda y: y.sin(), first)  # saves first
         return run("block2", lambda y, z: (y.exp() * z).sum(), second, shared)  # saves exp(second), shared
 
-    pipeline = Pipeline(Answer.HOST, Answer.HOST, Answer.HOST, lanes=Noting)
+    pipeline = Pipeline(Policy.HOST, Policy.HOST, Policy.HOST, lanes=Noting)
     network(pipeline.technique.hook.run, pipeline.x).backward()
     pipeline.technique.end_step()
     one = SIZE * 4
@@ -161,7 +162,7 @@ def test_a_source_is_freed_when_its_copy_is_complete() -> None:
         sources.append(y.untyped_storage()._weak_ref())
         return y.sin()
 
-    pipeline = Pipeline(Answer.HOST)
+    pipeline = Pipeline(Policy.HOST)
     result = pipeline.technique.hook.run("block0", block, pipeline.x * 1.0)
     pipeline.technique.end_step()
     assert torch.UntypedStorage._expired(sources[0])
@@ -180,7 +181,7 @@ def test_storage_objects_are_not_leaked() -> None:
         addresses.add(y.untyped_storage()._cdata)
         return y.sin()
 
-    pipeline = Pipeline(Answer.HOST)
+    pipeline = Pipeline(Policy.HOST)
     for _ in range(300):
         pipeline.technique.hook.run("block0", block, pipeline.x * 1.0).sum().backward()
         pipeline.technique.end_step()
@@ -188,14 +189,14 @@ def test_storage_objects_are_not_leaked() -> None:
 
 
 def test_tables_and_labels_of_the_caller_stay_where_they_are() -> None:
-    pipeline = Pipeline(Answer.HOST)
+    pipeline = Pipeline(Policy.HOST)
     table = torch.rand(SIZE)
     pipeline.technique.hook.run("block0", lambda z, t: (z * t).sum(), pipeline.x * 1.0, table).backward()
     assert pipeline.lanes.moved_bytes() == {}
 
 
 def test_backward_reloads_the_segment_before_the_one_it_enters() -> None:
-    pipeline = Pipeline(Answer.HOST, Answer.HOST, Answer.HOST, lanes=Noting)
+    pipeline = Pipeline(Policy.HOST, Policy.HOST, Policy.HOST, lanes=Noting)
     loss = pipeline.forward()
     pipeline.lanes.notes.clear()
     torch.autograd.grad(loss, pipeline.x)
@@ -207,7 +208,7 @@ def test_backward_reloads_the_segment_before_the_one_it_enters() -> None:
 
 
 def test_at_most_two_segments_are_back_on_the_device() -> None:
-    pipeline = Pipeline(*[Answer.HOST] * 6)
+    pipeline = Pipeline(*[Policy.HOST] * 6)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     pipeline.ledger.reset_peak()
@@ -217,7 +218,7 @@ def test_at_most_two_segments_are_back_on_the_device() -> None:
 
 def test_forward_waits_for_copies_instead_of_running_out_of_memory() -> None:
     segment = 3 * SIZE * 4
-    pipeline = Pipeline(*[Answer.HOST] * 8, device_bytes=2 * segment)
+    pipeline = Pipeline(*[Policy.HOST] * 8, device_bytes=2 * segment)
     pipeline.forward().backward()
     assert torch.equal(pipeline.x.grad, pipeline.expected())
     assert pipeline.ledger.peak_bytes <= 2 * segment
@@ -225,7 +226,7 @@ def test_forward_waits_for_copies_instead_of_running_out_of_memory() -> None:
 
 def test_the_window_bounds_what_is_in_flight() -> None:
     segment = 3 * SIZE * 4
-    pipeline = Pipeline(*[Answer.NVME] * 8, window_bytes=segment)
+    pipeline = Pipeline(*[Policy.NVME] * 8, window_bytes=segment)
     loss = pipeline.forward()
     assert pipeline.ledger.peak_bytes <= 2 * segment
     assert pipeline.host.peak_bytes <= 2 * segment
@@ -234,14 +235,14 @@ def test_the_window_bounds_what_is_in_flight() -> None:
 
 def test_a_device_too_full_to_prefetch_loads_at_the_first_need() -> None:
     segment = 3 * SIZE * 4
-    pipeline = Pipeline(*[Answer.HOST] * 4, device_bytes=segment + SIZE * 4, lanes=LazyLanes)
+    pipeline = Pipeline(*[Policy.HOST] * 4, device_bytes=segment + SIZE * 4, lanes=LazyLanes)
     pipeline.forward().backward()
     assert torch.equal(pipeline.x.grad, pipeline.expected())
 
 
 def test_a_device_too_small_for_one_segment_raises_from_backward() -> None:
     segment = 3 * SIZE * 4
-    pipeline = Pipeline(Answer.HOST, device_bytes=segment)
+    pipeline = Pipeline(Policy.HOST, device_bytes=segment)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     pipeline.ledger.charge("parameters", segment)
@@ -250,7 +251,7 @@ def test_a_device_too_small_for_one_segment_raises_from_backward() -> None:
 
 
 def test_reloads_have_the_alignment_and_the_offsets_of_the_originals() -> None:
-    pipeline, seen = Pipeline(Answer.HOST), []
+    pipeline, seen = Pipeline(Policy.HOST), []
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -289,7 +290,7 @@ def test_sources_and_buffers_are_really_poisoned_under_lazy_lanes(monkeypatch: p
 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_a_failed_read_raises_with_tensor_offset_and_errno(lanes: type) -> None:
-    pipeline = Pipeline(Answer.NVME, Answer.NVME, lanes=lanes)
+    pipeline = Pipeline(Policy.NVME, Policy.NVME, lanes=lanes)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     pipeline.file.failing.add("read")
@@ -301,7 +302,7 @@ def test_a_failed_read_raises_with_tensor_offset_and_errno(lanes: type) -> None:
 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_a_wrong_bit_on_the_disk_stops_the_step(lanes: type) -> None:
-    pipeline = Pipeline(Answer.NVME, lanes=lanes)
+    pipeline = Pipeline(Policy.NVME, lanes=lanes)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     pipeline.file.failing.add("flip")
@@ -312,7 +313,7 @@ def test_a_wrong_bit_on_the_disk_stops_the_step(lanes: type) -> None:
 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_a_failed_write_stops_the_step(lanes: type) -> None:
-    pipeline = Pipeline(Answer.NVME, lanes=lanes)
+    pipeline = Pipeline(Policy.NVME, lanes=lanes)
     pipeline.file.failing.add("write")
     with pytest.raises(SpillIOError, match=r"write of saved storage \d of block0 at offset \d+.*errno 5"):
         pipeline.forward().backward()
@@ -321,7 +322,7 @@ def test_a_failed_write_stops_the_step(lanes: type) -> None:
 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> None:
-    pipeline = Pipeline(*[Answer.NVME] * 6, lanes=lanes, keeps=True)
+    pipeline = Pipeline(*[Policy.NVME] * 6, lanes=lanes, keeps=True)
     pipeline.file.failing.add("write")
     for _ in range(3):
         pipeline.x.grad = None
@@ -342,7 +343,7 @@ def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_where_host_memory_is_full_too_activations_stay_on_the_device(lanes: type) -> None:
     """Room for the bytes of one segment, and their staging."""
-    pipeline = Pipeline(*[Answer.NVME] * 6, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
+    pipeline = Pipeline(*[Policy.NVME] * 6, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
     pipeline.file.failing.add("write")
     pipeline.nvme._devices[0].writes = DeviceHealth(num_bad_extents=MAX_BAD_EXTENTS - 1)
     for _ in range(3):
@@ -355,7 +356,7 @@ def test_where_host_memory_is_full_too_activations_stay_on_the_device(lanes: typ
 
 
 def test_in_place_change_of_a_resident_activation_is_still_detected() -> None:
-    pipeline = Pipeline(Answer.NVME, keeps=True, host_bytes=0)
+    pipeline = Pipeline(Policy.NVME, keeps=True, host_bytes=0)
     pipeline.nvme._devices[0].writes = DeviceHealth(is_retired=True)
     pipeline.nvme.first_failure = SpillIOError("write failed", errno=errno.EIO)
     y = pipeline.x * 1.0
@@ -369,12 +370,12 @@ def test_in_place_change_of_a_resident_activation_is_still_detected() -> None:
 
 @pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 def test_a_slow_disk_has_activations_go_to_host_memory_while_it_has_room(lanes: type) -> None:
-    pipeline = Pipeline(Answer.NVME, Answer.NVME, lanes=lanes, keeps=True)
+    pipeline = Pipeline(Policy.NVME, Policy.NVME, lanes=lanes, keeps=True)
     pipeline.nvme._devices[0].writes = DeviceHealth(slow_seconds=SLOW_SECONDS)
     pipeline.forward().backward()
     assert "nvme_write" not in pipeline.lanes.moved_bytes()
     assert torch.equal(pipeline.x.grad, pipeline.expected())
-    full = Pipeline(Answer.NVME, Answer.NVME, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
+    full = Pipeline(Policy.NVME, Policy.NVME, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
     full.nvme._devices[0].writes = DeviceHealth(slow_seconds=SLOW_SECONDS)
     full.forward().backward()
     assert full.lanes.moved_bytes()["nvme_write"] == 2 * 3 * SIZE * 4
@@ -382,7 +383,7 @@ def test_a_slow_disk_has_activations_go_to_host_memory_while_it_has_room(lanes: 
 
 
 def test_failed_write_that_is_never_read_is_raised_at_the_end_of_the_step() -> None:
-    pipeline = Pipeline(Answer.NVME)
+    pipeline = Pipeline(Policy.NVME)
     pipeline.file.failing.add("write")
     loss = pipeline.forward()
     del loss
@@ -392,16 +393,16 @@ def test_failed_write_that_is_never_read_is_raised_at_the_end_of_the_step() -> N
 
 def test_a_full_spill_file_raises_out_of_the_forward() -> None:
     with pytest.raises(SpillVolumeFull, match="activations of block1"):
-        Pipeline(Answer.NVME, Answer.NVME, nvme_bytes=4 * SIZE * 4).forward()
+        Pipeline(Policy.NVME, Policy.NVME, nvme_bytes=4 * SIZE * 4).forward()
 
 
 def test_a_full_host_slab_raises_out_of_the_forward() -> None:
     with pytest.raises(HostOutOfMemory, match="activations of block1"):
-        Pipeline(Answer.HOST, Answer.HOST, host_bytes=4 * SIZE * 4).forward()
+        Pipeline(Policy.HOST, Policy.HOST, host_bytes=4 * SIZE * 4).forward()
 
 
 def test_a_stalled_disk_delays_and_changes_nothing() -> None:
-    pipeline = Pipeline(Answer.NVME, Answer.NVME)
+    pipeline = Pipeline(Policy.NVME, Policy.NVME)
     pipeline.file.stalled = threading.Event()
     loss = pipeline.forward()
     assert pipeline.nvme.held_bytes == 6 * SIZE * 4
@@ -411,7 +412,7 @@ def test_a_stalled_disk_delays_and_changes_nothing() -> None:
 
 
 def test_after_a_failed_step_all_memory_comes_back() -> None:
-    pipeline = Pipeline(Answer.NVME, Answer.HOST)
+    pipeline = Pipeline(Policy.NVME, Policy.HOST)
     loss = pipeline.forward()
     pipeline.technique.end_step()
     pipeline.file.failing.add("read")
@@ -423,7 +424,7 @@ def test_after_a_failed_step_all_memory_comes_back() -> None:
 
 
 def test_kept_and_spilled_views_of_one_storage_are_charged_once() -> None:
-    pipeline = Pipeline(Answer.KEEP, Answer.HOST, lanes=LazyLanes)
+    pipeline = Pipeline(Policy.KEEP, Policy.HOST, lanes=LazyLanes)
     run, shared = pipeline.technique.hook.run, pipeline.x * 1.0
     losses = [run("block0", torch.sin, shared), run("block1", torch.cos, shared)]
     assert pipeline.ledger.by_purpose() == {ACTIVATIONS: SIZE * 4}
@@ -432,12 +433,12 @@ def test_kept_and_spilled_views_of_one_storage_are_charged_once() -> None:
 
 def test_a_plan_for_another_number_of_segments_is_refused() -> None:
     with pytest.raises(ValueError, match="answers for 2 segments and the model has 4"):
-        Spilling(transformer(), (Answer.HOST,) * 2, LANES["cpu"])
+        Spilling(transformer(), (Policy.HOST,) * 2, LANES["cpu"])
 
 
 def test_a_plan_that_spills_without_a_spill_file_is_refused() -> None:
     host, ledger = HostSlab(0), DeviceLedger(None)
-    plan = ActivationPlan(answers=(Answer.NVME,))
+    plan = ActivationPlan(answers=(Policy.NVME,))
     parameters = ResidentParameters(nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match="no spill file"):
         activation_spill.build(plan, ["s"], parameters, LazyLanes(host, ledger), ledger, None)

@@ -20,7 +20,7 @@ from fakes.fake_spill_file import FakeSpillFile
 from harness.parity_harness import ANSWERS, LANES, Outcome, Spilling, train
 from spillway.api.job_file import JobFile
 from spillway.errors import UserError
-from spillway.plan import ActivationPlan, Answer, MemoryPlan
+from spillway.plan import ActivationPlan, MemoryPlan, Policy
 from spillway.planning.hardware import local_node
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.planner import make_plan
@@ -38,7 +38,7 @@ from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
-KEEP, RECOMPUTE, HOST, NVME = Answer
+KEEP, RECOMPUTE, HOST, NVME = Policy
 SMALL_BYTES = 256
 BATCH, LENGTH = 2, 16
 GIB = 1 << 30
@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[], Chain]] = {
 NOTHING_REBUILT = ("perceptron", "convolutions")
 """an activation function that is a segment of its own hands its result on; batch norms move statistics, and what ReLU
 saves is its own result"""
-BLOCKS: dict[str, Callable[[int], list[Answer]]] = {
+BLOCKS: dict[str, Callable[[int], list[Policy]]] = {
     "keep": lambda count: [KEEP] * count,
     "host": lambda count: [HOST] * count,
     "nvme": lambda count: [NVME] * count,

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from cases.parity_models import PARITY_MODELS
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import RaceKind, TracingLanes
 from harness.parity_harness import ANSWERS, BATCH, LENGTH, RATES, Outcome, Spilling, batches, train
-from spillway.plan import Answer, Tier
+from spillway.plan import Policy, Tier
 from spillway_trainer import segments
 from spillway_trainer.activation_spill.records import Sources
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.segments import Block, Position, SegmentHook, fork_seed
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS
-from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Lanes, LazyLanes, Region
-from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
+from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Lanes, Region
 
 MODEL = "tied_dropout"
 
@@ -213,7 +214,7 @@ class Yardstick:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._seen.values())
 
 
-def charged_and_measured_bytes(answers: tuple[Answer, ...]) -> tuple[int, int]:
+def charged_and_measured_bytes(answers: tuple[Policy, ...]) -> tuple[int, int]:
     """Activation bytes of one forward: in the ledger and the tiers, and by the yardstick."""
 
     tokens, labels = batches(1, 1)[0, 0]
@@ -233,14 +234,14 @@ def charged_and_measured_bytes(answers: tuple[Answer, ...]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("answers", [ANSWERS["keep"], ANSWERS["host"]])
-def test_activations_are_charged_once_a_storage_and_weights_not_at_all(answers: tuple[Answer, ...]) -> None:
+def test_activations_are_charged_once_a_storage_and_weights_not_at_all(answers: tuple[Policy, ...]) -> None:
     charged, measured = charged_and_measured_bytes(answers)
     assert charged == measured
 
 
 @pytest.mark.parametrize("answers", [ANSWERS["keep"], ANSWERS["host"]])
 def test_weights_taken_for_activations_are_charged_twice(
-    answers: tuple[Answer, ...], monkeypatch: pytest.MonkeyPatch
+    answers: tuple[Policy, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ResidentParameters, "find", lambda self, tensor: None)
     charged, measured = charged_and_measured_bytes(answers)

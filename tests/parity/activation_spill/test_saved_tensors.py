@@ -15,20 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakes.fake_spill_file import FakeSpillFile
+from fakes.lazy_lanes import LazyLanes
 from spillway.errors import DeviceOutOfMemory
-from spillway.plan import ActivationPlan, Answer
+from spillway.plan import ActivationPlan, Policy
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import records
 from spillway_trainer.activation_spill.records import Record
 from spillway_trainer.activation_spill.transfer import Transfer
 from spillway_trainer.resident_parameters import ParameterRef, ResidentParameters
-from spillway_trainer.saved_tensors import Frame, KeptTensor, SavedTensors
+from spillway_trainer.saved_tensors import KeptTensor, RecomputedSegment, SavedTensors
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 
-EVERY_ANSWER = pytest.mark.parametrize("answer", list(Answer))
+EVERY_ANSWER = pytest.mark.parametrize("answer", list(Policy))
 EVERY_LANES = pytest.mark.parametrize("lanes", [CpuLanes, LazyLanes])
 IN_PLACE = "modified by an inplace operation"
 
@@ -36,7 +37,7 @@ IN_PLACE = "modified by an inplace operation"
 class Run:
     """One segment "s" under one answer, with weight `w`."""
 
-    def __init__(self, answer: Answer, lanes: type = LazyLanes, budget_bytes: int | None = None) -> None:
+    def __init__(self, answer: Policy, lanes: type = LazyLanes, budget_bytes: int | None = None) -> None:
         torch.manual_seed(7)
         self.w = nn.Parameter(torch.randn(8, 8))
         self.host, self.ledger = HostSlab(1 << 20), DeviceLedger(budget_bytes)
@@ -78,7 +79,7 @@ def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_a_graph_may_be_run_backward_twice(answer: Answer, lanes: type) -> None:
+def test_a_graph_may_be_run_backward_twice(answer: Policy, lanes: type) -> None:
     run, x = Run(answer, lanes), leaf()
     loss = run(partial(block, run.w), x)
     first = list(torch.autograd.grad(loss, (x, run.w), retain_graph=True))
@@ -88,7 +89,7 @@ def test_a_graph_may_be_run_backward_twice(answer: Answer, lanes: type) -> None:
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_double_backward_is_exact(answer: Answer, lanes: type) -> None:
+def test_double_backward_is_exact(answer: Policy, lanes: type) -> None:
     def second_order(loss: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return gradients(gradient.pow(2).sum(), x, w)
@@ -99,7 +100,7 @@ def test_double_backward_is_exact(answer: Answer, lanes: type) -> None:
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_backward_may_run_in_another_thread(answer: Answer, lanes: type) -> None:
+def test_backward_may_run_in_another_thread(answer: Policy, lanes: type) -> None:
     run, x = Run(answer, lanes), leaf()
     loss = run(partial(block, run.w), x)
     thread = threading.Thread(target=loss.backward)
@@ -110,7 +111,7 @@ def test_backward_may_run_in_another_thread(answer: Answer, lanes: type) -> None
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_two_graphs_alive_at_once_are_both_exact(answer: Answer, lanes: type) -> None:
+def test_two_graphs_alive_at_once_are_both_exact(answer: Policy, lanes: type) -> None:
     run, x, other = Run(answer, lanes), leaf(), leaf().detach().mul(0.5).requires_grad_()
     first, second = run(partial(block, run.w), x), run(partial(block, run.w), other)
     assert all_equal(gradients(second, other), gradients(block(run.w, other), other))
@@ -123,21 +124,21 @@ def penalised(w: Tensor, x: Tensor) -> Tensor:
     return loss + gradient.pow(2).sum()
 
 
-@pytest.mark.parametrize("answer", [Answer.KEEP, Answer.HOST, Answer.NVME])
-def test_a_gradient_taken_inside_the_segment_is_exact(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [Policy.KEEP, Policy.HOST, Policy.NVME])
+def test_a_gradient_taken_inside_the_segment_is_exact(answer: Policy) -> None:
     run, x = Run(answer), leaf()
     assert all_equal(gradients(run(partial(penalised, run.w), x), x), gradients(penalised(run.w, x), x))
 
 
 def test_recomputed_segment_that_takes_gradients_in_forward_is_rejected() -> None:
-    run = Run(Answer.RECOMPUTE)
+    run = Run(Policy.RECOMPUTE)
     with pytest.raises(RuntimeError, match=r"gradients inside its own forward.*policy: Keep"):
         run(partial(penalised, run.w), leaf())
 
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_a_tensor_changed_in_place_after_it_was_saved_raises(answer: Answer, lanes: type) -> None:
+def test_a_tensor_changed_in_place_after_it_was_saved_raises(answer: Policy, lanes: type) -> None:
     def careless(x: Tensor) -> Tensor:
         doubled = x * 2
         result = doubled.sin()
@@ -165,7 +166,7 @@ class Careless(torch.autograd.Function):
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_a_backward_that_writes_into_what_another_node_saved_raises(answer: Answer, lanes: type) -> None:
+def test_a_backward_that_writes_into_what_another_node_saved_raises(answer: Policy, lanes: type) -> None:
     def block(x: Tensor) -> Tensor:
         y = x * 2
         return (y.sin() + Careless.apply(y)).sum()
@@ -179,7 +180,7 @@ def test_a_backward_that_writes_into_what_another_node_saved_raises(answer: Answ
 
 
 @EVERY_ANSWER
-def test_a_backward_that_writes_into_what_it_saved_alone_is_exact_once(answer: Answer) -> None:
+def test_a_backward_that_writes_into_what_it_saved_alone_is_exact_once(answer: Policy) -> None:
     def block(x: Tensor) -> Tensor:
         return Careless.apply(x * 2).sum()
 
@@ -193,7 +194,7 @@ def test_a_backward_that_writes_into_what_it_saved_alone_is_exact_once(answer: A
 
 @EVERY_ANSWER
 def test_a_tensor_that_other_threads_may_read_keeps_its_version(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch
+    answer: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved again and again, also as a view: its counter is never touched, or their backward would see that."""
 
@@ -212,7 +213,7 @@ def test_a_tensor_that_other_threads_may_read_keeps_its_version(
 
 @EVERY_LANES
 @EVERY_ANSWER
-def test_a_segment_input_changed_in_place_after_the_copy_raises(answer: Answer, lanes: type) -> None:
+def test_a_segment_input_changed_in_place_after_the_copy_raises(answer: Policy, lanes: type) -> None:
     run, x = Run(answer, lanes), leaf()
     doubled = x * 2
     loss = run(lambda y: y.sin().sum(), doubled)
@@ -224,7 +225,7 @@ def test_a_segment_input_changed_in_place_after_the_copy_raises(answer: Answer, 
 
 
 @EVERY_ANSWER
-def test_a_change_in_place_without_a_backward_is_nobodys_business(answer: Answer) -> None:
+def test_a_change_in_place_without_a_backward_is_nobodys_business(answer: Policy) -> None:
     run = Run(answer)
     doubled = leaf() * 2
     run(torch.sin, doubled)
@@ -233,7 +234,7 @@ def test_a_change_in_place_without_a_backward_is_nobodys_business(answer: Answer
 
 
 @EVERY_ANSWER
-def test_a_tensor_saved_again_after_a_change_in_place_comes_back_changed(answer: Answer) -> None:
+def test_a_tensor_saved_again_after_a_change_in_place_comes_back_changed(answer: Policy) -> None:
     aside: list[Tensor] = []
 
     def block(x: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ def test_a_tensor_saved_again_after_a_change_in_place_comes_back_changed(answer:
 
 
 @EVERY_ANSWER
-def test_an_optimizer_step_between_forward_and_backward_raises(answer: Answer) -> None:
+def test_an_optimizer_step_between_forward_and_backward_raises(answer: Policy) -> None:
     run = Run(answer)
     loss = run(partial(block, run.w), leaf())
     with torch.no_grad():
@@ -309,8 +310,8 @@ class MovingParameters(ResidentParameters):
         old.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("answer", [Answer.KEEP, Answer.RECOMPUTE])
-def test_a_saved_parameter_is_a_name_and_not_an_address(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [Policy.KEEP, Policy.RECOMPUTE])
+def test_a_saved_parameter_is_a_name_and_not_an_address(answer: Policy) -> None:
     w, x, ledger = nn.Parameter(torch.randn(8, 8)), leaf(), DeviceLedger(None)
     expected = gradients(block(w, x), x, w)
     source = MovingParameters(w)
@@ -328,7 +329,7 @@ def without_collector() -> Iterator[None]:
 
 
 def live() -> int:
-    kinds = {Record, Transfer, Frame, KeptTensor}
+    kinds = {Record, Transfer, RecomputedSegment, KeptTensor}
     return sum(type(found) in kinds for found in gc.get_objects())
 
 
@@ -339,21 +340,21 @@ def live() -> int:
 class TestNothingIsLeftWithoutTheCollector:
     """The destructor of the handle is the only release."""
 
-    def test_after_backward(self, answer: Answer, lanes: type) -> None:
+    def test_after_backward(self, answer: Policy, lanes: type) -> None:
         run = Run(answer, lanes)
         run(partial(block, run.w), leaf()).backward()
         assert run.held_bytes() == (0, 0, 0)
         assert live() == 0
 
-    def test_after_a_dropped_graph(self, answer: Answer, lanes: type) -> None:
+    def test_after_a_dropped_graph(self, answer: Policy, lanes: type) -> None:
         run = Run(answer, lanes)
         loss = run(partial(block, run.w), leaf())
-        assert run.ledger.held_bytes > 0 or answer in (Answer.HOST, Answer.NVME)
+        assert run.ledger.held_bytes > 0 or answer in (Policy.HOST, Policy.NVME)
         del loss
         assert run.held_bytes() == (0, 0, 0)
         assert live() == 0
 
-    def test_after_a_retained_graph(self, answer: Answer, lanes: type) -> None:
+    def test_after_a_retained_graph(self, answer: Policy, lanes: type) -> None:
         run = Run(answer, lanes)
         loss = run(partial(block, run.w), leaf())
         loss.backward(retain_graph=True)
@@ -361,7 +362,7 @@ class TestNothingIsLeftWithoutTheCollector:
         assert run.held_bytes() == (0, 0, 0)
         assert live() == 0
 
-    def test_after_an_exception_in_forward(self, answer: Answer, lanes: type) -> None:
+    def test_after_an_exception_in_forward(self, answer: Policy, lanes: type) -> None:
         def failing(x: Tensor) -> Tensor:
             y = x.sin().cos()
             raise ValueError(f"bad batch of {y.numel()}")
@@ -371,7 +372,7 @@ class TestNothingIsLeftWithoutTheCollector:
             run(failing, leaf())
         assert run.held_bytes() == (0, 0, 0)
 
-    def test_after_a_forward_without_gradients(self, answer: Answer, lanes: type) -> None:
+    def test_after_a_forward_without_gradients(self, answer: Policy, lanes: type) -> None:
         run = Run(answer, lanes)
         with torch.no_grad():
             run(partial(block, run.w), leaf())
@@ -381,14 +382,14 @@ class TestNothingIsLeftWithoutTheCollector:
 
 
 def test_a_recomputed_segment_keeps_its_inputs_only() -> None:
-    run, x = Run(Answer.RECOMPUTE), leaf()
+    run, x = Run(Policy.RECOMPUTE), leaf()
     loss = run(partial(block, run.w), x)
     assert run.ledger.held_bytes == x.nbytes
     del loss
 
 
 def test_recomputing_leaves_the_random_state_where_it_was() -> None:
-    run = Run(Answer.RECOMPUTE)
+    run = Run(Policy.RECOMPUTE)
 
     def seeded(x: Tensor) -> Tensor:
         torch.default_generator.manual_seed(1)
@@ -402,7 +403,7 @@ def test_recomputing_leaves_the_random_state_where_it_was() -> None:
 
 
 def test_recomputing_enters_the_autocast_of_the_forward() -> None:
-    run, x = Run(Answer.RECOMPUTE), leaf()
+    run, x = Run(Policy.RECOMPUTE), leaf()
     with torch.autocast("cpu", torch.bfloat16):
         loss = run(partial(block, run.w), x)
         plain = block(run.w, x)
@@ -416,12 +417,12 @@ def test_a_segment_that_does_something_else_the_second_time_raises() -> None:
         calls.append(1)
         return x.sin().sum() if len(calls) == 1 else x.sin().cos().sum()
 
-    loss = Run(Answer.RECOMPUTE)(fickle, leaf())
+    loss = Run(Policy.RECOMPUTE)(fickle, leaf())
     with pytest.raises(RuntimeError, match=r"segment s: its forward saved .* the same operations each time"):
         loss.backward()
 
 
 def test_a_budget_too_small_for_what_is_kept_raises_out_of_the_forward() -> None:
-    run = Run(Answer.KEEP, budget_bytes=200)
+    run = Run(Policy.KEEP, budget_bytes=200)
     with pytest.raises(DeviceOutOfMemory, match="for activations"):
         run(partial(block, run.w), leaf())

@@ -29,7 +29,7 @@ dc3966380ad8fecb17b6ba02469a020a84e18e8f84252070c13e9f1f289be54fbc481457778f6160
 773dad38014bd2092fa755c824bb5e54c4f36ffda9fcea70b9c6e693e148c151
 """
 """vector 10: 512 bytes 0, 1, ... 255, 0, ..., of unit 0xff"""
-Cipher = native.Cipher | reference_cipher.Cipher
+Cipher = native.Cipher | reference_cipher.ReferenceCipher
 IMPLEMENTATIONS = ["reference", *(["scalar", "auto"] if native.available() else [])]
 
 
@@ -40,7 +40,7 @@ def transformed(
     target = torch.empty_like(source)
     first_unit, sequence = (int.from_bytes(half, "little") for half in (tweak[:8], tweak[8:]))
     if implementation == "reference":
-        reference_cipher.Cipher(key).apply(
+        reference_cipher.ReferenceCipher(key).apply(
             direction, target, source, first_unit=first_unit, sequence=sequence, unit_bytes=unit_bytes
         )
         return bytes(target.tolist())
@@ -95,7 +95,7 @@ def test_every_implementation_has_the_same_bytes_of_many_units() -> None:
         assert transformed(implementation, IEEE_1619_KEY, Direction.READ, encrypted, tweak, 4096) == content
 
 
-@pytest.mark.parametrize("cipher", [native.Cipher, reference_cipher.Cipher])
+@pytest.mark.parametrize("cipher", [native.Cipher, reference_cipher.ReferenceCipher])
 def test_bytes_that_are_no_whole_units_are_refused(cipher: type[Cipher]) -> None:
     if cipher is native.Cipher and not native.available():
         pytest.skip("no native library was built")

@@ -18,7 +18,7 @@ from cases.parity_models import PARITY_MODELS
 from fakes.fake_streams import FakeStreams, RecordedLanes, handing_over
 from harness import local_runs
 from harness.parity_harness import ANSWERS, Spilling, train
-from spillway.plan import Answer, Overlap
+from spillway.plan import Overlap, Policy
 from spillway_trainer.model_spill.slots import Slots
 from spillway_trainer.tiers.cuda_lanes import CudaLanes
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -82,8 +82,8 @@ TECHNIQUES = [
     Technique("host", overlap="Forward"),
     Technique("nvme", answers="mixed"),
     Technique("mixed", num_slots=3, answers="nvme", overlap="Forward"),
-    Technique("host", order="WeightStationary", boundaries=Answer.NVME, answers="mixed"),
-    Technique("mixed", order="WeightStationary", boundaries=Answer.HOST, answers="host", overlap="Forward"),
+    Technique("host", order="WeightStationary", boundaries=Policy.NVME, answers="mixed"),
+    Technique("mixed", order="WeightStationary", boundaries=Policy.HOST, answers="host", overlap="Forward"),
 ]
 
 

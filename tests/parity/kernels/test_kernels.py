@@ -78,7 +78,7 @@ def test_wrong_tensors_are_refused_before_anything_is_written() -> None:
 
 PROBE = """
 import torch
-from spillway_trainer import kernels, native
+from spillway_trainer.kernels import dispatch as kernels, native
 acc = torch.zeros(3)
 kernels.accumulate(acc, torch.ones(3), False)
 print(native.isa(), native.available(), acc.sum().item(), kernels.square_sum(acc).norm() == 3**0.5)

@@ -19,7 +19,7 @@ from cases.optimizer_cases import HOST_BYTES, Case, drive, nvme_slab, offload, o
 from fakes.fake_streams import FakeStreams, RecordedLanes, handing_over
 from harness import local_runs
 from harness.parity_harness import ANSWERS, Spilling, train
-from spillway.plan import Answer, Overlap
+from spillway.plan import Overlap, Policy
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 
@@ -85,8 +85,8 @@ SCHEDULES: dict[str, Schedule] = {
 TECHNIQUES = [
     Technique("host", overlap="Forward"),
     Technique("mixed", num_slots=3, answers="nvme", overlap="Forward", chunk_parameters=53),
-    Technique("host", order="WeightStationary", boundaries=Answer.NVME, answers="mixed"),
-    Technique("mixed", order="WeightStationary", boundaries=Answer.HOST, answers="host", overlap="Forward"),
+    Technique("host", order="WeightStationary", boundaries=Policy.NVME, answers="mixed"),
+    Technique("mixed", order="WeightStationary", boundaries=Policy.HOST, answers="host", overlap="Forward"),
 ]
 
 

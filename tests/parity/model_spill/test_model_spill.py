@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from cases.model_spill_cases import ANSWERS, HOMES, LANES, RATES, RESIDENT, Laboratory, Model, Outcome, Technique
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import RaceKind, TracedSchedule, TracingLanes
 from harness import local_runs
 from harness.depth import at, sweep
 from spillway.errors import DeviceOutOfMemory
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway_trainer.assemble import Assembly
 from spillway_trainer.model_spill import ModelSpill
 from spillway_trainer.model_spill.homes import HostChunk, NvmeChunk
-from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes
-from spillway_trainer.tiers.tracing import RaceKind, Schedule, TracingLanes
+from spillway_trainer.tiers.lanes import Event, Lane, Lanes
 from spillway_trainer.trainer import Run
 
 CELLS_PER_MODEL = at(2, 2, 40)
@@ -44,10 +45,10 @@ MODELS = [
     if not (tied and lora)
 ]
 ORDERS = [
-    ("InOrder", Answer.KEEP),
-    ("WeightStationary", Answer.KEEP),
-    ("WeightStationary", Answer.HOST),
-    ("WeightStationary", Answer.NVME),
+    ("InOrder", Policy.KEEP),
+    ("WeightStationary", Policy.KEEP),
+    ("WeightStationary", Policy.HOST),
+    ("WeightStationary", Policy.NVME),
 ]
 TECHNIQUES = [
     Technique(homes, num_slots, order, boundaries, answers, lanes, overlap=overlap)
@@ -111,7 +112,7 @@ TRACED = [
 TRACED_MODEL = Model(dropout=0.1, num_micro_batches=4, tied=True)
 
 
-def schedule_of(outcome: Outcome) -> Schedule:
+def schedule_of(outcome: Outcome) -> TracedSchedule:
     assert isinstance(outcome.lanes, TracingLanes)
     return outcome.lanes.schedule()
 
@@ -164,7 +165,7 @@ def test_a_boundary_leaves_the_device_once_and_comes_back_twice(laboratory: Labo
         laboratory.streamed(
             model, Technique(num_slots=2, order="WeightStationary", boundaries=boundaries, answers="recompute")
         ).moved_bytes
-        for boundaries in (Answer.KEEP, Answer.HOST)
+        for boundaries in (Policy.KEEP, Policy.HOST)
     )
     boundaries = 2 * 7 * 4 * (2 * 8 * 16 * 4)  # steps, boundaries, micro-batches, float32 values
     assert moved[Lane.D2H] - kept[Lane.D2H] == boundaries
@@ -199,7 +200,7 @@ LARGE = Model(num_segments=8, num_micro_batches=2, dropout=0.1, num_blocks=30, h
     "technique",
     [
         Technique(answers="recompute", lanes="cpu", chunk_parameters=4099),
-        Technique("nvme", 2, "WeightStationary", Answer.HOST, "recompute", "lazy", chunk_parameters=4099),
+        Technique("nvme", 2, "WeightStationary", Policy.HOST, "recompute", "lazy", chunk_parameters=4099),
     ],
     ids=["host, in order", "NVMe, weight-stationary"],
 )

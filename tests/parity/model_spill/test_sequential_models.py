@@ -13,7 +13,7 @@ from torch import nn
 from cases.model_spill_cases import STEPS, Laboratory, RandomBatches, Technique
 from cases.sequential_models import SequentialModel, perceptron, resnet
 from harness import local_runs
-from spillway.plan import Answer
+from spillway.plan import Policy
 from spillway_trainer import running_statistics
 from spillway_trainer.models.chain import allocate
 from spillway_trainer.models.sequential import SequentialChain
@@ -21,8 +21,8 @@ from spillway_trainer.models.sequential import SequentialChain
 TECHNIQUES = {
     "host, recomputed": Technique("host", 2, answers="recompute", lanes="cpu"),
     "NVMe, one slot, mixed": Technique("nvme", 1, answers="mixed", lanes="lazy"),
-    "weight-stationary": Technique("host", 2, "WeightStationary", Answer.HOST, "mixed", "lazy"),
-    "weight-stationary from NVMe": Technique("nvme", 2, "WeightStationary", Answer.NVME, "recompute", "cpu"),
+    "weight-stationary": Technique("host", 2, "WeightStationary", Policy.HOST, "mixed", "lazy"),
+    "weight-stationary from NVMe": Technique("nvme", 2, "WeightStationary", Policy.NVME, "recompute", "cpu"),
 }
 
 

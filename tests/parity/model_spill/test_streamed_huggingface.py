@@ -13,9 +13,9 @@ import torch
 from cases.huggingface_models import BATCH, batch_for, spec_of
 from cases.model_spill_cases import Laboratory, Technique
 from harness import local_runs
-from spillway.plan import Answer
+from spillway.plan import Policy
 from spillway_trainer.corpus.data import Batch
-from spillway_trainer.corpus.objective import Objective
+from spillway_trainer.corpus.objective import TrainingObjective
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain
 
@@ -30,8 +30,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 TECHNIQUES = {
     "host, in order": Technique("host", 2, answers="recompute", lanes="cpu"),
     "NVMe, one slot": Technique("nvme", 1, answers="mixed", lanes="lazy"),
-    "host, weight-stationary": Technique("host", 2, "WeightStationary", Answer.HOST, "mixed", "lazy"),
-    "NVMe, weight-stationary": Technique("nvme", 2, "WeightStationary", Answer.NVME, "recompute", "cpu"),
+    "host, weight-stationary": Technique("host", 2, "WeightStationary", Policy.HOST, "mixed", "lazy"),
+    "NVMe, weight-stationary": Technique("nvme", 2, "WeightStationary", Policy.NVME, "recompute", "cpu"),
 }
 
 
@@ -57,7 +57,7 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True)
 class ObjectiveBatches:
-    objective: Objective
+    objective: TrainingObjective
 
     def batch(self, samples: Sequence[int]) -> Batch:
         return Batch(*batch_for(self.objective, seed=samples[0]))

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from cases.parity_models import HIDDEN, PARITY_MODELS, Chain, FeedForward
+from fakes.tracing import TracingLanes
 from harness.parity_harness import BATCH, LANES, LENGTH, MINIMUM_BYTES, batches
-from spillway.plan import ActivationPlan, Answer, ParameterPlan, Tier
+from spillway.plan import ActivationPlan, ParameterPlan, Policy, Tier
 from spillway_trainer import activation_spill, model_spill
 from spillway_trainer.models import chain
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.segments import Position, wrap_segments
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.tracing import TracingLanes
 
 MakeModel = Callable[[], nn.Module]
-ANSWERS = {answer.value: answer for answer in (Answer.KEEP, Answer.RECOMPUTE, Answer.HOST)}
+ANSWERS = {answer.value: answer for answer in (Policy.KEEP, Policy.RECOMPUTE, Policy.HOST)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +36,7 @@ def _one_thread() -> None:
 class Streaming:
     """A model whose segments all stream from host memory, with the values it had."""
 
-    def __init__(self, make_model: MakeModel, lanes: str, num_slots: int = 2, answer: Answer = Answer.KEEP) -> None:
+    def __init__(self, make_model: MakeModel, lanes: str, num_slots: int = 2, answer: Policy = Policy.KEEP) -> None:
         self.model = make_model()
         values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.model.parameters_of = MethodType(chain.Chain.parameters_of, self.model)

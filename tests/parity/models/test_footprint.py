@@ -15,7 +15,7 @@ from harness import peak_run
 from harness.depth import some
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning import candidates
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import make_plan
@@ -158,10 +158,10 @@ def test_the_rings_of_the_cpus_update_are_those_of_the_plan(case: str, tmp_path:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("num_layers", [3, 9])
-@pytest.mark.parametrize("boundaries", [Answer.KEEP, Answer.HOST])
+@pytest.mark.parametrize("boundaries", [Policy.KEEP, Policy.HOST])
 @pytest.mark.parametrize("policy", ["Recompute", "Keep", "Host"])
 def test_t5_peak_matches_the_plan_when_some_boundary_tensors_cannot_move(
-    policy: str, boundaries: Answer, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, boundaries: Policy, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments hand on several tensors, some of them unchanged and too small to move."""
     changes = family("t5") | MANY_BATCHES | STREAM | forced(policy, "Host")
@@ -184,7 +184,7 @@ def test_t5_whose_boundaries_are_all_too_small_to_move(num_layers: int, tmp_path
     wanted = job(SMALL | changes | {"spec.training.sequenceLength": 128, "spec.training.steps": peak_run.STEPS})
     plan = make_plan(wanted, SLOW_LINK)
     assert isinstance(plan, MemoryPlan), plan
-    assert (plan.parameters.order, plan.parameters.boundaries) == ("WeightStationary", Answer.KEEP)
+    assert (plan.parameters.order, plan.parameters.boundaries) == ("WeightStationary", Policy.KEEP)
     held_on_the_device(wanted, plan, tmp_path)
 
 
@@ -217,12 +217,12 @@ def test_a_lean_run_needs_no_more_than_planned_and_nearly_that(
         plan = make_plan(job(changes), SLOW_LINK)
         assert isinstance(plan, MemoryPlan), plan
     assert plan.activations.lean
-    answer = {"kept": Answer.KEEP, "to host": Answer.HOST, "to NVMe": Answer.NVME}[moves]
-    assert answer in (plan.activations.uses or {Answer.KEEP})
+    answer = {"kept": Policy.KEEP, "to host": Policy.HOST, "to NVMe": Policy.NVME}[moves]
+    assert answer in (plan.activations.uses or {Policy.KEEP})
     assert held_on_the_device(job(changes), plan, tmp_path) >= 0.7 * plan.bytes[Tier.DEVICE].total
 
 
-def lean(groups: list[candidates.Group], *, moves: bool) -> list[candidates.Group]:
+def lean(groups: list[candidates.CandidateGroup], *, moves: bool) -> list[candidates.CandidateGroup]:
     """Those that rebuild, with blocks that are all moved, or all kept."""
     found = []
     for group in groups:
@@ -233,7 +233,7 @@ def lean(groups: list[candidates.Group], *, moves: bool) -> list[candidates.Grou
     return found
 
 
-def stationary(groups: list[candidates.Group], boundaries: Answer) -> list[candidates.Group]:
+def stationary(groups: list[candidates.CandidateGroup], boundaries: Policy) -> list[candidates.CandidateGroup]:
     wanted = ("WeightStationary", boundaries)
     return [group for group in groups if (group.streaming.order, group.streaming.boundaries) == wanted]
 

@@ -41,11 +41,11 @@ from cases.huggingface_models import VOCABULARY, batch_for, filled, small_model,
 from harness import local_runs
 from harness.depth import FULL
 from spillway.api.job_file import JobFile
-from spillway.plan import ActivationPlan, Answer, OptimizerPlan, ParameterPlan, Tier
+from spillway.plan import ActivationPlan, OptimizerPlan, ParameterPlan, Policy, Tier
 from spillway_trainer import config
 from spillway_trainer.assemble import assemble, fill
 from spillway_trainer.corpus.data import Batch
-from spillway_trainer.corpus.objective import Objective, prefix_length
+from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.huggingface import HuggingFaceChain
@@ -92,12 +92,12 @@ def own_model(chain: HuggingFaceChain) -> PreTrainedModel:
     return made.eval()
 
 
-def own_loss(model: nn.Module, objective: Objective, tokens: Tensor, labels: Tensor, count: int) -> Tensor:
+def own_loss(model: nn.Module, objective: TrainingObjective, tokens: Tensor, labels: Tensor, count: int) -> Tensor:
     """By the model's own forward. Its causal loss takes labels that are shifted already, and what to divide by; the
     other two take the mean over the labels, which is their sum divided by their number."""
-    if objective is Objective.CAUSAL:
+    if objective is TrainingObjective.CAUSAL:
         return model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
-    if objective is Objective.MASKED:
+    if objective is TrainingObjective.MASKED:
         return model(input_ids=tokens, labels=labels).loss
     P = prefix_length(tokens.shape[1])
     return model(input_ids=tokens[:, :P], labels=labels[:, P:].contiguous()).loss
@@ -160,10 +160,10 @@ def test_adapters_have_the_loss_and_gradients_that_peft_gives_them(architecture:
     compare_with_own_forward(chain, theirs, lambda name: f"base_model.model.{name}")
 
 
-def logits(model: nn.Module, objective: Objective, tokens: Tensor) -> Tensor:
+def logits(model: nn.Module, objective: TrainingObjective, tokens: Tensor) -> Tensor:
     P = prefix_length(tokens.shape[1])
     inputs = {"input_ids": tokens}
-    if objective is Objective.PREFIX:
+    if objective is TrainingObjective.PREFIX:
         inputs = {"input_ids": tokens[:, :P], "decoder_input_ids": tokens[:, P:]}
     with torch.no_grad():
         return model(**inputs).logits
@@ -252,9 +252,9 @@ def losses_of(passes: Passes) -> list[float]:
             return list(ended.value)
 
 
-def resident(num_segments: int, answer: Answer) -> dict[str, Any]:
+def resident(num_segments: int, answer: Policy) -> dict[str, Any]:
     """Every block under one answer, the optimizer spread over both processors."""
-    answers = (Answer.KEEP, *[answer] * (num_segments - 2), Answer.KEEP)
+    answers = (Policy.KEEP, *[answer] * (num_segments - 2), Policy.KEEP)
     return {
         "activations": ActivationPlan(answers=answers, minimum_bytes=256, window_bytes=1 << 20, num_io_threads=1),
         "optimizer": OptimizerPlan(cpu_share=0.5, streamed_share=0.3, resident_share=0.2, chunk_parameters=1009),
@@ -263,17 +263,17 @@ def resident(num_segments: int, answer: Answer) -> dict[str, Any]:
 
 def streamed(num_segments: int, home: Tier, order: str) -> dict[str, Any]:
     """Every parameter through two slots, activations and boundaries in host memory."""
-    return resident(num_segments, Answer.HOST) | {
-        "parameters": ParameterPlan(homes=(home,) * num_segments, order=order, boundaries=Answer.HOST),
+    return resident(num_segments, Policy.HOST) | {
+        "parameters": ParameterPlan(homes=(home,) * num_segments, order=order, boundaries=Policy.HOST),
         "optimizer": OptimizerPlan(cpu_share=1.0, streamed_share=0.0, resident_share=0.0, chunk_parameters=1009),
     }
 
 
 PLANS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "kept": partial(resident, answer=Answer.KEEP),
-    "recomputed": partial(resident, answer=Answer.RECOMPUTE),
-    "host": partial(resident, answer=Answer.HOST),
-    "nvme": partial(resident, answer=Answer.NVME),
+    "kept": partial(resident, answer=Policy.KEEP),
+    "recomputed": partial(resident, answer=Policy.RECOMPUTE),
+    "host": partial(resident, answer=Policy.HOST),
+    "nvme": partial(resident, answer=Policy.NVME),
     "parameters from host memory": partial(streamed, home=Tier.HOST, order="InOrder"),
     "parameters from NVMe, segment by segment": partial(streamed, home=Tier.NVME, order="WeightStationary"),
 }

@@ -9,16 +9,17 @@ import torch
 
 from cases.model_spill_cases import HOMES, RESIDENT, Laboratory, Model, Technique
 from cases.user_models import BLOCKS, UserModel
+from fakes.lazy_lanes import LazyLanes
 from harness import local_runs
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Overlap
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Overlap, Policy
 from spillway_trainer.optimizer_offload.place import Placed
 from spillway_trainer.optimizer_offload.speculation import Speculation
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes
 
 torch.set_num_threads(1)
 
 Shares = tuple[float, float, float, float]
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 SPLITS = {
     "all on the CPU, kept": ((1.0, 0.0, 0.0), (KEEP,)),
     "streamed, moved to host": ((0.0, 1.0, 0.0), (HOST,)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cases.next_byte import NextByte, losses_of
 from cases.optimizer_cases import HOST_BYTES, Case, drive, offload, oracle, outcome, resident, split
+from fakes.lazy_lanes import LazyLanes
 from spillway.errors import UserError
 from spillway.update_rules import BLOCK_VALUES, UNSIGNED_MOMENTS, MomentType, UpdateRule
 from spillway_trainer.kernels import dispatch as kernels
@@ -24,7 +25,6 @@ from spillway_trainer.parallel.shards import ShardedOptimizer
 from spillway_trainer.ranks import World
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import LazyLanes
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
 from spillway.errors import NonFinite, Preempted, UserError
 from spillway.metrics import StepMetrics
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, ParameterPlan, Tier
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, ParameterPlan, Policy, Tier
 from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.models.transformer import Embedding
 from spillway_trainer.optimizer.loss_scale import NUM_FINITE, SCALE
@@ -28,7 +28,7 @@ from spillway_trainer.optimizer_offload.speculation import Speculation
 from spillway_trainer.ranks import World
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.run_job import run_job
-from spillway_trainer.trainer import Progress, StopRequest
+from spillway_trainer.trainer import RunProgress, StopRequest
 
 torch.set_num_threads(1)
 
@@ -57,7 +57,7 @@ def planned(overlap: str, *, streams: bool = False, **shares: float) -> MemoryPl
     if streams:
         homes = (Tier.HOST,) * 6
         changes["parameters"] = ParameterPlan(homes=homes, order="WeightStationary")
-        answers = (Answer.KEEP, *[Answer.RECOMPUTE] * 4, Answer.KEEP)
+        answers = (Policy.KEEP, *[Policy.RECOMPUTE] * 4, Policy.KEEP)
         changes["activations"] = ActivationPlan(
             answers=answers, minimum_bytes=1024, window_bytes=1 << 16, num_io_threads=1
         )
@@ -116,7 +116,7 @@ class Runs:
         output.mkdir(exist_ok=True)
         stop.requested = last == 1
         try:
-            run_job(self.job(output, epoch, changes or {}), plan, Listener(None), Progress(), stop, World())
+            run_job(self.job(output, epoch, changes or {}), plan, Listener(None), RunProgress(), stop, World())
         except Preempted:
             assert found[-1].step == last
         return found

@@ -24,6 +24,7 @@ from cases.optimizer_cases import (
     resident,
     split,
 )
+from fakes.lazy_lanes import LazyLanes
 from harness.depth import FULL
 from spillway.update_rules import REST_BITS, MomentType, UpdateRule
 from spillway_trainer.kernels import dispatch as kernels
@@ -32,7 +33,7 @@ from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Lane, LazyLanes
+from spillway_trainer.tiers.lanes import Lane
 
 torch.set_num_threads(1)
 

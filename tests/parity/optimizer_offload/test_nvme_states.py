@@ -26,6 +26,8 @@ from cases.optimizer_cases import (
     split,
 )
 from fakes.fake_spill_file import FakeSpillFile
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracingLanes
 from harness import local_runs
 from harness.depth import sweep
 from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull
@@ -36,9 +38,8 @@ from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import Path as Path_
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
-from spillway_trainer.tiers.tracing import TracingLanes
 
 torch.set_num_threads(1)
 

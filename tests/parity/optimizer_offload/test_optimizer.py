@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cases.optimizer_cases import HOST_BYTES, SETTINGS, SHAPES, Case, drive, offload, oracle, outcome, resident, split
+from fakes.lazy_lanes import LazyLanes
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.parameter_groups import Group
 from spillway.update_rules import UpdateRule
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
-from spillway_trainer.optimizer.plain import Optimizer, ResidentOptimizer
+from spillway_trainer.optimizer.plain import ResidentOptimizer, StepOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, LazyLanes
+from spillway_trainer.tiers.lanes import CpuLanes
 
 torch.set_num_threads(1)
 
@@ -236,7 +237,7 @@ def train_transformer(
     model.tie()
     named, ledger = list(model.named_parameters()), DeviceLedger(None)
     lanes = CpuLanes(HostSlab(HOST_BYTES), ledger)
-    optimizer: Optimizer = ResidentOptimizer(named, model.tied, SETTINGS, ledger)
+    optimizer: StepOptimizer = ResidentOptimizer(named, model.tied, SETTINGS, ledger)
     if shares is not None:
         optimizer = OptimizerOffload(named, model.tied, SETTINGS, split(*shares, 1009), lanes, ledger)
     for name, value in model.initial_values(seed=0):
@@ -257,7 +258,7 @@ def train_transformer(
     return losses, {name: parameter.detach().clone() for name, parameter in named}
 
 
-def hand_over(optimizer: Optimizer, name: str) -> Callable[[Tensor], None]:
+def hand_over(optimizer: StepOptimizer, name: str) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
         optimizer.take(name, parameter.grad)
@@ -271,7 +272,7 @@ def offloaded(parameters: list[tuple[str, Parameter]], case: Case) -> OptimizerO
     return offload(parameters, case, split(0.3, 0.3, 0.4, 1009), LazyLanes(host, ledger), ledger)
 
 
-def both(case: Case) -> list[Optimizer]:
+def both(case: Case) -> list[StepOptimizer]:
     """The plain optimizer, and one with all three paths."""
     return [resident(case.parameters(), case), offloaded(case.parameters(), case)]
 
@@ -282,7 +283,7 @@ def test_a_backward_of_before_the_step_raises_as_with_torchs_optimizers(shares: 
     case = Case(torch.float32, num_micro_batches=1, clipping=None, tied=False)
     parameters = case.parameters()
     ledger, host = DeviceLedger(None), HostSlab(HOST_BYTES)
-    optimizer: Optimizer = resident(parameters, case)
+    optimizer: StepOptimizer = resident(parameters, case)
     if shares[2] < 1.0:
         optimizer = offload(parameters, case, split(*shares, 1009), LazyLanes(host, ledger), ledger)
     weight = next(parameter for _, parameter in parameters if parameter.dim() == 2)

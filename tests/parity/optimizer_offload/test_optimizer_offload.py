@@ -28,6 +28,8 @@ from cases.optimizer_cases import (
     resident,
     split,
 )
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracingLanes
 from harness.depth import sweep
 from spillway.plan import OptimizerPlan, Overlap
 from spillway.update_rules import MomentType, UpdateRule
@@ -36,8 +38,7 @@ from spillway_trainer.kernels.reference import UpdateScalars
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes, LazyLanes
-from spillway_trainer.tiers.tracing import TracingLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Lane, Lanes
 
 torch.set_num_threads(1)
 

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from cases.optimizer_cases import HOST_BYTES, LANES, Case, Named, Outcome, offload, outcome, resident, split
 from cases.planted_races import Defect, LanesThatGoOn, LanesWithDefect
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import RaceKind, TracingLanes
 from harness.depth import sweep
 from spillway.plan import OptimizerPlan
 from spillway.update_rules import MomentType, UpdateRule
 from spillway_trainer.kernels import dispatch as kernels
 from spillway_trainer.kernels.reference import UpdateScalars
-from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.speculation import Speculation
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Event, Lane, Lanes, LazyLanes
-from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
+from spillway_trainer.tiers.lanes import Event, Lane, Lanes
 
 torch.set_num_threads(1)
 
@@ -37,7 +38,7 @@ EVERYTHING = 10**6
 
 
 def follow(
-    optimizer: Optimizer, case: Case, first: int = 0, last: int = len(STEPS), *, takes_norm: bool = True
+    optimizer: StepOptimizer, case: Case, first: int = 0, last: int = len(STEPS), *, takes_norm: bool = True
 ) -> list[float]:
     norms = []
     for step, (seed, num_micro_batches, factor) in enumerate(STEPS[first:last], first):

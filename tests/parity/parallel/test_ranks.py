@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from cases.optimizer_cases import HOST_BYTES, LANES, SKIPPED_STEP, Case, offload, outcome, resident, split
+from fakes.tracing import TracingLanes
 from harness import local_runs, rank_runs
 from harness.depth import some
 from spillway_trainer.checkpoints.directory import choose_resume
-from spillway_trainer.corpus.objective import Objective
+from spillway_trainer.corpus.objective import TrainingObjective
 from spillway_trainer.corpus.tokens import build_corpus, open_corpus
-from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.parallel.distributed import buckets
 from spillway_trainer.run_job import make_batches, text_source
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.tracing import TracingLanes
 
 LOSS_TOLERANCE = 1e-5
 """relative, per step"""
@@ -213,21 +213,23 @@ def test_the_runs_are_different_ones(laboratory: Laboratory) -> None:
 def test_unmasked_labels_are_counted_without_reading_a_token(laboratory: Laboratory, tmp_path: Path) -> None:
     """Also those of the corpus's last window, which is short."""
     job = rank_runs.job_file(tmp_path, laboratory.text, laboratory.corpus, 1, 1, {"evaluation: {": "# {"})
-    batches = make_batches(job, open_corpus(laboratory.corpus, text_source(laboratory.text), 300), Objective.CAUSAL)
+    batches = make_batches(
+        job, open_corpus(laboratory.corpus, text_source(laboratory.text), 300), TrainingObjective.CAUSAL
+    )
     samples = range(batches.num_sequences - 40, batches.num_sequences + 40)
     assert batches.num_unmasked(samples) == batches.batch(samples).num_unmasked
     everything = range(batches.num_sequences)
     assert batches.num_unmasked(everything) == batches.batch(everything).num_unmasked
 
 
-def exchange(optimizer: Optimizer) -> None:
+def exchange(optimizer: StepOptimizer) -> None:
     """Stands in for the other ranks: something that is not linear, so that it matters when it is done."""
     for bucket in buckets(optimizer.gradients(), 777):
         for piece in bucket:
             piece.copy_(piece.abs().sqrt() + 1.0)
 
 
-def drive(optimizer: Optimizer, case: Case) -> list[float]:
+def drive(optimizer: StepOptimizer, case: Case) -> list[float]:
     norms = []
     for step in range(SKIPPED_STEP):
         for micro_batch in range(case.num_micro_batches):

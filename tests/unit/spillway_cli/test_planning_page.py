@@ -9,7 +9,7 @@ import pytest
 
 from cases.job_documents import job
 from harness.places import ROOT
-from spillway.plan import Answer, MemoryPlan, Tier
+from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning.hardware import node_names, resolve_node
 from spillway.planning.planner import make_plan
 from spillway_cli import plan_command
@@ -53,7 +53,7 @@ def test_the_plan_is_the_one_that_the_page_tells_of(plan: MemoryPlan, values: di
     homes, answers = plan.parameters.homes, plan.activations.answers
     assert homes.count(Tier.HOST) == values["streamed"]
     assert (homes[0], homes[-1]) == (Tier.DEVICE, Tier.DEVICE)
-    assert (answers.count(Answer.HOST), answers.count(Answer.RECOMPUTE)) == (values["moved"], values["recomputed"])
+    assert (answers.count(Policy.HOST), answers.count(Policy.RECOMPUTE)) == (values["moved"], values["recomputed"])
     assert plan.optimizer.cpu_share == 1.0
 
 

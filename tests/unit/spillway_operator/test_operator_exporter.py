@@ -5,11 +5,11 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway import metrics
-from spillway_operator.exporter import Exporter, Gauges
+from spillway_operator.exporter import Gauges, OperatorExporter
 
 
 def test_every_declared_metric_is_exported_and_no_other() -> None:
-    exporter = Exporter()
+    exporter = OperatorExporter()
     exporter.collect_from(lambda: Gauges(True, 3, 0.1, {"jobs": 2.0}, 5.0, 7.0, {"Running": 4}))
     exporter.request("get", "pods", 200)
     exporter.reconcile("done", 0.1)
@@ -30,7 +30,7 @@ def test_the_operators_metrics_are_not_a_trainers() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    exporter = Exporter()
+    exporter = OperatorExporter()
     exporter.collect_from(lambda: Gauges(False, 0, 0.0, {}, None, None, {}))
     text = exporter.text().decode()
     assert f"{metrics.OPERATOR_METRICS_AGE.name} " not in text

@@ -9,7 +9,7 @@ import pytest
 from harness.cluster_model import World, rounds
 from harness.observations import attempt, condition, decide, observed
 from spillway_operator.decide.observed import Observed
-from spillway_operator.kube.api_client import ApiError, NotFound, Refused
+from spillway_operator.kube.api_client import ApiError, NotFound, RequestRejected
 from spillway_operator.observe import project_workload
 
 QUEUED = {"spec.scheduling": {"queueName": "team", "workloadPriorityClassName": "urgent"}}
@@ -55,7 +55,7 @@ def test_a_workload_says_why_it_waits_or_that_it_is_deactivated() -> None:
     assert project_workload(named) == ""
 
 
-@pytest.mark.parametrize("answer", [NotFound, Refused])
+@pytest.mark.parametrize("answer", [NotFound, RequestRejected])
 def test_where_kueue_is_not_there_or_not_ours_to_see_the_job_just_waits(answer: type[ApiError]) -> None:
     world = World(queue="team")
     listed = world.operator.client.list

@@ -19,7 +19,7 @@ from spillway.api.status import PlanStatus
 from spillway_operator import worker as worker_module
 from spillway_operator.decide.observed import Desired, Observed, OperatorFacts
 from spillway_operator.decide.reconcile import reconcile
-from spillway_operator.exporter import Exporter
+from spillway_operator.exporter import OperatorExporter
 from spillway_operator.kube.api_client import ApiClient
 from spillway_operator.kube.apply import Applier
 from spillway_operator.kube.events import EventPoster
@@ -31,7 +31,7 @@ from spillway_operator.measured.metrics_source import MetricsSource
 from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer, Sight
 from spillway_operator.progress.outbox import ProgressOutbox, Received
-from spillway_operator.worker import MOST_ROUNDS, Told, Worker
+from spillway_operator.worker import MOST_ROUNDS, JobCallbacks, Worker
 
 PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})
 
@@ -55,7 +55,7 @@ class Bench:
         self.store = Store()
         self.queue: KeyQueue[Key] = KeyQueue()
         self.outbox = ProgressOutbox()
-        self.exporter = Exporter()
+        self.exporter = OperatorExporter()
         self.forgotten: list[Key] = []
         self.events = EventPoster(client, self.exporter.event)
         reservations = Reservations(15.0)
@@ -68,7 +68,7 @@ class Bench:
             self.outbox,
             self.events,
             self.exporter,
-            Told(self.forgotten.append, lambda job, ended: None),
+            JobCallbacks(self.forgotten.append, lambda job, ended: None),
         )
 
     async def look(self) -> None:

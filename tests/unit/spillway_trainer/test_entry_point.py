@@ -18,7 +18,7 @@ from spillway_trainer import __main__ as entry_point
 from spillway_trainer import config, run_job
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.ranks import ONE_RANK
-from spillway_trainer.trainer import Progress
+from spillway_trainer.trainer import RunProgress
 
 PLAN = local_runs.spread_plan()
 
@@ -144,5 +144,5 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)
     checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK, nothing)
-    assert checkpoints.commit(Progress(step=3))[0] == 7
+    assert checkpoints.commit(RunProgress(step=3))[0] == 7
     assert "old checkpoints not removed" in capsys.readouterr().out

@@ -26,9 +26,9 @@ from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.ending import PeerLost, ending_of
 from spillway_trainer.parallel import distributed
 from spillway_trainer.parallel.distributed import (
-    Decision,
     ExchangedSum,
-    Limits,
+    RankZeroResult,
+    Timeouts,
     buckets,
     decided,
     header_of,
@@ -68,7 +68,7 @@ def test_a_job_of_two_ranks_is_not_trained_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "nan", "inf"])
 def test_a_time_limit_is_a_positive_number(text: str) -> None:
     with pytest.raises(UserError, match="SPILLWAY_COLLECTIVE_SECONDS"):
-        Limits.of({"SPILLWAY_COLLECTIVE_SECONDS": text})
+        Timeouts.of({"SPILLWAY_COLLECTIVE_SECONDS": text})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -99,7 +99,7 @@ def refused(error: SpillwayError) -> SpillwayError:
         raise error
 
     with pytest.raises(SpillwayError) as raised:
-        Decision.from_json(decided(work).to_json()).result()
+        RankZeroResult.from_json(decided(work).to_json()).result()
     return raised.value
 
 
@@ -120,7 +120,7 @@ def test_the_error_of_rank_0_is_raised_by_the_others_as_it_is(error: SpillwayErr
 
 
 def test_what_rank_0_says_may_be_any_text() -> None:
-    assert Decision.from_json(decided(lambda: '{"ü": "\n"}').to_json()).result() == '{"ü": "\n"}'
+    assert RankZeroResult.from_json(decided(lambda: '{"ü": "\n"}').to_json()).result() == '{"ü": "\n"}'
 
 
 def test_a_tensor_is_announced_by_name_and_shape() -> None:

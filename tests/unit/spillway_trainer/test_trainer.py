@@ -22,15 +22,15 @@ from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.corpus.data import Batch
-from spillway_trainer.optimizer.loss_scale import LossScale, ScaleRule
+from spillway_trainer.optimizer.loss_scale import LossScaler, ScaleRule
 from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.ranks import ONE_RANK, World
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.segments import Position
 from spillway_trainer.trainer import (
     LoopSettings,
-    Progress,
     Run,
+    RunProgress,
     StopRequest,
     Stopwatch,
     clip_factor_of,
@@ -100,7 +100,7 @@ class ListedCheckpoints:
         self.steps: list[int] = []
         self.refuse = refuse
 
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         if self.refuse:
             raise CheckpointNotWritten("the disk is full")
         self.steps.append(progress.step)
@@ -115,14 +115,14 @@ class Loop:
         path: Path,
         norms: list[float] | None = None,
         refuse: bool = False,
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScaler | None = None,
         loss: float | None = None,
         **settings: Any,
     ) -> None:
         self.optimizer = CountingOptimizer(norms or [])
         self.batches = NumberedBatches()
         self.checkpoints = ListedCheckpoints(refuse)
-        self.progress, self.stop = Progress(), StopRequest()
+        self.progress, self.stop = RunProgress(), StopRequest()
         defaults: dict[str, Any] = {
             "num_steps": 5, "micro_batch_size": 2, "num_micro_batches": 3, "gradient_clipping": None,
             "skip_non_finite": True, "checkpoint_every": 2, "evaluate_every": 0,
@@ -130,7 +130,7 @@ class Loop:
         self.settings = LoopSettings(**{**defaults, **settings})
         self.run = Run(
             model=OneWeight() if loss is None else Loss(loss),
-            loss_scale=loss_scale or LossScale(),
+            loss_scale=loss_scale or LossScaler(),
             optimizer=self.optimizer,  # type: ignore[arg-type]
             techniques=NoTechniques(),
             position=Position(0),
@@ -152,7 +152,7 @@ def test_every_sample_is_consumed_once_and_in_order(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.train()
     assert loop.batches.asked == list(range(5 * 2 * 3))
-    assert loop.progress == Progress(step=5, samples=30)
+    assert loop.progress == RunProgress(step=5, samples=30)
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ class Loss(OneWeight):
 
 
 def test_the_update_takes_the_loss_scale_out_and_the_norm_has_none(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, [1024.0, 8192.0], num_steps=2, gradient_clipping=2.0, loss_scale=LossScale(SCALED))
+    loop = Loop(tmp_path, [1024.0, 8192.0], num_steps=2, gradient_clipping=2.0, loss_scale=LossScaler(SCALED))
     loop.train()
     assert loop.optimizer.begun == [1 / 1024, 1 / 2048]
     assert loop.optimizer.calls[:2] == [("step", 0.5, 1 / 1024), ("step", 0.5, 2.0 / (4.0 + 1e-6) / 2048)]
@@ -209,7 +209,7 @@ def test_the_update_takes_the_loss_scale_out_and_the_norm_has_none(tmp_path: Pat
 
 @pytest.mark.parametrize("skip_non_finite", [True, False])
 def test_float16_overflow_skips_the_step_whatever_the_non_finite_policy(skip_non_finite: bool, tmp_path: Path) -> None:
-    scale = LossScale(SCALED)
+    scale = LossScaler(SCALED)
     loop = Loop(tmp_path, [math.inf, 1.0], num_steps=2, skip_non_finite=skip_non_finite, loss_scale=scale)
     loop.train()
     assert loop.optimizer.calls == [("skip",), ("step", 0.5, 1 / 512), ("flush",)]
@@ -220,7 +220,7 @@ def test_float16_overflow_skips_the_step_whatever_the_non_finite_policy(skip_non
 def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
     skip_non_finite: bool, tmp_path: Path
 ) -> None:
-    scale = LossScale(SCALED)
+    scale = LossScaler(SCALED)
     loop = Loop(tmp_path, [math.nan], num_steps=1, skip_non_finite=skip_non_finite, loss_scale=scale, loss=math.nan)
     if skip_non_finite:
         loop.train()
@@ -232,7 +232,7 @@ def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
 
 @pytest.mark.parametrize("skip_non_finite", [True, False])
 def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite: bool, tmp_path: Path) -> None:
-    norms, scale = [math.inf] * 3, LossScale(SCALED)
+    norms, scale = [math.inf] * 3, LossScaler(SCALED)
     loop = Loop(tmp_path, norms, skip_non_finite=skip_non_finite, loss_scale=scale, checkpoint_every=100)
     with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16") as ended:
         loop.train()
@@ -243,7 +243,7 @@ def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite:
 
 @pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller one is tr")])
 def test_failure_at_scale_1_names_its_cause_and_offers_no_smaller_scale(loss: float, said: str, tmp_path: Path) -> None:
-    scale = LossScale(ScaleRule(1.0, 2000, 1.0))
+    scale = LossScaler(ScaleRule(1.0, 2000, 1.0))
     with pytest.raises(NonFinite, match=f"at the least loss scale, 1: {said}.*compute: bfloat16") as ended:
         Loop(tmp_path, [math.inf], loss_scale=scale, loss=loss).train()
     assert "lossScale.minimum" not in str(ended.value)
@@ -313,7 +313,7 @@ class StoppingCheckpoints(ListedCheckpoints):
         super().__init__(refuse)
         self.stop = stop
 
-    def commit(self, progress: Progress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress) -> tuple[int, float]:
         self.stop.requested = True
         return super().commit(progress)
 

@@ -92,7 +92,7 @@ def test_a_quota_of_more_than_one_core_is_rounded_down(tmp_path: Path, monkeypat
 
 THREADS = """
 import os, torch
-from spillway_trainer import kernels
+from spillway_trainer.kernels import dispatch as kernels
 torch.set_num_threads(3)  # what run_job does with job.json's figure
 source = torch.ones(1 << 26, dtype=torch.uint8)
 before = len(os.listdir("/proc/self/task"))

@@ -14,10 +14,10 @@
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """
 
-from spillway.planning.storage_choice import Limits
+from spillway.planning.storage_choice import PolicyLimits
 
 from .alone import Spilling
 from .chooser import Chooser, Chosen
 from .spill import ActivationSpill, build
 
-__all__ = ["ActivationSpill", "Chooser", "Chosen", "Limits", "Spilling", "build"]
+__all__ = ["ActivationSpill", "Chooser", "Chosen", "PolicyLimits", "Spilling", "build"]

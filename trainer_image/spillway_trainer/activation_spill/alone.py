@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.errors import SpillwayError, UserError
-from spillway.plan import Answer, Tier
+from spillway.plan import Policy, Tier
 from spillway.units import format_bytes
 
 from ..kernels import native
 from ..resident_parameters import ResidentParameters
-from ..saved_tensors import Keeper, Packed, Packer, Visit, changed_in_place, has_storage, unpack
+from ..saved_tensors import ForwardVisit, Keeper, Packed, Packer, changed_in_place, has_storage, unpack
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.encrypted_file import encrypted
 from ..tiers.host_slab import HostSlab
@@ -41,8 +41,8 @@ from ..tiers.nvme_slab import NvmeSlab
 from ..tiers.spill_file import SpillFile
 from ..tiers.volumes import refuse_memory
 from .lean import Forward, Wanted, wanted
-from .rebuilding import Recorder
-from .store import Batch, SpillStore
+from .rebuilding import OperatorTape
+from .store import SavedBatch, SpillStore
 
 MIB = 1 << 20
 LOG = logging.getLogger("spillway")
@@ -99,10 +99,10 @@ class Spilling:
         self._lean = lean
         self._proven: dict[object, bool] = {}
         self._last: Forward | None = None
-        self._entered: dict[int, list[Region]] = defaultdict(list)
+        self._entered: dict[int, list[SpilledForward]] = defaultdict(list)
         """the forwards that are under way, by thread, the innermost last"""
         self._lock = threading.RLock()
-        self._visits = weakref.WeakSet[Visit]()
+        self._visits = weakref.WeakSet[ForwardVisit]()
         """those that a graph refers to"""
         self._is_torn = False
         """an interrupt (Ctrl-C) may have left something half done"""
@@ -156,17 +156,17 @@ class Spilling:
         want = wanted(self._last, self._kept_bytes)
         if self._spills_all:
             want = Wanted(None if want.rebuilt_bytes != 0 else 0, None)
-        batch = self.store.open(REGION, Answer.NVME, want.moved_bytes, self._kept_bytes)
+        batch = self.store.open(REGION, Policy.NVME, want.moved_bytes, self._kept_bytes)
         parameters = ResidentParameters(named_tensors(self._module))
-        visit = Visit(REGION, None, batch, parameters)
+        visit = ForwardVisit(REGION, None, batch, parameters)
         packer = Packer(visit, Keeper(REGION, parameters, self.ledger), (), None)
         pack, recorder, entered = packer.pack, None, ExitStack()
         if self._lean and want.rebuilt_bytes != 0 and torch.is_grad_enabled():
             limit_bytes, minimum_bytes = want.rebuilt_bytes, self.store.minimum_bytes
-            recorder = Recorder(packer, visit, self.ledger, minimum_bytes, limit_bytes, self._proven)
+            recorder = OperatorTape(packer, visit, self.ledger, minimum_bytes, limit_bytes, self._proven)
             pack = recorder.pack
         self._visits.add(visit)
-        self._entered[threading.get_ident()].append(Region(entered, visit, batch, recorder))
+        self._entered[threading.get_ident()].append(SpilledForward(entered, visit, batch, recorder))
         if recorder is not None:
             entered.enter_context(recorder)
         entered.enter_context(saved_tensors_hooks(partial(self._pack, pack), self._unpack))
@@ -186,7 +186,7 @@ class Spilling:
             self._leave(num_outer, met)
             raise
 
-    def _finish(self, region: Region) -> None:
+    def _finish(self, region: SpilledForward) -> None:
         for result in () if region.recorder is None else region.recorder.results.values():
             result.hold()
         region.batch.flush()
@@ -202,11 +202,11 @@ class Spilling:
             regions[-1].entered.close()
             regions.pop()
 
-    def _pack(self, pack: Callable[[Tensor], Packed], tensor: Tensor) -> tuple[Packed, Variable]:
+    def _pack(self, pack: Callable[[Tensor], Packed], tensor: Tensor) -> tuple[Packed, SavedVariable]:
         with self._lock:
-            return pack(tensor), Variable(tensor)
+            return pack(tensor), SavedVariable(tensor)
 
-    def _unpack(self, packed: tuple[Packed, Variable]) -> Tensor:
+    def _unpack(self, packed: tuple[Packed, SavedVariable]) -> Tensor:
         try:
             with self._lock:
                 elsewhere = packed[1].elsewhere()
@@ -242,7 +242,7 @@ class Spilling:
             close_parts(self.lanes, self.nvme)
 
 
-class Variable:
+class SavedVariable:
     """A saved tensor as autograd refers to it: by what it is at backward, when `.data = ...` gave it other memory; but
     an output of the node that saves it by its memory."""
 
@@ -261,13 +261,13 @@ class Variable:
         return tensor.detach()
 
 
-class Region(NamedTuple):
+class SpilledForward(NamedTuple):
     """One forward, under way."""
 
     entered: ExitStack
-    visit: Visit
-    batch: Batch
-    recorder: Recorder | None
+    visit: ForwardVisit
+    batch: SavedBatch
+    recorder: OperatorTape | None
 
     def found(self, last: Forward | None) -> Forward:
         if self.recorder is not None:

@@ -19,8 +19,8 @@ from statistics import median
 
 from torch import Tensor, UntypedStorage
 
-from spillway.plan import Answer, Tier
-from spillway.planning.storage_choice import Choice, Course, Limits, NoChoice, SavedStorage, choose
+from spillway.plan import Policy, Tier
+from spillway.planning.storage_choice import Choice, NoChoice, PolicyLimits, SavedStorage, StepSimulation, choose
 
 from ..saved_tensors import SpilledHandle
 from ..tiers.extents import round_up
@@ -38,7 +38,7 @@ Agree = Callable[[Sequence[float]], Sequence[Sequence[float]]]
 """what every rank says, by rank"""
 
 
-class Saved:
+class WatchedStorage:
     """One storage that is watched."""
 
     __slots__ = ("nbytes", "needed_seconds", "produced_seconds", "segment")
@@ -51,12 +51,12 @@ class Saved:
         self.needed_seconds: float | None = None
 
 
-class Watched:
+class WatchedHandle:
     """A handle that notes when backward comes to it first."""
 
     __slots__ = ("__weakref__", "_clock", "_handle", "_saved")
 
-    def __init__(self, handle: SpilledHandle, saved: Saved, clock: Callable[[], float]) -> None:
+    def __init__(self, handle: SpilledHandle, saved: WatchedStorage, clock: Callable[[], float]) -> None:
         self._handle, self._saved, self._clock = handle, saved, clock
 
     def tensor(self) -> Tensor:
@@ -86,32 +86,32 @@ class Chosen:
 class Pass:
     """One forward and its backward."""
 
-    def __init__(self, answers: Sequence[Answer], sizes: Sequence[int]) -> None:
-        self.saved: list[Saved] = []
+    def __init__(self, answers: Sequence[Policy], sizes: Sequence[int]) -> None:
+        self.saved: list[WatchedStorage] = []
         self.num_saved = 0
-        self.held_bytes = {Answer.HOST: 0, Answer.NVME: 0}
+        self.held_bytes = {Policy.HOST: 0, Policy.NVME: 0}
         self.answers, self.sizes = answers, sizes
         """by position; empty while none are chosen"""
         self.is_as_foreseen = True
-        self.by_address: dict[int, Saved] = {}
+        self.by_address: dict[int, WatchedStorage] = {}
 
 
-class Placement:
+class StoragePolicy:
     """What a batch asks for each storage that it has not seen yet."""
 
     __slots__ = ("_chooser", "_pass", "_planned", "_segment")
 
-    def __init__(self, chooser: Chooser, segment: str, planned: Answer) -> None:
+    def __init__(self, chooser: Chooser, segment: str, planned: Policy) -> None:
         self._chooser, self._segment, self._planned = chooser, segment, planned
         self._pass = chooser.current
 
-    def answer(self, storage: UntypedStorage) -> Answer:
+    def answer(self, storage: UntypedStorage) -> Policy:
         """HOST or NVME."""
         this, nbytes, position = self._pass, round_up(storage.nbytes()), self._pass.num_saved
         this.num_saved += 1
         self._chooser.note_storage(this.num_saved, nbytes)
         if self._chooser.is_watching:
-            saved = Saved(self._segment, nbytes, self._chooser.now())
+            saved = WatchedStorage(self._segment, nbytes, self._chooser.now())
             this.saved.append(saved)
             this.by_address[storage._cdata] = saved
         if not this.answers:
@@ -123,20 +123,20 @@ class Placement:
         this.held_bytes[answer] += nbytes
         return answer
 
-    def _roomier(self, nbytes: int) -> Answer:
+    def _roomier(self, nbytes: int) -> Policy:
         """Where none was chosen, or a forward saves other storages than those that were watched: the plan's own, or
         where there is room left."""
         limits, held = self._chooser.limits, self._pass.held_bytes
         room = {
-            Answer.HOST: limits.host_bytes - held[Answer.HOST],
-            Answer.NVME: limits.nvme_bytes - held[Answer.NVME],
+            Policy.HOST: limits.host_bytes - held[Policy.HOST],
+            Policy.NVME: limits.nvme_bytes - held[Policy.NVME],
         }
         return self._planned if nbytes <= room[self._planned] else max(room, key=lambda answer: room[answer])
 
     def watched(self, handle: SpilledHandle, storage: UntypedStorage) -> SpilledHandle:
         """`handle`, while storages are watched with a note of when it is needed."""
         saved = self._pass.by_address.get(storage._cdata) if self._chooser.is_watching else None
-        return handle if saved is None else Watched(handle, saved, self._chooser.now)
+        return handle if saved is None else WatchedHandle(handle, saved, self._chooser.now)
 
 
 class Chooser:
@@ -145,7 +145,7 @@ class Chooser:
     def __init__(
         self,
         segments: Sequence[str],
-        limits: Limits,
+        limits: PolicyLimits,
         lanes: Lanes,
         agree: Agree = lambda values: [list(values)],
         clock: Callable[[], float] = time.perf_counter,
@@ -168,7 +168,7 @@ class Chooser:
         """of the storages so far, in whole pages"""
         self.most_storages = 0
         """of one forward so far"""
-        self._passes: list[list[Saved]] = []
+        self._passes: list[list[WatchedStorage]] = []
         """of the steps that are watched, the last one of each"""
         self._num_steps = 0
         """since watching, or holding, began"""
@@ -184,18 +184,18 @@ class Chooser:
     def note_storage(self, number: int, nbytes: int) -> None:
         self.largest_bytes, self.most_storages = max(self.largest_bytes, nbytes), max(self.most_storages, number)
 
-    def correct(self, limits: Limits) -> None:
+    def correct(self, limits: PolicyLimits) -> None:
         """The next forward keeps to `limits`: storages go where the plan has them while there is room, and are watched
         to choose again. Every rank calls it after the same step."""
         self.limits, self.is_corrected, self.choice = limits, True, None
         self._watch()
 
-    def open(self, segment: str, planned: Answer) -> Placement:
+    def open(self, segment: str, planned: Policy) -> StoragePolicy:
         """For one forward through `segment`."""
         if segment == self._first:
             answers = self.choice.answers if self.choice is not None and not self.is_watching else ()
             self.current = Pass(answers, self._sizes)
-        return Placement(self, segment, planned)
+        return StoragePolicy(self, segment, planned)
 
     def end_step(self) -> Chosen | None:
         """Every rank calls it after each step. A decision, where one was made: the same on all ranks."""
@@ -254,9 +254,9 @@ class Chooser:
         if isinstance(found, NoChoice):
             self.choice = None
             return Chosen(f"{found.reason}: the plan's answers stand")
-        return self._settled(found, Course(storages, limits), sizes)
+        return self._settled(found, StepSimulation(storages, limits), sizes)
 
-    def _settled(self, found: Choice, course: Course, sizes: list[int]) -> Chosen:
+    def _settled(self, found: Choice, course: StepSimulation, sizes: list[int]) -> Chosen:
         """`found`, unless what holds is nearly as fast as things are now."""
         holding = self.choice
         if holding is not None and self._sizes == sizes:
@@ -282,7 +282,7 @@ class Chooser:
         return rates
 
 
-def times_of(passes: Sequence[Sequence[Saved]]) -> list[float]:
+def times_of(passes: Sequence[Sequence[WatchedStorage]]) -> list[float]:
     """Produced and needed seconds of each storage in turn, from the first one's production: a mean of the passes. What
     backward never came to is needed at its end."""
     found = []

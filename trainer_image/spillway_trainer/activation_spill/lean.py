@@ -23,7 +23,7 @@ MAX_OPERAND = 4
 """bytes of one operand for each byte rebuilt: a slice of something much larger would hold that instead"""
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in its storage; size, stride and offset in elements."""
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 
-from .records import Copy, Record
+from .records import Record, SourceTransfer
 
 FAR = 2
 """times as many bytes as reloads run ahead: what comes in between two needs of a storage that does not wait for the
 second one"""
 
 
-class Group(NamedTuple):
+class ReloadGroup(NamedTuple):
     """Reloads that are submitted together."""
 
     step: int
@@ -37,7 +37,7 @@ class Foreseen(NamedTuple):
 
     came_to: list[int]
     """the number of the storage that is needed, by step"""
-    groups: list[Group]
+    groups: list[ReloadGroup]
     leaves: frozenset[int]
     """steps whose storage is needed again, but later than it is worth to wait for"""
 
@@ -56,7 +56,7 @@ def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, gro
         elif total - arrived[last[number] + 1] > FAR * ahead_bytes:
             leaves.add(last[number])
         last[number] = step
-    groups: list[Group] = []
+    groups: list[ReloadGroup] = []
     here: set[int] = set()
     together: list[int] = []
     first = nbytes = 0
@@ -67,12 +67,12 @@ def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, gro
             nbytes += sizes[number]
             here.add(number)
         if together and (nbytes >= group_bytes or (step in leaves and number in together)):
-            groups.append(Group(first, tuple(together), nbytes))
+            groups.append(ReloadGroup(first, tuple(together), nbytes))
             together, nbytes = [], 0
         if step in leaves:
             here.remove(number)
     if together:
-        groups.append(Group(first, tuple(together), nbytes))
+        groups.append(ReloadGroup(first, tuple(together), nbytes))
     return Foreseen(list(came_to), groups, frozenset(leaves))
 
 
@@ -152,8 +152,8 @@ class Needs:
             self._num_loaded += 1
         return True
 
-    def _load(self, group: Group) -> None:
-        together: dict[Copy, list[Record]] = {}
+    def _load(self, group: ReloadGroup) -> None:
+        together: dict[SourceTransfer, list[Record]] = {}
         for number in group.numbers:
             record = self._records[number]()
             if record is not None and record.transfer is not None:

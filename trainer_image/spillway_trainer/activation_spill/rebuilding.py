@@ -24,9 +24,9 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import native
-from ..saved_tensors import Handle, Packed, Packer, SavedParameter, Visit, changed_in_place, has_storage
+from ..saved_tensors import ForwardVisit, Handle, Packed, Packer, SavedParameter, changed_in_place, has_storage
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
-from .lean import REPLAYABLE, Cost, Layout, Operator, is_cheap, total
+from .lean import REPLAYABLE, Cost, Operator, TensorLayout, is_cheap, total
 from .records import counted_with, empty, origin, share_counter, storage_bytes
 
 SMALL_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class Held:
 
     def __init__(self, handle: Handle, tensor: Tensor, witness: Tensor) -> None:
         self.handle = weakref.ref(handle)
-        self.layout = Layout.of(tensor)
+        self.layout = TensorLayout.of(tensor)
         self.version = tensor._version
         self.witness = witness
         self._origin = weakref.ref(origin(tensor))
@@ -75,7 +75,7 @@ class Leaf(NamedTuple):
     """An operand that backward has by then. `layout`: where it is another view of the saved storage."""
 
     held: Held
-    layout: Layout | None
+    layout: TensorLayout | None
     checksum: int
 
     def tensor(self) -> Tensor:
@@ -100,20 +100,20 @@ class Copied(NamedTuple):
         return self.value
 
 
-class Part(NamedTuple):
+class NestedOperand(NamedTuple):
     """An operand that is itself the result of such an operator, and is not held."""
 
     result: Result
-    layout: Layout | None
+    layout: TensorLayout | None
 
     def tensor(self) -> Tensor:
         return view_of(self.result.run(), self.layout)
 
 
-Operand = Leaf | Copied | Part
+Operand = Leaf | Copied | NestedOperand
 
 
-def view_of(tensor: Tensor, layout: Layout | None) -> Tensor:
+def view_of(tensor: Tensor, layout: TensorLayout | None) -> Tensor:
     if layout is None:
         return tensor
     dtype, size, stride, offset = layout
@@ -179,7 +179,7 @@ class Result:
         self._operator, self._which = operator, which
         self._arguments, self._keywords = arguments, keywords
         self._pin = Pin(tensor.untyped_storage())
-        self.layout = Layout.of(tensor)
+        self.layout = TensorLayout.of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.cost = cost
@@ -201,7 +201,7 @@ class Result:
         for operand in operands_of((*self._arguments, *self._keywords.values())):
             if isinstance(operand, Leaf):
                 yield operand.held
-            elif isinstance(operand, Part):
+            elif isinstance(operand, NestedOperand):
                 yield from operand.result.leaves()
 
 
@@ -209,14 +209,14 @@ def operands_of(values: Iterable[object]) -> Iterator[Operand]:
     for value in values:
         if isinstance(value, list):
             yield from operands_of(value)
-        elif isinstance(value, Leaf | Copied | Part):
+        elif isinstance(value, Leaf | Copied | NestedOperand):
             yield value
 
 
 def value_of(value: object) -> object:
     if isinstance(value, list):
         return [value_of(each) for each in value]
-    return value.tensor() if isinstance(value, Leaf | Copied | Part) else value
+    return value.tensor() if isinstance(value, Leaf | Copied | NestedOperand) else value
 
 
 def chosen(results: Any, which: int | None) -> Tensor:
@@ -289,7 +289,7 @@ class RebuiltTensor:
 
     def __init__(self, rebuilt: Rebuilt, tensor: Tensor, witness: Tensor, segment: str) -> None:
         self._rebuilt = rebuilt
-        self._layout = Layout.of(tensor)
+        self._layout = TensorLayout.of(tensor)
         self._version = tensor._version
         self._witness = witness
         self._segment = segment
@@ -307,7 +307,7 @@ class RebuiltTensor:
         return counted_with(self._witness, found)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Around one forward: knows how each large result of a cheap operator came about, and is its pack hook.
 
     Compiled regions run as they are compiled: nothing inside them is seen, and what they save is held.
@@ -316,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         packer: Packer,
-        visit: Visit,
+        visit: ForwardVisit,
         ledger: DeviceLedger,
         minimum_bytes: int,
         limit_bytes: int | None,
@@ -417,7 +417,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results.pop(key, None)
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or not is_plain(tensor):
             return
-        seen = Seen(self)
+        seen = ReplayArguments(self)
         try:
             arguments = [seen.take(each) for each in args]
             keywords = {name: seen.take(each) for name, each in kwargs.items()}
@@ -445,7 +445,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             again = chosen(operator(*args, **kwargs), which)
             if len(self._proven) >= MAX_PROVEN:
                 self._proven.clear()
-            known = self._proven[facts] = Layout.of(again) == Layout.of(tensor) and same_bytes(again, tensor)
+            known = self._proven[facts] = TensorLayout.of(again) == TensorLayout.of(tensor) and same_bytes(
+                again, tensor
+            )
         return known
 
     def operand(self, tensor: Tensor) -> tuple[Operand, list[Cost]]:
@@ -458,7 +460,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage.data_ptr() % ALIGNED_BYTES:
             raise NotHeld
         key: int = storage._cdata
-        layout = Layout.of(tensor)
+        layout = TensorLayout.of(tensor)
         held = self._held.get(key)
         if held is not None and held.holds(tensor):
             is_same = held.layout == layout
@@ -469,13 +471,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self.results.get(key)
         if result is None or tensor._version != result.version:
             raise NotHeld
-        return Part(result, None if result.layout == layout else layout), [result.cost]
+        return NestedOperand(result, None if result.layout == layout else layout), [result.cost]
 
 
-class Seen:
+class ReplayArguments:
     """The arguments of one call, turned into what backward will have."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperatorTape) -> None:
         self._operand = recorder.operand
         self.facts: list[object] = []
         """all but the values: layouts and numbers"""
@@ -485,7 +487,7 @@ class Seen:
     def take(self, value: Any) -> object:
         if isinstance(value, Tensor):
             operand, costs = self._operand(value)
-            self.facts.append(Layout.of(value))
+            self.facts.append(TensorLayout.of(value))
             self.operand_bytes.append(value.nbytes)
             self.costs += costs
             return operand

@@ -26,7 +26,7 @@ class SavedBy(Protocol):
     def come_to(self, record: Record) -> None: ...
 
 
-class Copy(Protocol):
+class SourceTransfer(Protocol):
     """The copy that a record is a part of (transfer.Transfer)."""
 
     number: int
@@ -89,7 +89,7 @@ class Record:
         self.number = 0
         """of the storages that its batch moves, in the order of forward"""
         self.version = tensor._version
-        self.transfer: Copy | None = None
+        self.transfer: SourceTransfer | None = None
         self.offset = 0
         """bytes from the start of the transfer"""
 

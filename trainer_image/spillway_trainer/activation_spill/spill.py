@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spillway.plan import ActivationPlan, Answer, Tier
+from spillway.plan import ActivationPlan, Policy, Tier
 
-from ..saved_tensors import ActivationBatch, Packer, ParameterSource, SavedTensors, Visit
+from ..saved_tensors import ActivationBatch, ForwardVisit, Packer, ParameterSource, SavedTensors
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from ..tiers.lanes import Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .chooser import Chooser, Chosen
-from .rebuilding import Recorder
+from .rebuilding import OperatorTape
 from .store import SpillStore
 
 
@@ -58,7 +58,7 @@ class PlacedStore:
     def __init__(self, store: SpillStore, chooser: Chooser) -> None:
         self._store, self._chooser = store, chooser
 
-    def open(self, segment: str, answer: Answer) -> ActivationBatch:
+    def open(self, segment: str, answer: Policy) -> ActivationBatch:
         return self._store.open(segment, answer, placement=self._chooser.open(segment, answer))
 
 
@@ -69,7 +69,7 @@ def build(  # noqa: PLR0913 - the parts that it joins
     lanes: Lanes,
     ledger: DeviceLedger,
     nvme: NvmeSlab | None,
-    inputs: Answer = Answer.KEEP,
+    inputs: Policy = Policy.KEEP,
     choosing: Callable[[Sequence[str]], Chooser] | None = None,
     *,
     may_move: bool = False,
@@ -85,25 +85,25 @@ def build(  # noqa: PLR0913 - the parts that it joins
     """
     if plan.answers and len(plan.answers) != len(segments):
         raise ValueError(f"the plan answers for {len(plan.answers)} segments and the model has {len(segments)}")
-    if Answer.NVME in {*plan.uses, inputs}:
+    if Policy.NVME in {*plan.uses, inputs}:
         if nvme is None:
             raise ValueError("the plan spills activations to NVMe and there is no spill file")
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)
-    store.plans_host = Answer.HOST in plan.uses
-    answers = dict(zip(segments, plan.answers or [Answer.KEEP] * len(segments), strict=True))
-    moving = [name for name in segments if answers[name] in (Answer.HOST, Answer.NVME)]
-    has_choice = plan.uses >= BOTH or (may_move and Answer.NVME in plan.uses)
+    store.plans_host = Policy.HOST in plan.uses
+    answers = dict(zip(segments, plan.answers or [Policy.KEEP] * len(segments), strict=True))
+    moving = [name for name in segments if answers[name] in (Policy.HOST, Policy.NVME)]
+    has_choice = plan.uses >= BOTH or (may_move and Policy.NVME in plan.uses)
     chooser = choosing(moving) if choosing is not None and has_choice else None
     placed = store if chooser is None else PlacedStore(store, chooser)
-    lean = [name for name in segments[1:-1] if plan.lean and answers[name] is not Answer.RECOMPUTE]
+    lean = [name for name in segments[1:-1] if plan.lean and answers[name] is not Policy.RECOMPUTE]
     proven: dict[object, bool] = {}
 
-    def record(packer: Packer, visit: Visit) -> Recorder:
-        return Recorder(packer, visit, ledger, plan.minimum_bytes, None, proven)
+    def record(packer: Packer, visit: ForwardVisit) -> OperatorTape:
+        return OperatorTape(packer, visit, ledger, plan.minimum_bytes, None, proven)
 
     hook = SavedTensors(answers, parameters, placed, ledger, inputs, lean, record)
     return ActivationSpill(hook, store, ledger, chooser)
 
 
-BOTH = frozenset({Answer.HOST, Answer.NVME})
+BOTH = frozenset({Policy.HOST, Policy.NVME})

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
-from spillway.plan import Answer, Tier
+from spillway.plan import Policy, Tier
 
 from ..saved_tensors import KeptTensor, SpilledHandle
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
-from .chooser import Placement
+from .chooser import StoragePolicy
 from .needs import Needs
 from .records import Record, SpilledTensor
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
@@ -86,28 +86,28 @@ class SpillStore:
     def open(
         self,
         segment: str,
-        answer: Answer,
+        answer: Policy,
         moved_bytes: int | None = None,
         kept_bytes: int = 0,
-        placement: Placement | None = None,
-    ) -> Batch:
+        placement: StoragePolicy | None = None,
+    ) -> SavedBatch:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
         all), and leaves at most `kept_bytes` where they are. `placement` answers for each storage instead of `answer`.
         """
         needs = None
         if self.ahead_bytes is not None:
             needs = Needs(self._needs.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes)
-        return Batch(self, segment, answer, moved_bytes, kept_bytes, placement, needs)
+        return SavedBatch(self, segment, answer, moved_bytes, kept_bytes, placement, needs)
 
     def start_backward(self, segment: str, needs: Needs) -> None:
         """Backward has come to a batch of `segment`: the next one's is expected to be as this one's."""
         self._needs[segment] = needs
         self._bounces.give_pages_back()
 
-    def move(self, segment: str, answer: Answer, records: list[Record]) -> Transfer | None:
+    def move(self, segment: str, answer: Policy, records: list[Record]) -> Transfer | None:
         """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
         takes has no room in host memory either, and stays on the device."""
-        if answer is Answer.NVME:
+        if answer is Policy.NVME:
             assert self._nvme is not None, "build() refuses such a plan"
             transfer = self._spill(self._nvme, segment, records)
         else:
@@ -171,7 +171,7 @@ class SpillStore:
         self._writes.drain()
 
 
-class Batch:
+class SavedBatch:
     """What one forward through one segment saved."""
 
     __slots__ = (
@@ -199,10 +199,10 @@ class Batch:
         self,
         store: SpillStore,
         segment: str,
-        answer: Answer,
+        answer: Policy,
         moved_bytes: int | None,
         kept_bytes: int,
-        placement: Placement | None,
+        placement: StoragePolicy | None,
         needs: Needs | None = None,
     ) -> None:
         self._store = store
@@ -221,7 +221,7 @@ class Batch:
         """the kept storage that backward comes to as far before what moved as reloads may run ahead"""
         self.offered_bytes = 0
         """of storages that could move, each once"""
-        self._pending: dict[Answer, list[weakref.ref[Record]]] = {}
+        self._pending: dict[Policy, list[weakref.ref[Record]]] = {}
         self._pending_bytes = 0
         self._transfers: list[weakref.ref[Transfer]] = []
         self.segment = segment
@@ -297,7 +297,7 @@ class Batch:
             if records:
                 self._submit(answer, records)
 
-    def _submit(self, answer: Answer, records: list[Record]) -> None:
+    def _submit(self, answer: Policy, records: list[Record]) -> None:
         transfer = self._store.move(self.segment, answer, records)
         if transfer is None:
             for record in records:
@@ -354,7 +354,7 @@ class Herald(KeptTensor):
 
     __slots__ = ("_batch",)
 
-    def __init__(self, batch: Batch, tensor: Tensor, ledger: DeviceLedger, storage: UntypedStorage) -> None:
+    def __init__(self, batch: SavedBatch, tensor: Tensor, ledger: DeviceLedger, storage: UntypedStorage) -> None:
         super().__init__(tensor, batch.segment, ledger.charge_saved(storage), ledger.release_saved)
         self._batch = weakref.ref(batch)
 

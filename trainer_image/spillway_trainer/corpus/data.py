@@ -27,7 +27,7 @@ from spillway.api.model import Evaluation
 from spillway.errors import UserError
 
 from ..seeds import fork_seed, splitmix64, splitmix64_array
-from .objective import IGNORED_LABEL, Objective, prefix_length
+from .objective import IGNORED_LABEL, TrainingObjective, prefix_length
 from .tokens import Corpus
 
 MASKED_FRACTION = 0.15
@@ -61,18 +61,22 @@ class Windows:
     """Consecutive windows of a corpus, T apart: every token is a label at most once. The last one may be short and is
     padded; one without a label is left out."""
 
-    def __init__(self, corpus: Corpus, sequence_length: int, objective: Objective) -> None:
+    def __init__(self, corpus: Corpus, sequence_length: int, objective: TrainingObjective) -> None:
         self._corpus, self._sequence_length, self._objective = corpus, sequence_length, objective
         # Tokens of a window before its first label: one more is needed for it to teach anything.
-        before = {Objective.CAUSAL: 1, Objective.MASKED: 0, Objective.PREFIX: prefix_length(sequence_length)}[objective]
+        before = {
+            TrainingObjective.CAUSAL: 1,
+            TrainingObjective.MASKED: 0,
+            TrainingObjective.PREFIX: prefix_length(sequence_length),
+        }[objective]
         self.num = max(0, math.ceil((corpus.index.num_tokens - before) / sequence_length))
 
     def num_labels(self, window: int) -> int:
         """Of the tokens that are left of the corpus at the window's start."""
         T, left = self._sequence_length, self._corpus.index.num_tokens - window * self._sequence_length
-        if self._objective is Objective.CAUSAL:
+        if self._objective is TrainingObjective.CAUSAL:
             return min(T, left - 1)
-        if self._objective is Objective.PREFIX:
+        if self._objective is TrainingObjective.PREFIX:
             return min(T, left) - prefix_length(T)
         return num_masked(min(T, left))
 
@@ -82,10 +86,10 @@ class Windows:
         tokens_BT = torch.full((len(windows), T), index.end_of_text, dtype=torch.int64)
         labels_BT = torch.full((len(windows), T), IGNORED_LABEL, dtype=torch.int64)
         for row, (window, key) in enumerate(windows):
-            tokens = self._corpus.tokens(window * T, (window + 1) * T + (self._objective is Objective.CAUSAL))
-            if self._objective is Objective.CAUSAL:
+            tokens = self._corpus.tokens(window * T, (window + 1) * T + (self._objective is TrainingObjective.CAUSAL))
+            if self._objective is TrainingObjective.CAUSAL:
                 tokens, labels = tokens[:-1], tokens[1:]
-            elif self._objective is Objective.PREFIX:
+            elif self._objective is TrainingObjective.PREFIX:
                 labels = np.where(np.arange(len(tokens)) < prefix_length(T), IGNORED_LABEL, tokens)
             else:
                 assert index.mask is not None
@@ -128,13 +132,13 @@ class TokenBatches:
         corpus: Corpus,
         sequence_length: int,
         seed: int,
-        objective: Objective = Objective.CAUSAL,
+        objective: TrainingObjective = TrainingObjective.CAUSAL,
         evaluation: Evaluation | None = None,
     ) -> None:
         """Raises UserError when the corpus is too small for one training sequence (and one held out, if any), its text
         to evaluate on for one sequence, or its tokenizer has no mask and the objective needs one."""
         num_tokens, fraction = corpus.index.num_tokens, (evaluation and evaluation.fraction) or 0.0
-        if objective is Objective.MASKED and corpus.index.mask is None:
+        if objective is TrainingObjective.MASKED and corpus.index.mask is None:
             raise UserError(
                 f"{corpus.tokenizer_path}: has no mask token, which a model that learns from hidden tokens needs; "
                 "use another output directory, or a source whose tokenizer has one"

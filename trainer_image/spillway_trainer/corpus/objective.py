@@ -8,7 +8,7 @@ IGNORED_LABEL = -100
 """label of a position that does not count in the loss, as in torch's cross entropy"""
 
 
-class Objective(StrEnum):
+class TrainingObjective(StrEnum):
     CAUSAL = "Causal"
     """each token from those before it"""
     MASKED = "Masked"

@@ -53,7 +53,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     text: str
     ends_document: bool
 
@@ -75,7 +75,7 @@ class TextSource:
     def __str__(self) -> str:
         return f"{self.description} ({len(self.files)} files, {format_bytes(self.nbytes)})"
 
-    def pieces(self, tally: Tally) -> Iterator[Piece]:
+    def pieces(self, tally: Tally) -> Iterator[TextPiece]:
         """All text in order. Long documents come in several pieces; empty ones do not come at all."""
         for name in self.files:
             path = self.root / name
@@ -152,22 +152,22 @@ def _is_binary(path: Path) -> bool:
         return b"\0" in file.read(_BINARY_PROBE_BYTES)
 
 
-def _pieces_of(path: Path) -> Iterator[Piece]:
+def _pieces_of(path: Path) -> Iterator[TextPiece]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         text = file.read(PIECE_CHARACTERS)
         while text:
             text += file.readline(PIECE_CHARACTERS)  # bounded: a file may have no line ends
             following = file.read(PIECE_CHARACTERS)
-            yield Piece(text, ends_document=not following)
+            yield TextPiece(text, ends_document=not following)
             text = following
 
 
-def _lines_of_json(path: Path, tally: Tally) -> Iterator[Piece]:
+def _lines_of_json(path: Path, tally: Tally) -> Iterator[TextPiece]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             text = _text_of(line)
             if text:
-                yield Piece(text, ends_document=True)
+                yield TextPiece(text, ends_document=True)
             elif line.strip():
                 tally.malformed += 1
 

@@ -34,7 +34,7 @@ from spillway.units import MIB, format_bytes, format_count
 
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
-from .text_source import PYTHON_STDLIB, Piece, Tally, TextSource, python_stdlib, text_source
+from .text_source import PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
@@ -391,7 +391,7 @@ def train_tokenizer(
 
 def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[str]:
     """`sample`, and how far it is. When it ends, the library chooses the tokens, and says nothing of it."""
-    told = Told(report, "tokenizer: reading text", source.nbytes)
+    told = ProgressPrinter(report, "tokenizer: reading text", source.nbytes)
     for text in sample(source):
         told.more(text)
         yield text
@@ -409,7 +409,7 @@ def sample(source: TextSource) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Told:
+class ProgressPrinter:
     """Says how much of a text is done: at first, and then now and then."""
 
     report: Callable[[str], None]
@@ -432,7 +432,7 @@ def _encoded(
     source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, report: Callable[[str], None]
 ) -> Iterator[npt.NDArray[Any]]:
     """Tokens piece by piece, in order, an end of text after each document."""
-    told = Told(report, "corpus: encoding", source.nbytes)
+    told = ProgressPrinter(report, "corpus: encoding", source.nbytes)
     for batch in _batches(source, tally):
         for piece in batch:
             told.more(piece.text)
@@ -441,8 +441,8 @@ def _encoded(
             yield np.array(encoding.ids + [chosen.end_of_text] * piece.ends_document, dtype=dtype)
 
 
-def _batches(source: TextSource, tally: Tally) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(source: TextSource, tally: Tally) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     characters = 0
     for piece in source.pieces(tally):
         batch.append(piece)

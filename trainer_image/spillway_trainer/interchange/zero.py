@@ -53,7 +53,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlace:
     """Where a parameter lies in the flat groups."""
 
     group: int
@@ -186,16 +186,16 @@ def _places(
     stage: int,
     rank: Mapping[str, Any],
     directory: Path,
-) -> dict[str, Place]:
+) -> dict[str, GroupPlace]:
     """Raises UserError unless the shapes use up the flat values, but for the padding at the end."""
-    places: dict[str, Place] = {}
+    places: dict[str, GroupPlace] = {}
     paddings = rank["optimizer_state_dict"].get("param_alignment_paddings")
     for index, group in enumerate(shapes):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
             if name in places:
                 raise UserError(f"{directory}: parameter {name} comes twice")
-            places[name] = Place(index, start, shape)
+            places[name] = GroupPlace(index, start, shape)
             start += _extent(math.prod(shape), stage, len(groups))
             if paddings is not None and stage != _WEIGHTS_STAGE:
                 with laid_out(directory, PROGRAM):
@@ -214,7 +214,7 @@ def _extent(num_values: int, stage: int, num_ranks: int) -> int:
 
 
 def _reader(
-    places: Mapping[str, Place], groups: Sequence[Sequence[RankGroup]], stage: int
+    places: Mapping[str, GroupPlace], groups: Sequence[Sequence[RankGroup]], stage: int
 ) -> Callable[[str, str], Tensor]:
     def read(kind: str, name: str) -> Tensor:
         place = places[name]

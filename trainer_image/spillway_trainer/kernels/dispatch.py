@@ -127,6 +127,6 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
         reference.copy_batch(pairs)
 
 
-def new_cipher() -> native.Cipher | reference_cipher.Cipher:
+def new_cipher() -> native.Cipher | reference_cipher.ReferenceCipher:
     """AES-256-XTS by a new random key."""
-    return native.Cipher() if native.available() else reference_cipher.Cipher()
+    return native.Cipher() if native.available() else reference_cipher.ReferenceCipher()

@@ -34,7 +34,7 @@ class Direction(IntEnum):
     WRITE = 1
 
 
-class Failure(IntEnum):
+class TransferFailure(IntEnum):
     """Why a transfer failed: the codes of spillway_error that a transfer can have."""
 
     NONE = 0
@@ -44,7 +44,7 @@ class Failure(IntEnum):
 
 
 @dataclass(slots=True)
-class Transfer:
+class IoRequest:
     """One request to an engine, and how it ended."""
 
     offset: int
@@ -55,7 +55,7 @@ class Transfer:
     Python; either way only ever compared with a value of the same engine"""
     found: int = 0
     """read: the checksum of what arrived"""
-    failure: Failure = Failure.NONE
+    failure: TransferFailure = TransferFailure.NONE
     os_error: int = 0
     """errno when failure is IO_FAILED"""
     error_offset: int = 0
@@ -82,7 +82,7 @@ class IoEngine(Protocol):
     name: str
     """how it moves bytes, for people: "io_uring", "threads", "python\""""
 
-    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+    def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         """Perform all, in any order, and set their outcomes; returns when all have ended. Thread-safe."""
 
     def register(self, memory: Tensor) -> bool:
@@ -97,11 +97,11 @@ class IoEngine(Protocol):
 class _Piece:
     """A range of one transfer that one thread moves, and how that ended."""
 
-    transfer: Transfer
+    transfer: IoRequest
     memory: memoryview
     offset: int
     moved: int = 0
-    failure: Failure = Failure.NONE
+    failure: TransferFailure = TransferFailure.NONE
     os_error: int = 0
 
 
@@ -117,7 +117,7 @@ class PythonEngine:
         self._threads = ThreadPoolExecutor(num_threads, "spillway-io")
         self._process = os.getpid()
 
-    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+    def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         if self._process != os.getpid():  # threads do not survive a fork
             self._threads, self._process = ThreadPoolExecutor(self._num_threads, "spillway-io"), os.getpid()
         pieces = [piece for transfer in transfers for piece in _cut(transfer)]
@@ -142,18 +142,18 @@ class PythonEngine:
         while piece.moved < len(piece.memory):
             result = self._call(direction, self._file, piece.memory[piece.moved :], piece.offset + piece.moved)
             if result == 0 and direction is Direction.READ:
-                piece.failure = Failure.END_OF_FILE
+                piece.failure = TransferFailure.END_OF_FILE
                 return
             again = result in (-errno.EINTR, -errno.EAGAIN, 0)
             if result < 0 and not again:
-                piece.failure, piece.os_error = Failure.IO_FAILED, -result
+                piece.failure, piece.os_error = TransferFailure.IO_FAILED, -result
                 return
             before = piece.moved
             if not again:
                 piece.moved = _resume_point(piece, result)
             idle_calls = 0 if piece.moved > before else idle_calls + 1
             if idle_calls >= _MAX_IDLE_CALLS:
-                piece.failure, piece.os_error = Failure.IO_FAILED, -result if result < 0 else errno.EIO
+                piece.failure, piece.os_error = TransferFailure.IO_FAILED, -result if result < 0 else errno.EIO
                 return
             if result == -errno.EAGAIN:
                 time.sleep(0)
@@ -164,8 +164,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.numpy().data
 
 
-def _cut(transfer: Transfer) -> list[_Piece]:
-    transfer.failure, transfer.os_error, transfer.error_offset = Failure.NONE, 0, 0
+def _cut(transfer: IoRequest) -> list[_Piece]:
+    transfer.failure, transfer.os_error, transfer.error_offset = TransferFailure.NONE, 0, 0
     memory = memory_of(transfer.tensor)
     starts = range(0, len(memory), _PIECE_BYTES)
     return [_Piece(transfer, memory[start : start + _PIECE_BYTES], transfer.offset + start) for start in starts]
@@ -176,11 +176,11 @@ def _resume_point(piece: _Piece, moved_now: int) -> int:
     return moved if moved == len(piece.memory) else moved - moved % _SECTOR_BYTES
 
 
-def _finish(direction: Direction, transfer: Transfer) -> None:
+def _finish(direction: Direction, transfer: IoRequest) -> None:
     checksum = zlib.crc32(memory_of(transfer.tensor))
     if direction is Direction.WRITE:
         transfer.checksum = checksum
         return
     transfer.found = checksum
-    if transfer.failure is Failure.NONE and checksum != transfer.checksum:
-        transfer.failure, transfer.error_offset = Failure.CHECKSUM_MISMATCH, transfer.offset
+    if transfer.failure is TransferFailure.NONE and checksum != transfer.checksum:
+        transfer.failure, transfer.error_offset = TransferFailure.CHECKSUM_MISMATCH, transfer.offset

@@ -22,7 +22,7 @@ from torch import Tensor
 from spillway.errors import UserError
 from spillway.update_rules import MASTER, UNSIGNED_MOMENTS, UpdateRule
 
-from .io_engine import Direction, Failure, SystemCall, Transfer
+from .io_engine import Direction, IoRequest, SystemCall, TransferFailure
 from .reference import MAPS, Map, SquareSum, UpdateScalars, float32, kept_elements
 from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 
@@ -386,17 +386,17 @@ class NativeEngine:
             _raise_for("spillway_io_register", error)
         return not error
 
-    def transfer(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+    def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         requests = (IoRequestStruct * len(transfers))()
         for request, transfer in zip(requests, transfers, strict=True):
             request.buffer, request.nbytes = transfer.tensor.data_ptr(), transfer.tensor.numel()
             request.offset, request.crc32c = transfer.offset, transfer.checksum
         error = _library().spillway_io_transfer(self._handle, direction, requests, len(transfers))
-        if error not in set(Failure):
+        if error not in set(TransferFailure):
             _raise_for("spillway_io_transfer", error)
         for request, transfer in zip(requests, transfers, strict=True):
             transfer.checksum, transfer.found = request.crc32c, request.crc32c_found
-            transfer.failure, transfer.os_error = Failure(request.error), request.os_error
+            transfer.failure, transfer.os_error = TransferFailure(request.error), request.os_error
             transfer.error_offset = request.error_offset
 
     def close(self) -> None:

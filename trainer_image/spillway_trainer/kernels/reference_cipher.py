@@ -37,7 +37,7 @@ def substituted(value: int) -> int:
     return found
 
 
-class Cipher:
+class ReferenceCipher:
     """`key`: 64 bytes, the data's and then the tweak's; random ones when it is not given."""
 
     def __init__(self, key: bytes | None = None) -> None:

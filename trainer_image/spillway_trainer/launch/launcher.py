@@ -65,7 +65,7 @@ LOWEST = {"epoch": 1, "metrics_port": 1, "num_nodes": 1, "ranks_per_node": 1, "m
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LaunchSettings:
     """What the launcher needs of job.json. A test holds names and defaults equal to JobFile's, whose import would cost
     16 MB."""
 
@@ -83,17 +83,19 @@ class Layout:
         return self.num_nodes * self.ranks_per_node
 
 
-def read_layout(path: Path) -> Layout:
+def read_layout(path: Path) -> LaunchSettings:
     """Raises UserError when there is no job.json, or one that does not say what is needed here; the ranks check the
     rest."""
     try:
         content = json.loads(path.read_bytes())
-        layout = Layout(**{one.name: content[one.name] for one in fields(Layout) if one.name in content})
+        layout = LaunchSettings(
+            **{one.name: content[one.name] for one in fields(LaunchSettings) if one.name in content}
+        )
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}; spillway run writes it") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: is no job file of this version of spillway: {error}") from error
-    for one in fields(Layout):
+    for one in fields(LaunchSettings):
         value, wanted = getattr(layout, one.name), wanted_of(one.name)
         if not (is_wanted(one.name, value) or (value is None and one.default is None)):
             raise UserError(f"{path}: {one.name} = {value!r}: {wanted} is needed; spillway run writes it")
@@ -113,7 +115,7 @@ def wanted_of(name: str) -> str:
     return f"a number of at least {LOWEST[name]}" if name in LOWEST else "a text"
 
 
-def node_rank(layout: Layout, environment: Mapping[str, str]) -> int:
+def node_rank(layout: LaunchSettings, environment: Mapping[str, str]) -> int:
     """Raises UserError for an index that the job has no node for."""
     text = environment.get(NODE_RANK_VARIABLE, "0")
     if not text.isdecimal() or int(text) >= layout.num_nodes:
@@ -130,7 +132,7 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def torchrun_variables(layout: Layout, node: int, local_rank: int, master_port: int) -> dict[str, str]:
+def torchrun_variables(layout: LaunchSettings, node: int, local_rank: int, master_port: int) -> dict[str, str]:
     """What torchrun tells its workers, so that any script for it runs here."""
     rank = node * layout.ranks_per_node + local_rank
     return {
@@ -165,7 +167,7 @@ class RankStart:
         return Path(self.environment[TERMINATION_VARIABLE])
 
 
-def plan_ranks(layout: Layout, node: int, scratch: Path) -> list[RankStart]:
+def plan_ranks(layout: LaunchSettings, node: int, scratch: Path) -> list[RankStart]:
     """The ranks of one node; their termination messages go below `scratch`."""
     free_master_port, *metrics_ports = free_ports(1 + layout.ranks_per_node)
     starts = []
@@ -184,7 +186,7 @@ def rank_command(program: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True)
-class Ranks:
+class LaunchedRanks:
     """The ranks of this node, from their start to the last one's end."""
 
     program: Sequence[str]
@@ -287,7 +289,7 @@ class Wakeups:
         self.stop_requested = self.stop_requested or number in STOP_SIGNALS
 
 
-def supervise(ranks: Ranks, wakeups: Wakeups) -> None:
+def supervise(ranks: LaunchedRanks, wakeups: Wakeups) -> None:
     """Until every rank has ended: by itself, on request, or because another one failed."""
     stop_at = kill_at = float("inf")
     while True:
@@ -316,14 +318,14 @@ def patience(ends: Sequence[RankEnd]) -> float:
     return COMMIT_SECONDS if codes else float("inf")
 
 
-def launch(layout: Layout, program: Sequence[str], node: int, wakeups: Wakeups) -> RankEnd:
+def launch(layout: LaunchSettings, program: Sequence[str], node: int, wakeups: Wakeups) -> RankEnd:
     """Run the ranks of one node to their end, which is the pod's.
 
     Raises UserError when the metrics port cannot be had, OSError when a rank cannot be started (those that were die
     with the launcher).
     """
     scratch = Path(tempfile.mkdtemp(prefix="spillway-ranks-"))
-    ranks = Ranks(program)
+    ranks = LaunchedRanks(program)
     try:
         starts = plan_ranks(layout, node, scratch)
         if layout.metrics_port is not None:

@@ -27,7 +27,7 @@ CLIENT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Family:
+class MetricFamily:
     """One metric: its comments once, the samples of every rank."""
 
     comments: dict[str, str] = field(default_factory=dict)
@@ -38,17 +38,17 @@ class Family:
 
 def merge(expositions: Mapping[int, str]) -> str:
     """The ranks' answers as one exposition; a series that two of them have is kept once, from the lower rank."""
-    families: dict[str, Family] = {}
+    families: dict[str, MetricFamily] = {}
     for _, text in sorted(expositions.items()):
         name = ""
         for line in text.splitlines():
             match line.split(None, 3):
                 case ["#", ("HELP" | "TYPE") as kind, name, *_]:
-                    families.setdefault(name, Family()).comments.setdefault(kind, line)
+                    families.setdefault(name, MetricFamily()).comments.setdefault(kind, line)
                 case [first, *_] if not first.startswith("#"):
                     series = series_of(line)
                     name = name if series.startswith(name) and name else series.partition("{")[0]
-                    families.setdefault(name, Family()).samples.setdefault(series, line)
+                    families.setdefault(name, MetricFamily()).samples.setdefault(series, line)
     return "".join(
         f"{line}\n" for family in families.values() for line in (*family.comments.values(), *family.samples.values())
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from spillway.plan import Answer
+from spillway.plan import Policy
 
 from ..saved_tensors import ActivationStore, KeptTensor, SpilledHandle, has_storage, kept
 from ..tiers.device_ledger import DeviceLedger
@@ -47,14 +47,14 @@ def nothing() -> None:
 class Boundaries:
     """Where boundaries wait: `answer` is keep, host or nvme."""
 
-    def __init__(self, answer: Answer, store: ActivationStore, ledger: DeviceLedger) -> None:
+    def __init__(self, answer: Policy, store: ActivationStore, ledger: DeviceLedger) -> None:
         self._answer = answer
         self._store = store
         self._ledger = ledger
 
     def hold(self, segment: str, outputs: tuple[Tensor, ...]) -> list[Boundary]:
         """Take over what `segment` returned. The caller drops its tensors."""
-        if self._answer is Answer.KEEP:
+        if self._answer is Policy.KEEP:
             return [Boundary(self._keep(segment, output), output.requires_grad) for output in outputs]
         batch = self._store.open(f"{segment}'s output", self._answer)
         handles = [(has_storage(output) and batch.put(output)) or self._keep(segment, output) for output in outputs]

@@ -23,11 +23,11 @@ from spillway.planning.workload import NUM_SLOTS
 
 from ..kernels import dispatch as kernels
 from ..optimizer.trainable import cut
-from ..tiers.arena import Part, Ring, as_bytes
+from ..tiers.arena import MemorySlice, Ring, as_bytes
 from ..tiers.extents import round_up
 from ..tiers.lanes import Buffer, Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import Address, NvmeSlab, Stored
-from .layout import Row, SegmentLayout
+from .layout import SegmentLayout, SlotRow
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Homes:
             self._chunks[row.name] = [
                 HostChunk(part, part.tensor)
                 for start, nbytes, label in self._cut(row)
-                for part in [Part(home[row.offset + start : row.offset + start + nbytes], label)]
+                for part in [MemorySlice(home[row.offset + start : row.offset + start + nbytes], label)]
             ]
 
     def _settle_on_nvme(self, layout: SegmentLayout) -> None:
@@ -195,7 +195,7 @@ class Homes:
             self._chunks.setdefault(name, []).append(NvmeChunk(self._nvme, extent.at(offset), nbytes, label))
             offset += round_up(nbytes)
 
-    def _cut(self, row: Row) -> list[tuple[int, int, str]]:
+    def _cut(self, row: SlotRow) -> list[tuple[int, int, str]]:
         """(first byte, bytes, label) of each chunk of a parameter."""
         size = row.dtype.itemsize
         return [

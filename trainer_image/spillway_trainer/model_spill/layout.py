@@ -23,7 +23,7 @@ from ..tiers.extents import round_up
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SlotRow:
     """One parameter in a slot."""
 
     name: str
@@ -50,24 +50,24 @@ class Row:
 class SegmentLayout:
     segment: str
     home: Tier
-    rows: tuple[Row, ...]
+    rows: tuple[SlotRow, ...]
     """by offset"""
     home_bytes: int
     nbytes: int
     """in a slot"""
 
     @property
-    def own(self) -> list[Row]:
+    def own(self) -> list[SlotRow]:
         return [row for row in self.rows if row.owner == row.name]
 
 
 def lay_out(model: Chain, segment: str, home: Tier, names: Sequence[str]) -> SegmentLayout:
     """The layout of a streamed segment with the parameters `names`."""
-    rows, end, home_bytes = list[Row](), 0, 0
+    rows, end, home_bytes = list[SlotRow](), 0, 0
     for are_aliases in (False, True):
         for name in names:
             if (name in model.tied) is are_aliases:
-                row = Row(name, model.get_parameter(name), end, model.tied.get(name, name))
+                row = SlotRow(name, model.get_parameter(name), end, model.tied.get(name, name))
                 rows.append(row)
                 end += padded(row.nbytes, PARAMETER_UNIT_BYTES)
         end = round_up(end)

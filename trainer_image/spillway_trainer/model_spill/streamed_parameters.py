@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..resident_parameters import ParameterRef, ResidentParameters, check_version
 from ..tiers.lanes import Lanes
-from .layout import Row, SegmentLayout
+from .layout import SegmentLayout, SlotRow
 from .slots import Slot, Slots
 
 
@@ -100,14 +100,14 @@ class StreamedParameters:
         return sum(row.parameter._version - self._slots.num_evictions(row.name) for row in self._sharing[name])
 
 
-def _sharing(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    by_owner: dict[str, list[Row]] = {}
+def _sharing(rows: Sequence[SlotRow]) -> dict[str, list[SlotRow]]:
+    by_owner: dict[str, list[SlotRow]] = {}
     for row in rows:
         by_owner.setdefault(row.owner, []).append(row)
     return {row.name: by_owner[row.owner] for row in rows}
 
 
-def _check_view(tensor: Tensor, row: Row, first_byte: int) -> None:
+def _check_view(tensor: Tensor, row: SlotRow, first_byte: int) -> None:
     base = tensor._base
     if isinstance(base, nn.Parameter) and base is not row.parameter:
         raise RuntimeError(

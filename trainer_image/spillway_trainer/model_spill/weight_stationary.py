@@ -32,7 +32,7 @@ from spillway.metrics import Phase
 
 from ..corpus.data import Batch
 from ..models.chain import Chain, as_carried
-from ..saved_tensors import SavedTensors, Visit
+from ..saved_tensors import ForwardVisit, SavedTensors
 from ..trainer import Passes, Run, TimedPhase, read
 from .boundaries import Boundaries, Boundary
 
@@ -91,7 +91,7 @@ class Passage:
     entrance: Entrance
     edges: list[GradientEdge | None]
     """of its outputs; None where no gradient flows"""
-    visit: weakref.ref[Visit] | None
+    visit: weakref.ref[ForwardVisit] | None
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Takes the gradients of the outputs, returns those of the inputs."""
@@ -114,7 +114,7 @@ class WeightStationary:
 
     def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         assert isinstance(run.model, Chain)
-        step = Step(run, run.model, phase, micro_batches, num_tokens, self._hook, self._boundaries)
+        step = StepInFlight(run, run.model, phase, micro_batches, num_tokens, self._hook, self._boundaries)
         *inner, last = run.model.segments
         for segment, module in inner:
             step.forward(segment, module)
@@ -126,7 +126,7 @@ class WeightStationary:
             return read(losses)
 
 
-class Step:
+class StepInFlight:
     """One step on its way: what each micro-batch carries now, and the passages behind it."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Step:
         entrance.leave(boundaries)
         return entrance, outputs
 
-    def _chain_visits(self) -> weakref.ref[Visit] | None:
+    def _chain_visits(self) -> weakref.ref[ForwardVisit] | None:
         """Tell every visit which one backward comes to after it; returns the one after the turn."""
         order = [
             passage.visit
@@ -219,7 +219,7 @@ class Step:
         return order[0] if order else None
 
 
-def _lead(visit: weakref.ref[Visit] | None, following: weakref.ref[Visit] | None) -> None:
+def _lead(visit: weakref.ref[ForwardVisit] | None, following: weakref.ref[ForwardVisit] | None) -> None:
     found = visit() if visit is not None else None
     if found is not None:
         found.following = following

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
-from ..corpus.objective import Objective
+from ..corpus.objective import TrainingObjective
 from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
 
@@ -34,7 +34,7 @@ class MaskedHead(nn.Module):
 
 
 class Bert(HuggingFaceChain):
-    objective = Objective.MASKED
+    objective = TrainingObjective.MASKED
 
     def make_segments(self) -> list[tuple[str, nn.Module]]:
         encoder = self.model.bert

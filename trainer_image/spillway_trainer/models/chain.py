@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..corpus.objective import IGNORED_LABEL, Objective
+from ..corpus.objective import IGNORED_LABEL, TrainingObjective
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ class Chain(nn.Module):
 
     initializer_range = 0.02
     """standard deviation of the normal initialisation of every matrix"""
-    objective = Objective.CAUSAL
+    objective = TrainingObjective.CAUSAL
     max_positions: int | None = None
     """longest sequence; None = any"""
     autocast: torch.dtype | None = None

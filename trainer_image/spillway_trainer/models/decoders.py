@@ -27,7 +27,7 @@ class TokenEmbedding(nn.Module):
         return self.embedding(tokens_BT)  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
+class DecoderHead(nn.Module):
     """Final norm, output projection and loss: the logits live and die inside one segment."""
 
     def __init__(self, norm: nn.Module, projection: nn.Module) -> None:
@@ -57,7 +57,7 @@ class LlamaLike(HuggingFaceChain):
     def make_segments(self) -> list[tuple[str, nn.Module]]:
         decoder = self.model.model
         blocks = numbered("block", [LlamaLayer(layer) for layer in decoder.layers])
-        head = Head(decoder.norm, self.model.lm_head)
+        head = DecoderHead(decoder.norm, self.model.lm_head)
         return [("embedding", TokenEmbedding(decoder.embed_tokens)), *blocks, ("head", head)]
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
@@ -106,7 +106,7 @@ class Gpt2(HuggingFaceChain):
         decoder = self.model.transformer
         blocks = numbered("block", [Gpt2Layer(layer) for layer in decoder.h])
         embedding = Gpt2Embedding(decoder.wte, decoder.wpe, decoder.drop)
-        return [("embedding", embedding), *blocks, ("head", Head(decoder.ln_f, self.model.lm_head))]
+        return [("embedding", embedding), *blocks, ("head", DecoderHead(decoder.ln_f, self.model.lm_head))]
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
         if segment == "head":

@@ -44,7 +44,7 @@ class Layers(nn.Module):
         )
 
 
-class Head(Layers):
+class SequentialHead(Layers):
     """The last children, and the loss."""
 
     def __init__(self, children: Mapping[str, nn.Module], vocab_size: int) -> None:
@@ -71,7 +71,7 @@ class SequentialChain(Chain):
         super().__init__()
         groups = grouped(model, where)
         self._vocab_size = tokens_of(groups[0], where)
-        last = Head(groups[-1], self._vocab_size)
+        last = SequentialHead(groups[-1], self._vocab_size)
         self.layers = nn.ModuleList([*(Layers(group) for group in groups[:-1]), last])
         self._names = [next(name for name, child in group.items() if has_parameters(child)) for group in groups]
 

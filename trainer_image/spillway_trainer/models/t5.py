@@ -19,7 +19,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 
 from spillway.errors import UserError
 
-from ..corpus.objective import Objective, prefix_length
+from ..corpus.objective import TrainingObjective, prefix_length
 from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
 
@@ -89,7 +89,7 @@ class FirstDecoderLayer(DecoderLayer):
         return super().forward(encoded_BPD, y_BSD, None, mask, encoder_mask)
 
 
-class Head(nn.Module):
+class T5Head(nn.Module):
     def __init__(self, norm: nn.Module, dropout: nn.Module, projection: nn.Module, scale: float | None) -> None:
         super().__init__()
         self.norm, self.dropout, self.projection, self.scale = norm, dropout, projection, scale
@@ -106,7 +106,7 @@ class Head(nn.Module):
 class T5(HuggingFaceChain):
     """The first prefix_length(T) tokens of a window are encoded, the others decoded."""
 
-    objective = Objective.PREFIX
+    objective = TrainingObjective.PREFIX
 
     def make_segments(self) -> list[tuple[str, nn.Module]]:
         encoder, decoder, config = self.model.encoder, self.model.decoder, self.config
@@ -121,7 +121,7 @@ class T5(HuggingFaceChain):
             ("embedding", EncoderEmbedding(encoder.embed_tokens, encoder.dropout)),
             *numbered("encoder", encoders),
             *numbered("decoder", decoders),
-            ("head", Head(decoder.final_layer_norm, decoder.dropout, self.model.lm_head, scale)),
+            ("head", T5Head(decoder.final_layer_norm, decoder.dropout, self.model.lm_head, scale)),
         ]
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:

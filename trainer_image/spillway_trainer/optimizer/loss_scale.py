@@ -32,7 +32,7 @@ class ScaleRule:
 
 
 @dataclass(slots=True)
-class LossScale:
+class LossScaler:
     """The scale of the next step's loss; 1 for ever without a rule. The same on all ranks, since all see one norm."""
 
     rule: ScaleRule | None = None
@@ -75,7 +75,7 @@ class LossScale:
 
 
 @contextmanager
-def float16_operations(scale: LossScale) -> Iterator[None]:
+def float16_operations(scale: LossScaler) -> Iterator[None]:
     """Raises UserError for an operation that torch has not in float16 on this device."""
     try:
         yield

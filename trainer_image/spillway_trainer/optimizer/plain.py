@@ -56,7 +56,7 @@ NO_GROUP = Group("")
 """what a parameter is treated by that is in no group"""
 
 
-class Optimizer(Protocol):
+class StepOptimizer(Protocol):
     """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
@@ -129,7 +129,7 @@ class Hyperparameters:
         return kept_elements(num_values, self.state_dtype(kind))
 
     def state_shape(self, kind: str, shape: torch.Size) -> tuple[int, ...]:
-        """Of a parameter's state as `Optimizer.state` gives it."""
+        """Of a parameter's state as `StepOptimizer.state` gives it."""
         quantized = self.state_dtype(kind) == torch.uint8
         return (self.state_elements(kind, shape.numel()),) if quantized else tuple(shape)
 
@@ -187,7 +187,7 @@ class UpdateCount:
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class OptimizerStates:
     """One parameter's or chunk's states, flat; `master` is float32, or the memory of a parameter that is its own."""
 
     master: Tensor
@@ -311,18 +311,18 @@ class ResidentOptimizer:
 
 
 def as_loaded(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
-    """A state that `Optimizer.load` is given, flat, as it is kept: a master's NaNs are the declared one."""
+    """A state that `StepOptimizer.load` is given, flat, as it is kept: a master's NaNs are the declared one."""
     values = in_dtype(value.reshape(-1), settings.state_dtype(kind), kind)
     return quiet(values) if kind == MASTER and bool(values.isnan().any()) else values
 
 
 def in_dtype(value: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
-    """A state as `Optimizer.load` takes it, in the type that it is kept in."""
+    """A state as `StepOptimizer.load` takes it, in the type that it is kept in."""
     return value if value.dtype == dtype else narrowed(value.float(), dtype, kind)
 
 
 def shaped(state: Tensor, shape: torch.Size) -> Tensor:
-    """A flat state as `Optimizer.state` gives it; quantized ones have no shape but their bytes."""
+    """A flat state as `StepOptimizer.state` gives it; quantized ones have no shape but their bytes."""
     return state if state.dtype == torch.uint8 else state.view(shape)
 
 
@@ -332,8 +332,8 @@ def _states_bytes(parameter: Parameter, settings: Hyperparameters) -> int:
     return FLOAT32_BYTES * n * has_master + settings.moments.bytes_of(n) * len(settings.rule.moments)
 
 
-def _new_states(parameter: Parameter, settings: Hyperparameters) -> States:
+def _new_states(parameter: Parameter, settings: Hyperparameters) -> OptimizerStates:
     master = flat(parameter) if parameter.dtype == torch.float32 else flat(parameter).float()
     n, dtypes = master.numel(), {kind: settings.state_dtype(kind) for kind in settings.rule.moments}
     zeros = (torch.zeros(kept_elements(n, dtype), dtype=dtype, device=master.device) for dtype in dtypes.values())
-    return States(master, tuple(zeros))
+    return OptimizerStates(master, tuple(zeros))

@@ -3,8 +3,8 @@
 A CPU chunk's gradient leaves the device once per micro-batch, in its compute dtype, during backward:
     backward -> d2h into a staging slot -> cpu lane adds it to the host accumulator
 A gradient of a streamed or resident chunk is added on the device, by the compute lane, and never leaves it. Chunks in a
-row go together (`Run`). With what is taken to be the last gradient of a step, as many as came in the step before, the
-sum of squares is made at once; one that comes after it unmakes it.
+row go together (`ChunkRun`). With what is taken to be the last gradient of a step, as many as came in the step before,
+the sum of squares is made at once; one that comes after it unmakes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
-from ..tiers.arena import Part, Ring, as_bytes
+from ..tiers.arena import MemorySlice, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import DONE, Event, Lane, Lanes, Region
 from .assign import Chunk
@@ -30,7 +30,7 @@ class Accumulator:
     """The float32 gradient sum of one chunk of one use of a parameter; an alias has accumulators of its own."""
 
     chunk: Chunk
-    memory: Part
+    memory: MemorySlice
     values: Tensor
     """flat float32 view of `memory`, chunk.size values"""
     settled: tuple[Event, ...] = ()
@@ -43,7 +43,7 @@ class Accumulator:
 
 
 @dataclass(slots=True)
-class Run:
+class ChunkRun:
     """Chunks in a row of one use of a parameter, whose gradients one operation moves and one adds."""
 
     accumulators: Sequence[Accumulator]
@@ -55,7 +55,7 @@ class Run:
     squared: Event = DONE
 
     @classmethod
-    def of(cls, accumulators: Sequence[Accumulator]) -> Run:
+    def of(cls, accumulators: Sequence[Accumulator]) -> ChunkRun:
         chunks = [accumulator.chunk for accumulator in accumulators]
         label = f"{chunks[0].parameter}[{chunks[0].offset}:{chunks[-1].end}]"
         return cls(accumulators, label, FLOAT32_BYTES * sum(chunk.size for chunk in chunks))
@@ -77,7 +77,7 @@ class Run:
             accumulator.settled = (event,)
 
 
-def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[Run]:
+def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[ChunkRun]:
     """All of them, in order; `most_on_host`: chunks of a run that comes down, so that the next one finds free slots."""
     found: list[list[Accumulator]] = []
     for one in accumulators:
@@ -86,7 +86,7 @@ def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[Run]
             found[-1].append(one)
         else:
             found.append([one])
-    return [Run.of(run) for run in found]
+    return [ChunkRun.of(run) for run in found]
 
 
 class GradientWindow:
@@ -247,12 +247,12 @@ class Gradients:
         """What whoever reads an accumulator waits for, beside its own events."""
         return [self._lanes.computed()] if self._exchanged else []
 
-    def _all_arrived(self) -> Iterator[Run]:
+    def _all_arrived(self) -> Iterator[ChunkRun]:
         for name, runs in self._runs.items():
             if self.arrived(name):
                 yield from runs
 
-    def _add_on_host(self, run: Run, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
+    def _add_on_host(self, run: ChunkRun, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
         slots = [self._staging.take() for _ in run.accumulators]
         parts = [gradient[one.chunk.offset : one.chunk.end] for one in run.accumulators]
         size = gradient.element_size()
@@ -283,7 +283,7 @@ class Gradients:
         run.settle(added)
         return copied
 
-    def _add_on_device(self, run: Run, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
+    def _add_on_device(self, run: ChunkRun, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
         parts = [gradient[one.chunk.offset : one.chunk.end] for one in run.accumulators]
         added = self._lanes.submit(
             Lane.COMPUTE,
@@ -298,15 +298,15 @@ class Gradients:
         run.settle(added)
         return added
 
-    def _added_bytes(self, run: Run, first: bool) -> int:
+    def _added_bytes(self, run: ChunkRun, first: bool) -> int:
         """What adding a gradient, and squaring the sums, reads and writes of the accumulators."""
         return run.nbytes * ((1 if first else 2) + (run.squares is not None))
 
-    def _add(self, run: Run, parts: Sequence[Tensor], first: bool, squares: list[kernels.BegunSum] | None) -> None:
+    def _add(self, run: ChunkRun, parts: Sequence[Tensor], first: bool, squares: list[kernels.BegunSum] | None) -> None:
         for accumulator, part in zip(run.accumulators, parts, strict=True):
             self._accumulate(accumulator.values, part, first)
         if squares is not None:
             self._add_squares(run, squares)
 
-    def _add_squares(self, run: Run, squares: list[kernels.BegunSum]) -> None:
+    def _add_squares(self, run: ChunkRun, squares: list[kernels.BegunSum]) -> None:
         squares += [self._square_sum(accumulator.values) for accumulator in run.accumulators]

@@ -21,7 +21,7 @@ FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StateRows:
     """Where the states of one chunk lie in their block (uint8)."""
 
     row_bytes: tuple[int, ...]
@@ -65,13 +65,13 @@ def rows_of(
     has_master: bool,
     is_split: bool = False,
     unit_bytes: int = ALIGNMENT_BYTES,
-) -> Rows:
+) -> StateRows:
     """Of a chunk of `size` parameters."""
     moment = MOMENT_DTYPES[settings.moments]
     rows = [(kept_elements(size, moment) * moment.itemsize, moment) for _ in settings.rule.moments]
     if has_master:
         rows.insert(0, (rest_bytes(size), torch.uint8) if is_split else (FLOAT32_BYTES * size, torch.float32))
-    return Rows(tuple(nbytes for nbytes, _ in rows), tuple(dtype for _, dtype in rows), unit_bytes, is_split)
+    return StateRows(tuple(nbytes for nbytes, _ in rows), tuple(dtype for _, dtype in rows), unit_bytes, is_split)
 
 
 def accumulator_bytes(size: int) -> int:

@@ -22,7 +22,7 @@ from ..tiers.arena import Ring, RingSlot
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from ..tiers.nvme_slab import Address, NvmeSlab, Stored
 from .assign import Chunk
-from .memory import Rows
+from .memory import StateRows
 
 
 class NvmeStates(Region):
@@ -31,7 +31,7 @@ class NvmeStates(Region):
 
     __slots__ = ("_nvme", "_place", "_rows", "_stored", "settled")
 
-    def __init__(self, nvme: NvmeSlab, place: Address, rows: Rows, label: str) -> None:
+    def __init__(self, nvme: NvmeSlab, place: Address, rows: StateRows, label: str) -> None:
         super().__init__(rows.nbytes, label)
         self._nvme = nvme
         self._place = place
@@ -80,7 +80,7 @@ class NvmeStates(Region):
         return self._place.extent.at(self._place.offset + self._rows.begin(index))
 
 
-def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, Rows]]) -> list[NvmeStates]:
+def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, StateRows]]) -> list[NvmeStates]:
     """Room for the states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the bytes that
     are missing."""
     if not chunks:

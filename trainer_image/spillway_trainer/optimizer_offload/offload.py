@@ -34,7 +34,7 @@ from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chun
 from .gradients import Gradients, GradientWindow
 from .memory import FLOAT32_BYTES
 from .nvme_states import StateWindow
-from .place import Homes, NoHomes, Placed, place_accumulators, place_chunks
+from .place import NoHomes, Placed, StreamedHomes, place_accumulators, place_chunks
 from .speculation import Speculation, window_of
 from .update import UpdatePipeline
 
@@ -55,7 +55,7 @@ class OptimizerOffload:
         lanes: Lanes,
         ledger: DeviceLedger,
         *,
-        homes: Homes | None = None,
+        homes: StreamedHomes | None = None,
         nvme: NvmeSlab | None = None,
         cpu_update: Update | None = None,
         device_update: Update | None = None,

@@ -14,15 +14,15 @@ from spillway.plan import Tier
 from spillway.update_rules import MASTER, UpdateRule
 
 from ..kernels.master_halves import join, split
-from ..optimizer.plain import Hyperparameters, States
+from ..optimizer.plain import Hyperparameters, OptimizerStates
 from ..optimizer.trainable import flat, master_values
-from ..tiers.arena import ALIGNMENT_BYTES, Arena, Part, as_bytes
+from ..tiers.arena import ALIGNMENT_BYTES, Arena, MemorySlice, as_bytes
 from ..tiers.extents import ALIGNMENT_BYTES as PAGE_BYTES
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, Rows, accumulator_bytes, rows_of
+from .memory import FLOAT32_BYTES, StateRows, accumulator_bytes, rows_of
 from .nvme_states import NvmeStates, place_on_nvme
 
 
@@ -43,7 +43,7 @@ class Home(Protocol):
         """Take over `staged` (uint8, whole blocks, the values first). Runs on lane nvme_write. Raises SpillIOError."""
 
 
-class Homes(Protocol):
+class StreamedHomes(Protocol):
     """The parameters that pass through the device instead of staying there; model_spill has them."""
 
     def of(self, parameter: str) -> Sequence[Home]:
@@ -81,21 +81,21 @@ class Placed:
     home: Home | None
     weights: Region
     """the memory of `parameter`, or of the home"""
-    block: Part | NvmeStates
+    block: MemorySlice | NvmeStates
     """the chunk's states where they live between updates: host memory, the device for a resident chunk, or NVMe"""
-    rows: Rows
+    rows: StateRows
     """where they lie in it"""
     accumulator: Accumulator
-    _viewed: tuple[Part, States] | None = None
+    _viewed: tuple[MemorySlice, OptimizerStates] | None = None
 
     @property
-    def held(self) -> Part:
+    def held(self) -> MemorySlice:
         """`block` of a chunk whose states are in memory."""
-        assert isinstance(self.block, Part), self.block.label
+        assert isinstance(self.block, MemorySlice), self.block.label
         return self.block
 
     @property
-    def held_states(self) -> States:
+    def held_states(self) -> OptimizerStates:
         """`held` as states. The views are kept: every step needs them, and making them costs more than handing them to
         a lane."""
         if self._viewed is None or self._viewed[0] is not self.block:
@@ -146,13 +146,13 @@ class Placed:
         else:
             held.copy_(values)
 
-    def states(self, block: Tensor) -> States:
+    def states(self, block: Tensor) -> OptimizerStates:
         """`block` (uint8: this chunk's, or a buffer of a ring that holds its states) as states."""
         views = self.rows.views(block)
         if not self.parameter_is_master:
-            return States(views[0], views[1:])
+            return OptimizerStates(views[0], views[1:])
         assert self.parameter is not None
-        return States(self.parameter, views)
+        return OptimizerStates(self.parameter, views)
 
     @property
     def update_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Placed:
 def place_chunks(
     chunks: Sequence[Chunk],
     parameters: Mapping[str, Parameter],
-    homes: Homes,
+    homes: StreamedHomes,
     arena: Arena,
     nvme: NvmeSlab | None,
     settings: Hyperparameters,
@@ -192,7 +192,7 @@ def place_chunks(
     return placed
 
 
-def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters, splits: bool) -> Rows:
+def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters, splits: bool) -> StateRows:
     return rows_of(
         chunk.size,
         settings,
@@ -203,8 +203,8 @@ def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters, splits: b
 
 
 def _place_states(
-    chunks: Sequence[Chunk], rows: Sequence[Rows], arena: Arena, nvme: NvmeSlab | None
-) -> list[Part | NvmeStates]:
+    chunks: Sequence[Chunk], rows: Sequence[StateRows], arena: Arena, nvme: NvmeSlab | None
+) -> list[MemorySlice | NvmeStates]:
     """One block a chunk, in memory or on NVMe."""
     in_memory = [(chunk, row.nbytes) for chunk, row in zip(chunks, rows, strict=True) if chunk.path is not Path.NVME]
     held, sizes = [chunk for chunk, _ in in_memory], [nbytes for _, nbytes in in_memory]
@@ -226,7 +226,7 @@ def place_accumulators(chunks: Sequence[Chunk], arena: Arena) -> list[Accumulato
 
 def _parts(
     arena: Arena, chunks: Sequence[Chunk], sizes_bytes: Sequence[int], on_device: Callable[[Path], bool], purpose: str
-) -> list[Part]:
+) -> list[MemorySlice]:
     """One part a chunk, in the order of the chunks; one piece of memory a tier."""
     tiers = [Tier.DEVICE if on_device(chunk.path) else Tier.HOST for chunk in chunks]
     parts = {

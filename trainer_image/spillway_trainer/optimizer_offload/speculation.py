@@ -22,7 +22,7 @@ from spillway.plan import Tier
 
 from ..kernels.reference import UpdateScalars
 from ..optimizer.plain import Update
-from ..tiers.arena import Arena, Part, padded
+from ..tiers.arena import Arena, MemorySlice, padded
 from ..tiers.lanes import Event, Lane, Lanes
 from .assign import Chunk, Path
 from .place import Placed
@@ -32,8 +32,8 @@ from .place import Placed
 class Spare:
     """Memory for one chunk's next states and values."""
 
-    block: Part
-    values: Part
+    block: MemorySlice
+    values: MemorySlice
     made: Event | None = None
     """the update that is in them; None: nothing that counts"""
 
@@ -83,7 +83,7 @@ class Speculation:
         if factor is not None:
             self._is_likely = factor == self._factor
 
-    def commit(self, placed: Placed, factor: float) -> tuple[Part, Event] | None:
+    def commit(self, placed: Placed, factor: float) -> tuple[MemorySlice, Event] | None:
         """Let the chunk's states and its spare ones change places, if they are what a step with `factor` makes of them:
         returns its values (uint8, in the compute type) and the event that ends their update; None = there are none."""
         spare = self._spares.get(placed.chunk)

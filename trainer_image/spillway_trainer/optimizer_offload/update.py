@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..kernels import dispatch as kernels
 from ..kernels.reference import UpdateScalars
-from ..optimizer.plain import States, Update
-from ..tiers.arena import Part, Ring, RingSlot, padded
+from ..optimizer.plain import OptimizerStates, Update
+from ..tiers.arena import MemorySlice, Ring, RingSlot, padded
 from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes, Region
 from .assign import Chunk, Path
@@ -42,7 +42,7 @@ class OnCpu:
 
     placed: Placed
     scalars: UpdateScalars
-    states: States
+    states: OptimizerStates
     region: Region
     ready: tuple[Event, ...] = ()
 
@@ -70,7 +70,7 @@ class UpdatePipeline:
     def submit(
         self,
         updates: Sequence[tuple[Placed, UpdateScalars]],
-        committed: Mapping[Chunk, tuple[Part, Event]] = MappingProxyType({}),
+        committed: Mapping[Chunk, tuple[MemorySlice, Event]] = MappingProxyType({}),
     ) -> list[Event]:
         """Submit the updates in order and return what the compute lane waits for before it reads each one's values:
         upload, store or device update. A chunk's accumulator is free for the next gradient once its update has read it.
@@ -184,7 +184,7 @@ class UpdatePipeline:
         end = self.ends.get(placed.chunk)
         return () if end is None else (end,)
 
-    def _write_committed(self, placed: Placed, values: Part, made: Event, computed: Event) -> Event:
+    def _write_committed(self, placed: Placed, values: MemorySlice, made: Event, computed: Event) -> Event:
         """Bring what backward has made of the chunk to the parameter. In place, too, that is a copy, by the CPU's own
         lane: old and new values both exist until the step counts, and a slice of a parameter cannot change its memory
         for another. Rounding the master instead would read twice as much, and now, when forward waits for it."""
@@ -287,7 +287,7 @@ class UpdatePipeline:
         return updated
 
     def _work(
-        self, update: Update, scalars: UpdateScalars, states: States, placed: Placed, out: Tensor | None
+        self, update: Update, scalars: UpdateScalars, states: OptimizerStates, placed: Placed, out: Tensor | None
     ) -> Callable[[], None]:
         gradient = placed.accumulator.values
         if placed.is_split:

@@ -1,4 +1,4 @@
-"""Several ranks: torch.distributed, cores near a device, and models sharded by FSDP2 or DeepSpeed (`deepspeed`).
+"""Several ranks: how they talk to each other, cores near a device, models sharded by FSDP2 or DeepSpeed (`deepspeed`).
 
 `reduced_gradients` adds gradients up on the rank that owns them, `shards` is the optimizer of all ranks together, `run`
 shards the model of a TrainingJob. Only `deepspeed.adopted` imports DeepSpeed, which takes seconds, at its top.

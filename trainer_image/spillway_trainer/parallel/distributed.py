@@ -54,15 +54,15 @@ SQUARE_SUM_WORDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Timeouts:
     """Seconds to wait; SPILLWAY_RENDEZVOUS_SECONDS and SPILLWAY_COLLECTIVE_SECONDS set them."""
 
     rendezvous_seconds: float = RENDEZVOUS_SECONDS
     collective_seconds: float = COLLECTIVE_SECONDS
 
     @staticmethod
-    def of(environment: os._Environ[str]) -> Limits:
-        return Limits(
+    def of(environment: os._Environ[str]) -> Timeouts:
+        return Timeouts(
             _seconds(environment, "SPILLWAY_RENDEZVOUS_SECONDS", RENDEZVOUS_SECONDS),
             _seconds(environment, "SPILLWAY_COLLECTIVE_SECONDS", COLLECTIVE_SECONDS),
         )
@@ -85,7 +85,7 @@ def joined(world: World) -> Iterator[Ranks]:
     if world.size == 1:
         yield ONE_RANK
         return
-    limits = Limits.of(os.environ)
+    limits = Timeouts.of(os.environ)
     store = meet(world, limits)
     check_device()
     with peers(f"{world.size} ranks to connect to each other"):
@@ -103,7 +103,7 @@ def joined(world: World) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def meet(world: World, limits: Limits) -> TCPStore:
+def meet(world: World, limits: Timeouts) -> TCPStore:
     """The store, once every rank has said that it is there. Raises PeerLost with those that did not come."""
     deadline = time.monotonic() + limits.rendezvous_seconds
     place = f"{world.master_address}:{world.master_port}"
@@ -223,7 +223,7 @@ class TorchRanks:
         self._wait(label, dist.broadcast(length, 0, self.decisions, async_op=True))
         text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else bytes_of_size(length)
         self._wait(label, dist.broadcast(text, 0, self.decisions, async_op=True))
-        return (decision or Decision.from_json(text.numpy().tobytes())).result()
+        return (decision or RankZeroResult.from_json(text.numpy().tobytes())).result()
 
     def agree(self, what: str, value: str) -> None:
         own = torch.frombuffer(bytearray(value.encode().ljust(VALUE_BYTES)), dtype=torch.uint8)
@@ -283,7 +283,7 @@ class TorchRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RankZeroResult:
     """What came of rank 0's work: a text, or its error."""
 
     text: str = ""
@@ -301,21 +301,21 @@ class Decision:
         return json.dumps(fields, default=str).encode()
 
     @staticmethod
-    def from_json(content: bytes) -> Decision:
+    def from_json(content: bytes) -> RankZeroResult:
         fields = json.loads(content)
         if "text" in fields:
-            return Decision(text=fields["text"])
+            return RankZeroResult(text=fields["text"])
         kind = {kind.__name__: kind for kind in kinds_of_error(SpillwayError)}[fields["error"]]
         error = kind.__new__(kind)  # InvalidJob's own arguments are gone
         SpillwayError.__init__(error, fields["message"], **fields["details"])
-        return Decision(error=error)
+        return RankZeroResult(error=error)
 
 
-def decided(work: Callable[[], str]) -> Decision:
+def decided(work: Callable[[], str]) -> RankZeroResult:
     try:
-        return Decision(text=work())
+        return RankZeroResult(text=work())
     except SpillwayError as error:
-        return Decision(error=error)
+        return RankZeroResult(error=error)
 
 
 def kinds_of_error(kind: type[SpillwayError]) -> Iterator[type[SpillwayError]]:

@@ -32,7 +32,7 @@ from ..optimizer.trainable import master_values
 from ..ranks import World
 from ..tiers.device_ledger import DeviceLedger
 from ..trainer import MicroBatchOrder, Passes, Run, TimedPhase, in_order
-from .deepspeed.layout import Layout, Piece
+from .deepspeed.layout import Layout, ShardPiece
 from .distributed import Peers
 from .gathered_segments import GatheredSegments
 from .reduced_gradients import ReducedGradients
@@ -41,13 +41,13 @@ from .segment_gradients import SegmentGradients
 from .shards import MakeOptimizer, ShardedOptimizer, as_piece
 
 
-def cut_rows(shape: Sequence[int], world_size: int) -> list[Piece]:
+def cut_rows(shape: Sequence[int], world_size: int) -> list[ShardPiece]:
     """One parameter by its first dimension, as torch.chunk cuts it: ceil(rows / ranks) rows each, the last ones fewer
     or none."""
     width = prod(shape[1:])
     most = -(-shape[0] // world_size)
     starts = [min(rank * most, shape[0]) * width for rank in range(world_size + 1)]
-    return [Piece(start, end - start) for start, end in pairwise(starts)]
+    return [ShardPiece(start, end - start) for start, end in pairwise(starts)]
 
 
 def padded_rows_bytes(parameter: Tensor, world_size: int) -> int:
@@ -102,7 +102,7 @@ class Called(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FsdpShards:
     """A model as FSDP2 has divided it. Implements shards.Division."""
 
     layout: Layout
@@ -207,7 +207,7 @@ def divide(
     gathered = GatheredSegments(model, segments, take_whole)
     layout = {name: cuts[name] for name in named if name in cuts and name not in model.tied}
     shapes = {name: parameter.shape for name, parameter in named.items()}
-    rows = Rows(layout, own, model.tied, world.rank, world.size, shapes, gathered)
+    rows = FsdpShards(layout, own, model.tied, world.rank, world.size, shapes, gathered)
     parameters = {name: model.get_parameter(name) for name in layout}
     optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, settings, flushes=False)
 

@@ -17,7 +17,7 @@ from ..cgroup import read_text
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class CoreBinding:
     """Where a rank's threads go."""
 
     cores: frozenset[int]
@@ -46,17 +46,17 @@ def cores_of(root: Path, node: int) -> frozenset[int]:
 
 def place(
     root: Path, bus_addresses: Sequence[str], local_rank: int, allowed: Collection[int], usable: int
-) -> Placement:
+) -> CoreBinding:
     """Of the `allowed` cores (affinity and cpuset), those of the node of rank `local_rank`'s device. `bus_addresses`:
     the devices of all ranks of this machine; `usable`: cores that a quota leaves them all together."""
     address = bus_addresses[local_rank]
     part = max(1, usable // len(bus_addresses))
     node = node_of(root, address)
     if node is None:
-        return Placement(frozenset(), part, f"threads: on every core; no NUMA node is known for {address}")
+        return CoreBinding(frozenset(), part, f"threads: on every core; no NUMA node is known for {address}")
     cores = cores_of(root, node) & frozenset(allowed)
     if not cores:
-        return Placement(
+        return CoreBinding(
             frozenset(),
             part,
             f"threads: on every core; NUMA node {node} of {address} has none of the {len(allowed)} that this process "
@@ -65,10 +65,10 @@ def place(
     num_sharing = sum(node_of(root, other) == node for other in bus_addresses)
     most = max(1, min(part, len(cores) // num_sharing))
     others = f", with {num_sharing - 1} more ranks" if num_sharing > 1 else ""
-    return Placement(cores, most, f"threads: {len(cores)} cores of NUMA node {node}, where {address} is{others}")
+    return CoreBinding(cores, most, f"threads: {len(cores)} cores of NUMA node {node}, where {address} is{others}")
 
 
-def with_placed_threads(plan: MemoryPlan, placement: Placement) -> MemoryPlan:
+def with_placed_threads(plan: MemoryPlan, placement: CoreBinding) -> MemoryPlan:
     """No more update threads than the rank's part of its cores. No bit depends on them."""
     num_threads = min(plan.optimizer.num_threads, placement.num_threads)
     return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": num_threads})})

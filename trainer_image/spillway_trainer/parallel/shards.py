@@ -20,12 +20,12 @@ from spillway.update_rules import MASTER, MomentType
 
 from ..kernels.reference import SquareSum, widened
 from ..models.chain import whole_shape
-from ..optimizer.plain import Hyperparameters, Optimizer
+from ..optimizer.plain import Hyperparameters, StepOptimizer
 from .deepspeed.layout import Layout
 from .distributed import Peers
 
 
-class PartOptimizer(Optimizer, Protocol):
+class PartOptimizer(StepOptimizer, Protocol):
     """The optimizer of one rank's pieces."""
 
     def square_sum(self) -> SquareSum:

@@ -38,7 +38,7 @@ from ..corpus.tokens import Corpus, CorpusNotWritten
 from ..ending import ending_of
 from ..models.build import build_model
 from ..models.chain import Chain
-from ..optimizer.loss_scale import LossScale
+from ..optimizer.loss_scale import LossScaler
 from ..ranks import ONE_RANK, World
 from ..reporting.exporter import Exporter
 from ..reporting.progress_client import reporting
@@ -56,9 +56,9 @@ from ..run_job import (
     serve_metrics,
     start_epoch,
 )
-from ..trainer import LoopSettings, Progress, Run, StopRequest, advance, settled_objects
+from ..trainer import LoopSettings, Run, RunProgress, StopRequest, advance, settled_objects
 from .parking import Parked, Parking
-from .record import Failure, SweepNotWritten, SweepRecord
+from .record import MemberFailure, SweepNotWritten, SweepRecord
 from .recorder import SweepRecorder
 from .shared_base import assemble_on, shared_base
 from .together import Trainee, advance_together
@@ -78,7 +78,7 @@ class Text:
 
 
 @dataclass(slots=True)
-class States:
+class MemberStates:
     """A member between two turns."""
 
     parked: Parked
@@ -95,16 +95,16 @@ class MemberRun:
     settings: LoopSettings
     epoch: Epoch
     recorder: Recorder
-    loss_scale: LossScale
+    loss_scale: LossScaler
     base: str = ""
     """as in MemberPlan"""
     num_attached: int = 1
     """as in MemberPlan"""
     random_state: str | None = None
     """that it left at the end of its last turn"""
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     text: Text | None = None
-    states: States | None = None
+    states: MemberStates | None = None
 
 
 def contenders(job: JobFile) -> list[Contender]:
@@ -121,7 +121,7 @@ def open_sweep_recorder(job: JobFile) -> SweepRecorder:
 
 
 def run_sweep(
-    job: JobFile, plan: MemoryPlan, recorder: SweepRecorder, progress: Progress, stop: StopRequest, world: World
+    job: JobFile, plan: MemoryPlan, recorder: SweepRecorder, progress: RunProgress, stop: StopRequest, world: World
 ) -> str:
     """Train all members to their ends; `progress` counts the steps of all. Every end but that of all members is an
     exception (see ending.py): where every member failed, the first one's error. Returns a sentence about the end."""
@@ -159,7 +159,7 @@ class Sweep:
         job: JobFile,
         plan: MemoryPlan,
         recorder: SweepRecorder,
-        progress: Progress,
+        progress: RunProgress,
         stop: StopRequest,
         device: torch.device,
     ) -> None:
@@ -210,7 +210,7 @@ class Sweep:
             except OWN_ENDS as error:
                 if isinstance(error, EVERYONES):
                     raise
-                self._fail(member.name, Progress(), error)
+                self._fail(member.name, RunProgress(), error)
                 continue
             if opened.progress.step == opened.settings.num_steps:
                 self.recorder.member_completed(member.name, opened.progress.step)
@@ -218,7 +218,7 @@ class Sweep:
                 self.recorder.member_parked(member.name, opened.progress.step)
         self._count()
 
-    def _is_mended(self, failure: Failure) -> bool:
+    def _is_mended(self, failure: MemberFailure) -> bool:
         """Perhaps: what was wrong with what the user gave may be right by now. Where rounds were decided without the
         member, it stays out: a decision is never taken back."""
         return failure.exit_code == ExitCode.USER_ERROR and not self.objective.halving
@@ -425,7 +425,7 @@ class Sweep:
     def _park(self, member: MemberRun, assembly: Assembly) -> None:
         assembly.optimizer.flush()
         parked = self.parking.park(assembly.states(), f"states of member {member.name}")
-        member.states = States(parked, assembly.optimizer.scalars())
+        member.states = MemberStates(parked, assembly.optimizer.scalars())
 
     def _leave(self, member: MemberRun) -> None:
         states, member.states = member.states, None
@@ -454,14 +454,14 @@ class Sweep:
         if now.best:
             self.recorder.best(now.best)
 
-    def _fail(self, name: str, progress: Progress, error: SpillwayError) -> None:
+    def _fail(self, name: str, progress: RunProgress, error: SpillwayError) -> None:
         ending = ending_of(error)
         report(f"member {name} ended alone: {ending.reason}: {ending.message}")
         member = self.members.get(name)
         if member is not None:
             self._leave(member)
             member.recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
-        self.record.failures[name] = Failure(progress.step, ending.exit_code, ending.message)
+        self.record.failures[name] = MemberFailure(progress.step, ending.exit_code, ending.message)
         self.record.write()
         self.recorder.member_failed(name, progress.step, f"{ending.reason}: {ending.message}")
 
@@ -491,7 +491,7 @@ class Sweep:
         return f"{num_complete} of {num_members} members complete{stopped}{failed}"
 
 
-def _error_of(name: str, failure: Failure, num_members: int) -> SpillwayError:
+def _error_of(name: str, failure: MemberFailure, num_members: int) -> SpillwayError:
     error = SpillwayError(f"all {num_members} members failed, first {name}: {failure.message}", member=name)
     error.exit_code = ExitCode(failure.exit_code)
     return error

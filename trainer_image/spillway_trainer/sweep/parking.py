@@ -41,7 +41,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParkedPiece:
     extent: NvmeExtent
     stored: Stored
     nbytes: int
@@ -54,7 +54,7 @@ class Parked:
 
     label: str
     entries: tuple[Entry, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParkedPiece, ...]
 
 
 class Parking:
@@ -71,7 +71,7 @@ class Parking:
 
     def park(self, tensors: Iterable[tuple[str, Tensor]], label: str) -> Parked:
         """Write all. Raises SpillIOError or SpillVolumeFull; then nothing of it stays."""
-        slab, entries, pieces, used = self._opened(), list[Entry](), list[Piece](), 0
+        slab, entries, pieces, used = self._opened(), list[Entry](), list[ParkedPiece](), 0
         try:
             for name, tensor in tensors:
                 entries.append(Entry(name, tensor.dtype, tensor.shape))
@@ -129,7 +129,7 @@ class Parking:
             self._slab.close()
             self._slab = None
 
-    def _written(self, slab: NvmeSlab, nbytes: int, label: str) -> Piece:
+    def _written(self, slab: NvmeSlab, nbytes: int, label: str) -> ParkedPiece:
         whole = self._buffer[: round_up(nbytes)]
         whole[nbytes:].zero_()
         extent = slab.allocate(nbytes, label)
@@ -138,7 +138,7 @@ class Parking:
         except BaseException:
             extent.drop()
             raise
-        return Piece(extent, stored, nbytes)
+        return ParkedPiece(extent, stored, nbytes)
 
     def _opened(self) -> NvmeSlab:
         if self._slab is None:
@@ -150,6 +150,6 @@ class Parking:
         return self._slab
 
 
-def drop(pieces: Iterable[Piece]) -> None:
+def drop(pieces: Iterable[ParkedPiece]) -> None:
     for piece in pieces:
         piece.extent.drop()

@@ -29,7 +29,7 @@ class SweepNotWritten(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class MemberFailure:
     """How a member ended alone."""
 
     step: int
@@ -47,7 +47,7 @@ class SweepRecord:
     metric: str
     values: dict[tuple[str, int], float] = field(default_factory=dict)
     """of the metric, by member and step"""
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, MemberFailure] = field(default_factory=dict)
 
     @staticmethod
     def read(directory: Path, epoch: int, metric: str) -> SweepRecord:
@@ -97,7 +97,7 @@ class SweepRecord:
             raise Unsealed(f"version {fields.get('version')}")
         if fields["metric"] == self.metric:
             self.values |= {(name, step): float(value) for name, step, value in fields["values"]}
-        self.failures |= {name: Failure(**one) for name, one in fields["failures"].items()}
+        self.failures |= {name: MemberFailure(**one) for name, one in fields["failures"].items()}
 
 
 def _epoch_of(path: Path) -> int:

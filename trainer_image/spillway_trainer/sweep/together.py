@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spillway.errors import Preempted
 
-from ..trainer import LoopSettings, Progress, Run, StepOnItsWay, StopRequest, after_step
+from ..trainer import LoopSettings, Run, RunProgress, StepOnItsWay, StopRequest, after_step
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Trainee:
 
     run: Run
     settings: LoopSettings
-    progress: Progress
+    progress: RunProgress
     until: int
     """the step that it goes to"""
     random_state: Tensor

@@ -51,7 +51,7 @@ class Ring:
         return slot
 
 
-class Part(Region):
+class MemorySlice(Region):
     """A part of memory that somebody else holds: `tensor` is uint8."""
 
     __slots__ = ("tensor",)
@@ -72,14 +72,16 @@ class Arena:
         self._lanes, self._ledger, self._device = lanes, ledger, device
         self._held: Counter[Tier] = Counter()
 
-    def parts(self, tier: Tier, sizes_bytes: Sequence[int], purpose: str) -> list[Part]:
+    def parts(self, tier: Tier, sizes_bytes: Sequence[int], purpose: str) -> list[MemorySlice]:
         """Consecutive parts of one piece of memory, each a region of its own; sizes are multiples of 64."""
         nbytes = sum(sizes_bytes)
         if not nbytes:
             return []
         self._held[tier] += nbytes
         whole = self._on_device(nbytes, purpose) if tier is Tier.DEVICE else self._on_host(nbytes, purpose)
-        return [Part(part, f"{purpose} {index}") for index, part in enumerate(torch.split(whole, list(sizes_bytes)))]
+        return [
+            MemorySlice(part, f"{purpose} {index}") for index, part in enumerate(torch.split(whole, list(sizes_bytes)))
+        ]
 
     def ring(self, tier: Tier, num_slots: int, nbytes: int, label: str) -> Ring:
         """`num_slots` buffers of `nbytes` each."""

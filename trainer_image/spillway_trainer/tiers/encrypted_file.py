@@ -29,7 +29,7 @@ BOUNCE_BYTES = 8 << 20
 CHECKSUM_BITS = 32
 
 
-class Part(NamedTuple):
+class BouncePart(NamedTuple):
     """Of a request: no more than the bounce buffer takes."""
 
     request: int
@@ -97,7 +97,7 @@ class EncryptedFile:
         self._cipher.close()
         self._file.close()
 
-    def _write(self, window: Sequence[Part], number: int) -> list[int]:
+    def _write(self, window: Sequence[BouncePart], number: int) -> list[int]:
         encrypted, start = list[tuple[int, Tensor, str]](), 0
         for part in window:
             place = self._bounce[start : start + part.tensor.numel()]
@@ -126,18 +126,18 @@ def encrypted(open_file: OpenFile) -> OpenFile:
     return opened
 
 
-def parts_of(requests: Sequence[tuple[int, Tensor, str]]) -> list[Part]:
+def parts_of(requests: Sequence[tuple[int, Tensor, str]]) -> list[BouncePart]:
     """In order; each starts a whole number of bounce buffers into its request."""
     return [
-        Part(request, offset + start, tensor[start : start + BOUNCE_BYTES], label)
+        BouncePart(request, offset + start, tensor[start : start + BOUNCE_BYTES], label)
         for request, (offset, tensor, label) in enumerate(requests)
         for start in range(0, tensor.numel(), BOUNCE_BYTES)
     ]
 
 
-def windows(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def windows(parts: Iterable[BouncePart]) -> Iterator[list[BouncePart]]:
     """As many at a time as fit into the bounce buffer."""
-    window, nbytes = list[Part](), 0
+    window, nbytes = list[BouncePart](), 0
     for part in parts:
         if nbytes + part.tensor.numel() > BOUNCE_BYTES:
             yield window

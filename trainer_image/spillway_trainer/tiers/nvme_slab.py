@@ -102,7 +102,7 @@ class Device:
         return self.extents.held_bytes / (self.weight or 1.0)
 
 
-class Piece(NamedTuple):
+class ExtentPiece(NamedTuple):
     """A run of one device's bytes: the extent's from `start` on."""
 
     device: Device
@@ -145,7 +145,7 @@ class NvmeExtent(Region):
 
     __slots__ = ("_retired", "_slab", "home", "kept", "pieces")
 
-    def __init__(self, slab: NvmeSlab, pieces: Sequence[Piece], label: str) -> None:
+    def __init__(self, slab: NvmeSlab, pieces: Sequence[ExtentPiece], label: str) -> None:
         super().__init__(sum(piece.nbytes for piece in pieces), label)
         self._slab = slab
         self._retired: set[Device] = set()
@@ -158,7 +158,7 @@ class NvmeExtent(Region):
     def at(self, offset: int) -> Address:
         return Address(self, offset)
 
-    def pieces_of(self, offset: int, nbytes: int) -> Iterator[Piece]:
+    def pieces_of(self, offset: int, nbytes: int) -> Iterator[ExtentPiece]:
         """Those that have some of these bytes, in order."""
         return (p for p in self.pieces if p.start < offset + nbytes and offset < p.start + p.nbytes)
 
@@ -182,7 +182,7 @@ class NvmeExtent(Region):
             self.home.drop()
 
 
-class Part(NamedTuple):
+class DevicePart(NamedTuple):
     """What one device does of one request: `tensor` goes to, or comes from, `offset` of its file."""
 
     request: int
@@ -256,7 +256,7 @@ class NvmeSlab:
         or as a copy. Raises SpillIOError or SpillVolumeFull where there is no room for one, or without `copies`.
         """
         parts = [
-            Part(request, piece.device, offset, run, label)
+            DevicePart(request, piece.device, offset, run, label)
             for request, (address, tensor, label) in enumerate(writes)
             if not self._is_kept(address, tensor.numel())
             for piece, offset, run in runs(address, tensor)
@@ -282,14 +282,14 @@ class NvmeSlab:
     def read_batch(self, reads: Sequence[tuple[Stored, Tensor, str]]) -> None:
         """Fill each tensor with what was stored. Raises SpillIOError for bytes that do not come back as they were
         written: never zeros, never others."""
-        parts: list[Part] = []
+        parts: list[DevicePart] = []
         for request, (stored, tensor, label) in enumerate(reads):
             if isinstance(stored, Kept):
                 kernels.copy(tensor, stored.memory)
                 continue
             start = 0
             for device, offset, nbytes, checksum in stored:
-                parts.append(Part(request, device, offset, tensor[start : start + nbytes], label, checksum))
+                parts.append(DevicePart(request, device, offset, tensor[start : start + nbytes], label, checksum))
                 start += nbytes
         _, errors = self._on_every_device(parts, self._read_from)
         for part in parts:  # in the order of the requests, so that the first failure is the one that is raised
@@ -377,14 +377,14 @@ class NvmeSlab:
 
     # --- where bytes go -----------------------------------------------------------------------------------------------
 
-    def _place(self, nbytes: int, label: str) -> list[Piece] | None:
+    def _place(self, nbytes: int, label: str) -> list[ExtentPiece] | None:
         """Pieces of `nbytes` on devices that take writes, quick ones first; None when there is no room."""
         self._check_process()
         usable = [device for device in self._devices if not device.writes.is_retired]
         quick = [device for device in usable if not device.writes.is_slow] or usable
         chosen = sorted(quick, key=lambda device: device.load)[: max(1, nbytes // STRIPE_BYTES)]
         wanted = list(zip(chosen, divided(nbytes, [device.weight for device in chosen]), strict=True))
-        pieces, start = list[Piece](), 0
+        pieces, start = list[ExtentPiece](), 0
         for preferred, size in wanted:
             others = (device for device in usable if device is not preferred)
             piece = next(filter(None, (take(device, size, start, label) for device in (preferred, *others))), None)
@@ -413,12 +413,12 @@ class NvmeSlab:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _on_every_device(
-        self, parts: Sequence[Part], move: Callable[[Device, Sequence[Part]], list[int]]
+        self, parts: Sequence[DevicePart], move: Callable[[Device, Sequence[DevicePart]], list[int]]
     ) -> tuple[dict[int, int], dict[Device, SpillwayError]]:
         """Every device moves its own parts, all at the same time. Returns what `move` returned, by part, and the errors
         of devices that failed."""
         self._check_process()
-        shares: dict[Device, list[Part]] = {}
+        shares: dict[Device, list[DevicePart]] = {}
         for part in parts:
             shares.setdefault(part.device, []).append(part)
         moved = {device: self._start(move, device, share) for device, share in shares.items()}
@@ -432,19 +432,19 @@ class NvmeSlab:
         return results, errors
 
     def _start(
-        self, move: Callable[[Device, Sequence[Part]], list[int]], device: Device, share: Sequence[Part]
+        self, move: Callable[[Device, Sequence[DevicePart]], list[int]], device: Device, share: Sequence[DevicePart]
     ) -> Callable[[], list[int]]:
         if self._threads is None:
             return lambda: move(device, share)
         return self._threads.submit(move, device, share).result
 
-    def _write_to(self, device: Device, parts: Sequence[Part]) -> list[int]:
+    def _write_to(self, device: Device, parts: Sequence[DevicePart]) -> list[int]:
         started = self._clock()
         checksums = device.file.write_batch([(part.offset, part.tensor, part.label) for part in parts])
         self._note_pace(device, parts, self._clock() - started, is_write=True)
         return checksums
 
-    def _read_from(self, device: Device, parts: Sequence[Part]) -> list[int]:
+    def _read_from(self, device: Device, parts: Sequence[DevicePart]) -> list[int]:
         started = self._clock()
         device.file.read_batch([(part.offset, part.tensor, part.checksum, part.label) for part in parts])
         self._note_pace(device, parts, self._clock() - started, is_write=False)
@@ -520,7 +520,7 @@ class NvmeSlab:
             self._count(DEVICE_RETIRED)
             self._tell(f"spill: {device.directory} takes no more writes; what it holds can still be read")
 
-    def _note_pace(self, device: Device, parts: Sequence[Part], seconds: float, *, is_write: bool) -> None:
+    def _note_pace(self, device: Device, parts: Sequence[DevicePart], seconds: float, *, is_write: bool) -> None:
         nbytes = sum(part.tensor.numel() for part in parts)
         planned = (self._planned.write if is_write else self._planned.read) / len(self._devices)
         with self._lock:
@@ -571,7 +571,7 @@ class NvmeSlab:
             device.file.close()
 
 
-def runs(address: Address, tensor: Tensor) -> Iterator[tuple[Piece, int, Tensor]]:
+def runs(address: Address, tensor: Tensor) -> Iterator[tuple[ExtentPiece, int, Tensor]]:
     """The parts of `tensor` by piece of the extent: (piece, offset in its device's file, part)."""
     end = address.offset + tensor.numel()
     for piece in address.extent.pieces_of(address.offset, tensor.numel()):
@@ -579,9 +579,9 @@ def runs(address: Address, tensor: Tensor) -> Iterator[tuple[Piece, int, Tensor]
         yield piece, piece.offset + first - piece.start, tensor[first - address.offset : last - address.offset]
 
 
-def take(device: Device, nbytes: int, start: int, label: str) -> Piece | None:
+def take(device: Device, nbytes: int, start: int, label: str) -> ExtentPiece | None:
     offset = device.extents.allocate(nbytes, label)
-    return None if offset is None else Piece(device, offset, nbytes, start)
+    return None if offset is None else ExtentPiece(device, offset, nbytes, start)
 
 
 def divided(nbytes: int, weights: Sequence[float]) -> list[int]:

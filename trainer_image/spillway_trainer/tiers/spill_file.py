@@ -26,7 +26,7 @@ from spillway.errors import SpillIOError, SpillVolumeFull, SpillwayError, UserEr
 from spillway.units import format_bytes
 
 from ..kernels import native
-from ..kernels.io_engine import Direction, Failure, IoEngine, PythonEngine, SystemCall, Transfer
+from ..kernels.io_engine import Direction, IoEngine, IoRequest, PythonEngine, SystemCall, TransferFailure
 
 BLOCK_BYTES = 4096
 """Offsets, sizes and addresses of transfers are multiples of this: what O_DIRECT asks for on every common device."""
@@ -111,7 +111,7 @@ class SpillFile:
         Raises SpillVolumeFull or SpillIOError for the first that failed; the extents of a failed batch hold anything.
         """
         named = [Write(*request) for request in requests]
-        transfers = [Transfer(request.offset, request.tensor) for request in named]
+        transfers = [IoRequest(request.offset, request.tensor) for request in named]
         self._perform(Direction.WRITE, transfers, [request.label for request in named])
         return [transfer.checksum for transfer in transfers]
 
@@ -121,7 +121,7 @@ class SpillFile:
         Raises SpillIOError for the first that failed; then no tensor of the batch may be used.
         """
         named = [Read(*request) for request in requests]
-        transfers = [Transfer(request.offset, request.tensor, request.checksum) for request in named]
+        transfers = [IoRequest(request.offset, request.tensor, request.checksum) for request in named]
         self._perform(Direction.READ, transfers, [request.label for request in named])
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
@@ -154,7 +154,7 @@ class SpillFile:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _perform(self, direction: Direction, transfers: list[Transfer], labels: list[str]) -> None:
+    def _perform(self, direction: Direction, transfers: list[IoRequest], labels: list[str]) -> None:
         if not self._is_open:
             raise ValueError(f"{self.directory}: the spill file is closed")
         for transfer, label in zip(transfers, labels, strict=True):
@@ -164,7 +164,7 @@ class SpillFile:
             if transfer.failure:
                 self._raise(direction, transfer, label)
 
-    def _check(self, transfer: Transfer, label: str) -> None:
+    def _check(self, transfer: IoRequest, label: str) -> None:
         tensor, offset = transfer.tensor, transfer.offset
         if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or not tensor.is_cpu:
             raise ValueError(
@@ -178,17 +178,17 @@ class SpillFile:
         if offset < 0 or offset + tensor.numel() > self.nbytes:
             raise ValueError(f"{label}: bytes {offset} to {offset + tensor.numel()} lie outside {self.nbytes}")
 
-    def _raise(self, direction: Direction, transfer: Transfer, label: str) -> NoReturn:
+    def _raise(self, direction: Direction, transfer: IoRequest, label: str) -> NoReturn:
         verb = "write" if direction is Direction.WRITE else "read"
         where = f"{self.directory}: {verb} of {label or 'an extent'} at offset {transfer.error_offset}"
         details = {"label": label, "offset": transfer.error_offset}
-        if transfer.failure is Failure.CHECKSUM_MISMATCH:
+        if transfer.failure is TransferFailure.CHECKSUM_MISMATCH:
             raise SpillIOError(
                 f"{where}: the {transfer.tensor.numel()} bytes read are not those written: checksum expected "
                 f"{transfer.checksum:#010x}, found {transfer.found:#010x}; the device or its driver is unsound",
                 **details,
             )
-        if transfer.failure is Failure.END_OF_FILE:
+        if transfer.failure is TransferFailure.END_OF_FILE:
             raise SpillIOError(f"{where}: the file ended early; something truncated the spill file", **details)
         if transfer.os_error in _VOLUME_FULL:
             raise _volume_full(

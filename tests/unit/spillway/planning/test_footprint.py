@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.api.model import ModelConfig
-from spillway.plan import Answer, OptimizerPlan, Tier
+from spillway.plan import OptimizerPlan, Policy, Tier
 from spillway.planning.footprint import (
     accumulator_bytes,
     cpu_accumulated,
@@ -208,7 +208,7 @@ def test_host_and_nvme_blocks_are_counted_where_they_lie() -> None:
 
 
 def test_blocks_lie_in_the_order_in_which_backward_needs_them_last() -> None:
-    assert Blocks(4, recomputed=1, host=1, nvme=1).answers == (Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP)
+    assert Blocks(4, recomputed=1, host=1, nvme=1).answers == (Policy.NVME, Policy.HOST, Policy.RECOMPUTE, Policy.KEEP)
 
 
 @given(layers=st.integers(1, 12), data=st.data())

@@ -19,8 +19,8 @@ from spillway.api.load import load_job
 from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.feedback.profiles import with_rates
-from spillway.plan import Answer, Infeasible, MemoryPlan, Tier
-from spillway.planning.candidates import TIE, Group, Timed, best, timed
+from spillway.plan import Infeasible, MemoryPlan, Policy, Tier
+from spillway.planning.candidates import TIE, CandidateGroup, Timed, best, timed
 from spillway.planning.hardware import Link, NodeSpec, local_node, resolve_node
 from spillway.planning.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
 from spillway.planning.search import Search
@@ -62,7 +62,7 @@ def budget(device: str, host: str = "4Gi", nvme: str = "64Gi") -> dict[str, Any]
     return {"spec.memory.budget": {"device": device, "host": host, "nvme": nvme}}
 
 
-def count(decided: MemoryPlan, answer: Answer) -> int:
+def count(decided: MemoryPlan, answer: Policy) -> int:
     return sum(given is answer for given in decided.activations.answers)
 
 
@@ -160,8 +160,8 @@ def test_a_small_budget_moves_or_recomputes_something() -> None:
 
 def test_plan_prefers_host_over_nvme_when_both_fit() -> None:
     decided = plan(SMALL_HEAD | budget("80Mi"), SLOW)
-    assert count(decided, Answer.HOST) > 0
-    assert count(decided, Answer.NVME) == 0
+    assert count(decided, Policy.HOST) > 0
+    assert count(decided, Policy.NVME) == 0
 
 
 IN_HOST = {"spec.memory.optimizer.placement": "Host"}
@@ -169,7 +169,7 @@ IN_HOST = {"spec.memory.optimizer.placement": "Host"}
 
 def test_nvme_takes_what_host_memory_cannot() -> None:
     decided = plan(SMALL_HEAD | budget("50Mi", host="115Mi") | IN_HOST, SLOW)
-    assert count(decided, Answer.NVME) > 0
+    assert count(decided, Policy.NVME) > 0
     assert decided.bytes[Tier.HOST].total <= 115 * MIB
 
 
@@ -231,13 +231,13 @@ def test_nothing_fits_is_said_with_the_bytes_that_nvme_lacks() -> None:
 
 def test_a_fast_device_recomputes_instead_of_copying() -> None:
     decided = plan(SMALL_HEAD | budget("80Mi"), replace(LOCAL, bfloat16_flops_per_second=1e14))
-    assert count(decided, Answer.RECOMPUTE) > 0
-    assert count(decided, Answer.HOST) == 0
+    assert count(decided, Policy.RECOMPUTE) > 0
+    assert count(decided, Policy.HOST) == 0
 
 
 def test_the_first_blocks_go_farthest_and_the_last_are_kept() -> None:
     answers = list(plan(SMALL_HEAD | budget("80Mi", host="120Mi"), SLOW).activations.answers)
-    order = [Answer.NVME, Answer.HOST, Answer.RECOMPUTE, Answer.KEEP]
+    order = [Policy.NVME, Policy.HOST, Policy.RECOMPUTE, Policy.KEEP]
     assert answers[1:-1] == sorted(answers[1:-1], key=order.index)
 
 
@@ -281,15 +281,15 @@ def test_nothing_is_rebuilt_where_everything_fits_or_where_no_run_could() -> Non
 
 def test_embedding_and_head_are_always_kept() -> None:
     answers = plan({"spec.memory.activations.policy": "Host"}).activations.answers
-    assert (answers[0], answers[-1]) == (Answer.KEEP, Answer.KEEP)
-    assert set(answers[1:-1]) == {Answer.HOST}
+    assert (answers[0], answers[-1]) == (Policy.KEEP, Policy.KEEP)
+    assert set(answers[1:-1]) == {Policy.HOST}
     assert len(answers) == 6
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Host", "Nvme"])
 def test_a_policy_holds_for_every_block(policy: str) -> None:
     answers = plan({"spec.memory.activations.policy": policy}).activations.answers
-    assert set(answers[1:-1]) <= {Answer(policy.lower())}
+    assert set(answers[1:-1]) <= {Policy(policy.lower())}
 
 
 def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
@@ -432,7 +432,7 @@ def test_disabled_keeps_everything_and_reports_what_is_missing() -> None:
 def test_advise_runs_the_spec_and_says_what_auto_would_do() -> None:
     changes = budget("120Mi") | {"spec.memory.mode": "Advise", "spec.memory.activations": {"policy": "Recompute"}}
     decided = plan(changes)
-    assert set(decided.activations.answers[1:-1]) == {Answer.RECOMPUTE}
+    assert set(decided.activations.answers[1:-1]) == {Policy.RECOMPUTE}
     assert decided.optimizer.resident_share == 1.0
     assert any("Auto would take" in reason for reason in decided.reasons)
 
@@ -884,7 +884,7 @@ def test_the_search_finds_what_trying_everything_finds(
 def test_a_very_deep_model_is_planned_in_seconds(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are what planning takes its time for: the number that it tries is bounded."""
     tried = Counter[str]()
-    settle, bound = Search._settled, Group.bound
+    settle, bound = Search._settled, CandidateGroup.bound
 
     def settled(*given: Any) -> Any:
         tried["settled"] += 1
@@ -895,7 +895,7 @@ def test_a_very_deep_model_is_planned_in_seconds(changes: dict[str, Any], monkey
         return bound(*given)
 
     monkeypatch.setattr(Search, "_settled", settled)
-    monkeypatch.setattr(Group, "bound", bounded)
+    monkeypatch.setattr(CandidateGroup, "bound", bounded)
     make_plan(job({"spec.model.config.numLayers": 1024} | changes), LOCAL)
     assert 1000 < tried["settled"] < 120_000
     assert 100 < tried["bounded"] < 30_000

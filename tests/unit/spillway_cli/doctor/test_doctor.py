@@ -26,13 +26,13 @@ from spillway_cli.__main__ import run_app
 from spillway_cli.doctor import command as doctor_command
 from spillway_cli.doctor import gather as doctor_gather
 from spillway_cli.doctor.cluster import RIGHTS, ClusterFacts, Right, cluster_findings
-from spillway_cli.doctor.findings import Finding, Missing, Severity
+from spillway_cli.doctor.findings import Diagnosis, Missing, Severity
 from spillway_cli.doctor.machine import (
     Cores,
     Disk,
     Kernel,
-    Machine,
-    Memory,
+    MachineFacts,
+    MachineMemory,
     Native,
     Profile,
     is_older,
@@ -43,14 +43,14 @@ from spillway_operator.decide import conditions
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 GIB = 2**30
-HEALTHY = Machine(
+HEALTHY = MachineFacts(
     python="3.12.1",
     versions=dict.fromkeys([name for names in EXTRAS.values() for name in names], "9.0"),
     minima={"torch": "2.11"},
     native=Native("avx512", ("scalar", "avx2", "avx512"), "threads", ("threads", "io_uring")),
     kernel=Kernel("6.8.0", 0, 0, "madvise"),
     disk=Disk("/spill", 100 * GIB, True),
-    memory=Memory(64 * GIB, 32 * GIB, False),
+    memory=MachineMemory(64 * GIB, 32 * GIB, False),
     cores=Cores(8, 8, ""),
     memlock_bytes=None,
     profile=Profile("/state/node-profile.yaml", True, "2026-11-01T00:00:00Z"),
@@ -60,11 +60,11 @@ HEALTHY = Machine(
 RTX = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB, 0, (4, 16, 16), 4)
 
 
-def the_bad(findings: list[Finding]) -> list[Finding]:
+def the_bad(findings: list[Diagnosis]) -> list[Diagnosis]:
     return [finding for finding in findings if finding.severity is not Severity.OK]
 
 
-def the_one(findings: list[Finding]) -> Finding:
+def the_one(findings: list[Diagnosis]) -> Diagnosis:
     (found,) = the_bad(findings)
     return found
 
@@ -104,8 +104,13 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         ({"disk": Disk("/spill", 0, False, True, "Permission denied")}, "error", "Permission denied", "--directory"),
         ({"disk": Disk(".", 0, False, False, "Permission denied")}, "warning", "Permission denied", "--directory"),
         ({"disk": Missing("no answer in time")}, "warning", "no answer in time", "again"),
-        ({"memory": Memory(64 * GIB, GIB // 4, True)}, "warning", "a cgroup limit binds", "container's memory limit"),
-        ({"memory": Memory(64 * GIB, GIB // 4, False)}, "warning", "256 MiB available", "end what holds it"),
+        (
+            {"memory": MachineMemory(64 * GIB, GIB // 4, True)},
+            "warning",
+            "a cgroup limit binds",
+            "container's memory limit",
+        ),
+        ({"memory": MachineMemory(64 * GIB, GIB // 4, False)}, "warning", "256 MiB available", "end what holds it"),
         ({"memlock_bytes": 8 << 20}, "note", "RLIMIT_MEMLOCK is 8.00 MiB", "ulimit -l"),
         ({"kernel": Kernel("6.8", 0, 0, "never")}, "warning", "huge pages are off", "madvise"),
         ({"cores": Cores(2, 8, "16")}, "warning", "OMP_NUM_THREADS=16, and 2 cores", "unset"),
@@ -273,7 +278,7 @@ SOUND = ClusterFacts(
 )
 
 
-def judged(job: str | None = None, **changes: Any) -> list[Finding]:
+def judged(job: str | None = None, **changes: Any) -> list[Diagnosis]:
     parsed = None if job is None else parse_job(job, "job.yaml")
     return cluster_findings(replace(SOUND, **changes), "0.1.0", NOW, parsed)
 
@@ -401,7 +406,7 @@ def test_reasons_with_a_fix_are_reasons_of_the_operator() -> None:
 
 def test_every_finding_that_is_worse_than_a_note_has_a_fix() -> None:
     nothing = Missing("no answer in time")
-    blind = Machine("3", {"torch": "9"}, {}, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    blind = MachineFacts("3", {"torch": "9"}, {}, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     dark = ClusterFacts("h", "n", {}, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     findings = [*machine_findings(blind, NOW), *cluster_findings(dark, "1", NOW, None)]
     assert len(findings) > 12

@@ -13,7 +13,7 @@ from harness.run_records import MIB, plan, run_log
 from spillway.plan import MemoryPlan, Prediction
 from spillway_cli.__main__ import run_app
 from spillway_cli.record.log import RunLog
-from spillway_cli.record.plan_reality import Row, as_json, compared, largest_deviation, sentence
+from spillway_cli.record.plan_reality import Comparison, as_json, compared, largest_deviation, sentence
 
 PHASES = {"forward": 0.1, "backward": 0.2, "wait": 0.04, "exchange": 0.0, "optimizer": 0.1}
 
@@ -27,7 +27,7 @@ def predicted(**changes: Any) -> MemoryPlan:
     return plan(prediction=prediction)
 
 
-def rows_of(found: MemoryPlan) -> dict[str, Row]:
+def rows_of(found: MemoryPlan) -> dict[str, Comparison]:
     return {row.name: row for row in compared(run_log((1, 20)).curve, found)}
 
 
@@ -82,20 +82,20 @@ def test_the_sentence_names_the_furthest_and_the_remedy() -> None:
 
 
 def test_a_tier_that_is_furthest_is_not_sent_to_calibration() -> None:
-    rows = [Row("step", "step", 1.0, 1.0), Row("tier", "host", 10 * MIB, 30 * MIB)]
+    rows = [Comparison("step", "step", 1.0, 1.0), Comparison("tier", "host", 10 * MIB, 30 * MIB)]
     said = sentence(rows, "runs/demo")
     assert "host tier held 30.0 MiB, 3 times the planned 10.0 MiB" in said
     assert "--from" not in said
 
 
 def test_within_a_quarter_nothing_is_named() -> None:
-    rows = [Row("step", "step", 1.0, 1.2), Row("phase", "forward", 1.0, 0.81)]
+    rows = [Comparison("step", "step", 1.0, 1.2), Comparison("phase", "forward", 1.0, 0.81)]
     assert largest_deviation(rows) is None
     assert sentence(rows, "x") == "Every tier and phase is within 25% of the plan."
 
 
 def test_a_phase_of_no_weight_is_not_named() -> None:
-    rows = [Row("step", "step", 1.0, 1.1), Row("phase", "optimizer", 0.001, 0.04)]
+    rows = [Comparison("step", "step", 1.0, 1.1), Comparison("phase", "optimizer", 0.001, 0.04)]
     assert largest_deviation(rows) is None
 
 

@@ -12,17 +12,17 @@ from fakes.fake_trainer import attempt_lines, step_line
 from spillway.plan import Tier
 from spillway_cli.console import console_on
 from spillway_cli.record.attempt_ends import Attempt
-from spillway_cli.record.log import Preparing, RunLog, Start, Step
+from spillway_cli.record.log import Preparing, RunLog, Start, StepEvent
 from spillway_cli.record.progress import ProgressReporter, RemainingTime, logging_interval, occupancy, progress_line
 
 MIB = 2**20
 BUDGET = {Tier.DEVICE: 128 * MIB, Tier.HOST: 512 * MIB}
 
 
-def step(number: int, time: float = 0.0) -> Step:
+def step(number: int, time: float = 0.0) -> StepEvent:
     log = RunLog()
     event = log.add(json.dumps(step_line(number, time)))
-    assert isinstance(event, Step)
+    assert isinstance(event, StepEvent)
     return event
 
 
@@ -61,7 +61,7 @@ def test_line_has_no_tier_that_holds_nothing() -> None:
 def test_line_says_when_a_step_was_skipped() -> None:
     line = json.dumps({**step_line(4, 0.0), "skipped": True, "loss": None})
     event = RunLog().add(line)
-    assert isinstance(event, Step)
+    assert isinstance(event, StepEvent)
     assert "loss not finite (skipped)" in progress_line(event, 10, BUDGET, None)
 
 
@@ -69,7 +69,7 @@ def test_line_says_when_the_loss_scale_was_too_large() -> None:
     event = RunLog().add(
         json.dumps({**step_line(4, 0.0), "skipped": True, "gradient_norm": None, "loss_scale": 65536.0})
     )
-    assert isinstance(event, Step)
+    assert isinstance(event, StepEvent)
     assert "loss 2 (skipped: gradients overflowed at loss scale 65536)" in progress_line(event, 10, BUDGET, None)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fakes.fake_trainer import attempt_lines, start_line, step_line
-from spillway_cli.record.log import Follower, RunLog, Step
+from spillway_cli.record.log import Follower, RunLog, StepEvent
 
 
 def steps(follower: Follower) -> list[int]:
-    return [event.metrics.step for event in follower.new_events() if isinstance(event, Step)]
+    return [event.metrics.step for event in follower.new_events() if isinstance(event, StepEvent)]
 
 
 def test_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:

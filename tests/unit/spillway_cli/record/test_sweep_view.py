@@ -21,7 +21,7 @@ from spillway_cli.record import sweep_view
 from spillway_cli.record.attempt_ends import Attempt
 from spillway_cli.record.directory import RunDirectory, exclusive
 from spillway_cli.record.follower import RunFollower
-from spillway_cli.record.log import Evaluation, RunLog, Step, read_run_log
+from spillway_cli.record.log import EvaluationEvent, RunLog, StepEvent, read_run_log
 from spillway_cli.record.progress import ProgressReporter, format_eta
 from spillway_cli.record.sweep_pace import SweepPace, left_seconds
 from spillway_cli.record.sweep_view import MemberLogs, MemberView, member_views, read_member_logs, steps_made
@@ -182,7 +182,7 @@ def test_member_pace_is_its_own_or_without_steps_the_mean_of_the_others(tmp_path
     for name, number, time, seconds in (("a", 1, 101.0, 1.0), ("b", 1, 104.0, 3.0)):
         line = {**step_line(number, time), "step_seconds": seconds}
         step = logs[name].add(json.dumps(line))
-        assert isinstance(step, Step)
+        assert isinstance(step, StepEvent)
         pace.take(step)
     members = [MemberView(name, step, 3, None, None, "Parked") for name, step in (("a", 1), ("b", 1), ("c", 0))]
     assert pace.left_seconds(members, logs, 0) == pytest.approx(2 * 1.0 + 2 * 3.0 + 3 * 2.0)
@@ -226,8 +226,8 @@ def test_members_logs_are_read_in_the_order_of_time_and_once(run: RunDirectory) 
     log, logs = read_run_log(run.log), MemberLogs(run)
     found = list(logs.new_events(log))
     assert [one.time for one in found] == sorted(one.time for one in found)
-    assert [type(one) for one in found].count(Step) == 12
-    assert [type(one) for one in found].count(Evaluation) == 3
+    assert [type(one) for one in found].count(StepEvent) == 12
+    assert [type(one) for one in found].count(EvaluationEvent) == 3
     assert list(logs.new_events(log)) == []
     run.member("a").log.write_text(json.dumps(step_line(1, 200.0)) + "\n")  # begun anew
     assert [one.time for one in logs.new_events(log)] == [200.0]

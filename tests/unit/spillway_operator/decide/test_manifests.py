@@ -19,7 +19,7 @@ from spillway.api.job_file import JobFile
 from spillway.api.limits import RESERVED_VARIABLES
 from spillway.api.status import Attempts, PlanStatus
 from spillway.errors import UserError
-from spillway.plan import ActivationPlan, Answer, MemoryPlan, OptimizerPlan, Prediction, Tier, TierBytes
+from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Policy, Prediction, Tier, TierBytes
 from spillway.units import parse_quantity
 from spillway_operator.decide import manifests
 from spillway_operator.decide.manifests import AttemptFiles, Decision, Preferred, attempt_files, children
@@ -52,7 +52,7 @@ def plan(device: str = "Cpu", nvme_bytes: int = 64 * MIB, world_size: int = 1) -
     return MemoryPlan(
         job="tiny", node="cpu-2-cores", device=device, mode="Auto", world_size=world_size, micro_batch_size=4,
         num_micro_batches=2, num_segments=6, optimizer=OptimizerPlan(num_threads=2),
-        activations=ActivationPlan(answers=(Answer.KEEP, *([Answer.NVME] * 4), Answer.KEEP)),
+        activations=ActivationPlan(answers=(Policy.KEEP, *([Policy.NVME] * 4), Policy.KEEP)),
         bytes={Tier.DEVICE: TierBytes(parameters=100 * MIB), Tier.HOST: TierBytes(),
                Tier.NVME: TierBytes(activations=nvme_bytes)},
         budget={Tier.DEVICE: 128 * MIB, Tier.HOST: 128 * MIB, Tier.NVME: 1024 * MIB},

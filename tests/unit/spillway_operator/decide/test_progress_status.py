@@ -11,7 +11,7 @@ from spillway.api.field_types import MAX_COUNT
 from spillway.api.progress import CommittedCheckpoint, ProgressReport
 from spillway.api.status import CheckpointStatus, MemoryStatus, Progress
 from spillway_operator.decide.progress_status import (
-    Reported,
+    ReportedStatus,
     at_the_end,
     at_the_start,
     correction_notes,
@@ -22,7 +22,7 @@ from spillway_operator.decide.progress_status import (
     with_saved_step,
 )
 
-NOTHING = Reported(None, None, None)
+NOTHING = ReportedStatus(None, None, None)
 NOW = "2026-11-21T10:00:00Z"
 GIB = 1 << 30
 MIB = 1 << 20
@@ -40,11 +40,11 @@ def report(step: int = 42, epoch: int = 2, **more: object) -> ProgressReport:
     return ProgressReport.model_validate({"spillway": own})
 
 
-def after(before: Reported, said: ProgressReport, attempt: int = 2) -> Reported:
+def after(before: ReportedStatus, said: ProgressReport, attempt: int = 2) -> ReportedStatus:
     return with_report(before, said, attempt, 100, NOW)
 
 
-def progress(found: Reported) -> Progress:
+def progress(found: ReportedStatus) -> Progress:
     assert found.progress is not None
     return found.progress
 
@@ -84,7 +84,7 @@ def test_a_step_that_was_saved_at_the_end_is_never_ahead_of_the_status() -> None
 
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_a_report_of_another_attempt_changes_nothing(epoch: int) -> None:
-    before = Reported(Progress(step=7, steps=100), MemoryStatus(device="1Gi"), CheckpointStatus(step=5))
+    before = ReportedStatus(Progress(step=7, steps=100), MemoryStatus(device="1Gi"), CheckpointStatus(step=5))
     assert after(before, report(epoch=epoch)) is before
 
 
@@ -95,7 +95,7 @@ def test_steps_never_go_back_within_an_attempt() -> None:
 
 def test_a_new_attempt_may_go_back_to_its_checkpoint() -> None:
     first = after(NOTHING, report(50))
-    begun = Reported(at_the_start(first.progress, 100), first.memory, first.checkpoint)
+    begun = ReportedStatus(at_the_start(first.progress, 100), first.memory, first.checkpoint)
     assert progress(begun).step == 50 and progress(begun).last_step_time is None
     assert progress(after(begun, report(40))).step == 40
 
@@ -147,7 +147,7 @@ def test_a_complete_job_shows_all_its_steps() -> None:
 
 def test_no_report_is_larger_than_the_status_can_hold() -> None:
     largest = report(step=MAX_COUNT, checkpoint={"step": MAX_COUNT, "epoch": 2})
-    found = with_report(Reported(None, None, None), largest, 2, MAX_COUNT, "2026-11-21T12:00:00Z")
+    found = with_report(ReportedStatus(None, None, None), largest, 2, MAX_COUNT, "2026-11-21T12:00:00Z")
     assert found.checkpoint is not None
     assert (progress(found).step, found.checkpoint.step) == (MAX_COUNT, MAX_COUNT)
     with pytest.raises(ValidationError):
@@ -155,7 +155,7 @@ def test_no_report_is_larger_than_the_status_can_hold() -> None:
 
 
 def test_figures_that_do_not_fit_change_nothing() -> None:
-    before = after(Reported(None, None, None), report())
+    before = after(ReportedStatus(None, None, None), report())
     own = report().spillway
     assert own is not None
     odd = report().model_copy(update={"spillway": own.model_copy(update={"step_seconds": float("nan")})})
@@ -193,13 +193,15 @@ LOW = VOLUME | {"free": 20 * MIB}
 CORRECTED = VOLUME | {"free": 60 * MIB, "activations": 28 * MIB, "hostRoom": 28 * MIB}
 
 
-def memory(before: Reported, volume: dict[str, int] | None, *, is_corrected: bool = True) -> tuple[Reported, list[str]]:
+def memory(
+    before: ReportedStatus, volume: dict[str, int] | None, *, is_corrected: bool = True
+) -> tuple[ReportedStatus, list[str]]:
     """After a report, and the reasons of its events."""
     found = with_report(before, report(spillVolume=volume), 2, 100, NOW, is_corrected=is_corrected)
     return found, [note.reason for note in correction_notes(before.memory, found.memory, is_corrected=is_corrected)]
 
 
-def told(found: Reported) -> tuple[int | None, str]:
+def told(found: ReportedStatus) -> tuple[int | None, str]:
     assert found.memory is not None
     return found.memory.activations, found.memory.correction
 

@@ -11,9 +11,15 @@ from spillway.api.field_types import MAX_MEMBERS
 from spillway.api.progress import ProgressReport
 from spillway.api.status import MemberStatus
 from spillway_operator.decide.observed import Observed
-from spillway_operator.decide.progress_status import MOST_MEMBER_NOTES, Reported, at_rest, member_notes, with_report
+from spillway_operator.decide.progress_status import (
+    MOST_MEMBER_NOTES,
+    ReportedStatus,
+    at_rest,
+    member_notes,
+    with_report,
+)
 
-NOTHING = Reported(None, None, None)
+NOTHING = ReportedStatus(None, None, None)
 MEMBERS = [{"name": "a"}, {"name": "b", "overrides": {"training.steps": "50"}}, {"name": "c"}]
 RUNNING_STATUS = {"attempts": {"total": 1}, "plan": {"configMap": "tiny-1"}}
 

@@ -22,7 +22,7 @@ from spillway_operator.kube.api_client import (
     Conflict,
     Expired,
     NotFound,
-    Refused,
+    RequestRejected,
     Unavailable,
 )
 
@@ -47,7 +47,7 @@ def test_request_has_the_token_and_is_counted_by_verb_resource_and_code() -> Non
 def test_a_name_that_would_lead_to_another_path_is_never_sent(name: str) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         for namespace, called in (("team", name), (name, "a")):
-            with pytest.raises(Refused, match="names no object"):
+            with pytest.raises(RequestRejected, match="names no object"):
                 await client.get(CLAIMS, namespace, called)
         assert api.requests == []
 
@@ -92,10 +92,10 @@ def test_429_for_ever_is_raised() -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        (400, Refused),
-        (403, Refused),
+        (400, RequestRejected),
+        (403, RequestRejected),
         (409, Conflict),
-        (422, Refused),
+        (422, RequestRejected),
         (500, Unavailable),
         (503, Unavailable),
         (401, Unavailable),

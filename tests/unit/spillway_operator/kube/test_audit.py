@@ -9,7 +9,7 @@ import pytest
 
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, child, put_job, training_job, with_cluster
-from spillway_operator.exporter import Exporter
+from spillway_operator.exporter import OperatorExporter
 from spillway_operator.kube.api_client import ApiClient, Unavailable
 from spillway_operator.kube.audit import GRACE_SECONDS, SOON_SECONDS, Audit
 from spillway_operator.kube.store import Key, Store, project_attempt, project_job
@@ -25,7 +25,7 @@ class Bench:
         self.slept: list[float] = []
         self.meanwhile: Callable[[], object] = lambda: None
         kinds = watched_kinds(self.store)
-        self.audit = Audit(client, kinds, namespaces, self.keys.append, Exporter(), self.sleep, lambda: 50.0)
+        self.audit = Audit(client, kinds, namespaces, self.keys.append, OperatorExporter(), self.sleep, lambda: 50.0)
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from fakes.virtual_time import run_in_virtual_time
 from harness.depth import examples
 from harness.operator_parts import credentials
-from spillway_operator.kube.api_client import Conflict, NotFound, Resource, Unavailable
+from spillway_operator.kube.api_client import ApiResource, Conflict, NotFound, Unavailable
 from spillway_operator.kube.lease import (
     GIVE_UP_SECONDS,
     LEASE_SECONDS,
     RENEW_SECONDS,
     Election,
     LeaseLost,
-    Standing,
-    Step,
+    LeaseStep,
+    LeaseView,
     decide,
     first,
     seen,
@@ -52,56 +52,58 @@ def lease(holder: str, version: int = 1, **spec: Any) -> Object:
 @pytest.mark.parametrize(
     ("standing", "now", "step"),
     [
-        (Standing("a"), 0.0, Step.ACQUIRE),
-        (Standing("a", holder=""), 0.0, Step.ACQUIRE),
-        (Standing("a", holder="a", changed=0.0), 1.0, Step.ACQUIRE),
-        (Standing("a", holder="b", changed=0.0), 15.0, Step.WAIT),
-        (Standing("a", holder="b", changed=0.0), 15.1, Step.ACQUIRE),
-        (Standing("a", holder="b", changed=0.0, lasts=60.0), 59.0, Step.WAIT),
-        (Standing("a", holder=None, changed=0.0), 14.0, Step.WAIT),
-        (Standing("a", holder="a", renewed=0.0), 11.9, Step.RENEW),
-        (Standing("a", holder="a", renewed=0.0), 12.0, Step.LOST),
-        (Standing("a", holder="b", renewed=0.0), 1.0, Step.LOST),
-        (Standing("a", holder=None, renewed=0.0), 1.0, Step.LOST),
+        (LeaseView("a"), 0.0, LeaseStep.ACQUIRE),
+        (LeaseView("a", holder=""), 0.0, LeaseStep.ACQUIRE),
+        (LeaseView("a", holder="a", changed=0.0), 1.0, LeaseStep.ACQUIRE),
+        (LeaseView("a", holder="b", changed=0.0), 15.0, LeaseStep.WAIT),
+        (LeaseView("a", holder="b", changed=0.0), 15.1, LeaseStep.ACQUIRE),
+        (LeaseView("a", holder="b", changed=0.0, lasts=60.0), 59.0, LeaseStep.WAIT),
+        (LeaseView("a", holder=None, changed=0.0), 14.0, LeaseStep.WAIT),
+        (LeaseView("a", holder="a", renewed=0.0), 11.9, LeaseStep.RENEW),
+        (LeaseView("a", holder="a", renewed=0.0), 12.0, LeaseStep.LOST),
+        (LeaseView("a", holder="b", renewed=0.0), 1.0, LeaseStep.LOST),
+        (LeaseView("a", holder=None, renewed=0.0), 1.0, LeaseStep.LOST),
     ],
     ids=[
         "none yet", "handed back", "own pod's", "another's", "another's that ran out", "another's that lasts longer",
         "deleted under a leader", "own, renewed", "own, not renewed in time", "taken by another", "own, deleted",
     ],
 )  # fmt: skip
-def test_what_is_done_follows_from_the_record_and_the_own_clock(standing: Standing, now: float, step: Step) -> None:
+def test_what_is_done_follows_from_the_record_and_the_own_clock(
+    standing: LeaseView, now: float, step: LeaseStep
+) -> None:
     assert decide(standing, now) is step
 
 
 def test_wait_restarts_only_when_the_lease_record_changes() -> None:
-    standing = seen(Standing("a"), lease("b", 1), 100.0)
+    standing = seen(LeaseView("a"), lease("b", 1), 100.0)
     assert seen(standing, lease("b", 1), 108.0).changed == 100.0
     assert seen(standing, lease("b", 2), 108.0).changed == 108.0
 
 
 def test_after_an_outage_the_one_who_led_comes_first_again() -> None:
     """Nobody could renew while the API server was away: who leads on has the address that trainers know."""
-    standing = seen(Standing("a"), lease("b", 1), 100.0)
+    standing = seen(LeaseView("a"), lease("b", 1), 100.0)
     back = seen(standing, lease("b", 1), 160.0)
-    assert decide(back, 160.0) is Step.WAIT and decide(back, 175.1) is Step.ACQUIRE
-    restarted = seen(Standing("b"), lease("b", 1), 160.0)
-    assert decide(restarted, 160.0) is Step.ACQUIRE
+    assert decide(back, 160.0) is LeaseStep.WAIT and decide(back, 175.1) is LeaseStep.ACQUIRE
+    restarted = seen(LeaseView("b"), lease("b", 1), 160.0)
+    assert decide(restarted, 160.0) is LeaseStep.ACQUIRE
 
 
 def test_a_lease_that_was_deleted_is_waited_for_as_if_it_were_there() -> None:
-    standing = seen(seen(Standing("a"), lease("b", 1), 100.0), None, 105.0)
-    assert decide(standing, 114.0) is Step.WAIT
-    assert decide(standing, 115.1) is Step.ACQUIRE
-    assert decide(seen(Standing("a"), None, 105.0), 105.0) is Step.ACQUIRE, "there never was one"
+    standing = seen(seen(LeaseView("a"), lease("b", 1), 100.0), None, 105.0)
+    assert decide(standing, 114.0) is LeaseStep.WAIT
+    assert decide(standing, 115.1) is LeaseStep.ACQUIRE
+    assert decide(seen(LeaseView("a"), None, 105.0), 105.0) is LeaseStep.ACQUIRE, "there never was one"
 
 
 def test_the_clock_of_the_holder_is_not_looked_at() -> None:
     old = lease("b", 1, renewTime="1999-01-01T00:00:00.000000Z", leaseDurationSeconds=15)
-    assert decide(seen(Standing("a"), old, 100.0), 101.0) is Step.WAIT
+    assert decide(seen(LeaseView("a"), old, 100.0), 101.0) is LeaseStep.WAIT
 
 
 def test_who_stopped_renewing_may_not_write_before_anybody_else_may() -> None:
-    leader = Standing("a", holder="a", renewed=0.0)
+    leader = LeaseView("a", holder="a", renewed=0.0)
     assert leader.seconds_left(11.0) == pytest.approx(1.0)
     assert leader.seconds_left(GIVE_UP_SECONDS) == 0.0
     assert GIVE_UP_SECONDS + 2 < LEASE_SECONDS
@@ -166,13 +168,13 @@ class Server:
     on_write: Callable[[str], None] = lambda holder: None
     writes: list[tuple[float, str]] = field(default_factory=list)
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+    async def get(self, resource: ApiResource, namespace: str, name: str) -> Object:
         return await self._answer(self._found)
 
-    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
+    async def create(self, resource: ApiResource, namespace: str, body: Object) -> Object:
         return await self._answer(lambda: self._write(body, self.lease is None))
 
-    async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
+    async def replace(self, resource: ApiResource, namespace: str, name: str, body: Object) -> Object:
         def write() -> Object:
             found = self._found()
             return self._write(body, body["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"])

@@ -12,16 +12,24 @@ import pytest
 
 from harness.depth import FULL
 from harness.plain_play import PlainCourse
-from spillway.plan import Answer, Tier
+from spillway.plan import Policy, Tier
 from spillway.planning import storage_choice as choice
-from spillway.planning.storage_choice import Choice, Course, Limits, NoChoice, Played, SavedStorage, choose
+from spillway.planning.storage_choice import (
+    Choice,
+    NoChoice,
+    Played,
+    PolicyLimits,
+    SavedStorage,
+    StepSimulation,
+    choose,
+)
 
-KEEP, RECOMPUTE, HOST, NVME = Answer.KEEP, Answer.RECOMPUTE, Answer.HOST, Answer.NVME
+KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 MIB = 1 << 20
 GAP = 0.02
 
 
-def drawn(seed: int, num_storages: int, ways: frozenset[Answer]) -> tuple[list[SavedStorage], Limits]:
+def drawn(seed: int, num_storages: int, ways: frozenset[Policy]) -> tuple[list[SavedStorage], PolicyLimits]:
     """A forward that saves a storage a second or so, backward twice as long, and limits that mostly bind."""
     numbers = random.Random(seed)
     produced = list(itertools.accumulate(numbers.random() for _ in range(num_storages)))
@@ -45,7 +53,7 @@ def drawn(seed: int, num_storages: int, ways: frozenset[Answer]) -> tuple[list[S
         for index in range(num_storages)
     ]
     total, rate = sum(sizes), sum(sizes) / produced[-1]
-    return storages, Limits(
+    return storages, PolicyLimits(
         device_bytes=max(*sizes, int(total * numbers.uniform(0.2, 0.9))),
         host_bytes=int(total * numbers.choice((0.2, 0.5))) if HOST in ways else 0,
         nvme_bytes=int(total * numbers.choice((0.5, 1.0))) if NVME in ways else 0,
@@ -59,9 +67,9 @@ def drawn(seed: int, num_storages: int, ways: frozenset[Answer]) -> tuple[list[S
     )
 
 
-def exhaustive(storages: list[SavedStorage], limits: Limits, ways: frozenset[Answer]) -> Played | None:
+def exhaustive(storages: list[SavedStorage], limits: PolicyLimits, ways: frozenset[Policy]) -> Played | None:
     """The fastest of all answers."""
-    course, best = Course(storages, limits), None
+    course, best = StepSimulation(storages, limits), None
     can = [[way for way in ways if way is not RECOMPUTE or each.rebuild_seconds is not None] for each in storages]
     for answers in itertools.product(*can):
         played = course.play(answers)
@@ -102,7 +110,7 @@ if not FULL:
     print(f"reduced: {NUM_SEEDS} of 200 seeds")
 
 
-def chosen(storages: list[SavedStorage], limits: Limits) -> Choice:
+def chosen(storages: list[SavedStorage], limits: PolicyLimits) -> Choice:
     found = choose(storages, limits)
     assert isinstance(found, Choice), found
     return found
@@ -142,7 +150,7 @@ def test_more_of_anything_is_never_slower(name: str) -> None:
 
 FOUR = [SavedStorage(MIB, float(index), 11.0 - 2.0 * index) for index in range(4)]
 """saved at 0, 1, 2, 3 and needed at 11, 9, 7, 5"""
-ROOMY = Limits(
+ROOMY = PolicyLimits(
     device_bytes=2 * MIB, host_bytes=0, nvme_bytes=8 * MIB, window_bytes=MIB, ahead_bytes=MIB,
     d2h=8.0 * MIB, h2d=8.0 * MIB, nvme_write=2.0 * MIB, nvme_read=2.0 * MIB, is_staged=False,
 )  # fmt: skip
@@ -163,21 +171,21 @@ def test_the_first_saved_leave_and_the_last_stay() -> None:
 
 def test_a_slow_write_is_waited_for_where_the_device_has_no_room() -> None:
     """One MiB takes 4 seconds: the first is written at 4, and the third would be made at 2."""
-    found = Course(FOUR[:3], replace(ROOMY, nvme_write=MIB / 4)).play((NVME, KEEP, KEEP))
+    found = StepSimulation(FOUR[:3], replace(ROOMY, nvme_write=MIB / 4)).play((NVME, KEEP, KEEP))
     assert found is not None
     assert (found.stall_seconds, found.peak_bytes) == (2.0, 2 * MIB)
 
 
 def test_storage_needed_before_its_write_begins_is_used_in_place() -> None:
     limits = replace(ROOMY, device_bytes=4 * MIB, window_bytes=4 * MIB, nvme_write=MIB / 100)
-    found = Course(FOUR, limits).play((NVME, NVME, NVME, KEEP))
+    found = StepSimulation(FOUR, limits).play((NVME, NVME, NVME, KEEP))
     assert found is not None
     assert found.stall_seconds == pytest.approx(100.0 + 0.5 - 11.0)  # the first one's write has begun
 
 
 def test_a_read_that_is_late_is_waited_for() -> None:
     limits = replace(ROOMY, device_bytes=3 * MIB, nvme_read=MIB / 3)
-    found = Course(FOUR, limits).play((NVME, NVME, NVME, NVME))
+    found = StepSimulation(FOUR, limits).play((NVME, NVME, NVME, NVME))
     assert found is not None
     # The last, saved at 3, is used where it is. One MiB may run ahead: the next is read from 5, when that is done with.
     assert found.stall_seconds == pytest.approx((8.0 - 7.0) + (11.0 - 10.0) + (14.0 - 13.0))
@@ -200,12 +208,12 @@ def test_cheap_storages_are_recomputed_only_where_the_disk_is_slow() -> None:
 
 def test_host_memory_and_nvme_work_in_turn_where_neither_keeps_up_alone() -> None:
     storages = [SavedStorage(MIB, 0.1 * index, 10.0 - 0.1 * index) for index in range(40)]
-    limits = Limits(
+    limits = PolicyLimits(
         device_bytes=4 * MIB, host_bytes=20 * MIB, nvme_bytes=40 * MIB, window_bytes=2 * MIB, ahead_bytes=4 * MIB,
         d2h=40.0 * MIB, h2d=40.0 * MIB, nvme_write=6.0 * MIB, nvme_read=20.0 * MIB,
     )  # fmt: skip
     found = chosen(storages, limits)
-    one_after_the_other = Course(storages, limits).play([*[NVME] * 18, *[HOST] * 20, KEEP, KEEP])
+    one_after_the_other = StepSimulation(storages, limits).play([*[NVME] * 18, *[HOST] * 20, KEEP, KEEP])
     assert one_after_the_other is not None
     assert one_after_the_other.stall_seconds > 0.9
     assert found.stall_seconds < 0.1 * one_after_the_other.stall_seconds
@@ -267,7 +275,7 @@ def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
 
 
 def test_nothing_saved_is_nothing_to_choose() -> None:
-    found = chosen([], Limits(device_bytes=0))
+    found = chosen([], PolicyLimits(device_bytes=0))
     assert (found.answers, found.step_seconds, found.peak_bytes) == ((), 0.0, 0)
 
 
@@ -307,7 +315,7 @@ def test_fast_play_matches_the_plain_one_and_stops_only_beyond_its_bound(num_sto
                 for each in storages
             ]
             roomy = replace(limits, host_bytes=1 << 40, nvme_bytes=1 << 40)
-            plain, fast = PlainCourse(storages, roomy), Course(storages, roomy)
+            plain, fast = PlainCourse(storages, roomy), StepSimulation(storages, roomy)
             expected = plain.play(answers, 0.5)
             assert fast.play(answers, 0.5) == expected
             if expected is not None:

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from spillway_trainer.activation_spill.needs import Group, foreseen
+from spillway_trainer.activation_spill.needs import ReloadGroup, foreseen
 
 
 def test_the_nearest_are_reloaded_first_in_groups() -> None:
     known = foreseen([3, 2, 1, 0], [4, 4, 1, 2], ahead_bytes=8, group_bytes=3)
-    assert known.groups == [Group(0, (3, 2), 3), Group(2, (1,), 4), Group(3, (0,), 4)]
+    assert known.groups == [ReloadGroup(0, (3, 2), 3), ReloadGroup(2, (1,), 4), ReloadGroup(3, (0,), 4)]
     assert known.leaves == frozenset()
 
 
@@ -24,7 +24,7 @@ def test_what_is_needed_again_soon_stays_and_is_reloaded_once() -> None:
 def test_tensor_needed_much_later_leaves_and_is_reloaded_before_its_use() -> None:
     known = foreseen([0, 4, 3, 2, 0, 1], [4] * 5, ahead_bytes=4, group_bytes=4)
     assert known.leaves == frozenset({0})  # three others come in before step 4
-    assert known.groups == [Group(step, (number,), 4) for step, number in enumerate([0, 4, 3, 2, 0, 1])]
+    assert known.groups == [ReloadGroup(step, (number,), 4) for step, number in enumerate([0, 4, 3, 2, 0, 1])]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,7 +16,7 @@ from spillway.api.model import Evaluation
 from spillway.errors import UserError
 from spillway_trainer.checkpoints.durable_files import FileEntry, describe_file
 from spillway_trainer.corpus.data import Batch, Split, TokenBatches, permuted
-from spillway_trainer.corpus.objective import IGNORED_LABEL, Objective, prefix_length
+from spillway_trainer.corpus.objective import IGNORED_LABEL, TrainingObjective, prefix_length
 from spillway_trainer.corpus.tokens import Corpus, CorpusIndex
 
 END = 9999
@@ -50,11 +50,11 @@ def batches_of(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0
 
 
 def masked_batches(directory: Path, num_tokens: int, T: int = 8, seed: int = 0, fraction: float = 0.0) -> TokenBatches:
-    return TokenBatches(corpus_of(directory, num_tokens, mask=MASK), T, seed, Objective.MASKED, held(fraction))
+    return TokenBatches(corpus_of(directory, num_tokens, mask=MASK), T, seed, TrainingObjective.MASKED, held(fraction))
 
 
 def prefix_batches(directory: Path, num_tokens: int, T: int = 8, fraction: float = 0.0) -> TokenBatches:
-    return TokenBatches(corpus_of(directory, num_tokens), T, 0, Objective.PREFIX, held(fraction))
+    return TokenBatches(corpus_of(directory, num_tokens), T, 0, TrainingObjective.PREFIX, held(fraction))
 
 
 def labels_of(batch: Batch) -> list[int]:
@@ -340,7 +340,7 @@ def test_labels_are_counted_without_reading_them(tmp_path: Path) -> None:
 
 def test_masked_objective_rejects_a_corpus_without_a_mask_token(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no mask token"):
-        TokenBatches(corpus_of(tmp_path, 100), 8, 0, Objective.MASKED)
+        TokenBatches(corpus_of(tmp_path, 100), 8, 0, TrainingObjective.MASKED)
 
 
 # --- a part to read, a part to say ------------------------------------------------------------------------------------

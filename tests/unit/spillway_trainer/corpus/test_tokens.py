@@ -20,8 +20,8 @@ from spillway_trainer.corpus.tokens import (
     END_OF_TEXT,
     TRAINED,
     Corpus,
+    ProgressPrinter,
     TokenizerRecipe,
-    Told,
     build_corpus,
     open_corpus,
     prepare_corpus,
@@ -506,7 +506,7 @@ def test_evaluation_text_in_tokens_of_another_tokenizer_is_rejected(tmp_path: Pa
 def test_a_long_build_says_how_far_it_is_now_and_then() -> None:
     lines: list[str] = []
     times = iter([0.0, 0.0, 1.0, 5.0, 5.0, 6.0])
-    told = Told(lines.append, "encoding", 3 * 1024, lambda: next(times))
+    told = ProgressPrinter(lines.append, "encoding", 3 * 1024, lambda: next(times))
     for _ in range(4):
         told.more("x" * 1024)
     assert lines == ["encoding, 0 B of 3.00 KiB", "encoding, 2.00 KiB of 3.00 KiB"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(native.load_library() is None, reason="no native
 PROGRAM = """
 import json, os, resource, tempfile
 import torch
-from spillway_trainer import native
+from spillway_trainer.kernels import native
 from spillway_trainer.activation_spill import Spilling
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from spillway_trainer.launch.launcher import (
     COMMIT_SECONDS,
     FOLLOW_SECONDS,
     STOP_SECONDS,
-    Layout,
+    LaunchSettings,
     patience,
     plan_ranks,
     read_layout,
@@ -170,8 +170,8 @@ def test_the_ranks_that_are_left_get_time_then_sigterm_then_sigkill(
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def layout(**changes: Any) -> Layout:
-    return Layout(**{"name": "demo", "epoch": 2, "termination_message_path": "/dev/null", **changes})
+def layout(**changes: Any) -> LaunchSettings:
+    return LaunchSettings(**{"name": "demo", "epoch": 2, "termination_message_path": "/dev/null", **changes})
 
 
 def test_ranks_count_through_the_nodes() -> None:
@@ -265,7 +265,7 @@ def test_a_launcher_that_fails_itself_says_so_where_the_pod_does(
 
 def test_names_and_defaults_are_those_of_the_job_file() -> None:
     theirs = JobFile.model_fields
-    for name, ours in Layout.__dataclass_fields__.items():
+    for name, ours in LaunchSettings.__dataclass_fields__.items():
         required = ours.default is ours.default_factory
         assert theirs[name].is_required() == required, name
         assert required or theirs[name].default == ours.default, name

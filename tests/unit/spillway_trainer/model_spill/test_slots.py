@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fakes.lazy_lanes import LazyLanes
 from spillway.errors import UserError
 from spillway.plan import ParameterPlan, Tier
 from spillway_trainer import inspect, model_spill
@@ -19,7 +20,7 @@ from spillway_trainer.models.transformer import Transformer, TransformerConfig
 from spillway_trainer.optimizer_offload.assign import Path, Shares, assign_chunks
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import DONE, Buffer, Event, LazyLanes
+from spillway_trainer.tiers.lanes import DONE, Buffer, Event
 
 
 class Layers(Chain):

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from spillway.errors import UserError
-from spillway_trainer.optimizer.loss_scale import LossScale, ScaleRule, float16_operations
+from spillway_trainer.optimizer.loss_scale import LossScaler, ScaleRule, float16_operations
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2, 5])
 def test_the_scale_is_that_of_torchs_grad_scaler(growth_interval: int) -> None:
     """Over 300 steps, some of which overflow; and nowhere near the minimum, which torch has not."""
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=growth_interval)
-    ours = LossScale(ScaleRule(2.0**30, growth_interval, 2.0**-100))
+    ours = LossScaler(ScaleRule(2.0**30, growth_interval, 2.0**-100))
     chance, weight = random.Random(growth_interval), torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     for _ in range(300):
@@ -30,7 +30,7 @@ def test_the_scale_is_that_of_torchs_grad_scaler(growth_interval: int) -> None:
 
 
 def test_the_minimum_is_never_left_downwards() -> None:
-    scale = LossScale(ScaleRule(4.0, 2000, 2.0))
+    scale = LossScaler(ScaleRule(4.0, 2000, 2.0))
     assert not scale.is_least
     scale.back_off()
     assert scale.is_least
@@ -39,7 +39,7 @@ def test_the_minimum_is_never_left_downwards() -> None:
 
 
 def test_without_a_rule_the_loss_is_itself_and_nothing_is_saved() -> None:
-    scale, loss = LossScale(), torch.ones(1)
+    scale, loss = LossScaler(), torch.ones(1)
     scale.grow()
     scale.back_off()
     assert (scale.value, scale.scalars(), scale.is_least) == (1.0, {}, False)
@@ -47,7 +47,7 @@ def test_without_a_rule_the_loss_is_itself_and_nothing_is_saved() -> None:
 
 
 def test_what_is_saved_goes_on_in_the_middle_of_an_interval() -> None:
-    one, other = (LossScale(ScaleRule(8.0, 3, 1.0)) for _ in range(2))
+    one, other = (LossScaler(ScaleRule(8.0, 3, 1.0)) for _ in range(2))
     one.grow()
     one.grow()
     other.load(one.scalars())
@@ -56,7 +56,7 @@ def test_what_is_saved_goes_on_in_the_middle_of_an_interval() -> None:
 
 
 def test_a_checkpoint_without_a_scale_begins_with_the_first_one() -> None:
-    scale = LossScale(ScaleRule(8.0, 3, 1.0))
+    scale = LossScaler(ScaleRule(8.0, 3, 1.0))
     scale.load({"num_updates": 3.0})
     assert scale.value == 8.0
 
@@ -72,6 +72,6 @@ def test_a_checkpoint_without_a_scale_begins_with_the_first_one() -> None:
 def test_only_a_missing_float16_operation_becomes_a_user_error(
     rule: ScaleRule | None, said: str, raised: type[Exception]
 ) -> None:
-    with pytest.raises(Exception, match=re.escape(said)) as found, float16_operations(LossScale(rule)):
+    with pytest.raises(Exception, match=re.escape(said)) as found, float16_operations(LossScaler(rule)):
         raise RuntimeError(said)
     assert type(found.value) is raised

@@ -12,13 +12,14 @@ from torch.nn import Parameter
 
 from cases.optimizer_cases import HOST_BYTES, SETTINGS, Case, Outcome, drive, nvme_slab, offload, oracle, outcome, split
 from cases.planted_races import Defect, LanesThatGoOn, LanesThatLose, LanesWithDefect
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import RaceKind, TracingLanes
 from spillway.plan import OptimizerPlan
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.assign import stride
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Lane, Lanes, LazyLanes
-from spillway_trainer.tiers.tracing import RaceKind, TracingLanes
+from spillway_trainer.tiers.lanes import Lane, Lanes
 
 torch.set_num_threads(1)
 

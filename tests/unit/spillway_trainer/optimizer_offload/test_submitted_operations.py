@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cases.optimizer_cases import HOST_BYTES, NUM_STEPS, Case, drive, offload, outcome, resident, split
+from fakes.lazy_lanes import LazyLanes, LazyOperation
 from spillway.plan import OptimizerPlan
-from spillway_trainer.optimizer.plain import Optimizer
+from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Event, Lane, LazyLanes, LazyOperation, Region
+from spillway_trainer.tiers.lanes import Event, Lane, Region
 
 CASE = Case(torch.bfloat16)
 
@@ -47,7 +48,7 @@ class ToldLanes(LazyLanes):
         return sum(one.startswith(label) for one in self.submitted)
 
 
-def made(plan: OptimizerPlan, *, in_place: bool = False) -> tuple[ToldLanes, Optimizer]:
+def made(plan: OptimizerPlan, *, in_place: bool = False) -> tuple[ToldLanes, StepOptimizer]:
     lanes = ToldLanes()
     return lanes, offload(CASE.parameters(), CASE, plan, lanes, DeviceLedger(None), in_place=in_place)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import local_runs
-from spillway_trainer.parallel.numa import Placement, cores_of, node_of, place, with_placed_threads
+from spillway_trainer.parallel.numa import CoreBinding, cores_of, node_of, place, with_placed_threads
 
 GPUS = ("0000:1a:00.0", "0000:3b:00.0", "0000:9a:00.0", "0000:bb:00.0")
 ALL = frozenset(range(112))
@@ -82,4 +82,4 @@ def test_more_ranks_than_cores_have_a_thread_each(two_sockets: Path) -> None:
 def test_a_plan_never_gets_more_threads_than_it_has(most: int, wanted: int) -> None:
     plan = local_runs.spread_plan()
     plan = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": 8})})
-    assert with_placed_threads(plan, Placement(frozenset(), most, "")).optimizer.num_threads == wanted
+    assert with_placed_threads(plan, CoreBinding(frozenset(), most, "")).optimizer.num_threads == wanted

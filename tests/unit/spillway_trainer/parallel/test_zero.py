@@ -21,7 +21,7 @@ from spillway.errors import UserError
 from spillway.plan import MemoryPlan, OptimizerPlan, ParameterPlan
 from spillway_trainer.models.chain import Chain
 from spillway_trainer.parallel import fsdp, reduced_gradients
-from spillway_trainer.parallel.deepspeed.layout import Piece, cut_evenly, cut_group
+from spillway_trainer.parallel.deepspeed.layout import ShardPiece, cut_evenly, cut_group
 from spillway_trainer.parallel.deepspeed.support import SUPPORT, check_version
 from spillway_trainer.parallel.fsdp import cut_rows
 from spillway_trainer.parallel.reduced_gradients import ReducedGradients
@@ -29,13 +29,13 @@ from spillway_trainer.parallel.run import refuse, tie
 from spillway_trainer.parallel.segment_gradients import SegmentGradients
 from spillway_trainer.ranks import World
 from spillway_trainer.tiers.device_ledger import DeviceLedger
-from spillway_trainer.trainer import Progress, evaluate
+from spillway_trainer.trainer import RunProgress, evaluate
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 5)
 
 
-def whole(pieces: list[Piece]) -> list[int]:
+def whole(pieces: list[ShardPiece]) -> list[int]:
     return [value for piece in pieces for value in range(piece.offset, piece.end)]
 
 
@@ -299,7 +299,7 @@ def test_evaluation_with_a_short_last_round_runs_equal_forwards_per_rank(rank: i
     run.batches.evaluation_batches.return_value = [batch] * 3
     run.ranks.world, run.ranks.gather.return_value = World(rank=rank, size=2), [[1.0, 1.0], [1.0, 0.0]]
     run.model.return_value.item.return_value = 1.0
-    evaluate(run, MagicMock(), Progress())
+    evaluate(run, MagicMock(), RunProgress())
     assert run.model.call_count == calls
 
 

@@ -12,9 +12,9 @@ from fakes.failing_files import full_at
 from spillway.api.halving import Value
 from spillway_trainer.checkpoints.sealed_json import seal
 from spillway_trainer.sweep import record as sweep_record
-from spillway_trainer.sweep.record import Failure, SweepNotWritten, SweepRecord
+from spillway_trainer.sweep.record import MemberFailure, SweepNotWritten, SweepRecord
 
-FAILED = Failure(3, 71, "step 3: loss nan")
+FAILED = MemberFailure(3, 71, "step 3: loss nan")
 
 
 def written(directory: Path, epoch: int, metric: str = "Loss", **values: float) -> SweepRecord:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.lazy_lanes import LazyLanes
+from fakes.tracing import TracingLanes
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from spillway.plan import Tier
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Buffer, CpuLanes, Lane, Lanes, LazyLanes, Region
+from spillway_trainer.tiers.lanes import Buffer, CpuLanes, Lane, Lanes, Region
 from spillway_trainer.tiers.releases import Releases
-from spillway_trainer.tiers.tracing import TracingLanes
 
 PAGE = 4096
 

@@ -1,10 +1,10 @@
 import pytest
 
+from fakes.tracing import CompletedSet, RaceKind, TracingLanes
 from spillway.plan import Tier
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Lane, Region
-from spillway_trainer.tiers.tracing import Past, RaceKind, TracingLanes
 
 RATES = {Lane.H2D: 100.0, Lane.D2H: 100.0, Lane.NVME_WRITE: 50.0, Lane.COMPUTE: 1000.0}
 
@@ -152,12 +152,12 @@ def test_without_run_the_schedule_alone_is_traced() -> None:
 
 
 def test_a_past_knows_what_was_joined_and_nothing_else() -> None:
-    past = Past().including(0).including(1).including(5).joined(Past().including(7))
+    past = CompletedSet().including(0).including(1).including(5).joined(CompletedSet().including(7))
     assert [number for number in range(10) if past.knows(number)] == [0, 1, 5, 7]
 
 
 def test_a_complete_prefix_costs_nothing() -> None:
-    past = Past()
+    past = CompletedSet()
     for number in range(1000):
         past = past.including(number)
-    assert past == Past(1000, 0)
+    assert past == CompletedSet(1000, 0)

@@ -37,7 +37,7 @@ from ...trainer import clip_factor_of
 from ..distributed import Peers
 from ..reduced_gradients import ReducedGradients
 from ..shards import MakeOptimizer, ShardedOptimizer, as_piece
-from .layout import Layout, Piece, cut_evenly, cut_group
+from .layout import Layout, ShardPiece, cut_evenly, cut_group
 from .support import check_engine, check_settings
 
 Engine = Any
@@ -46,7 +46,7 @@ MOMENTS = UpdateRule.ADAMW.moments
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPlace:
     """Where this rank's piece of a parameter lies in DeepSpeed's own flat float32 tensors."""
 
     group: int
@@ -101,7 +101,7 @@ class Divided:
     pieces: Mapping[str, tuple[Tensor, int]]
     """this rank's: flat values in DeepSpeed's memory, and as many dimensions (2 or 1) as make our optimizer decay them,
     or not, as their group in DeepSpeed's optimizer says"""
-    places: Mapping[str, Place]
+    places: Mapping[str, FlatPlace]
     """of the pieces"""
     flat_sizes: Sequence[int]
     """of DeepSpeed's own float32 tensors, padding and all"""
@@ -120,8 +120,8 @@ class Divided:
 
 
 def _of_stages_1_and_2(optimizer: Any, names: Mapping[int, str], world: World) -> Divided:
-    layout: dict[str, Sequence[Piece]] = {}
-    parameters, pieces, places = dict[str, Parameter](), dict[str, tuple[Tensor, int]](), dict[str, Place]()
+    layout: dict[str, Sequence[ShardPiece]] = {}
+    parameters, pieces, places = dict[str, Parameter](), dict[str, tuple[Tensor, int]](), dict[str, FlatPlace]()
     for group, (members, offsets) in enumerate(
         zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     ):
@@ -137,7 +137,7 @@ def _of_stages_1_and_2(optimizer: Any, names: Mapping[int, str], world: World) -
                 start = starts[name][0] + own.offset
                 values = optimizer.bit16_groups_flat[group].narrow(0, start, own.size)
                 pieces[name] = values, 2 if decays else 1
-                places[name] = Place(group, start - world.rank * size)
+                places[name] = FlatPlace(group, start - world.rank * size)
 
     def complete() -> None:
         for group, whole in enumerate(optimizer.bit16_groups_flat):
@@ -148,8 +148,8 @@ def _of_stages_1_and_2(optimizer: Any, names: Mapping[int, str], world: World) -
 
 
 def _of_stage_3(optimizer: Any, names: Mapping[int, str], world: World) -> Divided:
-    layout: dict[str, Sequence[Piece]] = {}
-    parameters, pieces, places = dict[str, Parameter](), dict[str, tuple[Tensor, int]](), dict[str, Place]()
+    layout: dict[str, Sequence[ShardPiece]] = {}
+    parameters, pieces, places = dict[str, Parameter](), dict[str, tuple[Tensor, int]](), dict[str, FlatPlace]()
     for group, members in enumerate(optimizer.fp16_groups):
         settings = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[group]]
         decays = settings.get("weight_decay", 0.0) != 0.0
@@ -159,7 +159,7 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str], world: World) -> Divid
             own = layout[name][world.rank]
             if own.size:
                 pieces[name] = parameter.ds_tensor.narrow(0, 0, own.size), 2 if decays else 1
-                places[name] = Place(group, int(optimizer.grad_position[optimizer.get_param_id(parameter)][1]))
+                places[name] = FlatPlace(group, int(optimizer.grad_position[optimizer.get_param_id(parameter)][1]))
 
     def complete() -> None:
         optimizer._post_step(set())

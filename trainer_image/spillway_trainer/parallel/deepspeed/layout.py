@@ -13,7 +13,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """Values [offset, offset + size) of one flattened parameter: those of one rank. Size 0: it has none."""
 
     offset: int
@@ -24,23 +24,25 @@ class Piece:
         return self.offset + self.size
 
 
-Layout = Mapping[str, Sequence[Piece]]
+Layout = Mapping[str, Sequence[ShardPiece]]
 """parameter -> one piece a rank; together they are the parameter"""
 
 
-def cut_group(places: Mapping[str, tuple[int, int]], partition_size: int, world_size: int) -> dict[str, list[Piece]]:
+def cut_group(
+    places: Mapping[str, tuple[int, int]], partition_size: int, world_size: int
+) -> dict[str, list[ShardPiece]]:
     """`places`: parameter -> (offset in its group, number of values); each rank has `partition_size` of the group."""
 
-    def piece(start: int, size: int, rank: int) -> Piece:
+    def piece(start: int, size: int, rank: int) -> ShardPiece:
         first = min(max(rank * partition_size, start), start + size)
         last = max(min((rank + 1) * partition_size, start + size), first)
-        return Piece(first - start, last - first)
+        return ShardPiece(first - start, last - first)
 
     return {name: [piece(start, size, rank) for rank in range(world_size)] for name, (start, size) in places.items()}
 
 
-def cut_evenly(num_values: int, world_size: int) -> list[Piece]:
+def cut_evenly(num_values: int, world_size: int) -> list[ShardPiece]:
     """One parameter in parts of ceil(n / ranks) values; what is left is the last one's."""
     part = -(-num_values // world_size)
     starts = [min(rank * part, num_values) for rank in range(world_size + 1)]
-    return [Piece(start, end - start) for start, end in pairwise(starts)]
+    return [ShardPiece(start, end - start) for start, end in pairwise(starts)]

@@ -14,11 +14,10 @@ from enum import StrEnum
 from weakref import WeakKeyDictionary
 
 from spillway.plan import Tier
-
-from .device_ledger import DeviceLedger
-from .host_slab import HostSlab
-from .lanes import Buffer, Event, Lane, Region, acquire, kept_error
-from .releases import Releases
+from spillway_trainer.tiers.device_ledger import DeviceLedger
+from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Region, acquire, kept_error
+from spillway_trainer.tiers.releases import Releases
 
 
 class RaceKind(StrEnum):
@@ -46,7 +45,7 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TracedSchedule:
     """What a traced run would have taken at the given rates."""
 
     races: tuple[Race, ...]
@@ -60,7 +59,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class CompletedSet:
     """A set of operation numbers that are known to be complete: all below `floor`, and bit i of `mask` is floor + i."""
 
     floor: int = 0
@@ -69,16 +68,16 @@ class Past:
     def knows(self, number: int) -> bool:
         return number < self.floor or bool(self.mask >> (number - self.floor) & 1)
 
-    def joined(self, other: Past) -> Past:
+    def joined(self, other: CompletedSet) -> CompletedSet:
         low, high = (self, other) if self.floor <= other.floor else (other, self)
         mask = high.mask | (low.mask >> (high.floor - low.floor))
         complete = (~mask & (mask + 1)).bit_length() - 1  # trailing ones: raise the floor over them
-        return Past(high.floor + complete, mask >> complete)
+        return CompletedSet(high.floor + complete, mask >> complete)
 
-    def including(self, number: int) -> Past:
+    def including(self, number: int) -> CompletedSet:
         if number < self.floor:
             return self
-        return self.joined(Past(self.floor, 1 << (number - self.floor)))
+        return self.joined(CompletedSet(self.floor, 1 << (number - self.floor)))
 
 
 @dataclass(slots=True)
@@ -95,7 +94,9 @@ class TracedEvent:
 
     __slots__ = ("_error", "_lanes", "end_seconds", "past")
 
-    def __init__(self, lanes: TracingLanes, past: Past, end_seconds: float, error: BaseException | None) -> None:
+    def __init__(
+        self, lanes: TracingLanes, past: CompletedSet, end_seconds: float, error: BaseException | None
+    ) -> None:
         self._lanes = lanes
         self._error = error
         self.past = past
@@ -142,14 +143,14 @@ class TracingLanes:
         self._labels: list[str] = []
         self._accesses: WeakKeyDictionary[Region, Accesses] = WeakKeyDictionary()
         self._races: list[Race] = []
-        self._host_past = Past()
-        self._compute_past = Past()
+        self._host_past = CompletedSet()
+        self._compute_past = CompletedSet()
         self.host_seconds = 0.0
         host.reclaim = ledger.reclaim = self.reclaim
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TracedSchedule:
         """Races, makespan and busy seconds of everything submitted until now."""
-        return Schedule(tuple(self._races), max(self._free_at.values()), dict(self._busy))
+        return TracedSchedule(tuple(self._races), max(self._free_at.values()), dict(self._busy))
 
     def set_rate(self, lane: Lane, bytes_per_second: float) -> None:
         """Of the operations that are submitted from now on."""
@@ -221,7 +222,7 @@ class TracingLanes:
         while self._releases.wait_for_one():
             pass
 
-    def _after(self, past: Past, after: Sequence[Event]) -> Past:
+    def _after(self, past: CompletedSet, after: Sequence[Event]) -> CompletedSet:
         for event in after:
             assert isinstance(event, TracedEvent)
             past = past.joined(event.past)
@@ -247,7 +248,9 @@ class TracingLanes:
             return kept_error(error)
         return None
 
-    def _record(self, past: Past, reads: Sequence[Region], writes: Sequence[Region], label: str) -> Past:
+    def _record(
+        self, past: CompletedSet, reads: Sequence[Region], writes: Sequence[Region], label: str
+    ) -> CompletedSet:
         """Check the accesses of a new operation whose predecessors are `past`; returns the past that includes it."""
         number = len(self._labels)
         self._labels.append(label)
@@ -257,7 +260,7 @@ class TracingLanes:
             self._write(region, number, past)
         return past.including(number)
 
-    def _read(self, region: Region, number: int, past: Past) -> None:
+    def _read(self, region: Region, number: int, past: CompletedSet) -> None:
         accesses = self._of(region)
         self._check_released(accesses, region, number)
         if accesses.write is None:
@@ -267,7 +270,7 @@ class TracingLanes:
             self._report(RaceKind.READ_BEFORE_WRITE, region, accesses.write, self._labels[number])
         accesses.reads.append(number)
 
-    def _write(self, region: Region, number: int, past: Past) -> None:
+    def _write(self, region: Region, number: int, past: CompletedSet) -> None:
         accesses = self._of(region)
         self._check_released(accesses, region, number)
         if accesses.write is not None and not past.knows(accesses.write):
