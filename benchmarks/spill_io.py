@@ -49,7 +49,7 @@ DIRECTORY = Path(os.environ.get("SPILL_IO_DIRECTORY", "."))
 REQUEST_BYTES = 4 * MIB
 QUEUE_DEPTH = 8
 REGION_BYTES = 256 * MIB
-"""what one run moves, in a region of its own: ours, fio, DeepSpeed, fio with checksums, our other engine"""
+"""what one run moves, in a region of its own: ours, fio, DeepSpeed, fio with checksums"""
 BATCH_BYTES = REGION_BYTES
 """what one call of ours and of DeepSpeed moves"""
 KINDS = ("write", "read", "mixed")
@@ -93,21 +93,17 @@ def fill(memory: Tensor) -> None:
 
 
 class Ours:
-    """Through one of our engines."""
+    """Through the engine of our spill files."""
 
-    def __init__(self, path: Path, engine: str, region: int) -> None:
-        self._begin = region * REGION_BYTES
+    def __init__(self, path: Path) -> None:
+        self._begin = 0
         self._file = os.open(path, os.O_RDWR | os.O_DIRECT)
         halves = QUEUE_DEPTH // 2  # mixed: a reader and a writer share the depth
-        self._engine, self._halves = (
-            native.NativeEngine(self._file, depth, name=engine) for depth in (QUEUE_DEPTH, halves)
-        )
+        self._engine, self._halves = (native.NativeEngine(self._file, depth) for depth in (QUEUE_DEPTH, halves))
         self._slab = HostSlab(2 * BATCH_BYTES)
-        memory = self._slab.allocate(2 * BATCH_BYTES, engine)
+        memory = self._slab.allocate(2 * BATCH_BYTES, "ours")
         fill(memory)
         self._buffers = memory[:BATCH_BYTES], memory[BATCH_BYTES:]
-        if not all([self._engine.register(memory), self._halves.register(memory)]) and engine == "io_uring":
-            print("ours: the system does not let this much memory be registered", flush=True)
         self._checksums = [0] * (REGION_BYTES // REQUEST_BYTES)
         self._threads = ThreadPoolExecutor(1)
         self.write()
@@ -231,17 +227,12 @@ def contestants(path: Path, quick: bool) -> dict[str, Run]:
     theirs, has_fio = deepspeed(path), shutil.which("fio") is not None
     if not theirs and not has_fio:
         sys.exit("spill_io: nothing to compare with: install fio (apt-get install fio), or libaio-dev for DeepSpeed's")
-    engines = (
-        [native.io_engine()] if quick else sorted(native.io_engines(), key=lambda name: name != native.io_engine())
-    )
-    regions = zip(engines, (0, 4), strict=False)
-    ours = {f"ours, {engine}": Ours(path, engine, region) for engine, region in regions}
+    ours = Ours(path)
     if not has_fio:
         print("fio is not installed: its columns are left out (apt-get install fio)")
     runs: dict[str, Run] = {}
     for kind in KINDS:
-        for name, mine in ours.items():
-            runs[f"{kind}, {name}"] = functools.partial(measured, getattr(mine, kind))
+        runs[f"{kind}, ours"] = functools.partial(measured, getattr(ours, kind))
         for huge in (False, True) if has_fio and not quick else (False,) * has_fio:
             column = "fio, huge" if huge else "fio"
             with_engine = {engine: functools.partial(fio, path, kind, engine, huge=huge) for engine in FIO_ENGINES}
@@ -256,18 +247,18 @@ def contestants(path: Path, quick: bool) -> dict[str, Run]:
             best = fastest(with_threads, num_rounds)
             print(f"{kind}: DeepSpeed is at its best with {best}", flush=True)
             runs[f"{kind}, DeepSpeed"] = with_threads[best]
-    runs["checksums alone"] = functools.partial(measured, next(iter(ours.values())).checksums)
+    runs["checksums alone"] = functools.partial(measured, ours.checksums)
     return runs
 
 
 def measure(quick: bool) -> dict[str, float]:
     begin = time.perf_counter()
     with spill_file(DIRECTORY) as path:
-        print(f"ours: {native.io_engine()}+O_DIRECT on {path.parent.resolve()}, {native.isa()}", flush=True)
+        print(f"ours: threads, O_DIRECT on {path.parent.resolve()}, {native.isa()}", flush=True)
         runs = contestants(path, quick)
         elapsed = time.perf_counter() - begin
         costs = paired.alternate(runs, seconds=max(30 - elapsed, 0) if quick else 240)
-    return figures(costs, f"ours, {native.io_engine()}")
+    return figures(costs, "ours")
 
 
 def figures(costs: Mapping[str, list[Cost]], engine: str) -> dict[str, float]:

@@ -125,16 +125,12 @@ const char* spillway_strerror(int32_t error) {
       return "the instruction set is unknown, was not compiled into this library, or is missing on this processor";
     case SPILLWAY_NO_MEMORY:
       return "the system has no memory left for the library's own bookkeeping";
-    case SPILLWAY_ENGINE_UNAVAILABLE:
-      return "the I/O engine is unknown, was not compiled into this library, or is refused by this system";
     case SPILLWAY_IO_FAILED:
       return "the operating system refused to read or write";
     case SPILLWAY_END_OF_FILE:
       return "the file ended before all bytes were read";
     case SPILLWAY_CHECKSUM_MISMATCH:
       return "the bytes read are not the bytes that were written: their CRC-32C differs";
-    case SPILLWAY_NOT_REGISTERED:
-      return "the I/O engine cannot register memory, or the system does not let it pin this much";
     case SPILLWAY_NO_RANDOM_BYTES:
       return "the system gives no random bytes for a key: getrandom(2) is refused";
     default:
@@ -220,26 +216,10 @@ uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c_b, uint64_t 
   return crc32c_combine(crc32c_a, crc32c_b, nbytes_b);
 }
 
-int32_t spillway_engine_available(int32_t engine) {
-  return engine == SPILLWAY_ENGINE_THREADS || (engine == SPILLWAY_ENGINE_URING && uring_available());
-}
-
-int32_t spillway_io_open(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call, void* context,
-                         spillway_io** io) try {
+int32_t spillway_io_open(int32_t file, int32_t queue_depth, spillway_io_call call, void* context, spillway_io** io) try {
   if (io == nullptr || file < 0 || queue_depth < 1) return SPILLWAY_BAD_ARGUMENT;
-  std::unique_ptr<IoEngine> opened;
-  if (engine == SPILLWAY_ENGINE_THREADS) opened = open_thread_engine(file, queue_depth, call, context);
-  if (engine == SPILLWAY_ENGINE_URING) opened = open_uring_engine(file, queue_depth, call, context);
-  if (opened == nullptr) return SPILLWAY_ENGINE_UNAVAILABLE;
-  *io = new spillway_io{std::move(opened)};
+  *io = new spillway_io{open_thread_engine(file, queue_depth, call, context)};
   return SPILLWAY_OK;
-} catch (const std::bad_alloc&) {
-  return SPILLWAY_NO_MEMORY;
-}
-
-int32_t spillway_io_register(spillway_io* io, void* memory, uint64_t nbytes) try {
-  if (io == nullptr || memory == nullptr || nbytes == 0) return SPILLWAY_BAD_ARGUMENT;
-  return io->engine->register_memory(memory, nbytes) ? SPILLWAY_OK : SPILLWAY_NOT_REGISTERED;
 } catch (const std::bad_alloc&) {
   return SPILLWAY_NO_MEMORY;
 }

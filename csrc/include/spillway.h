@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define SPILLWAY_ABI_VERSION 8
+#define SPILLWAY_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define SPILLWAY_API __attribute__((visibility("default")))
@@ -32,11 +32,9 @@ typedef enum spillway_error {
   SPILLWAY_BAD_ARGUMENT = 1,
   SPILLWAY_ISA_UNAVAILABLE = 2,
   SPILLWAY_NO_MEMORY = 3,
-  SPILLWAY_ENGINE_UNAVAILABLE = 4,
   SPILLWAY_IO_FAILED = 5,
   SPILLWAY_END_OF_FILE = 6,
   SPILLWAY_CHECKSUM_MISMATCH = 7,
-  SPILLWAY_NOT_REGISTERED = 8,
   SPILLWAY_NO_RANDOM_BYTES = 9
 } spillway_error;
 
@@ -166,15 +164,7 @@ SPILLWAY_API uint32_t spillway_crc32c(uint32_t crc32c, const void* bytes, uint64
 /* CRC-32C of A followed by B, given that of A, that of B, and B's length. */
 SPILLWAY_API uint32_t spillway_crc32c_combine(uint32_t crc32c_a, uint32_t crc32c_b, uint64_t nbytes_b);
 
-/* ---- I/O engines: batches of positional transfers between memory and an open file ---- */
-
-typedef enum spillway_engine {
-  SPILLWAY_ENGINE_THREADS = 1, /* a pool of threads with pread and pwrite */
-  SPILLWAY_ENGINE_URING = 2    /* io_uring, driven by the calling threads */
-} spillway_engine;
-
-/* 1 when `engine` was compiled in and really moves bytes here: kernel, seccomp profile and sysctls may refuse io_uring. */
-SPILLWAY_API int32_t spillway_engine_available(int32_t engine);
+/* ---- I/O: batches of positional transfers between memory and an open file ---- */
 
 typedef enum spillway_direction { SPILLWAY_READ = 0, SPILLWAY_WRITE = 1 } spillway_direction;
 
@@ -193,22 +183,16 @@ typedef struct spillway_io_request {
   uint64_t error_offset; /* file offset at which the transfer stopped, when error is not SPILLWAY_OK */
 } spillway_io_request;
 
-/* Test hook: takes the place of pread(2) and pwrite(2). Returns bytes moved, or -errno. THREADS calls it from several
- * threads; URING submits an empty operation through its ring and calls it for the result when that completes. */
+/* Test hook: takes the place of pread(2) and pwrite(2). Returns bytes moved, or -errno. Called from
+ * several threads. */
 typedef int64_t (*spillway_io_call)(void* context, int32_t direction, int32_t file, void* buffer, uint64_t nbytes,
                                     uint64_t offset);
 
-/* An engine over the open file descriptor `file`, which stays the caller's and must outlive the handle. THREADS: at most
- * `queue_depth` threads; URING: at most `queue_depth` pieces of 4 MiB or less in flight for each calling thread.
- * `call` is NULL but in fault tests; `context` is handed to it. A child process may go on using the handle: it gets
- * threads and rings of its own, and transfers without registered memory. */
-SPILLWAY_API int32_t spillway_io_open(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call,
-                                      void* context, spillway_io** io);
-
-/* Pins `memory`, so that transfers to and from it need not look its pages up each time; it takes the place of what was
- * registered before, counts against RLIMIT_MEMLOCK, and must stay mapped as long as the handle is used. The handle must
- * be idle. SPILLWAY_NOT_REGISTERED is no failure: transfers work without. (A fork copies pinned pages at once.) */
-SPILLWAY_API int32_t spillway_io_register(spillway_io* io, void* memory, uint64_t nbytes);
+/* Moves bytes of the open file descriptor `file`, which stays the caller's and must outlive the handle, by pread and
+ * pwrite on at most `queue_depth` threads. `call` is NULL except in fault tests; `context` is passed to it. A child
+ * process may go on using the handle: it gets threads of its own. */
+SPILLWAY_API int32_t spillway_io_open(int32_t file, int32_t queue_depth, spillway_io_call call, void* context,
+                                      spillway_io** io);
 
 /* Performs every request, in any order, and returns when all have ended: SPILLWAY_OK, or the error of the first (in
  * `requests` order) that failed. A short transfer is resumed; EINTR and EAGAIN are retried. A read is SPILLWAY_OK only
@@ -217,7 +201,7 @@ SPILLWAY_API int32_t spillway_io_register(spillway_io* io, void* memory, uint64_
 SPILLWAY_API int32_t spillway_io_transfer(spillway_io* io, int32_t direction, spillway_io_request* requests,
                                           int64_t num_requests);
 
-/* Ends threads and rings. The handle must be idle; NULL is allowed. */
+/* Ends the threads. The handle must be idle; NULL is allowed. */
 SPILLWAY_API void spillway_io_close(spillway_io* io);
 
 /* ---- the cipher of spill files: AES-256 in XTS mode (IEEE 1619, NIST SP 800-38E) ---- */

@@ -1,12 +1,7 @@
-// Every engine: real files, fork, threads, and random faults: a transfer moves the right bytes or says that it failed.
+// Real files, fork, threads, and random faults: a transfer moves the right bytes or says that it failed.
 // Arguments: operations with random faults, 10000, and the seed, 1.
 #include <errno.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <stddef.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,10 +19,10 @@ namespace {
 
 constexpr uint64_t kExtent = 16384, kExtents = 32;
 
-spillway_io* opened(int32_t engine, int32_t file, int32_t queue_depth, spillway_io_call call = nullptr,
+spillway_io* opened(int32_t file, int32_t queue_depth, spillway_io_call call = nullptr,
                     void* context = nullptr) {
   spillway_io* io = nullptr;
-  CHECK(spillway_io_open(engine, file, queue_depth, call, context, &io) == SPILLWAY_OK);
+  CHECK(spillway_io_open(file, queue_depth, call, context, &io) == SPILLWAY_OK);
   return io;
 }
 
@@ -64,9 +59,9 @@ int64_t faulty_call(void* context, int32_t direction, int32_t, void* buffer, uin
   return static_cast<FaultyFile*>(context)->call(direction, static_cast<char*>(buffer), nbytes, offset);
 }
 
-void test_random_faults(int32_t engine, int64_t num_operations, uint32_t seed) {
+void test_random_faults(int64_t num_operations, uint32_t seed) {
   FaultyFile file(seed);
-  spillway_io* io = opened(engine, 0, 3, faulty_call, &file);
+  spillway_io* io = opened(0, 3, faulty_call, &file);
   std::mt19937 random(seed + 1);
   std::vector<std::vector<char>> held(kExtents);  // what each extent must hold; empty when unknown
   std::vector<uint32_t> checksums(kExtents);
@@ -102,11 +97,11 @@ void test_random_faults(int32_t engine, int64_t num_operations, uint32_t seed) {
   CHECK(file.num_faults > num_operations / 200 && num_failed > 0 && num_silent == 0);
 }
 
-void test_pieces_and_the_end_of_the_file(int32_t engine) {
+void test_pieces_and_the_end_of_the_file() {
   FaultyFile file(1);
   file.is_sound = true;
   file.bytes.resize(10 << 20);
-  spillway_io* io = opened(engine, 0, 4, faulty_call, &file);
+  spillway_io* io = opened(0, 4, faulty_call, &file);
   std::vector<char> text(9 << 20), found(9 << 20);
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31 + i / 4096);
   spillway_io_request request = {text.data(), text.size(), 512, 0, 0, -1, -1, 0};
@@ -121,16 +116,15 @@ void test_pieces_and_the_end_of_the_file(int32_t engine) {
   CHECK(request.error_offset == 10 << 20);
   CHECK(spillway_io_transfer(io, SPILLWAY_READ, nullptr, 0) == SPILLWAY_OK);
   CHECK(spillway_io_transfer(io, 7, &request, 1) == SPILLWAY_BAD_ARGUMENT);
-  CHECK(spillway_io_register(io, nullptr, 1) == SPILLWAY_BAD_ARGUMENT);
   spillway_io_close(io);
   spillway_io_close(nullptr);
 }
 
 // EAGAIN and EINTR without end are an error in the end, and no call of the engine waits for ever.
-void test_a_call_that_never_moves_is_given_up(int32_t engine) {
+void test_a_call_that_never_moves_is_given_up() {
   for (const int64_t result : {-EAGAIN, -EINTR}) {
     int64_t answer = result;
-    spillway_io* io = opened(engine, 0, 2, [](void* context, int32_t, int32_t, void*, uint64_t, uint64_t) {
+    spillway_io* io = opened(0, 2, [](void* context, int32_t, int32_t, void*, uint64_t, uint64_t) {
       return *static_cast<int64_t*>(context);
     }, &answer);
     char block[512];
@@ -164,15 +158,13 @@ void check_round_trip(spillway_io* io, char* memory, uint64_t nbytes, uint64_t o
   CHECK(request.crc32c_found == request.crc32c && std::memcmp(memory, memory + nbytes, nbytes) == 0);
 }
 
-void test_threads_share_a_handle_and_registered_memory(int32_t engine) {
+void test_threads_share_a_handle() {
   const RealFile file;
   constexpr uint64_t kBytes = (5 << 20) + 512, kThreads = 4;
   constexpr uint64_t kMemory = kThreads * 2 * kBytes;
   char* memory = static_cast<char*>(mmap(nullptr, kMemory, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   CHECK(memory != MAP_FAILED);
-  spillway_io* io = opened(engine, file.file, 3);
-  const int32_t registered = spillway_io_register(io, memory, kMemory);
-  CHECK(registered == SPILLWAY_OK || registered == SPILLWAY_NOT_REGISTERED);
+  spillway_io* io = opened(file.file, 3);
   std::vector<std::thread> threads;
   for (uint64_t thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([=] {
@@ -200,12 +192,12 @@ void test_threads_share_a_handle_and_registered_memory(int32_t engine) {
   munmap(memory, kMemory);
 }
 
-void test_a_file_that_cannot_be_written_is_an_error_with_its_errno(int32_t engine) {
+void test_a_file_that_cannot_be_written_is_an_error_with_its_errno() {
   int ends[2];
   CHECK(pipe(ends) == 0);
   char block[4096] = {};
   for (const bool is_write : {true, false}) {
-    spillway_io* io = opened(engine, ends[is_write ? 0 : 1], 2);  // the end that does the other thing
+    spillway_io* io = opened(ends[is_write ? 0 : 1], 2);  // the end that does the other thing
     spillway_io_request request = {block, sizeof block, 0, 0, 0, -1, -1, 0};
     CHECK(spillway_io_transfer(io, is_write ? SPILLWAY_WRITE : SPILLWAY_READ, &request, 1) == SPILLWAY_IO_FAILED);
     CHECK(request.os_error != 0 && request.error_offset == 0);
@@ -214,51 +206,14 @@ void test_a_file_that_cannot_be_written_is_an_error_with_its_errno(int32_t engin
   close(ends[0]), close(ends[1]);
 }
 
-// As in a container: io_uring_setup(2) is denied. Comes before the first question, whose answer is kept.
-void test_a_refused_ring_is_reported_and_threads_go_on() {
-#if defined(__NR_io_uring_setup)
-  const pid_t child = fork();
-  if (child == 0) {
-    sock_filter instructions[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_setup, 0, 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    };
-    const sock_fprog filter = {4, instructions};
-    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0);
-    spillway_io* io = nullptr;
-    CHECK(spillway_engine_available(SPILLWAY_ENGINE_URING) == 0);
-    CHECK(spillway_io_open(SPILLWAY_ENGINE_URING, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
-    const RealFile file;
-    std::vector<char> memory(8192);
-    check_round_trip(opened(SPILLWAY_ENGINE_THREADS, file.file, 1), memory.data(), 4096, 0, 1);
-    _exit(0);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && status == 0);
-#endif
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   spillway_io* io = nullptr;
-  test_a_refused_ring_is_reported_and_threads_go_on();
-  CHECK(spillway_engine_available(99) == 0);
-  CHECK(spillway_io_open(99, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
-  CHECK(spillway_io_open(SPILLWAY_ENGINE_THREADS, 0, 0, nullptr, nullptr, &io) == SPILLWAY_BAD_ARGUMENT);
-  for (const int32_t engine : {SPILLWAY_ENGINE_THREADS, SPILLWAY_ENGINE_URING}) {
-    if (!spillway_engine_available(engine)) {
-      std::printf("engine %d: not available here, not tested\n", engine);
-      CHECK(spillway_io_open(engine, 0, 1, nullptr, nullptr, &io) == SPILLWAY_ENGINE_UNAVAILABLE);
-      continue;
-    }
-    test_pieces_and_the_end_of_the_file(engine);
-    test_a_call_that_never_moves_is_given_up(engine);
-    test_threads_share_a_handle_and_registered_memory(engine);
-    test_a_file_that_cannot_be_written_is_an_error_with_its_errno(engine);
-    test_random_faults(engine, argc > 1 ? std::atol(argv[1]) : 10000,
-                       argc > 2 ? static_cast<uint32_t>(std::atol(argv[2])) : 1);
-  }
+  CHECK(spillway_io_open(0, 0, nullptr, nullptr, &io) == SPILLWAY_BAD_ARGUMENT);
+  test_pieces_and_the_end_of_the_file();
+  test_a_call_that_never_moves_is_given_up();
+  test_threads_share_a_handle();
+  test_a_file_that_cannot_be_written_is_an_error_with_its_errno();
+  test_random_faults(argc > 1 ? std::atol(argv[1]) : 10000, argc > 2 ? static_cast<uint32_t>(std::atol(argv[2])) : 1);
 }

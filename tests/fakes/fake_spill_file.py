@@ -48,9 +48,6 @@ class FakeSpillFile:
                     f"{self.directory}: {label} at offset {offset}: checksum", label=label, offset=offset
                 )
 
-    def register(self, memory: Tensor) -> None:
-        """Nothing to gain here."""
-
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
         """There is no volume."""
 

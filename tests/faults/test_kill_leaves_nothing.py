@@ -48,7 +48,6 @@ def write_and_read_for_ever(directories: Sequence[Path], progress: int) -> None:
     """A byte to `progress` at each step: opened, and after every batch, which is striped over all directories."""
     slab = NvmeSlab(directories, 32 * MIB, 4)
     memory = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)
-    slab.register(memory)
     extent = slab.allocate(8 * MIB, "x")
     while True:
         os.write(progress, b".")

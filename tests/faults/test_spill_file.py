@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.depth import FULL
 from spillway.errors import SpillIOError, SpillVolumeFull, UserError
 from spillway_trainer.kernels import native
-from spillway_trainer.kernels.io_engine import Direction, IoRequest, SystemCall, TransferFailure, system_call
+from spillway_trainer.kernels.io_engine import Direction, SystemCall, system_call
 from spillway_trainer.tiers import spill_file
 from spillway_trainer.tiers.spill_file import BLOCK_BYTES, Read, SpillFile, Write
 
@@ -285,67 +285,6 @@ def test_closing_frees_the_descriptor_and_may_be_repeated(tmp_path: Path) -> Non
 
 def test_the_backend_says_engine_and_mode(tmp_path: Path, engine: str) -> None:
     assert opened(tmp_path).backend in (f"{engine}+O_DIRECT", f"{engine}+buffered")
-
-
-def test_registered_memory_moves_the_same_bytes_and_the_backend_says_so(tmp_path: Path, engine: str) -> None:
-    file = opened(tmp_path)
-    staging = memory(12 * MIB)
-    file.register(staging)
-    mode = "O_DIRECT" if file.is_direct else "buffered"
-    registered = f"{engine}+registered+{mode}"
-    assert file.backend in ({registered, f"{engine}+{mode}"} if engine == "io_uring" else {f"{engine}+{mode}"})
-    staging[: 6 * MIB] = memory(6 * MIB, seed=1)
-    elsewhere = memory(MIB, seed=2)
-    checksums = file.write_batch([(0, staging[: 6 * MIB]), (6 * MIB, elsewhere)])
-    file.read_batch([(0, staging[6 * MIB :], checksums[0], "x"), (6 * MIB, staging[:MIB], checksums[1], "y")])
-    assert torch.equal(staging[6 * MIB :], memory(6 * MIB, seed=1))
-    assert torch.equal(staging[:MIB], elsewhere)
-    file.close()
-
-
-def test_where_memory_may_not_be_locked_transfers_work_without(tmp_path: Path, engine: str) -> None:
-    """As root (whom no limit binds) this is tried with the effective user `nobody`."""
-    if engine == "python":
-        pytest.skip("this engine never locks memory")
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    user, file = os.geteuid(), os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        moving = native.NativeEngine(file, 2)
-        assert not moving.register(memory(16 * MIB))
-    finally:
-        os.seteuid(user)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-    written = IoRequest(0, memory(8 * MIB, seed=1))
-    moving.transfer(Direction.WRITE, [written])
-    found = IoRequest(0, memory(8 * MIB), written.checksum)
-    moving.transfer(Direction.READ, [found])
-    assert (written.failure, found.failure) == (TransferFailure.NONE, TransferFailure.NONE)
-    assert torch.equal(found.tensor, written.tensor)
-    moving.close()
-    os.close(file)
-
-
-def test_an_engine_that_does_not_work_here_is_refused_with_what_does(
-    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(native.IO_ENGINE, "rdma")
-    choices = "python" if engine == "python" else ", ".join(native.io_engines())
-    with pytest.raises(UserError, match=f"SPILLWAY_IO_ENGINE=rdma: not available here; choose one of auto, {choices}"):
-        opened(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("asked", ["", "auto"])
-def test_by_default_the_first_engine_that_works_is_taken(
-    engine: str, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(native.IO_ENGINE, asked)
-    assert native.io_engine() == ("python" if engine == "python" else native.io_engines()[0])
-    monkeypatch.setattr(native, "io_engines", lambda: ("threads",))
-    assert native.io_engine() == "threads"
 
 
 @pytest.fixture

@@ -414,7 +414,6 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
                 plan.prediction.nvme_read_bytes_per_second, plan.prediction.nvme_write_bytes_per_second
             ),
         )
-        nvme.register(host.memory)  # staging buffers lie there
     if device.type == "cpu":
         return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
     return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)

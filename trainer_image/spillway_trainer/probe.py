@@ -224,7 +224,6 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
     buffer.copy_(torch.randint(0, 256, (BATCH_BYTES,), dtype=torch.uint8))  # compressing drives must not profit
     file = SpillFile(directory, nbytes, num_threads=IO_THREADS)
     try:
-        file.register(slab.memory)  # as the trainer does
         writes, reads, checksums = [], [], dict[int, int]()
         parts = [(start, buffer[start : start + REQUEST_BYTES]) for start in range(0, BATCH_BYTES, REQUEST_BYTES)]
         for offset in range(0, nbytes, BATCH_BYTES):

@@ -33,7 +33,7 @@ from ..machine.local_node import probe
 from ..machine.node_profile import default_path_or_none, own_profile, read_profile
 from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
 from .findings import Missing
-from .machine import Cores, Disk, Kernel, MachineFacts, MachineMemory, Native, Profile
+from .machine import Cores, Disk, MachineFacts, MachineMemory, Native, Profile
 
 NATIVE_SECONDS = 7.0
 """for a process that imports torch"""
@@ -63,7 +63,7 @@ def machine_tasks(directory: Path | None) -> dict[str, Task]:
     return {
         "versions": versions,
         "native": native,
-        "kernel": kernel,
+        "huge_pages": huge_pages,
         "disk": partial(disk, directory or Path(), directory is not None),
         "memory": memory,
         "cores": cores,
@@ -81,7 +81,7 @@ def as_machine(found: Mapping[str, object]) -> MachineFacts:
         versions={} if isinstance(installed, Missing) else installed,
         minima=minima(),
         native=fact(found, "native", Native),
-        kernel=fact(found, "kernel", Kernel),
+        huge_pages=fact(found, "huge_pages", str),
         disk=fact(found, "disk", Disk),
         memory=fact(found, "memory", MachineMemory),
         cores=fact(found, "cores", Cores),
@@ -119,19 +119,12 @@ def native() -> Native | Missing:
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return Missing(said[0], is_absent=True)
     answer = json.loads(done.stdout)
-    return Native(answer["isa"], tuple(answer["instructionSets"]), answer["engine"], tuple(answer["engines"]))
+    return Native(answer["isa"], tuple(answer["instructionSets"]))
 
 
-def kernel(root: Path = ROOT) -> Kernel:
-    disabled = read_text(root / "proc/sys/kernel/io_uring_disabled")
-    seccomp = re.search(r"^Seccomp:\s*(\d+)", read_text(root / "proc/self/status"), flags=re.MULTILINE)
-    pages = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    return Kernel(
-        platform.release(),
-        int(disabled) if disabled.isdecimal() else None,
-        int(seccomp[1]) if seccomp else 0,
-        pages[1] if pages else "",
-    )
+def huge_pages(root: Path = ROOT) -> str:
+    found = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return found[1] if found else ""
 
 
 def disk(directory: Path, is_named: bool = True) -> Disk:

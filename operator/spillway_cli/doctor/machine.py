@@ -36,19 +36,6 @@ class Native:
     """in use; reference = the native library is not used"""
     instruction_sets: tuple[str, ...]
     """of library and processor; empty = no library"""
-    engine: str
-    engines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    release: str
-    io_uring_disabled: int | None
-    """sysctl kernel.io_uring_disabled; None where this kernel has none"""
-    seccomp: int
-    """of /proc/self/status: 2 = a filter decides about system calls"""
-    huge_pages: str
-    """always, madvise, never; empty where it is not known"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +87,8 @@ class MachineFacts:
     minima: Mapping[str, str]
     """distribution -> the least version that this spillway asks for"""
     native: Native | Missing
-    kernel: Kernel | Missing
+    huge_pages: str | Missing
+    """always, madvise, never; empty where it is not known"""
     disk: Disk | Missing
     memory: MachineMemory | Missing
     cores: Cores | Missing
@@ -113,12 +101,12 @@ class MachineFacts:
 def machine_findings(machine: MachineFacts, now: datetime) -> list[Diagnosis]:
     return [
         *packages(machine),
-        *native_library(machine.native, machine.kernel, "torch" in machine.versions),
+        *native_library(machine.native, "torch" in machine.versions),
         *spill_directory(machine.disk),
         *memory(machine.memory),
         *locked_memory(machine.memlock_bytes, machine.gpus),
         *gpus(machine.gpus),
-        *huge_pages(machine.kernel),
+        *huge_pages(machine.huge_pages),
         *threads(machine.cores),
         *profile(machine.profile, now),
     ]
@@ -159,7 +147,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch: bool) -> Iterator[Diagnosis]:
+def native_library(native: Native | Missing, has_torch: bool) -> Iterator[Diagnosis]:
     if not has_torch:
         return  # said already
     if isinstance(native, Missing):
@@ -178,25 +166,6 @@ def native_library(native: Native | Missing, kernel: Kernel | Missing, has_torch
         yield finding("native", WARNING, f"the native library is not used ({why}): the same bits, in more time", fix)
         return
     yield finding("native", OK, f"instruction set {native.isa} of {', '.join(native.instruction_sets)}")
-    if "io_uring" in native.engines:
-        yield finding("io_uring", OK, f"available; new spill files use {native.engine}")
-    else:
-        why, fix = io_uring_refusal(kernel)
-        yield finding("io_uring", NOTE, f"not available ({why}); spill files use {native.engine}", fix)
-
-
-def io_uring_refusal(kernel: Kernel | Missing) -> tuple[str, str]:
-    """Why io_uring does not work here, and what would change that."""
-    if isinstance(kernel, Missing):
-        return "why is not known", ""
-    if kernel.io_uring_disabled:
-        return f"sysctl kernel.io_uring_disabled is {kernel.io_uring_disabled}", "sysctl kernel.io_uring_disabled=0"
-    if numbers(kernel.release) < (5, 6):
-        return f"kernel {kernel.release} is too old for it", "Linux 5.6 or newer"
-    if kernel.seccomp:
-        profile = "a seccomp profile that allows io_uring_setup, io_uring_enter and io_uring_register"
-        return "a seccomp profile refuses it, as containers' default does", profile
-    return f"kernel {kernel.release} refuses it, or the library was built without it", ""
 
 
 def spill_directory(disk: Disk | Missing) -> Iterator[Diagnosis]:
@@ -232,19 +201,16 @@ def memory(found: MachineMemory | Missing) -> Iterator[Diagnosis]:
 
 
 def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Diagnosis]:
-    """io_uring's registered buffers count against it. NVIDIA's driver pins memory without; others may not."""
+    """A GPU's driver may count pinned host memory against it; NVIDIA's does not."""
     if isinstance(limit_bytes, Missing):
         yield unknown("memlock", limit_bytes)
-    elif limit_bytes is None or limit_bytes >= SMALL_MEMLOCK_BYTES:
-        limit = "no limit" if limit_bytes is None else format_bytes(limit_bytes)
+        return
+    limit = "no limit" if limit_bytes is None else format_bytes(limit_bytes)
+    if limit_bytes is None or limit_bytes >= SMALL_MEMLOCK_BYTES or not (isinstance(gpus, Gpus) and gpus.found):
         yield finding("memlock", OK, f"RLIMIT_MEMLOCK: {limit}")
     else:
-        effect = "io_uring cannot register its buffers and pins them at every transfer"
-        if isinstance(gpus, Gpus) and gpus.found:
-            effect += "; a GPU's driver may refuse the host memory of a plan"
-        yield finding(
-            "memlock", NOTE, f"RLIMIT_MEMLOCK is {format_bytes(limit_bytes)}: {effect}", "ulimit -l unlimited"
-        )
+        effect = "a GPU's driver may reject the pinned host memory of a plan"
+        yield finding("memlock", NOTE, f"RLIMIT_MEMLOCK is {limit}: {effect}", "ulimit -l unlimited")
 
 
 def gpus(found: Gpus | Missing) -> Iterator[Diagnosis]:
@@ -271,14 +237,14 @@ def gpus(found: Gpus | Missing) -> Iterator[Diagnosis]:
             yield finding(check, WARNING, slow, "use another slot, or its setting in the BIOS; seat the card anew")
 
 
-def huge_pages(kernel: Kernel | Missing) -> Iterator[Diagnosis]:
-    if isinstance(kernel, Missing):
-        yield unknown("hugepages", kernel)
-    elif kernel.huge_pages == "never":
+def huge_pages(mode: str | Missing) -> Iterator[Diagnosis]:
+    if isinstance(mode, Missing):
+        yield unknown("hugepages", mode)
+    elif mode == "never":
         fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
         yield finding("hugepages", WARNING, "transparent huge pages are off: large tensors cost more page faults", fix)
-    elif kernel.huge_pages:
-        yield finding("hugepages", OK, f"transparent huge pages: {kernel.huge_pages}")
+    elif mode:
+        yield finding("hugepages", OK, f"transparent huge pages: {mode}")
 
 
 def threads(cores: Cores | Missing) -> Iterator[Diagnosis]:

@@ -106,7 +106,6 @@ def test_a_real_spill_file_leaves_the_bits_of_the_plain_optimizer(
     case = Case(dtype, num_micro_batches=2, clipping=1.0, tied=True)
     host, ledger = memory()
     nvme = NvmeSlab(tmp_path, HOST_BYTES, 2)
-    nvme.register(host.memory)
     lanes, parameters = CpuLanes(host, ledger), case.parameters()
     optimizer = offload(parameters, case, plan((0.2, 0, 0, 0.8), 1009, num_threads), lanes, ledger, nvme)
     result = outcome(optimizer, parameters, drive(optimizer, case))

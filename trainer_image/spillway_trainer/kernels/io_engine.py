@@ -1,6 +1,6 @@
 """What moves batches between tensors and an open file: the interface, and its plain form in Python.
 
-`native.NativeEngine` is the fast one, by io_uring or threads; `PythonEngine` serves where the native library is absent
+`native.NativeEngine` is the fast one; `PythonEngine` serves where the native library is absent
 or switched off. All cut requests into pieces, keep several in flight, resume short transfers at a whole sector, retry
 EINTR and EAGAIN, and verify checksums of what they read; tests/faults/test_spill_file.py holds them to the same
 behaviour.
@@ -80,14 +80,10 @@ class IoEngine(Protocol):
     """Over one open file, which stays the caller's and must outlive the engine."""
 
     name: str
-    """how it moves bytes, for people: "io_uring", "threads", "python\""""
+    """how it moves bytes, for people: "threads" or "python\""""
 
     def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         """Perform all, in any order, and set their outcomes; returns when all have ended. Thread-safe."""
-
-    def register(self, memory: Tensor) -> bool:
-        """Pin `memory`, which must outlive the engine, to make transfers to and from it cheaper. False: it stays as it
-        is, because this engine has no use for it or RLIMIT_MEMLOCK is too low. The engine must be idle."""
 
     def close(self) -> None:
         """End the threads. The engine must be idle."""
@@ -130,9 +126,6 @@ class PythonEngine:
                 transfer.error_offset = piece.offset + piece.moved
         for transfer in transfers:
             _finish(direction, transfer)
-
-    def register(self, memory: Tensor) -> bool:
-        return False
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -2,7 +2,7 @@
 
 A call releases the GIL until it returns. Tensors live on the CPU and are contiguous; a wrong dtype, size or layout is a
 ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|neon|reference` pins the instruction set
-of a process; `reference` leaves the library unused. `SPILLWAY_IO_ENGINE=threads|io_uring|auto` pins the I/O engine.
+of a process; `reference` leaves the library unused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .io_engine import Direction, IoRequest, SystemCall, TransferFailure
 from .reference import MAPS, Map, SquareSum, UpdateScalars, float32, kept_elements
 from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 """SPILLWAY_ISA_*, narrowest first"""
@@ -40,8 +40,6 @@ NUM_BUCKETS = 3074
 """SPILLWAY_NUM_BUCKETS"""
 LEAST_BUCKET = 0x33800000
 """the bits of 2^-24: no map tells what is below from 0, but for whether it is"""
-IO_ENGINE = "SPILLWAY_IO_ENGINE"
-ENGINE_CODES = {"threads": 1, "io_uring": 2}
 """SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
 M_MMAP_THRESHOLD = -3
 """of malloc.h"""
@@ -51,8 +49,6 @@ NUM_LIMBS = 10
 """SPILLWAY_NUM_LIMBS"""
 NO_MEMORY = 3
 """SPILLWAY_NO_MEMORY"""
-NOT_REGISTERED = 8
-"""SPILLWAY_NOT_REGISTERED"""
 LIBRARY_NAME = "libspillway_native.so"
 TENSOR_POOL = "SPILLWAY_TENSOR_POOL"
 """`on` (the default), or `off`, which leaves torch's tensors to the C library's heap"""
@@ -140,9 +136,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_copy_batch": (c_int32, (POINTER(CopyStruct), c_int64, c_int32)),
     "spillway_crc32c": (c_uint32, (c_uint32, c_void_p, c_uint64)),
     "spillway_crc32c_combine": (c_uint32, (c_uint32, c_uint32, c_uint64)),
-    "spillway_engine_available": (c_int32, (c_int32,)),
-    "spillway_io_open": (c_int32, (c_int32, c_int32, c_int32, IO_CALL, c_void_p, POINTER(c_void_p))),
-    "spillway_io_register": (c_int32, (c_void_p, c_void_p, c_uint64)),
+    "spillway_io_open": (c_int32, (c_int32, c_int32, IO_CALL, c_void_p, POINTER(c_void_p))),
     "spillway_io_transfer": (c_int32, (c_void_p, c_int32, POINTER(IoRequestStruct), c_int64)),
     "spillway_io_close": (None, (c_void_p,)),
     "spillway_cipher_open": (c_int32, (c_void_p, POINTER(c_void_p))),
@@ -349,42 +343,18 @@ def crc32c(tensor: Tensor) -> int:
     return value
 
 
-def io_engines() -> tuple[str, ...]:
-    """The I/O engines that work here, best first; empty where the library is absent or unused."""
-    library = _library() if available() else None
-    return tuple(name for name, code in ENGINE_CODES.items() if library and library.spillway_engine_available(code))
-
-
-def io_engine() -> str:
-    """The I/O engine of new spill files: "io_uring", "threads", or "python" where the library is absent or unused."""
-    found = io_engines() or ("python",)
-    asked = os.environ.get(IO_ENGINE, "auto") or "auto"
-    if asked not in ("auto", *found):
-        raise UserError(
-            f"{IO_ENGINE}={asked}: not available here; choose one of auto, {', '.join(found)}, or unset it "
-            "(containers often forbid io_uring: their seccomp profile must allow the three io_uring system calls)"
-        )
-    return found[0] if asked == "auto" else asked
-
-
 class NativeEngine:
-    """io_engine.IoEngine of the library; the GIL is free while bytes move. `name`: io_uring or threads. A `call`
-    that is an IO_CALL is called as it is, without the interpreter."""
+    """io_engine.IoEngine of the library; releases the GIL while bytes move. A `call` that is an IO_CALL is called
+    without the interpreter."""
 
-    def __init__(self, file: int, queue_depth: int, call: SystemCall | None = None, *, name: str = "") -> None:
-        self.name = name or io_engine()
+    name = "threads"
+
+    def __init__(self, file: int, queue_depth: int, call: SystemCall | None = None) -> None:
         if not isinstance(call, IO_CALL):
             call = IO_CALL(0) if call is None else IO_CALL(functools.partial(_system_call, call))
         self._call = call
         self._handle = c_void_p()
-        error = _library().spillway_io_open(ENGINE_CODES[self.name], file, queue_depth, self._call, None, self._handle)
-        _raise_for("spillway_io_open", error)
-
-    def register(self, memory: Tensor) -> bool:
-        error = _library().spillway_io_register(self._handle, memory.data_ptr(), memory.numel())
-        if error != NOT_REGISTERED:
-            _raise_for("spillway_io_register", error)
-        return not error
+        _raise_for("spillway_io_open", _library().spillway_io_open(file, queue_depth, self._call, None, self._handle))
 
     def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         requests = (IoRequestStruct * len(transfers))()
@@ -552,8 +522,6 @@ def describe() -> dict[str, object]:
     return {
         "isa": isa(),
         "instructionSets": instruction_sets(),
-        "engine": io_engine(),
-        "engines": io_engines(),
     }
 
 

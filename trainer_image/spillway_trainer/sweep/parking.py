@@ -146,7 +146,6 @@ class Parking:
             self._slab = NvmeSlab(self._directories, nbytes, self._num_io_threads, open_file=self._open_file)
             host = HostSlab(PARKING_BUFFER_BYTES)
             self._buffer = host.allocate(PARKING_BUFFER_BYTES, "parking")
-            self._slab.register(host.memory)
         return self._slab
 
 

@@ -85,10 +85,6 @@ class EncryptedFile:
         for part in parts:
             self._apply(Direction.READ, part.tensor, part.tensor, part.offset, numbers[part.request])
 
-    def register(self, memory: Tensor) -> None:
-        """Reads go there; writes leave from the bounce buffer."""
-        self._file.register(memory)
-
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
         self._file.give_back(runs)
 

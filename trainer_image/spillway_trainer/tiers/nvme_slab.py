@@ -54,9 +54,6 @@ class ScratchFile(Protocol):
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
         """Fill each tensor from its offset and check its CRC32C. Raises SpillIOError with the label, never zeros."""
 
-    def register(self, memory: Tensor) -> None:
-        """Told where most tensors will lie, so that it may pin this memory."""
-
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
         """The volume has the bytes of these (offset, size) again: none of them is used any more. Raises SpillIOError
         where it does not."""
@@ -323,11 +320,6 @@ class NvmeSlab:
     def faults(self) -> dict[str, int]:
         """What went wrong and was survived so far, by kind."""
         return dict(self._faults)
-
-    def register(self, memory: Tensor) -> None:
-        """Tell every device's engine where most tensors will lie."""
-        for device in self._devices:
-            device.file.register(memory)
 
     def give_back(self, nbytes: int) -> int:
         """Become smaller by `nbytes`, divided among the devices, or by what is free of them; returns by how much. Their

@@ -85,25 +85,18 @@ class SpillFile:
         self._file, self.is_direct = _open(self.directory, self._path)
         try:
             _preallocate(self._file, self.directory, self.nbytes)
-            engine_type = PythonEngine if native.io_engine() == "python" else native.NativeEngine
+            engine_type = native.NativeEngine if native.available() else PythonEngine
             self._engine: IoEngine = engine_type(self._file, num_threads, call)
         except BaseException:
             os.close(self._file)
             self._remove()
             raise
-        self._is_registered = False
         self._is_open = True
 
     @property
     def backend(self) -> str:
-        """How bytes move: "io_uring", "threads" or "python"; "+registered"; "+O_DIRECT" or "+buffered"."""
-        registered = "+registered" if self._is_registered else ""
-        return f"{self._engine.name}{registered}+{'O_DIRECT' if self.is_direct else 'buffered'}"
-
-    def register(self, memory: Tensor) -> None:
-        """Tell the engine where most transfers' tensors lie; `memory` must outlive this file. Where the system lets it,
-        the engine pins all of it (every page becomes resident); `backend` says so."""
-        self._is_registered = memory.numel() > 0 and self._engine.register(memory)
+        """How bytes move: "threads" or "python", then "+O_DIRECT" or "+buffered"."""
+        return f"{self._engine.name}+{'O_DIRECT' if self.is_direct else 'buffered'}"
 
     def write_batch(self, requests: Sequence[Write | tuple[int, Tensor] | tuple[int, Tensor, str]]) -> list[int]:
         """Write all, in any order, and return the checksum of each, when all are done.

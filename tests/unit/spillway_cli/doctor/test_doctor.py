@@ -30,7 +30,6 @@ from spillway_cli.doctor.findings import Diagnosis, Missing, Severity
 from spillway_cli.doctor.machine import (
     Cores,
     Disk,
-    Kernel,
     MachineFacts,
     MachineMemory,
     Native,
@@ -47,8 +46,8 @@ HEALTHY = MachineFacts(
     python="3.12.1",
     versions=dict.fromkeys([name for names in EXTRAS.values() for name in names], "9.0"),
     minima={"torch": "2.11"},
-    native=Native("avx512", ("scalar", "avx2", "avx512"), "threads", ("threads", "io_uring")),
-    kernel=Kernel("6.8.0", 0, 0, "madvise"),
+    native=Native("avx512", ("scalar", "avx2", "avx512")),
+    huge_pages="madvise",
     disk=Disk("/spill", 100 * GIB, True),
     memory=MachineMemory(64 * GIB, 32 * GIB, False),
     cores=Cores(8, 8, ""),
@@ -76,7 +75,6 @@ def test_nothing_is_wrong_with_a_healthy_machine() -> None:
     assert the_bad(machine_findings(HEALTHY, NOW)) == []
 
 
-THREADS_ONLY = Native("avx2", ("scalar", "avx2"), "threads", ("threads",))
 NO_HF = {name: version for name, version in HEALTHY.versions.items() if name != "peft"}
 NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name != "torch"}
 
@@ -87,8 +85,8 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         ({"versions": NO_HF}, "note", "not installed: peft", "spillway-training[hf]"),
         ({"versions": NO_TORCH}, "warning", "plan and submit jobs, not train", "spillway-training[trainer]"),
         ({"versions": {**HEALTHY.versions, "torch": "2.9.1+cpu"}}, "error", "2.9.1+cpu (at least 2.11)", "[trainer]"),
-        ({"native": Native("reference", (), "python", ())}, "warning", "no C++ compiler", "C++20 compiler"),
-        ({"native": Native("reference", ("scalar",), "python", ())}, "warning", "FORCE_ISA=reference", "unset"),
+        ({"native": Native("reference", ())}, "warning", "no C++ compiler", "C++20 compiler"),
+        ({"native": Native("reference", ("scalar",))}, "warning", "FORCE_ISA=reference", "unset"),
         (
             {"native": Missing("no module named torch", is_absent=True)},
             "error",
@@ -96,9 +94,6 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "spillway_trainer.kernels.native",
         ),
         ({"native": Missing("took more than 7 s")}, "warning", "took more than 7 s", "again on an idle machine"),
-        ({"native": THREADS_ONLY, "kernel": Kernel("6.8", 2, 0, "madvise")}, "note", "io_uring_disabled is 2", "=0"),
-        ({"native": THREADS_ONLY, "kernel": Kernel("6.8", 0, 2, "madvise")}, "note", "seccomp", "io_uring_setup"),
-        ({"native": THREADS_ONLY, "kernel": Kernel("5.4.1", None, 0, "madvise")}, "note", "too old", "5.6"),
         ({"disk": Disk("/spill", GIB // 2, True)}, "warning", "only 512 MiB free", "make room"),
         ({"disk": Disk("/spill", 9 * GIB, False)}, "warning", "no O_DIRECT", "ext4 or xfs"),
         ({"disk": Disk("/spill", 0, False, True, "Permission denied")}, "error", "Permission denied", "--directory"),
@@ -111,8 +106,13 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "container's memory limit",
         ),
         ({"memory": MachineMemory(64 * GIB, GIB // 4, False)}, "warning", "256 MiB available", "end what holds it"),
-        ({"memlock_bytes": 8 << 20}, "note", "RLIMIT_MEMLOCK is 8.00 MiB", "ulimit -l"),
-        ({"kernel": Kernel("6.8", 0, 0, "never")}, "warning", "huge pages are off", "madvise"),
+        (
+            {"memlock_bytes": 8 << 20, "gpus": Gpus((RTX,), "550.1", "12.4")},
+            "note",
+            "RLIMIT_MEMLOCK is 8.00 MiB",
+            "ulimit -l",
+        ),
+        ({"huge_pages": "never"}, "warning", "huge pages are off", "madvise"),
         ({"cores": Cores(2, 8, "16")}, "warning", "OMP_NUM_THREADS=16, and 2 cores", "unset"),
         ({"profile": Profile("/p", False)}, "note", "not measured", "spillway calibrate"),
         (
@@ -141,7 +141,7 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "8 of 16 lanes, so copies take 2 times as long",
             "another slot",
         ),
-        ({"gpus": Gpus((RTX,)), "memlock_bytes": 8 << 20}, "note", "may refuse the host memory of a plan", "ulimit -l"),
+        ({"gpus": Gpus((RTX,)), "memlock_bytes": 8 << 20}, "note", "may reject the pinned host memory of a plan", "ulimit -l"),
         ({"gpus": Missing("no answer in time")}, "warning", "no answer in time", "again"),
     ],
 )
@@ -196,18 +196,12 @@ def test_a_spill_directory_that_cannot_be_written_is_an_error(tmp_path: Path) ->
     assert found.problem == "No such file or directory"
 
 
-def test_the_kernel_is_read_where_it_says_it(tmp_path: Path) -> None:
-    for name, text in {
-        "proc/sys/kernel/io_uring_disabled": "2\n",
-        "proc/self/status": "Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t1\n",
-        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    found = doctor_gather.kernel(tmp_path)
-    assert (found.io_uring_disabled, found.seccomp, found.huge_pages) == (2, 2, "never")
-    nothing = doctor_gather.kernel(tmp_path / "none")
-    assert (nothing.io_uring_disabled, nothing.seccomp, nothing.huge_pages) == (None, 0, "")
+def test_huge_pages_are_read_from_sysfs(tmp_path: Path) -> None:
+    enabled = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    enabled.parent.mkdir(parents=True)
+    enabled.write_text("always madvise [never]\n")
+    assert doctor_gather.huge_pages(tmp_path) == "never"
+    assert doctor_gather.huge_pages(tmp_path / "none") == ""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
