@@ -91,7 +91,7 @@ void test_random_faults(int64_t num_operations, uint32_t seed) {
     }
   }
   spillway_io_close(io);
-  std::printf("engine %d, seed %u: %ld calls, %ld faults, %ld failed requests, %ld silent errors\n", engine, seed,
+  std::printf("seed %u: %ld calls, %ld faults, %ld failed requests, %ld silent errors\n", seed,
               static_cast<long>(file.num_calls), static_cast<long>(file.num_faults), static_cast<long>(num_failed),
               static_cast<long>(num_silent));
   CHECK(file.num_faults > num_operations / 200 && num_failed > 0 && num_silent == 0);
