@@ -40,6 +40,10 @@ class Policy(StrEnum):
     NVME = "nvme"
 
 
+Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
+DeviceKind = Literal["Cpu", "Cuda"]
+Order = Literal["InOrder", "WeightStationary"]
+"""of the micro-batches of a step: one after the other through the model, or one segment after the other for all"""
 Overlap = Literal["None", "Forward", "Backward"]
 """What the update of the optimizer may run beside."""
 
@@ -141,7 +145,7 @@ class ParameterPlan(Frozen):
     """one per segment in forward order: device = resident; host, nvme = streamed from there. Empty = all resident"""
     num_slots: int = Field(default=2, ge=1)
     """device slots of the largest streamed segment each; two let one be filled while the other is used"""
-    order: Literal["InOrder", "WeightStationary"] = "InOrder"
+    order: Order = "InOrder"
     """one micro-batch after the other through all segments, or one segment after the other for all micro-batches"""
     boundaries: Policy = Policy.KEEP
     """WeightStationary: where what segments hand on waits for backward (keep, host or nvme)"""
@@ -211,10 +215,10 @@ class MemoryPlan(Frozen):
     job: str
     node: str
     """catalog name of the node class, for example 8x-h100-80 or local"""
-    device: Literal["Cpu", "Cuda"] = "Cpu"
+    device: DeviceKind = "Cpu"
     """what a device is there; on a CPU its memory is host memory, too"""
     mode: Literal["Auto", "Advise", "Disabled"]
-    strategy: Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"] = "Ddp"
+    strategy: Strategy = "Ddp"
     world_size: int = 1
     micro_batch_size: int = Field(ge=1)
     num_micro_batches: int = Field(ge=1)

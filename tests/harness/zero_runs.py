@@ -24,10 +24,9 @@ from harness.patience import wait_until
 from harness.places import IMPORTABLE
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.plan import ActivationPlan, MemoryPlan, Tier
+from spillway.plan import ActivationPlan, MemoryPlan, Strategy, Tier
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, make_plan
-from spillway.planning.workload import Strategy
 from spillway.units import GIB
 from spillway_trainer.checkpoints.directory import choose_resume
 

@@ -8,9 +8,8 @@ from pydantic import Field, model_validator
 
 from spillway.api.field_types import Fields, Number, Positive, Quantity, SomeBytes, Text, refuse
 from spillway.api.limits import MAX_RANKS, MAX_SPILL_VOLUMES
+from spillway.plan import Overlap, Strategy
 from spillway.units import format_quantity
-
-Strategy = Literal["Auto", "Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 
 
 class Parallelism(Fields):
@@ -21,7 +20,7 @@ class Parallelism(Fields):
     device: Literal["Auto", "Cuda", "Cpu"] = Field(
         default="Auto", description="Kind of device. Auto: a GPU where one is that can run the job, else a CPU."
     )
-    strategy: Strategy = Field(
+    strategy: Literal["Auto", Strategy] = Field(
         default="Auto",
         description="What ranks divide among them: nothing (Ddp); optimizer states and sums of gradients (Zero1, "
         "Zero2), parameters too (Zero3), by DeepSpeed; the same as Zero3 by torch's FSDP2 (Fsdp). Auto is Ddp in a "
@@ -57,7 +56,7 @@ class OptimizerMemory(Fields):
         "Interleaved: in host memory, by CPU and device in turn. Nvme: on NVMe, read for every update by the CPU and "
         "written back. Auto: any split of these, whatever is fastest; NVMe for what host memory does not hold.",
     )
-    overlap: Literal["Auto", "None", "Forward", "Backward"] = Field(
+    overlap: Literal["Auto", Overlap] = Field(
         default="Auto",
         description="What the update may run beside. None: nothing. Forward: the next step's forward, each segment of "
         "which waits for its own parameters; on a CPU that pays where cores are left free. Backward: besides, the CPU "

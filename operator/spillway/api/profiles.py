@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from spillway.api.field_types import Count, Fields, Flag, Number, Positive, Quantity, SomeBytes, Text, Written
+from spillway.plan import DeviceKind
 
 Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
 """per second; no hardware is outside of the bounds, and predictions stay finite within"""
@@ -47,7 +48,7 @@ class NodeProfileSpec(Fields):
     """Capacities and achieved rates of the node of the same name. Figures of devices are per device, all others per
     node. What is left out is taken from the node itself (capacities) or from the catalog (rates)."""
 
-    device_kind: Literal["Cpu", "Cuda"] = Field(description="Kind of device that the figures are about.")
+    device_kind: DeviceKind = Field(description="Kind of device that the figures are about.")
     num_devices: Annotated[Positive, Field(le=64)] | None = Field(
         default=None, description="Devices. Default: what the node can allocate."
     )

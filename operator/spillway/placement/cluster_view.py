@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spillway.feedback.pod_evidence import PodEvidence
-from spillway.plan import Tier
+from spillway.plan import DeviceKind, Tier
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
-from spillway.planning.hardware import DeviceKind, NodeSpec
+from spillway.planning.hardware import NodeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
-from spillway.plan import MemoryPlan
-from spillway.planning.hardware import DeviceKind
+from spillway.plan import DeviceKind, MemoryPlan
 
 
 def devices(

@@ -27,13 +27,13 @@ from spillway.feedback.profiles import evidence, measured, memory_fingerprint, m
 from spillway.placement.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
 from spillway.placement.device_choice import because, devices, on_device
 from spillway.placement.headroom import Preference, rank
-from spillway.plan import Infeasible, MemoryPlan, Tier
+from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
 from spillway.planning.candidates import TIE
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
-from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, local_node, resolve_node
+from spillway.planning.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.planning.known_plans import known_plan
-from spillway.planning.planner import DEVICE_SHARE, Overrides, run_strategy, shared_memory
+from spillway.planning.planner import Overrides, plan_run, run_strategy
 from spillway.planning.pod_resources import (
     PLANNED_MARGIN,
     PodResources,
@@ -420,22 +420,9 @@ def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
 
 
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
-    """Where device and host share a memory whose parts the job does not name, and none fits of which the device has
-    the larger part, one of which the host has it."""
     ranks, own = job.spec.parallelism.devices_per_node, on_device(job, group.node.device_kind)
-    decided = known_plan(own, group.node, _overrides(job, group, ranks), explained=explained)
-    has_named = not group.shared_bytes or job.spec.memory.budget.device is not None
-    if isinstance(decided, MemoryPlan) or has_named or Tier.HOST not in decided.missing_bytes:
-        return decided
-    other = known_plan(own, group.node, _overrides(job, group, ranks, 1.0 - DEVICE_SHARE), explained=explained)
-    return decided if isinstance(other, Infeasible) else other
-
-
-def _overrides(job: TrainingJob, group: _NodeClass, ranks: int, device_share: float = DEVICE_SHARE) -> Overrides:
-    if group.node.device_kind == "Cpu":
-        shared = shared_memory(job, group.shared_bytes, ranks, device_share)
-        return replace(shared, corrections=group.corrections)
-    return Overrides(strategy=run_strategy(job.spec), corrections=group.corrections)
+    overrides = Overrides(corrections=group.corrections)
+    return plan_run(own, group.node, overrides, group.shared_bytes, ranks, planned=known_plan, explained=explained)
 
 
 def _for_its_pod(

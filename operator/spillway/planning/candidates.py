@@ -24,9 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, floor, isqrt
+from typing import Literal
 
 from spillway.api.training_job import TrainingJob
-from spillway.plan import OptimizerPlan, Overlap, Policy, Prediction, Tier, TierBytes
+from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
 from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
@@ -65,8 +66,6 @@ from spillway.planning.workload import (
     STREAMING_STRATEGIES,
     ZERO_STRATEGIES,
     Blocks,
-    Order,
-    Strategy,
     Streaming,
     Workload,
     chunk_parameters,
@@ -116,12 +115,12 @@ class Question:
     local_ranks: int
     num_nodes: int
     micro_batch_size: int
-    mode: str
-    strategy: str
-    placement: str
-    policy: str
-    parameters: str
-    overlap: str = "Auto"
+    mode: Literal["Auto", "Advise", "Disabled"]
+    strategy: Literal["Auto", Strategy]
+    placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"]
+    policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"]
+    parameters: Literal["Auto", "Resident", "Stream"]
+    overlap: Literal["Auto", Overlap] = "Auto"
 
     @property
     def num_layers(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from spillway.plan import Alternative, Infeasible, Policy, Prediction, Tier
+from spillway.plan import Alternative, DeviceKind, Infeasible, Policy, Prediction, Strategy, Tier
 from spillway.planning.candidates import (
     AUTO_STRATEGIES,
     TIE,
@@ -27,10 +27,9 @@ from spillway.planning.footprint import (
     streamed_slot_bytes,
     waiting_frontier_bytes,
 )
-from spillway.planning.hardware import DeviceKind
 from spillway.planning.search import Search
 from spillway.planning.step_time import stored_states_bytes, update_seconds
-from spillway.planning.workload import RUN_STRATEGY, ZERO_STRATEGIES, Strategy, Streaming, Workload
+from spillway.planning.workload import RUN_STRATEGY, ZERO_STRATEGIES, Streaming, Workload
 from spillway.units import MIB, format_bytes, format_quantity
 
 # --- reasons ----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from spillway.errors import UserError
+from spillway.plan import DeviceKind
 
-DeviceKind = Literal["Cpu", "Cuda"]
 DISK_SHARE = 0.9
 """of the drives' capacity that spill may use"""
 MEASURED = "-measured"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
@@ -19,6 +19,7 @@ from spillway.api.field_types import MAX_MEMBERS
 from spillway.api.model import Lora, ModelConfig
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
+from spillway.plan import DeviceKind
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
@@ -28,8 +29,6 @@ RELATIVE_POSITIONS = 32
 """buckets of t5's relative position bias"""
 TOKEN_TYPES = 2
 """of bert"""
-
-Device = Literal["Cpu", "Cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class ModelShape:
 _DOCUMENT = TypeAdapter(ModelShape)
 
 
-def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
+def shape_of(spec: TrainingJobSpec, device: DeviceKind = "Cpu") -> ModelShape:
     """The shape of spec.model by its sizes. Raises UserError for models that must be inspected to know them."""
     model = spec.model
     batch = MicroBatch(spec.training.micro_batch_size, spec.training.sequence_length)
@@ -232,7 +231,11 @@ def shape_of(spec: TrainingJobSpec, device: Device = "Cpu") -> ModelShape:
 
 @lru_cache(maxsize=2 * MAX_MEMBERS)
 def model_shape(
-    config: ModelConfig, compute: str, device: Device = "Cpu", lora: Lora | None = None, batch: MicroBatch | None = None
+    config: ModelConfig,
+    compute: str,
+    device: DeviceKind = "Cpu",
+    lora: Lora | None = None,
+    batch: MicroBatch | None = None,
 ) -> ModelShape:
     """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
     frozen and with adapters. `batch` matters for t5, whose attention saves a matrix of all pairs of positions, and for
@@ -284,7 +287,7 @@ class _Sizes:
     """The symbols of the module's docstring."""
 
     def __init__(
-        self, config: ModelConfig, compute_bytes: int, device: Device, lora: Lora | None, batch: MicroBatch
+        self, config: ModelConfig, compute_bytes: int, device: DeviceKind, lora: Lora | None, batch: MicroBatch
     ) -> None:
         self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
         self.modules: set[str] = set()

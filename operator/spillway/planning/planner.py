@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
-from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Tier
+from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Strategy, Tier
 from spillway.planning.candidates import Question, Timed, best, timed
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections, corrected
 from spillway.planning.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
@@ -21,11 +22,10 @@ from spillway.planning.pod_resources import memory_bytes, pod_runtime_bytes
 from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
-from spillway.planning.workload import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES, Strategy
+from spillway.planning.workload import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES
 
 DEVICE_SHARE = 0.75
-"""of a CPU node's memory that counts as the device where no budget says so; the rest is the host tier. The operator
-turns it round where nothing fits (placement.py)"""
+"""Device part of a CPU node's memory where no budget names it; the rest is the host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,46 @@ def shared_memory(
     left = memory_bytes - num_local_ranks * device_bytes
     host_bytes = left if budget.host is None else min(budget.host, left)
     return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=run_strategy(job.spec))
+
+
+class Planned(Protocol):
+    """make_plan, or known_plan, which remembers its answers."""
+
+    def __call__(
+        self, job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool
+    ) -> MemoryPlan | Infeasible: ...
+
+
+def plan_run(
+    job: TrainingJob,
+    node: NodeSpec,
+    overrides: Overrides,
+    shared_bytes: int,
+    num_local_ranks: int,
+    *,
+    planned: Planned,
+    explained: bool,
+) -> MemoryPlan | Infeasible:
+    """The plan of a run on `node`, of a cluster or this machine, with `shared_bytes` of memory for device and host.
+
+    On CPU nodes without a device budget the memory is split 75/25 between device and host, then 25/75. Raises UserError
+    as make_plan does.
+    """
+    overrides = replace(overrides, strategy=run_strategy(job.spec))
+    if node.device_kind != "Cpu":
+        return planned(job, node, overrides, explained=explained)
+
+    def split(device_share: float) -> MemoryPlan | Infeasible:
+        shared = shared_memory(job, shared_bytes, num_local_ranks, device_share)
+        both = replace(overrides, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
+        return planned(job, node, both, explained=explained)
+
+    found = split(DEVICE_SHARE)
+    is_split = bool(shared_bytes) and job.spec.memory.budget.device is None
+    if isinstance(found, MemoryPlan) or not is_split or Tier.HOST not in found.missing_bytes:
+        return found
+    other = split(1.0 - DEVICE_SHARE)
+    return found if isinstance(other, Infeasible) else other
 
 
 def run_strategy(spec: TrainingJobSpec) -> Strategy:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import ceil
 from operator import itemgetter
 
-from spillway.plan import OptimizerPlan, Policy, Tier, TierBytes
+from spillway.plan import OptimizerPlan, Order, Policy, Strategy, Tier, TierBytes
 from spillway.planning.candidates import (
     _NO_ACTIVATIONS,
     _WEIGHTS,
@@ -34,7 +34,7 @@ from spillway.planning.footprint import (
     nvme_states_bytes,
     upload_bytes,
 )
-from spillway.planning.workload import Blocks, Order, Strategy, Streaming, Workload
+from spillway.planning.workload import Blocks, Streaming, Workload
 
 
 class Search:

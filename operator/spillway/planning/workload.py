@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
-from typing import Literal
 
-from spillway.plan import Policy
+from spillway.plan import Order, Policy, Strategy
 from spillway.planning.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.update_rules import MomentType, UpdateRule
 
-Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 SHARDS: dict[Strategy, tuple[str, ...]] = {
     "Ddp": (),
     "Zero1": ("states", "gradients"),
@@ -41,7 +39,6 @@ LOSS_BYTES = CACHE_LINE_BYTES
 """scalars that the loss saves: the sum of its labels' weights"""
 PAGE_BYTES = 4096
 """pieces of host memory and NVMe extents are multiples of this"""
-Order = Literal["InOrder", "WeightStationary"]
 Sizes = tuple[int, ...]
 
 NUM_SLOTS = 2

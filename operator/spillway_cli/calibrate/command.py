@@ -41,8 +41,8 @@ from spillway.feedback.calibration import (
 )
 from spillway.feedback.profiles import document, rates_from, with_rates
 from spillway.metrics import Phase, StepMetrics
-from spillway.plan import Overlap
-from spillway.planning.hardware import DeviceKind, NodeSpec, local_node
+from spillway.plan import DeviceKind, Overlap
+from spillway.planning.hardware import NodeSpec, local_node
 from spillway.planning.step_time import Rates, rank_rates
 from spillway.units import format_bytes, format_count, format_seconds
 from spillway_trainer.cgroup import usable_cores

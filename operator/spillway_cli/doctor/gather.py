@@ -24,7 +24,7 @@ from spillway.api.limits import GROUP, VERSION
 from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 from spillway.extras import EXTRAS
-from spillway.planning.hardware import DeviceKind
+from spillway.plan import DeviceKind
 from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
 from ..cluster.api import CORE, JOBS, ClusterClient, Object, RequestDenied, jobs_path, segment

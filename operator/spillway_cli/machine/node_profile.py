@@ -17,7 +17,8 @@ from spillway.api.manifest import parse, read_text
 from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
 from spillway.feedback.profiles import NodeProfile, has_rates, measured, rates_sentence
-from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, resolve_node
+from spillway.plan import DeviceKind
+from spillway.planning.hardware import NodeSpec, gpu_node, resolve_node
 
 from ..record.directory import write_atomic
 

@@ -20,10 +20,9 @@ from spillway.feedback.ladder import (
     tries_are_used_up,
 )
 from spillway.feedback.retries import MEMORY_ERRORS
-from spillway.plan import Infeasible, MemoryPlan
+from spillway.plan import DeviceKind, Infeasible, MemoryPlan
 from spillway.planning.corrections import Corrections
 from spillway.planning.explain import lacking
-from spillway.planning.hardware import DeviceKind
 from spillway.planning.pod_resources import pod_resources
 
 from ..record.attempt_ends import PLAN, Attempt, Rung, plan_of_attempt, read_ended

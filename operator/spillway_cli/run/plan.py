@@ -10,12 +10,12 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import DoesNotFit, UserError
 from spillway.feedback.profiles import with_rates
 from spillway.placement.device_choice import because, devices, on_device
-from spillway.plan import Infeasible, MemoryPlan
+from spillway.plan import DeviceKind, Infeasible, MemoryPlan
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
-from spillway.planning.hardware import DeviceKind, NodeSpec, gpu_node, local_node
+from spillway.planning.hardware import NodeSpec, gpu_node, local_node
 from spillway.planning.model_shape import ModelShape
-from spillway.planning.planner import Overrides, make_plan, run_strategy, shared_memory
+from spillway.planning.planner import Overrides, make_plan, plan_run, run_strategy
 from spillway.planning.pod_resources import pod_runtime_bytes
 from spillway.units import format_bytes, parse_bytes
 
@@ -97,7 +97,7 @@ def decided_for_this_machine(
     """Of device Auto the first kind on which it fits; where it fits none, what the best one lacks."""
     found = list[Infeasible]()
     for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
-        asked = Overrides(world_size=num_ranks, shape=shape, strategy=run_strategy(job.spec), corrections=corrections)
+        asked = Overrides(world_size=num_ranks, shape=shape, corrections=corrections)
         outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
         if isinstance(outcome, MemoryPlan):
             return because(outcome, f"the model does not fit {resources.gpus.said}" if found else why)
@@ -119,10 +119,9 @@ def _decided_on(
         node = cuda_node(resources, memory_bytes, num_ranks)
     else:
         node = local_node(resources.cores, memory_bytes, memory_bytes, resources.disk_bytes)
-        shared = shared_memory(job, memory_bytes, num_ranks)
-        asked = replace(asked, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
     node = node if profile is None else with_rates(profile, node)
-    outcome = make_plan(on_device(job, device), node, asked)
+    own = on_device(job, device)
+    outcome = plan_run(own, node, asked, memory_bytes, num_ranks, planned=make_plan, explained=True)
     if isinstance(outcome, Infeasible) and memory_bytes < runtime:
         left = "the memory limit of this container leaves" if resources.is_limited else "free on this machine are"
         takes = f"{format_bytes(resources.memory_bytes)}, and the trainer itself takes {format_bytes(runtime)}"

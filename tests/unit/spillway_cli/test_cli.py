@@ -18,7 +18,7 @@ from fakes.fake_trainer import attempt_lines, step_line
 from harness.places import ROOT
 from harness.run_records import plan as made_plan
 from spillway.api.job_file import JobFile
-from spillway.api.load import parse_job
+from spillway.api.load import load_job, parse_job
 from spillway.api.pod import Member, Objective
 from spillway.api.training_job import TrainingJob
 from spillway.errors import DoesNotFit, ExitCode, UserError
@@ -27,7 +27,7 @@ from spillway.planning.hardware import local_node
 from spillway.planning.planner import make_plan, shared_memory
 from spillway_cli import __main__ as cli
 from spillway_cli.console import Format
-from spillway_cli.machine.local_node import bytes_in_equal_shares, free_disk_bytes, probe
+from spillway_cli.machine.local_node import LocalResources, bytes_in_equal_shares, free_disk_bytes, probe
 from spillway_cli.record.attempt_ends import Attempt, read_ended
 from spillway_cli.record.directory import RunDirectory, create_run_directory, write_atomic
 from spillway_cli.report.command import read_record, write_report
@@ -1005,6 +1005,16 @@ def test_host_tier_gets_what_the_device_leaves() -> None:
 def test_device_without_a_budget_leaves_memory_to_the_host_tier() -> None:
     job = tiny_job(("device: 64Mi, host: 256Mi, ", ""))
     assert (shared_memory(job, 4 * GIB).device_bytes, shared_memory(job, 4 * GIB).host_bytes) == (3 * GIB, GIB)
+
+
+def test_memory_is_split_25_to_75_where_a_run_fits_in_no_other_way() -> None:
+    """As in a cluster (test_placement.py): the demo's job, whose optimizer states must lie in host memory."""
+    job = load_job(ROOT / "examples" / "demo.yaml")
+    budget = {"device": None, "host": None, "nvme": None}
+    free = job.spec.memory.model_copy(update={"budget": job.spec.memory.budget.model_copy(update=budget)})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": free})})
+    plan = plan_for_this_machine(job, LocalResources(cores=2, memory_bytes=GIB, disk_bytes=GIB))
+    assert 2.9 < plan.budget[Tier.HOST] / plan.budget[Tier.DEVICE] < 3.1
 
 
 def test_budget_on_the_command_line_replaces_the_jobs() -> None:

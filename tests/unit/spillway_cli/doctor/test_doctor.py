@@ -141,7 +141,12 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "8 of 16 lanes, so copies take 2 times as long",
             "another slot",
         ),
-        ({"gpus": Gpus((RTX,)), "memlock_bytes": 8 << 20}, "note", "may reject the pinned host memory of a plan", "ulimit -l"),
+        (
+            {"gpus": Gpus((RTX,)), "memlock_bytes": 8 << 20},
+            "note",
+            "may reject the pinned host memory of a plan",
+            "ulimit -l",
+        ),
         ({"gpus": Missing("no answer in time")}, "warning", "no answer in time", "again"),
     ],
 )
