@@ -16,7 +16,7 @@ from harness.depth import some
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Policy, Tier
-from spillway.planning import candidates
+from spillway.planning import candidates, search
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import make_plan
 
@@ -171,7 +171,7 @@ def test_t5_peak_matches_the_plan_when_some_boundary_tensors_cannot_move(
     }  # 80 KiB, 50 KiB of bias
     wanted = job(SMALL | changes | {"spec.training.steps": peak_run.STEPS})
     every = candidates.groups
-    monkeypatch.setattr(candidates, "groups", lambda question: stationary(every(question), boundaries))
+    monkeypatch.setattr(search, "groups", lambda question: stationary(every(question), boundaries))
     plan = make_plan(wanted, SLOW_LINK)
     assert isinstance(plan, MemoryPlan), plan
     assert held_on_the_device(wanted, plan, tmp_path) >= 0.9 * plan.bytes[Tier.DEVICE].total
@@ -208,7 +208,7 @@ def test_a_lean_run_needs_no_more_than_planned_and_nearly_that(
 ) -> None:
     changes = SMALL | LEAN[case] | {"spec.training.steps": peak_run.STEPS, "spec.memory.optimizer.placement": "Host"}
     every = candidates.groups
-    monkeypatch.setattr(candidates, "groups", lambda question: lean(every(question), moves=moves != "kept"))
+    monkeypatch.setattr(search, "groups", lambda question: lean(every(question), moves=moves != "kept"))
     plan = make_plan(job(changes), SLOW_LINK)
     assert isinstance(plan, MemoryPlan), plan
     if moves == "to NVMe":  # what host memory has no room for

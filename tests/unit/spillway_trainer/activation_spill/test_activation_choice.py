@@ -335,7 +335,7 @@ def test_search_that_stops_plays_early_finds_the_same_answers(
         storages, limits = drawn(seed, num_storages, ALL)
         fast = choose(storages, limits)
         with monkeypatch.context() as patched:
-            patched.setattr(choice, "Course", PlainCourse)
+            patched.setattr(choice, "StepSimulation", PlainCourse)
             assert choose(storages, limits) == fast
         waiting += isinstance(fast, Choice) and fast.stall_seconds + fast.recompute_seconds > 0.0
     assert waiting
