@@ -26,7 +26,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,17 +64,20 @@ spec:
 # --- one commit and cell, in a process of its own ---------------------------------------------------------------------
 
 
+def either(now: str, before: str, package: str = "spillway") -> Any:
+    """The module of the commit that runs: `now`, or `before`, as BEFORE names it."""
+    with suppress(ModuleNotFoundError):
+        return importlib.import_module(f"{package}.{now}")
+    return importlib.import_module(f"{package}.{before}")
+
+
 class Play:
     """Steps of the trainer whose code is on PYTHONPATH."""
 
     def __init__(self, cell: str) -> None:
         import torch  # noqa: PLC0415
 
-        from spillway.api.job_file import JobFile  # noqa: PLC0415
-        from spillway.api.load import parse_job  # noqa: PLC0415
         from spillway.plan import Tier  # noqa: PLC0415
-        from spillway.planning.hardware import resolve_node  # noqa: PLC0415
-        from spillway.planning.planner import make_plan  # noqa: PLC0415
         from spillway_trainer import assemble  # noqa: PLC0415
         from spillway_trainer.models.build import build_model  # noqa: PLC0415
         from spillway_trainer.models.chain import allocate  # noqa: PLC0415
@@ -82,12 +85,13 @@ class Play:
 
         self.launches: Counter[str] = Counter()
         self._without_arithmetic()
-        job = parse_job(JOB.replace("CELL", CELLS[cell]), "the benchmark's job")
-        plan: Any = make_plan(job, resolve_node("1xh100"), explained=False)
+        job = either("api.load", "api").parse_job(JOB.replace("CELL", CELLS[cell]), "the benchmark's job")
+        node = either("planning.hardware", "hardware").resolve_node("1xh100")
+        plan: Any = either("planning.planner", "planner").make_plan(job, node, explained=False)
         place = tempfile.mkdtemp()
         names = ("output_directory", "corpus_directory", "checkpoint_directory", "spill_directory")
         directories = dict.fromkeys(names, place)
-        file = JobFile(
+        file = either("api.job_file", "job").JobFile(
             name="benchmark", uid="benchmark", epoch=1, spec=job.spec, **directories,
             termination_message_path=f"{place}/end.json", compute_threads=1,
         )  # fmt: skip
@@ -108,11 +112,12 @@ class Play:
 
     def _without_arithmetic(self) -> None:
         from spillway_trainer import assemble  # noqa: PLC0415
-        from spillway_trainer.kernels import dispatch as kernels  # noqa: PLC0415
-        from spillway_trainer.kernels import triton_kernels  # noqa: PLC0415
-        from spillway_trainer.kernels.reference import SquareSum  # noqa: PLC0415
         from spillway_trainer.optimizer_offload import offload  # noqa: PLC0415
         from spillway_trainer.tiers import host_slab  # noqa: PLC0415
+
+        kernels = either("kernels.dispatch", "kernels", "spillway_trainer")
+        triton_kernels = either("kernels.triton_kernels", "triton_kernels", "spillway_trainer")
+        square_sum = either("kernels.reference", "reference", "spillway_trainer").SquareSum
 
         def nothing(*_: object, **__: object) -> None:
             return
@@ -135,7 +140,7 @@ class Play:
             setattr(triton_kernels, name, Kernel(name, self.launches))
         kernels.native = SimpleNamespace(
             available=lambda: True, update=nothing, accumulate=nothing, copy_batch=nothing,
-            square_sum=lambda *_, **__: SquareSum(),
+            square_sum=lambda *_, **__: square_sum(),
         )  # fmt: skip
 
     def steps(self) -> None:
