@@ -1,8 +1,9 @@
 """Writes what the chart takes from elsewhere into charts/spillway/files; `--check` compares instead.
 
-    crds/*.yaml         -> files/crds/
     dashboards.py       -> files/dashboards/*.json
     recording_rules.py  -> files/rules/nodes.yaml
+
+files/crds is a link to crds/, which Helm follows when it installs and when it packages.
 
 Run from the root of the repository: `python charts/chart_files.py [--check]`.
 """
@@ -18,13 +19,12 @@ import yaml
 import dashboards
 import recording_rules
 
-CRDS = Path("crds")
 FILES = Path("charts") / "spillway" / "files"
 
 
 def wanted() -> dict[Path, str]:
     """Every generated file of the chart with its contents."""
-    found = {FILES / "crds" / crd.name: crd.read_text(encoding="utf-8") for crd in sorted(CRDS.glob("*.yaml"))}
+    found = {}
     for dashboard in dashboards.ALL:
         text = json.dumps(dashboards.as_json(dashboard), indent=1, ensure_ascii=False)
         found[FILES / "dashboards" / f"{dashboard.name}.json"] = text + "\n"
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if "--check" in arguments:
         wrong = sorted(path for path in files.keys() | found.keys() if files.get(path) != found.get(path))
         for path in wrong:
-            sys.stderr.write(f"{path} is out of step with crds/ or charts/*.py: run `make crds`\n")
+            sys.stderr.write(f"{path} is out of step with charts/*.py: run `make crds`\n")
         return 1 if wrong else 0
     for path in found.keys() - files.keys():
         path.unlink()

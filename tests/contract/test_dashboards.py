@@ -52,18 +52,22 @@ def test_check_names_the_file_that_is_out_of_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "crds").mkdir()
-    (tmp_path / "crds" / "a.yaml").write_text("a: 1\n", encoding="utf-8")
     assert chart_files.main(["--check"]) == 1
     assert chart_files.main([]) == 0
     assert chart_files.main(["--check"]) == 0
-    (tmp_path / "crds" / "a.yaml").rename(tmp_path / "crds" / "b.yaml")
+    job = tmp_path / chart_files.FILES / "dashboards" / "job.json"
+    job.rename(job.with_name("other.json"))
+    capsys.readouterr()
     assert chart_files.main(["--check"]) == 1
     said = capsys.readouterr().err
-    assert "crds/a.yaml" in said
-    assert "crds/b.yaml" in said
+    assert "dashboards/job.json" in said
+    assert "dashboards/other.json" in said
     assert chart_files.main([]) == 0
-    assert [path.name for path in (tmp_path / chart_files.FILES / "crds").iterdir()] == ["b.yaml"]
+    assert chart_files.main(["--check"]) == 0
+
+
+def test_the_chart_links_to_the_crds_instead_of_copying_them() -> None:
+    assert (ROOT / chart_files.FILES / "crds").readlink() == Path("../../../crds")
 
 
 @pytest.mark.parametrize(("name", "query"), queries())

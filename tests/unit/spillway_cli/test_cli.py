@@ -1025,11 +1025,6 @@ def test_budget_on_the_command_line_replaces_the_jobs() -> None:
 # --- what is written down ---------------------------------------------------------------------------------------------
 
 
-def test_packaged_demo_job_is_the_example() -> None:
-    packaged, example = ROOT / "operator/spillway_cli/demo.yaml", ROOT / "examples/demo.yaml"
-    assert packaged.read_text(encoding="utf-8") == example.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("code", list(ExitCode))
 def test_every_exit_code_is_documented(code: ExitCode) -> None:
     text = (ROOT / "docs/exit-codes.md").read_text(encoding="utf-8")
