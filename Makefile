@@ -6,7 +6,7 @@ RUN    := .venv/bin/
 OUTPUT ?= demo
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help env demo test test-ci test-cluster test-all check format crds bench cluster-up cluster-down cluster-status images clean
+.PHONY: help env demo test test-ci test-cluster test-all check format crds bench pictures cluster-up cluster-down cluster-status images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -67,6 +67,9 @@ bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled
 	SPILLWAY_DEPTH=ci $(PYTEST) tests/unit/benchmarks
 	@mkdir -p build/bench
 	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill placement lying_metrics operator_scale; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
+
+pictures: env ## docs/pictures/jobs.svg, from runs made now: a quiet machine, ten minutes
+	$(RUN)python benchmarks/pictures.py
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 
