@@ -54,14 +54,16 @@ check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)lint-imports
 	$(RUN)python -m spillway.api.crd --check
 	$(RUN)python charts/chart_files.py --check
+	$(RUN)python hack/field_reference.py --check
 
 format: env ## let ruff mend what it can
 	$(RUN)ruff check --fix .
 	$(RUN)ruff format .
 
-crds: env ## crds/*.yaml from api.py
+crds: env ## what is generated: crds/*.yaml and docs/fields.md from operator/spillway/api, dashboards, rules
 	$(RUN)python -m spillway.api.crd
 	$(RUN)python charts/chart_files.py
+	$(RUN)python hack/field_reference.py
 
 bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, and with 1,000 jobs; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last)
 	SPILLWAY_DEPTH=ci $(PYTEST) tests/unit/benchmarks

@@ -92,7 +92,6 @@ _GPU = "needs a GPU; tests/local/test_gpu_session.py runs it on a fake one"
 
 ELSEWHERE = {
     "make test": "is what runs this",
-    ".venv/bin/spillway ckpt export runs/sweep --to best": "needs a sweep, which takes minutes",
     "python3 -m venv .venv": _PACKAGES,
     ".venv/bin/pip install '.[trainer]'": _PACKAGES,
     ".venv/bin/spillway --version": _PACKAGES,

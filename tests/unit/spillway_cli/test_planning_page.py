@@ -75,8 +75,7 @@ def test_every_node_of_the_catalog_is_named() -> None:
     assert [name for name in names if f"`{name}`" not in PAGE] == []
 
 
-def test_the_readme_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^\$ \S*spillway plan examples/llama-70b.yaml --node 8xh100\n(.*?)^```", readme, re.M | re.S)
+def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    (shown,) = re.findall(r"^\$ \S*spillway plan examples/llama-70b.yaml --node 8xh100\n(.*?)^```", PAGE, re.M | re.S)
     plan_command.plan(ROOT / "examples/llama-70b.yaml", "8xh100", None, None, None, "text")
     assert shown == capsys.readouterr().out
