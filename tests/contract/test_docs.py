@@ -64,6 +64,13 @@ def test_every_link_to_a_section_finds_it(page: Path) -> None:
     assert [f"{target.name}#{section}" for target, section in wanted if section not in sections(target)] == []
 
 
+@each_page
+def test_no_line_is_longer_than_120_columns(page: Path) -> None:
+    """But for what programs print, which stands in fenced blocks."""
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     reached, left = set[Path](), [ROOT / "README.md"]
     while left:
