@@ -18,13 +18,14 @@ class Parallelism(Fields):
     nodes: Annotated[Positive, Field(le=MAX_RANKS)] = Field(default=1, description="Nodes; one pod each.")
     devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
     device: Literal["Auto", "Cuda", "Cpu"] = Field(
-        default="Auto", description="Kind of device. Auto: a GPU where one is that can run the job, else a CPU."
+        default="Auto", description="Kind of device. Auto: a GPU if one is available and can run the job, else a CPU."
     )
     strategy: Literal["Auto", Strategy] = Field(
         default="Auto",
-        description="What ranks divide among them: nothing (Ddp); optimizer states and sums of gradients (Zero1, "
-        "Zero2), parameters too (Zero3), by DeepSpeed; the same as Zero3 by torch's FSDP2 (Fsdp). Auto is Ddp in a "
-        "run.",
+        description=(
+            "What is sharded among ranks. Ddp: nothing. Zero1, Zero2: optimizer states and gradients, by "
+            "DeepSpeed. Zero3: parameters too. Fsdp: as Zero3, by torch's FSDP2. Auto: Ddp."
+        ),
     )
 
     @model_validator(mode="after")
@@ -42,9 +43,9 @@ class Parallelism(Fields):
 class Budget(Fields):
     """Bytes that the job may use. Default of each: what the node has."""
 
-    device: SomeBytes | None = Field(default=None, description="Memory of each device, bytes.")
-    host: Quantity | None = Field(default=None, description="Host memory of each node, bytes; its ranks share it.")
-    nvme: Quantity | None = Field(default=None, description="NVMe space of each node, bytes; its ranks share it.")
+    device: SomeBytes | None = Field(default=None, description="Memory per device, bytes.")
+    host: Quantity | None = Field(default=None, description="Host memory per node, bytes; shared by its ranks.")
+    nvme: Quantity | None = Field(default=None, description="NVMe space per node, bytes; shared by its ranks.")
 
 
 class OptimizerMemory(Fields):
@@ -52,16 +53,21 @@ class OptimizerMemory(Fields):
 
     placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"] = Field(
         default="Auto",
-        description="Where optimizer states live and are updated. Device: all there. Host: in host memory, by the CPU. "
-        "Interleaved: in host memory, by CPU and device in turn. Nvme: on NVMe, read for every update by the CPU and "
-        "written back. Auto: any split of these, whatever is fastest; NVMe for what host memory does not hold.",
+        description=(
+            "Where optimizer states are kept and updated. Device: on the device. Host: in host memory, by the "
+            "CPU. Interleaved: in host memory, by CPU and device in turn. Nvme: on NVMe, read and written back by"
+            " the CPU for each update. Auto: the fastest split of these; NVMe only for what host memory cannot "
+            "hold."
+        ),
     )
     overlap: Literal["Auto", Overlap] = Field(
         default="Auto",
-        description="What the update may run beside. None: nothing. Forward: the next step's forward, each segment of "
-        "which waits for its own parameters; on a CPU that pays where cores are left free. Backward: besides, the CPU "
-        "updates some parameters in backward, out of place in host memory; it counts if the norm turns out to need no "
-        "clipping. Auto: whatever is faster; Backward only without gradientClipping.",
+        description=(
+            "What the update overlaps. None: nothing. Forward: the next forward; each segment waits for its own "
+            "parameters only. Backward: also backward; the CPU updates some parameters early, out of place, and "
+            "keeps the result if the norm needs no clipping. Auto: the faster of None and Forward; Backward too "
+            "without gradientClipping."
+        ),
     )
 
 
@@ -70,16 +76,19 @@ class ActivationMemory(Fields):
 
     policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"] = Field(
         default="Auto",
-        description="What becomes of the activations that backward needs, in every block: kept on the device, "
-        "recomputed, or moved to host memory or NVMe and back. Auto: block by block, whatever is fastest.",
+        description=(
+            "What happens in each block to the activations that backward needs: kept on the device, recomputed, "
+            "or moved to host memory or NVMe and back. Auto: the fastest choice per block."
+        ),
     )
     host_reserve: Quantity | None = Field(
         default=None,
         # job.json as every version before knows it, where there is none
         exclude_if=lambda given: given is None,
-        description="Host memory of each node, bytes, that stays empty where activations go to NVMe; its ranks share "
-        "it. When others fill the spill volume, as many of them move there while the job runs. Default: none, and "
-        "nothing moves.",
+        description=(
+            "Host memory per node, bytes, kept free for activations that are spilled to NVMe. When others fill "
+            "the spill volume, activations move here while the job runs. Default: none; nothing moves."
+        ),
     )
 
     @model_validator(mode="after")
@@ -94,7 +103,11 @@ class ParameterMemory(Fields):
     """model_spill."""
 
     placement: Literal["Auto", "Resident", "Stream"] = Field(
-        default="Auto", description="Resident: parameters stay on the device. Stream: they pass through it."
+        default="Auto",
+        description=(
+            "Resident: parameters stay on the device. Stream: layers are loaded into device slots when needed. "
+            "Auto: stream what does not fit."
+        ),
     )
 
 
@@ -103,8 +116,10 @@ class Endurance(Fields):
 
     drive_writes_per_day: Annotated[Number, Field(gt=0.0)] = Field(
         default=1.0,
-        description="Plans that write more than this many drive capacities a day are not chosen by Auto; one that "
-        "writes as many is only where it is more than 5 % faster than one that writes nothing, in proportion below.",
+        description=(
+            "Largest number of drive capacities written per day. Auto rejects plans above it, and prefers plans "
+            "that write less unless writing saves time: 5 % at the limit, in proportion below it."
+        ),
     )
 
 
@@ -113,8 +128,10 @@ class Memory(Fields):
 
     mode: Literal["Auto", "Advise", "Disabled"] = Field(
         default="Auto",
-        description="Auto: plan and run the plan. Advise: plan and report, run what the fields below say. "
-        "Disabled: everything on the device, nothing planned; budget.host is required.",
+        description=(
+            "Auto: run the planner's choice. Advise: run what the fields below say and report what Auto would "
+            "choose. Disabled: keep everything on the device; budget.host is required."
+        ),
     )
     budget: Budget = Field(default=Budget(), description="Bytes that the job may use.")
     optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
@@ -151,12 +168,11 @@ class Spill(Fields):
         default="", description="Class of an ephemeral volume. Default: an emptyDir."
     )
     num_volumes: Annotated[Positive, Field(le=MAX_SPILL_VOLUMES)] = Field(
-        default=1, description="Volumes of that class, striped; each should be a drive of its own."
+        default=1, description="Number of striped volumes of that class; each should be a separate drive."
     )
     encryption: Literal["None", "Ephemeral"] = Field(
         default="None",
-        description="Ephemeral: encrypted (AES-256-XTS) with a random key that only the process holds, and that ends "
-        "with it.",
+        description="Ephemeral: AES-256-XTS with a random key that exists only in the process.",
     )
 
     @property

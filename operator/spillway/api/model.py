@@ -27,12 +27,14 @@ class ModelConfig(Fields):
     """A transformer by its sizes, initialised at random."""
 
     architecture: Literal["llama", "gpt2", "bert", "t5"] = Field(
-        description="Family. llama, gpt2: each token from those before it. bert: hidden tokens from all others. "
-        "t5: the second half of the sequence from the first."
+        description=(
+            "Family. llama and gpt2 predict each token from earlier ones, bert masked tokens from all others, t5 "
+            "the second half of a sequence from the first."
+        )
     )
     hidden_size: Annotated[Positive, Field(le=1 << 17)] = Field(description="Width of the residual stream.")
     num_layers: Annotated[Positive, Field(le=1024)] = Field(
-        description="Number of blocks; t5 has so many in the encoder, and as many in the decoder."
+        description="Number of blocks; for t5, of the encoder and of the decoder."
     )
     num_heads: Annotated[Positive, Field(le=1024)] = Field(description="Attention heads; divides hiddenSize.")
     num_key_value_heads: Annotated[Positive, Field(le=1024)] = Field(
@@ -179,19 +181,25 @@ class Evaluation(Fields):
     )
     fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
         default_factory=lambda given: None if given.get("text") else 0.01,  # an API server would add a static one
-        description="Share of the text's sequences that is held out, rounded up: stretches of neighbours at random "
-        "places. Excludes text. Default: 0.01 without text.",
+        description=(
+            "Share of the sequences held out for evaluation, rounded up: consecutive stretches at random "
+            "positions. Not together with text. Default: 0.01 without text."
+        ),
     )
     sequences: Count = Field(
         default=64,
         exclude_if=lambda given: given == 64,
-        description="Sequences that each evaluation reads: the same every time, drawn from all that are held out, or "
-        "from text; all where there are fewer. 0 = all.",
+        description=(
+            "Sequences read by each evaluation, always the same, drawn from the held-out ones or from text. 0 = all."
+        ),
     )
     seed: Count = Field(
         default=0,
         exclude_if=lambda given: given == 0,
-        description="Seed of both draws; not training.seed, so that all seeds are compared on the same text.",
+        description=(
+            "Seed of the held-out stretches and of the sequences read. Independent of training.seed, so runs with"
+            " different seeds are evaluated on the same text."
+        ),
     )
     every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
 
@@ -212,7 +220,7 @@ class Data(Fields):
     hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
     entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
     builtin: Literal["PythonStdlib"] | None = Field(
-        default=None, description="Real text that every trainer has: the sources of Python's standard library."
+        default=None, description="Text that every trainer image contains: the sources of Python's standard library."
     )
     evaluation: Evaluation | None = Field(default=None, description="Loss on unseen text. Default: none.")
 

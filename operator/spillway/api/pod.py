@@ -28,19 +28,25 @@ class Member(Fields):
 
     name: MemberName = Field(description="Name, unique in the job.")
     overrides: StringMap = Field(
-        default={}, description='Fields below spec and their values, for example training.seed: "1".'
+        default={}, description='Fields below spec with their values, for example training.seed: "1".'
     )
 
 
 class Objective(Fields):
     """What makes one member better than another."""
 
-    metric: Literal["EvaluationLoss", "Loss"] = Field(default="EvaluationLoss", description="Figure compared.")
-    direction: Literal["Minimize", "Maximize"] = Field(default="Minimize", description="Which end is better.")
+    metric: Literal["EvaluationLoss", "Loss"] = Field(
+        default="EvaluationLoss", description="Metric by which members are compared."
+    )
+    direction: Literal["Minimize", "Maximize"] = Field(
+        default="Minimize", description="Whether lower or higher is better."
+    )
     halving: Count = Field(
         default=0,
-        description="Steps before the first round; the next ones come at twice that, four times, ... Each round stops "
-        "the worse half of the members. 0 = never.",
+        description=(
+            "Successive halving: steps before the first round; later rounds come at twice that, four times and so"
+            " on. Each round stops the worse half of the members. 0 = never."
+        ),
     )
 
 
@@ -48,18 +54,19 @@ class Checkpoint(Fields):
     """When and where checkpoints are written."""
 
     every_steps: Positive = Field(default=200, description="Steps between two checkpoints.")
-    keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(
-        default=2, description="Verified checkpoints that are kept; one alone would be none while the next is written."
-    )
+    keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(default=2, description="Verified checkpoints to keep.")
     claim: ClaimName | None = Field(
-        default=None, description="PersistentVolumeClaim for checkpoints. Default: none, they end with the pod."
+        default=None,
+        description="PersistentVolumeClaim for checkpoints. Default: none; checkpoints are lost with the pod.",
     )
     sub_path: SubPath = Field(
         default="", description="Directory on the claim. Default: <name>-<first 8 characters of the uid>."
     )
     resume: Literal["OwnOnly", "Never"] = Field(
         default="OwnOnly",
-        description="OwnOnly: an attempt goes on from this job's checkpoints. Never: from step 0; not supported yet.",
+        description=(
+            "OwnOnly: an attempt resumes from this job's checkpoints. Never: it starts at step 0; not supported yet."
+        ),
     )
     from_: Name | None = Field(
         default=None, alias="from", description="Not supported yet: another job whose last checkpoint is the start."
@@ -113,14 +120,14 @@ class PodOverrides(Fields):
 class Toleration(Fields):
     """As in a pod."""
 
-    key: Annotated[Text, Field(max_length=317)] = Field(default="", description="Taint that is tolerated.")
-    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How value is compared.")
+    key: Annotated[Text, Field(max_length=317)] = Field(default="", description="Key of the taint.")
+    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How the value is compared.")
     value: Annotated[Text, Field(max_length=63)] = Field(default="", description="Value of the taint.")
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
-        default="", description="Effect that is tolerated. Default: all."
+        default="", description="Effect to tolerate. Default: all."
     )
     toleration_seconds: Count | None = Field(
-        default=None, description="Seconds until eviction by NoExecute. Default: for ever."
+        default=None, description="Seconds until eviction by NoExecute. Default: never evicted."
     )
 
 
@@ -135,16 +142,21 @@ class Scheduling(Fields):
     )
     workload_priority_class_name: Annotated[Text, Field(max_length=63)] = Field(
         default="",
-        description="Kueue WorkloadPriorityClass: the job's place in the queue, apart from its pods' priority. "
-        "Default: that of priorityClassName.",
+        description=(
+            "Kueue WorkloadPriorityClass: priority in the queue, independent of the pods' priority. Default: "
+            "priorityClassName's."
+        ),
     )
     gang: Literal["Auto", "Required", "Disabled"] = Field(
         default="Auto",
-        description="Start all pods or none. Auto: by the queue; without one, an attempt that gets nodes for some of "
-        "its pods gives them back. Required: more than one node need a queue. Disabled: it keeps them and waits.",
+        description=(
+            "Start all pods or none. Auto: by the queue; without a queue, an attempt that gets nodes for only "
+            "some pods releases them. Required: jobs of several nodes need a queue. Disabled: the attempt keeps "
+            "its nodes and waits."
+        ),
     )
     node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")
-    tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints that are tolerated.")
+    tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints the pods tolerate.")
 
 
 DEFAULT_STALL_SECONDS = 1800
@@ -155,21 +167,25 @@ class Lifecycle(Fields):
     """Deadlines and retries. A change takes effect at once, also on an attempt that runs."""
 
     active_deadline_seconds: Count = Field(
-        default=0, description="Seconds that all attempts together may run, waiting not counted; 0 = no limit."
+        default=0, description="Seconds that all attempts together may run, without waiting; 0 = no limit."
     )
     pending_deadline_seconds: Count = Field(
         default=0,
-        description="Seconds that the job may wait at a time, not suspended, until all pods of an attempt run; "
-        "0 = no limit.",
+        description=(
+            "Seconds that the job may wait for all pods of an attempt to run; suspended time is not counted; 0 = "
+            "no limit."
+        ),
     )
     stall_seconds: Count = Field(
         default=DEFAULT_STALL_SECONDS,
-        description="Seconds without a step that end a running attempt, which counts as a restart; at least 15, and "
-        "three predicted steps. 0 = never.",
+        description=(
+            "Seconds without a new step after which an attempt is ended; counts as a restart. At least 15, and at"
+            " least three predicted steps. 0 = never."
+        ),
     )
     ttl_seconds_after_finished: Count | None = Field(
         default=None, description="Seconds after the end until the TrainingJob is deleted. Default: never."
     )
     max_restarts: Annotated[Count, Field(le=1000)] = Field(
-        default=DEFAULT_RESTARTS, description="Restarts after a crash; memory errors and disruptions are counted apart."
+        default=DEFAULT_RESTARTS, description="Restarts after a crash. Memory errors and disruptions do not count."
     )

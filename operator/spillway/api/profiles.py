@@ -108,8 +108,10 @@ class ObservedBytes(Written):
     recent: tuple[Quantity, ...] = Field(
         default=(), max_length=16, description="Peaks of the last attempts, newest last; at most 16."
     )
-    p50: Quantity | None = Field(default=None, description="Median of `recent`; an attempt counts half four later.")
-    p95: Quantity | None = Field(default=None, description="The same, 95 % of the weight: what plans are corrected by.")
+    p50: Quantity | None = Field(
+        default=None, description="Weighted median of `recent`; a weight halves every four attempts."
+    )
+    p95: Quantity | None = Field(default=None, description="Weighted 95th percentile; corrects plans.")
 
 
 class LowerBound(Written):

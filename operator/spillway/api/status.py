@@ -25,10 +25,12 @@ class Condition(Written):
     """As metav1.Condition."""
 
     type: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Accepted, Planned, Running, ...")
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
-    reason: Annotated[str, Field(max_length=63)] = Field(default="", description="CamelCase reason; documented.")
-    message: Annotated[str, Field(max_length=2048)] = Field(default="", description="The same for people.")
-    observed_generation: Count = Field(default=0, description="Generation of the spec that it is about.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
+    reason: Annotated[str, Field(max_length=63)] = Field(
+        default="", description="Reason in CamelCase (docs/conditions.md)."
+    )
+    message: Annotated[str, Field(max_length=2048)] = Field(default="", description="Explanation for people.")
+    observed_generation: Count = Field(default=0, description="Generation of the spec it describes.")
     last_transition_time: Time | None = Field(default=None, description="When status last changed.")
 
 
@@ -44,12 +46,12 @@ class ProfileEvidence(Written):
     """What was observed before of the same model under the same plan."""
 
     profile: Annotated[str, Field(max_length=253)] = Field(default="", description="Name of the MemoryProfile.")
-    peak: TierQuantities | None = Field(default=None, description="Largest peak per tier that it holds, per rank.")
-    message: Text = Field(default="", description="The same in a sentence.")
+    peak: TierQuantities | None = Field(default=None, description="Largest recorded peak per tier and rank.")
+    message: Text = Field(default="", description="Summary for people.")
     pod_memory: Quantity | None = Field(
-        default=None, description="Peak of earlier pods, bytes, where podMemory follows from it."
+        default=None, description="Peak of earlier pods in bytes, if podMemory is based on it."
     )
-    runs: Count = Field(default=0, description="Runs that podMemory follows from; 0: it is what was counted.")
+    runs: Count = Field(default=0, description="Number of runs podMemory is based on; 0: none, it was computed.")
 
 
 class PlanStatus(Written):
@@ -58,32 +60,35 @@ class PlanStatus(Written):
     config_map: Annotated[str, Field(max_length=253)] = Field(
         default="", description="ConfigMap with job.json and plan.json."
     )
-    node: Short = Field(default="", description="Node class that it is made for.")
-    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device that it is made for.")
-    summary: Text = Field(default="", description="Where the memory lives, in a sentence.")
+    node: Short = Field(default="", description="Node class the plan is made for.")
+    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device the plan is made for.")
+    summary: Text = Field(default="", description="Summary of the plan for people.")
     bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
     pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")
     activations: Quantity | None = Field(
         default=None,
-        description="Planned bytes of activations in each rank's spill file; missing where none of them could move.",
+        description="Planned bytes of activations in each rank's spill file; absent if they cannot move.",
     )
     step_seconds: Short = Field(default="", description="Predicted seconds per step.")
     calibrated: bool = Field(
-        default=False, description="Whether stepSeconds follows from rates measured on such nodes, not the catalog's."
+        default=False,
+        description="Whether stepSeconds is based on rates measured on such nodes instead of the catalog.",
     )
     nodes: tuple[NodeName, ...] = Field(
         default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."
     )
-    reason: Text = Field(default="", description="Why there: a sentence with the figure that decided.")
+    reason: Text = Field(default="", description="Why these nodes, with the deciding figure.")
     headroom: TierQuantities | None = Field(
-        default=None, description="Free bytes of the preferred node per tier, reservations taken off."
+        default=None, description="Free bytes of the preferred node per tier, without reserved ones."
     )
-    metrics_age: Short = Field(default="", description="Age of the metrics behind it, for people: 4s.")
-    metrics_source: Short = Field(default="", description="Where they came from: Prometheus, Scrape, or empty.")
+    metrics_age: Short = Field(default="", description="Age of the metrics used, for display: 4s.")
+    metrics_source: Short = Field(default="", description="Source of the metrics: Prometheus, Scrape, or empty.")
     gang: Literal["", "Queue", "Yield"] = Field(
         default="",
-        description="How the pods start all or none. Queue: the queue admits all of them or none. Yield: an attempt "
-        "that gets nodes for some of them gives those back. Empty: one pod, or scheduling.gang is Disabled.",
+        description=(
+            "How all pods start or none. Queue: the queue admits them together. Yield: an attempt that gets nodes"
+            " for only some pods releases them. Empty: one pod, or scheduling.gang is Disabled."
+        ),
     )
     observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
     image: Text = Field(default="", description="Trainer image of the attempt.")
@@ -94,28 +99,30 @@ class Progress(Written):
 
     step: Count = Field(default=0, description="Optimizer steps completed; of a sweep, by all members together.")
     steps: Count = Field(
-        default=0, description="Optimizer steps that the job asks for; of a sweep, those of members that go on."
+        default=0, description="Optimizer steps the job asks for; of a sweep, those of members still training."
     )
-    display: Short = Field(default="", description="Share of the steps, for people: 42%.")
+    display: Short = Field(default="", description="Share of steps done, for display: 42%.")
     loss: Short = Field(default="", description="Training loss of the last step.")
     tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
-    eta: Short = Field(default="", description="Time left, for people: 3h12m.")
+    eta: Short = Field(default="", description="Time left, for display: 3h12m.")
     last_step_time: Time | None = Field(default=None, description="When the last step ended.")
     advance_time: Time | None = Field(
-        default=None, description="When the operator heard of this step; lifecycle.stallSeconds counts from here."
+        default=None, description="When the operator received this step; lifecycle.stallSeconds counts from here."
     )
 
 
 class MemoryStatus(Written):
     """Measured peaks of the fullest rank."""
 
-    device: Short = Field(default="", description="Peak of budget on the device, for people: 71Gi/80Gi.")
-    spilled: Short = Field(default="", description="Bytes outside the device, for people.")
+    device: Short = Field(default="", description="Peak and budget of the device, for display: 71Gi/80Gi.")
+    spilled: Short = Field(default="", description="Bytes outside the device, for display.")
     peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
     activations: Quantity | None = Field(
         default=None,
-        description="Bytes of each rank's spill file that activations may take since the last live correction; with "
-        "mode Advise, that Auto would leave them. Missing where nothing of them could move.",
+        description=(
+            "Bytes of each rank's spill file that activations may use after the last live correction; with mode "
+            "Advise, what Auto would allow. Absent if they cannot move."
+        ),
     )
     correction: Text = Field(default="", description="What the last live correction of the attempt did, and why.")
 
@@ -128,11 +135,11 @@ class CheckpointStatus(Written):
 
 
 class Attempts(Written):
-    total: AttemptNumber = Field(default=0, description="Attempts so far; the number of the present one.")
-    ended: AttemptNumber = Field(default=0, description="Number of the last attempt whose end is accounted for.")
+    total: AttemptNumber = Field(default=0, description="Number of attempts, which is the number of the current one.")
+    ended: AttemptNumber = Field(default=0, description="Number of the last attempt that has ended and was recorded.")
     restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
     disruptions: Count = Field(
-        default=0, description="Attempts that were taken away: nodes lost, pods and Jobs deleted, preemptions."
+        default=0, description="Attempts ended by disruptions: lost nodes, deleted pods or Jobs, preemptions."
     )
     memory_errors: Count = Field(default=0, description="Attempts that ended because memory ran out.")
     last_reason: Short = Field(default="", description="Why the last attempt ended.")
@@ -140,16 +147,17 @@ class Attempts(Written):
         default="", description="Node of the pod that ended the last attempt."
     )
     last_rank: Count | None = Field(default=None, description="Rank that failed first in the last attempt.")
-    start_time: Time | None = Field(default=None, description="When the present attempt began.")
+    start_time: Time | None = Field(default=None, description="When the current attempt began.")
     end_time: Time | None = Field(default=None, description="When the last attempt ended.")
     pending_time: Time | None = Field(
-        default=None, description="Since when the job waits for an attempt whose pods all run."
+        default=None, description="When the job began to wait for all pods of an attempt to run."
     )
-    active_time: Time | None = Field(default=None, description="When all pods of the present attempt first ran.")
+    active_time: Time | None = Field(default=None, description="When all pods of the current attempt first ran.")
     active_seconds: Count = Field(default=0, description="Seconds that the pods of ended attempts ran.")
-    last_active_seconds: Count = Field(default=0, description="The same of the last ended attempt alone.")
+    last_active_seconds: Count = Field(default=0, description="Seconds that the pods of the last ended attempt ran.")
     short_in_a_row: Count = Field(
-        default=0, description="Attempts in a row that ended within 10 minutes; each doubles the pause before the next."
+        default=0,
+        description="Consecutive attempts that ended within 10 minutes; each doubles the pause before the next.",
     )
 
 
@@ -164,20 +172,20 @@ class Escalation(Written):
 class MemberStatus(Written):
     name: Name = Field(description="Name of the member.")
     step: Count = Field(default=0, description="Its optimizer steps.")
-    steps: Count = Field(default=0, description="Optimizer steps that it trains when no round stops it.")
+    steps: Count = Field(default=0, description="Optimizer steps it trains unless a round stops it.")
     loss: Short = Field(default="", description="Its last loss.")
     objective: Short = Field(default="", description="Its newest value of objective.metric.")
-    state: Short = Field(default="", description="For people: Running, Parked, Stopped, Complete or Failed.")
+    state: Short = Field(default="", description="For display: Running, Parked, Stopped, Complete or Failed.")
     message: Text = Field(default="", description="Why it was stopped, or failed.")
 
 
 class TrainingJobStatus(Written):
     """What was observed and decided."""
 
-    observed_generation: Count = Field(default=0, description="Generation of the spec that the status is about.")
+    observed_generation: Count = Field(default=0, description="Generation of the spec the status describes.")
     state: Short = Field(default="", description="For display: Queued, Running, Suspended, Complete, Failed, ...")
     conditions: tuple[Condition, ...] = Field(
-        default=(), max_length=32, description="What holds.", json_schema_extra=LIST_BY_TYPE
+        default=(), max_length=32, description="Conditions of the job.", json_schema_extra=LIST_BY_TYPE
     )
     plan: PlanStatus | None = Field(default=None, description="The plan of the present attempt.")
     progress: Progress | None = Field(default=None, description="How far it is.")
@@ -187,7 +195,10 @@ class TrainingJobStatus(Written):
     escalations: tuple[Escalation, ...] = Field(
         default=(),
         max_length=MOST_ESCALATIONS,
-        description="Attempts that ran out of memory, and what each changed; with mode Advise, what it would.",
+        description=(
+            "Attempts that ran out of memory, and what the next attempt changed; with mode Advise, what Auto "
+            "would change."
+        ),
     )
     members: tuple[MemberStatus, ...] = Field(
         default=(), max_length=64, description="Members of a sweep.", json_schema_extra=LIST_BY_NAME

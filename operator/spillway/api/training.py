@@ -14,14 +14,17 @@ class ParameterGroup(Fields):
     """Parameters with a learning rate or a weight decay of their own."""
 
     match: Name = Field(
-        description="Names of parameters, as in the checkpoints: * stands for any characters, ? for one, [ab] for one "
-        "of these. Of several groups that match the first counts."
+        description=(
+            "Glob over parameter names as in the checkpoints: * any characters, ? one, [ab] one of these. The "
+            "first matching group applies."
+        )
     )
     learning_rate_factor: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
-        default=1.0, description="Their learning rate as a multiple of everyone's, at every step."
+        default=1.0, description="Learning rate of the group, as a multiple of the schedule's."
     )
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
-        default=None, description="Their weight decay, vectors too. Default: everyone's; vectors do not decay."
+        default=None,
+        description="Weight decay of the group, including vectors. Default: the optimizer's; vectors do not decay.",
     )
 
 
@@ -30,24 +33,32 @@ class Optimizer(Fields):
 
     name: Literal["AdamW", "Adam", "SgdMomentum", "Lion"] = Field(
         default="AdamW",
-        description="Algorithm. AdamW and Lion shrink parameters by weightDecay, apart from the gradient; Adam and "
-        "SgdMomentum add it to the gradient.",
+        description=(
+            "Algorithm. AdamW and Lion decouple weightDecay from the gradient; Adam and SgdMomentum add it to the"
+            " gradient."
+        ),
     )
     learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
     # Their defaults depend on the name: none here, where an API server would write them down for another.
     betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
-        description="AdamW, Adam: decay rates of the two moments; default 0.9 and 0.95. Lion: of the mean that the "
-        "update takes the sign of, and of the one that is kept; default 0.9 and 0.99.",
+        description=(
+            "Decay rates. AdamW, Adam: of the two moments; default 0.9 and 0.95. Lion: of the update and of the "
+            "momentum; default 0.9 and 0.99."
+        ),
     )
     eps: Epsilon | None = Field(
         default=None, description="AdamW, Adam: added to the root of the second moment; default 1e-8."
     )
     momentum: Annotated[Number, Field(lt=1.0)] | None = Field(
-        default=None, description="SgdMomentum: what a step keeps of the one before; default 0.9."
+        default=None, description="SgdMomentum: momentum coefficient; default 0.9."
     )
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
-        default=None, description="Of matrices. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
+        default=None,
+        description=(
+            "Weight decay of matrices; vectors do not decay. Default: 0.1 for AdamW and Lion, 0 for Adam and "
+            "SgdMomentum."
+        ),
     )
     moments: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
@@ -56,7 +67,9 @@ class Optimizer(Fields):
         "a float32 scale for every 256 values); each is another result. int8 needs CPUs and strategy Ddp.",
     )
     groups: tuple[ParameterGroup, ...] = Field(
-        default=(), max_length=64, description="Parameters that are treated otherwise. Each group must have some."
+        default=(),
+        max_length=64,
+        description="Parameters with their own learning rate or weight decay. Each group must match at least one.",
     )
 
     @property
@@ -117,12 +130,13 @@ class LossScale(Fields):
     """What the loss is multiplied by before backward, so that small gradients survive float16. It halves after a step
     whose gradients are not finite, which is left out."""
 
-    initial: Scale = Field(default=65536, description="The first step's; a power of two.")
+    initial: Scale = Field(default=65536, description="Scale of the first step; a power of two.")
     growth_interval: Positive = Field(
-        default=2000, description="Steps in a row with finite gradients, after which it doubles."
+        default=2000, description="Consecutive steps with finite gradients after which the scale doubles."
     )
     minimum: Scale = Field(
-        default=1, description="The least; gradients that are not finite even with it end the job. A power of two."
+        default=1,
+        description="Smallest scale, a power of two. Gradients that are not finite at this scale fail the job.",
     )
 
     @model_validator(mode="after")
@@ -146,11 +160,13 @@ class Training(Fields):
     gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")
     non_finite: Literal["SkipStep", "Fail"] = Field(
         default="SkipStep",
-        description="A step whose gradients are not finite: left out, or the end of the job. One with a finite loss in "
-        "float16 is left out in any case, with a smaller loss scale from then on.",
+        description=(
+            "What happens when gradients are not finite: skip the step, or fail the job. With float16 and a "
+            "finite loss the step is always skipped and the loss scale lowered."
+        ),
     )
     loss_scale: LossScale | None = Field(
-        default=None, description="Of model.precision.compute: float16, and of no other type. Default: from 65536 on."
+        default=None, description="Loss scaling; only with model.precision.compute: float16. Default: starts at 65536."
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
     schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")

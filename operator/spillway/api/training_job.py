@@ -57,7 +57,7 @@ class TrainingJobSpec(Fields):
     )  # fmt: skip
     resources: Resources = Field(default=Resources(), description="Requests that the plan does not decide.")
     resource_name: ExtendedResource = Field(
-        default="nvidia.com/gpu", description="Extended resource that a device is requested by."
+        default="nvidia.com/gpu", description="Extended resource by which devices are requested."
     )
     runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="RuntimeClass of the pods."
@@ -69,9 +69,11 @@ class TrainingJobSpec(Fields):
     scheduling: Scheduling = Field(default=Scheduling(), description="Which nodes, when.")
     lifecycle: Lifecycle = Field(default=Lifecycle(), description="Deadlines and retries.")
     managed_by: Annotated[Name, Field(max_length=63)] = Field(
-        default=MANAGER, description="Controller that runs the job; others leave it alone."
+        default=MANAGER, description="Controller that runs the job; others ignore it."
     )
-    suspend: Flag = Field(default=False, description="End the running attempt at a checkpoint, start none.")
+    suspend: Flag = Field(
+        default=False, description="True: end the running attempt with a checkpoint, and start no other."
+    )
 
     @property
     def texts(self) -> dict[str, Location]:
