@@ -1,4 +1,4 @@
-"""Every error that reaches a user, and the exit code that says so to machines.
+"""Every error that reaches a user, with its exit code.
 
     SpillwayError
     ├── UserError                64   a bad manifest, corpus, directory or entry point: say where, what, what to do

@@ -1,4 +1,4 @@
-"""What each extra of the distribution brings, and the one sentence where it is not installed."""
+"""The extras of the distribution, and the error message for one that is not installed."""
 
 from __future__ import annotations
 

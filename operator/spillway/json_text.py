@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: a process that died in the middle of it, a proxy, a trainer's last words."""
+"""Parses JSON from sources that may be cut off or malformed: killed processes, proxies, termination messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step measured (or was predicted to), and every metric name, once.
+"""StepMetrics, measured or predicted, and every metric name.
 
 The exporter, the dashboards, run.jsonl and the report all take their names from here.
 """

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters have a learning rate or a weight decay of their own.
+"""Parameter groups: parameters with their own learning rate or weight decay.
 
 A parameter belongs to the first group that matches it. A group that nothing belongs to is a mistake, and an error.
 """

@@ -1,4 +1,4 @@
-"""MemoryPlan: what the planner decided and the trainer executes; plan.json is its JSON form.
+"""MemoryPlan: the planner's decision, which the trainer executes. plan.json is its JSON form.
 
 A plan is a value. It says where every byte lives (`bytes`), which technique does what (`optimizer`, `activations`,
 `parameters`), what it should cost (`prediction`), and why (`reasons`, `alternatives`). The result of training never

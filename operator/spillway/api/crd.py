@@ -1,4 +1,4 @@
-"""The CustomResourceDefinitions, generated from api.py: `python -m spillway.api.crd` writes crds/, `--check` compares.
+"""Generates the CustomResourceDefinitions: `python -m spillway.api.crd` writes crds/, `--check` compares.
 
 A structural schema: references inlined, bounds kept, defaults only where they are static. What a schema cannot say
 (immutability, unions, divisibility) is said in CEL; `load_job` says the same with better words.

@@ -1,4 +1,4 @@
-"""Successive halving of a sweep: which members train on until which step, who is stopped and why, who is the best.
+"""Successive halving of a sweep: which members continue to which step, which are stopped and why, and the best.
 
 Rounds stand at `objective.halving` steps, twice that, four times that, ... : each one compares members that all trained
 so long, and lets the better half go on (12 -> 6 -> 3 -> 1), as the algorithm has it (Jamieson and Talwalkar, arXiv

@@ -1,4 +1,4 @@
-"""JobFile: job.json, what the trainer is asked to do; with plan.json beside it, the whole contract to the trainer.
+"""JobFile: job.json. Together with plan.json it is the whole contract with the trainer.
 
 Written by `spillway run` (or, in a cluster, by the operator into the attempt's ConfigMap); read by `spillway_trainer`.
 """

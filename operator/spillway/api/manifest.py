@@ -1,4 +1,4 @@
-"""From a YAML file to a typed model, or to the list of everything that is wrong with it.
+"""Parses a YAML file into a typed model, or lists every error in it.
 
 Knows YAML and pydantic, and nothing about training: `api.py` holds the types and calls `parse`.
 """

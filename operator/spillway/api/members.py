@@ -1,4 +1,4 @@
-"""Members of a sweep: each is an ordinary job, the spec with some fields below model, data and training changed.
+"""Members of a sweep. Each is an ordinary job: the spec with some fields below model, data or training changed.
 
 spec.members[i] -> member_spec: the spec of its solo run, which is what it trains bit for bit
                 -> member_job:  the job.json of its solo run, with directories of its own below the sweep's

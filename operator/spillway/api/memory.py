@@ -1,4 +1,4 @@
-"""spec.parallelism, spec.memory and spec.spill of a TrainingJob: budgets, and what the user fixes of a plan."""
+"""spec.parallelism, spec.memory and spec.spill of a TrainingJob: budgets, and parts of the plan that the user fixes."""
 
 from __future__ import annotations
 

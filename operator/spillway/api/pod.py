@@ -1,4 +1,4 @@
-"""What a TrainingJob asks of its pods and of its life: members, checkpoints, environment, scheduling, restarts."""
+"""Pods and lifecycle of a TrainingJob: members, checkpoints, environment, scheduling, restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NodeProfile and MemoryProfile: what was measured of nodes and of models."""
+"""NodeProfile and MemoryProfile: measurements of nodes and of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valid fields that no run honours, each with what works instead."""
+"""Fields that are valid but not supported yet, each with what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: measured against predicted -> corrected figures of a node. Pure.
+"""Corrects a node's rates by comparing measured with predicted times. Pure.
 
     probe     small training steps measured -> `fitted`: one price for each unit of ComputeWork (compute_work.py)
     training  the steps of a run, and what its plan says they ask for -> `corrections`: how much slower than planned

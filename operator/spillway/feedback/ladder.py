@@ -1,4 +1,4 @@
-"""The ladder: memory ran out -> how the next attempt is planned. Pure; the operator and `spillway run` share it.
+"""The memory ladder: how the next attempt is planned after memory ran out. Pure; shared by operator and `spillway run`.
 
     attempts that ran out -> lower bounds -> Corrections -> the planner takes the fastest plan whose counted bytes fit
 

@@ -1,4 +1,4 @@
-"""live_correction: what the activations of a running attempt may still take of a spill volume that others fill. Pure.
+"""How much of a spill volume a running attempt's activations may still use when others fill the volume. Pure.
 
     SpillVolume, in rank 0's report -> lowered() -> ProgressAnswer.activations -> all ranks, at one step
 

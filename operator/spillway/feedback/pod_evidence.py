@@ -1,4 +1,4 @@
-"""PodEvidence: what pods under one plan were seen to take -> what the next one requests. Pure.
+"""PodEvidence: observed memory of pods under one plan -> memory request of the next pod. Pure.
 
     cgroup's peak of a whole run -> MemoryProfile.spec.pod -> PodEvidence -> the request, in place of what is counted
 

@@ -1,4 +1,4 @@
-"""Profiles: measured nodes into NodeSpecs, and observed peaks into MemoryProfiles. Pure.
+"""Converts NodeProfiles to NodeSpecs and observed peaks to MemoryProfiles. Pure.
 
 A MemoryProfile belongs to a fingerprint: everything that a rank's bytes depend on. What is reported is not believed
 blindly: a figure far from its prediction is cut to a plausible range and marked.

@@ -1,4 +1,4 @@
-"""Peaks of the last attempts: what of a report is believed, and quantiles that forget. Pure."""
+"""Peaks of recent attempts: plausibility limits, and quantiles that weight recent attempts more. Pure."""
 
 from __future__ import annotations
 

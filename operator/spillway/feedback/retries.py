@@ -1,4 +1,4 @@
-"""What becomes of a job when an attempt ended, by the reason of its end: one table for the operator and `spillway run`.
+"""What happens after an attempt ends, by reason: one table for the operator and `spillway run`.
 
 An attempt is repeated when that can help, from the last committed checkpoint; when memory ran out, under another plan
 (ladder.py). A failure that would only repeat (same bytes, same numbers) ends the job with the trainer's own sentence.

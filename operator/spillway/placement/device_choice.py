@@ -1,4 +1,4 @@
-"""What `spec.parallelism.device: Auto` is: a GPU where one is, unless the job cannot run there. Pure."""
+"""Resolves `spec.parallelism.device: Auto`: a GPU if there is one that can run the job, else a CPU. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headroom: nodes that could all carry a pod -> which of them have most room for it, and the sentence that says why.
+"""Ranks nodes that could run a pod by their free memory, and explains the ranking.
 
 A node's headroom is its free bytes less what is reserved there, in multiples of what the pod will take; the scarcest
 tier decides. Differences within the tolerance are noise. A node whose memory stalls is not preferred, however much of

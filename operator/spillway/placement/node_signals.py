@@ -1,4 +1,4 @@
-"""What Prometheus is asked about nodes: names of series and PromQL, once.
+"""The Prometheus series and PromQL queries about nodes.
 
 The operator asks it (spillway_operator.measured.metrics_source) and the chart records it (charts/recording_rules.py),
 so that promtool's tests of the rules are tests of the operator's questions, too.

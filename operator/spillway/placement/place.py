@@ -1,4 +1,4 @@
-"""Placement: a job and what is known of the cluster -> a plan and the nodes that would carry it best. Pure.
+"""Placement: a job and a view of the cluster -> a plan and the preferred nodes. Pure.
 
     nodes -> those that could carry a pod -> classes of equal nodes -> a plan for each -> the fastest class
           -> its nodes by headroom -> preferences, and one sentence with the figure that decided

@@ -1,4 +1,4 @@
-"""Candidates: every way to run the step that is worth comparing, and the search for the fastest that fits.
+"""Candidates: every way to run a step that is worth comparing.
 
 A candidate answers five questions:
     strategy      what ranks share (one answer when there is one rank, or the spec names it)

@@ -1,4 +1,4 @@
-"""ComputeWork: what a phase asks of the computing device, in units that have one price each on a given node.
+"""ComputeWork: what a phase demands of the compute device, in units with one price each per node.
 
     flops        matrix products                                       NodeSpec.flops_per_second
     values       read and written by everything else: norms, activations, the loss, weights on their way into a matrix

@@ -1,4 +1,4 @@
-"""Corrections: how many times its predicted bytes a model takes, by what was observed of it. Pure.
+"""Corrections: observed over predicted bytes of a model. Pure.
 
 A candidate of b predicted bytes counts as f x b. That fits a budget B where b <= B / f, so the search needs no other
 arithmetic than smaller budgets; the plan that comes of it says what was counted (TierBytes.correction).

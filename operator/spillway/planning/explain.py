@@ -1,4 +1,4 @@
-"""Why a plan was chosen, why the others lost, and what would make an impossible job possible; all of it computed."""
+"""Explains why a plan was chosen, why others lost, and what would make an infeasible job fit."""
 
 from __future__ import annotations
 

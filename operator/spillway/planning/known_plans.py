@@ -1,4 +1,4 @@
-"""Known plans: make_plan, asked once for all jobs that ask it the same.
+"""Caches make_plan: jobs with the same question share one answer.
 
 A plan takes a third of a second to find, and jobs come in crowds that differ in name, seed and learning rate. make_plan
 is pure, so what it said holds for ever; the last MOST_KNOWN answers are kept.

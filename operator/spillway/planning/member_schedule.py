@@ -1,4 +1,4 @@
-"""Member schedule: several models take turns on the devices of a node; which one a device takes up next.
+"""Schedules several models on the devices of one node: which model a device runs next.
 
 A member's step is a chain of visits: one segment on a device in one direction, its parameters uploaded before it unless
 they are resident. After the last visit, and only then, because the norm needs all gradients, the host updates segment

@@ -1,4 +1,4 @@
-"""PodResources: what one pod of an attempt must ask Kubernetes for, so that its plan can be executed in it. Pure.
+"""PodResources: what one pod of an attempt requests from Kubernetes to execute its plan. Pure.
 
 memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
                      (host slab, homes of streamed parameters included [+ device tier, on a CPU]); building the corpus;

@@ -1,4 +1,4 @@
-"""Members on one frozen base: adapters of one model, which is there once for all that are attached together.
+"""Members that share one frozen base model: which of them, and how many are loaded together.
 
 Members with the same base are planned as one model with the micro-batches of all of them: what activations, boundaries
 and streamed segments need is the same whether micro-batches belong to one member or to several. What each member has of

@@ -1,4 +1,4 @@
-"""Choice: which of the saved storages stay, are rebuilt, go to host memory or to NVMe. Pure: a profile and limits in,
+"""Chooses a policy for each saved storage: keep, recompute, host or NVMe. Pure: a profile and limits in,
 answers and what they should cost out.
 
     what a forward saves + limits -> answers at a price -> played through the step -> the fastest within every limit

@@ -1,4 +1,4 @@
-"""Workload: what one rank does in a step, as bytes by segment; Blocks: what becomes of each block's activations."""
+"""Workload: what one rank does in a step, in bytes by segment. Blocks: the policy of each block's activations."""
 
 from __future__ import annotations
 
