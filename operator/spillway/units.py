@@ -1,4 +1,4 @@
-"""Kubernetes quantities in, readable figures out; inside, a number's unit ends its name: `_bytes`, `_seconds`."""
+"""Parses Kubernetes quantities, formats figures for people. Names of numbers end in units: `_bytes`, `_seconds`."""
 
 from __future__ import annotations
 

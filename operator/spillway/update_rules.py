@@ -1,4 +1,4 @@
-"""The optimizers that there are: what each keeps of a parameter, which fields it has, what an update moves.
+"""The supported optimizers: states per parameter, fields, bytes moved by an update.
 
     AdamW         Loshchilov & Hutter 2019: weight decay shrinks the parameter, apart from the gradient
     Adam          torch.optim.Adam: weight decay is added to the gradient (L2)

@@ -1,4 +1,4 @@
-"""/metrics of the operator: what it asked of the API server, how long it took, and how far behind it is.
+"""/metrics of the operator: API requests, latencies, and backlog.
 
 Counters are raised where things happen; gauges are read when somebody scrapes (`collect_from`).
 """

@@ -1,4 +1,4 @@
-"""Health: /healthz, /readyz and /metrics, and what stands behind them.
+"""Serves /healthz, /readyz and /metrics.
 
 Liveness proves that the watch is alive without writing anything: complete lists are compared with what the watch said
 (audit.py), and the event loop's lag is measured. A dead task needs no probe: it ends the process.

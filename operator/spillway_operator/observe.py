@@ -1,4 +1,4 @@
-"""Observe: everything that `reconcile` may look at, gathered for one TrainingJob.
+"""Gathers everything that `reconcile` may look at, for one TrainingJob.
 
 What the watches report is in the store. The rest is asked for when a decision needs it: the ConfigMaps of earlier
 attempts before a new one, the pods of an attempt that failed or does not get ready, the claims that a spec names.

@@ -1,4 +1,4 @@
-"""Settings: what the operator is told by its environment (SPILLWAY_*), typed and checked (docs/operator.md)."""
+"""Settings from the environment (SPILLWAY_*), typed and validated (docs/operator.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker: one look at one TrainingJob, from observing to writing, in a few rounds.
+"""Worker: processes one TrainingJob, from observing to writing, in a few rounds.
 
     observe -> reconcile -> what it needs to see | children | deletions | status -> observe ...
 

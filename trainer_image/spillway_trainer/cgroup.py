@@ -1,4 +1,4 @@
-"""This process's control groups: the cores that they and its affinity leave to it, and the memory that is still free.
+"""Cores and free memory of this process, by its cgroups and CPU affinity.
 
 A container's limit counts, never the machine's figure. `root` is / except in tests.
 """

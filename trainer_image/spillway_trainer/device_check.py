@@ -1,4 +1,4 @@
-"""Before the first step on a device: a few chunks through every lane and every kernel, held to the CPU's bits.
+"""Device check before the first step: runs chunks through every lane and kernel and compares them with the CPU.
 
 A device, driver or compiler that computes something else would change a run without a word; here it ends the run with a
 error (exit code 78). Most of its time goes into compiling kernels, which the run needs anyway.

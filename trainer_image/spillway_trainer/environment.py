@@ -1,4 +1,4 @@
-"""What torch reads from the environment when it is imported: import this module first, in every process that trains.
+"""Sets what torch reads from the environment at import. Import this module first in every training process.
 
 A value that is set already stays.
 """

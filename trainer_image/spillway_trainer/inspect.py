@@ -1,4 +1,4 @@
-"""`python -m spillway_trainer.inspect JOB.yaml`: the ModelShape of a model that only building it can tell, as JSON.
+"""`python -m spillway_trainer.inspect JOB.yaml`: builds a model and prints its ModelShape as JSON.
 
     spec.model -> Chain without memory -> one micro-batch of fake tensors through it -> figures per segment
 

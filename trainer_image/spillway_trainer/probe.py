@@ -1,4 +1,4 @@
-"""Probe: what this machine achieves, measured with the trainer's own parts. `spillway calibrate` starts it.
+"""Measures this machine's rates with the trainer's own parts; started by `spillway calibrate`.
 
     python -m spillway_trainer.probe --directory SPILL --threads N [--quick]
 

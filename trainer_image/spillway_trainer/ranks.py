@@ -1,4 +1,4 @@
-"""Ranks as the trainer sees them: who this process is, and what it can ask of the others. `OneRank` has no others.
+"""The ranks of a run: this process's place among them, and collective operations. `OneRank` is a run of one.
 
 docs/ranks.md says what all ranks agree on, and when. distributed.py has the ranks that talk to each other.
 """

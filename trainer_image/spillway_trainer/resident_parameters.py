@@ -1,4 +1,4 @@
-"""ResidentParameters: parameters that stay on the device, recognised among saved tensors by their storage."""
+"""ResidentParameters: recognises parameters that stay on the device among saved tensors."""
 
 from __future__ import annotations
 

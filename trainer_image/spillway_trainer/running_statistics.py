@@ -1,4 +1,4 @@
-"""Running statistics: the buffers that a batch norm writes in training, and reads in evaluation alone.
+"""Running statistics of batch norms: written in training, read only in evaluation.
 
 They are state of the run. Every micro-batch moves them once, segment by segment in the order of micro-batches whatever
 the plan; a forward that runs again in backward (recompute) moves copies; checkpoints hold them beside the optimizer.

@@ -1,4 +1,4 @@
-"""The one saved-tensor dispatcher: decides, for each tensor that autograd saves for backward, what is held instead.
+"""The one saved-tensor dispatcher: decides what is held for each tensor that autograd saves.
 
 torch runs only the innermost pair of saved-tensor hooks, so there is one pair, and techniques meet here:
 

@@ -1,4 +1,4 @@
-"""Integers from integers: how one seed becomes many, the same in every process."""
+"""Derives many seeds from one, the same in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments: the chain of modules that every technique sees, and the one wrapper around their forward.
+"""The wrapper around each segment's forward, and the random state it forks.
 
 Every run passes here, technique on or off, because the random state is forked per (seed, step, micro-batch, segment):
 dropout then draws the same bits whether a block runs once, runs again for recompute, or runs in another order.

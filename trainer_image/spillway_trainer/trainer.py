@@ -1,4 +1,4 @@
-"""The step loop, nothing else. It knows no technique: what a plan changes is behind the values of `Run`."""
+"""The step loop. It knows no technique; what a plan changes is behind the values of `Run`."""
 
 from __future__ import annotations
 

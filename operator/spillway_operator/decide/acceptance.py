@@ -1,4 +1,4 @@
-"""Acceptance: whether a TrainingJob, as the API server holds it, can be carried out, and what is wrong when it cannot.
+"""Acceptance: whether a TrainingJob can run, and if not, why.
 
 The CRD refuses most of it before; but a CRD may be older than the operator, and some rules need more than a schema.
 """

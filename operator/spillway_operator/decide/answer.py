@@ -1,4 +1,4 @@
-"""What a decision writes: the status with its findings, objects, events, and when to look again."""
+"""Builds the answer of a decision: the new status, objects to write, events, and when to look again."""
 
 from __future__ import annotations
 

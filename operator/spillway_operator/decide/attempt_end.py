@@ -1,4 +1,4 @@
-"""Why an attempt ended, from what its pods left behind.
+"""Determines why an attempt ended, from the states of its pods.
 
 A pod's own failure counts before one that was done to it, the earliest before later ones; ranks that only lost their
 peers ("follower" in the message) are passed over, and so are pods that were deleted because another one failed. A

@@ -1,4 +1,4 @@
-"""Case: one look at one TrainingJob, while it is decided on; times and numbers as the status and the spec hold them."""
+"""Case: the state of one decision about one TrainingJob. Times and numbers as in status and spec."""
 
 from __future__ import annotations
 

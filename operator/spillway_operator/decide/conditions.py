@@ -1,4 +1,4 @@
-"""Conditions of a TrainingJob: every type and reason with its meaning, how findings become a list, what people read.
+"""Conditions of a TrainingJob: types, reasons and their meaning; merging findings; messages.
 
     findings of one look -> merged into the list -> kstatus summary (Ready, Reconciling, Stalled), state, events
 

@@ -1,4 +1,4 @@
-"""The files of attempts, as their ConfigMaps were observed."""
+"""Reads the files of attempts (job.json, plan.json, decision) from observed ConfigMaps."""
 
 from __future__ import annotations
 

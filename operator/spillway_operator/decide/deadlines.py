@@ -1,4 +1,4 @@
-"""Deadlines: how long a job ran, waited and was silent, and what of that is too long.
+"""Deadlines: how long a job ran, waited or made no progress, and which limit that exceeds.
 
 Every second of a job that is not suspended is one of three: active (from the moment when all pods of an attempt first
 ran, to the attempt's end), pending (it waits for that: for nodes, claims, quota, images), or a pause of the operator's

@@ -1,4 +1,4 @@
-"""Gangs: what keeps jobs of several pods from holding each other's nodes for ever.
+"""Gangs: prevent jobs of several pods from blocking each other's nodes permanently.
 
     a queue       admits the whole attempt or nothing of it
     without one   an attempt that has nodes for some of its pods and not for all gives them back: soon where an older

@@ -1,4 +1,4 @@
-"""Planning: an accepted job and the cluster -> the files of its next attempt, or the finding that says why not."""
+"""Planning: an accepted job and the cluster -> the files of its next attempt, or a finding that explains why not."""
 
 from __future__ import annotations
 

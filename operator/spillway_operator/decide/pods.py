@@ -1,4 +1,4 @@
-"""What the pods of an attempt tell of it."""
+"""Findings from the pods of an attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a progress report makes of status.progress, .memory, .checkpoint and .members: bounded, never backwards,
+"""Applies a progress report to status.progress, .memory, .checkpoint and .members: bounded, monotonic,
 readable."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""reconcile: what was seen of one TrainingJob -> what to do now. Total and pure: the whole life of a job.
+"""reconcile: what was observed of one TrainingJob -> what to do now. Total and pure; the whole lifecycle.
 
     an attempt lives             -> watch it: queued, starting, running, stopping
     it ended                     -> why, what that is charged to, and whether another one follows

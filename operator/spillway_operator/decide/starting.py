@@ -1,4 +1,4 @@
-"""No attempt lives: the next one is planned and created, or the status says what it waits for."""
+"""No attempt is running: plan and create the next one, or record what the job waits for."""
 
 from __future__ import annotations
 

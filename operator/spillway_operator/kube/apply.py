@@ -1,4 +1,4 @@
-"""Apply: what `reconcile` desires becomes requests. The only writer of children and of TrainingJob status.
+"""Applies what `reconcile` desires. The only writer of child objects and of TrainingJob status.
 
 Children are created, never changed. A child that exists already is ours only if the uid of its controller is the job's;
 then it is the result of an earlier try to create it, whose answer was lost. Answers enter the store, so that the next

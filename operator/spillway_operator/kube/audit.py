@@ -1,4 +1,4 @@
-"""Audit: complete lists, page by page, that check what the watches said.
+"""Audit: complete lists, page by page, that verify the watches.
 
 A watch that was interrupted may have missed a deletion for ever (its relist does not report what is gone), and a dead
 one misses everything. What a list knows better than the store is compared again a moment later, because the watch may

@@ -1,4 +1,4 @@
-"""Events of TrainingJobs (events.k8s.io/v1): what `kubectl describe` shows besides the status.
+"""Events of TrainingJobs (events.k8s.io/v1), as shown by `kubectl describe`.
 
 They are for people: posted behind the decision's back, one at a time, never repeated within a while, and a failure is
 logged and forgotten.

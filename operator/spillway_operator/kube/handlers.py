@@ -1,4 +1,4 @@
-"""The kopf shell: watches that tell the store, and nothing else. kopf writes nothing and decides nothing here.
+"""kopf handlers: watches that update the store. kopf decides and writes nothing here.
 
 kopf is imported with this module, before the event loop runs: it takes a second, which a running loop would feel.
 """

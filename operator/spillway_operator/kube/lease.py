@@ -1,4 +1,4 @@
-"""Leader election: of several operators one leads, the one that holds a Lease (coordination.k8s.io/v1).
+"""Leader election: the operator that holds the Lease (coordination.k8s.io/v1) leads.
 
     Lease as last seen, own identity, monotonic time -> decide -> acquire | renew | wait | lost
 

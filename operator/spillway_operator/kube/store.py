@@ -1,4 +1,4 @@
-"""Store: the TrainingJobs and attempts that the operator knows of, as frozen projections; API objects are not kept.
+"""Store: known TrainingJobs and attempts as frozen projections. API objects are not kept.
 
 Whoever reports an object (watch, list, the answer to our own write) puts it here; the newest resourceVersion wins. They
 are integers that the API server lets clients compare. A deleted object leaves its resourceVersion behind, so that a

@@ -1,4 +1,4 @@
-"""The two kinds that the operator watches: TrainingJobs, and the Jobs that it made of them."""
+"""The two kinds the operator watches: TrainingJobs and its own Jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster: nodes, their profiles and live bytes, and what models were observed to need, as placement sees them.
+"""Cluster: nodes with profiles and live memory, and observed needs of models, as placement sees them.
 
 Objects are listed when a plan needs them, and then kept for a while; live figures come from the metrics that are read
 in the background.

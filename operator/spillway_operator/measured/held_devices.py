@@ -1,4 +1,4 @@
-"""Devices that other jobs of ours hold, and for how long by their status: what a job that wants them waits for."""
+"""Devices held by our other jobs, and for how much longer."""
 
 from __future__ import annotations
 

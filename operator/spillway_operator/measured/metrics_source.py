@@ -1,4 +1,4 @@
-"""MetricsSource: live memory of nodes and of our pods, read in the background; whoever decides gets the last snapshot.
+"""MetricsSource: reads live memory of nodes and pods in the background; decisions use the last snapshot.
 
     Prometheus   instant queries every interval: free device, host and NVMe bytes and stalled memory per node, tier
                  bytes per trainer pod

@@ -1,4 +1,4 @@
-"""Reservations: bytes that placed attempts will take, until the metrics show them.
+"""Reservations: bytes of placed attempts that metrics do not show yet.
 
 An attempt is debited from its decision on; a while after all its pods are ready the node's own figures include it. Only
 the operator's memory holds them: after a restart they are learned again from the status of attempts that are under way.

@@ -1,4 +1,4 @@
-"""Our own trainer pods as scrape targets, for operators without Prometheus: one list of pods per reading."""
+"""Our trainer pods as scrape targets, for clusters without Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The address behind the progress Service: the pod that leads, in an EndpointSlice that only it writes.
+"""Publishes the leader's address behind the progress Service, in an EndpointSlice.
 
 The Service selects no pod, so that no post reaches an operator that stands by. The slice belongs to the Service and
 goes with it.

@@ -1,4 +1,4 @@
-"""The progress endpoint: HTTPS, where rank 0 of each job posts how far it is (spillway.api.progress).
+"""The HTTPS endpoint to which rank 0 of each job posts its progress (spillway.api.progress).
 
 A post is answered at once with the present epoch; the newest report of each job is kept and written a few times a
 minute (progress_outbox.py). Everything that a stranger can send is bounded: bodies at 64 KiB, unknown tokens at so many

@@ -1,4 +1,4 @@
-"""ProgressOutbox: the newest report of each job, and when it may be written. Pure: time is an argument.
+"""ProgressOutbox: the latest report of each job, and when to write it. Pure: time is an argument.
 
 At most one write per job and 15 s, and ten per second in all; who waits longest goes first. Three reports of an attempt
 do not wait for their job's turn: the first, the first after a step of it, and the one after its last step.

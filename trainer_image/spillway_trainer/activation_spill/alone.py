@@ -1,4 +1,4 @@
-"""Activation spilling without the rest of Spillway: a context manager around any forward.
+"""Spilling: activation spilling as a context manager around any forward, without a job.
 
     spilling = Spilling(model, "/mnt/nvme", nvme_bytes=16 << 30)
     with spilling: loss = model(batch)

@@ -1,4 +1,4 @@
-"""Chooser: watches what forwards save and when backward comes to it, then has an answer for each storage.
+"""Chooser: observes what forward saves and when backward reads it, then sets a policy for each storage.
 
     watching   a few steps with every segment's own answer; positions by the order of saves, seconds by two clock reads
     choosing   `choice.choose` of what all ranks saw, so that they take the same answers

@@ -1,4 +1,4 @@
-"""The lean set: of what autograd saves, what need not be held because cheap operators make it again from the rest.
+"""Selective recomputation: which saved tensors cheap operators can recompute from the others.
 
 A norm's output is made again from its input, an activation function's from the same, a product from its factors: some
 memory passes instead of a tensor held, or of a trip to the disk. This file says which operators, what counts as cheap,

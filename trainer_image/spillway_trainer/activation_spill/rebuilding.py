@@ -1,4 +1,4 @@
-"""Sees the operators of a forward run, and runs those of the lean set again when backward asks for what they gave.
+"""Records the operators of a forward and reruns the cheap ones when backward needs their results.
 
 A saved tensor is rebuilt only when all of this holds, and is held as any other when not:
 

@@ -1,4 +1,4 @@
-"""Records: one storage that autograd saved, whatever number of views of it were saved."""
+"""Record: one storage that autograd saved, however many views of it were saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ActivationPlan -> the hook around every segment's forward, and what the step loop tells it."""
+"""ActivationPlan -> the hook around each segment's forward, and its calls from the step loop."""
 
 from __future__ import annotations
 

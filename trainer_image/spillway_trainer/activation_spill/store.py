@@ -1,4 +1,4 @@
-"""SpillStore: takes over what segments save, one batch a forward, and bounds what is in flight."""
+"""SpillStore: takes what segments save, one batch per forward, and bounds the bytes in flight."""
 
 from __future__ import annotations
 

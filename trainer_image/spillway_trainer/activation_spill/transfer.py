@@ -1,4 +1,4 @@
-"""Transfers: what one segment's forward saved, as one copy in host memory or in the spill file, and its way back.
+"""Transfer: what one segment's forward saved, copied to host memory or the spill file, and back.
 
     HOST   source -d2h-> host buffer                                       host buffer -h2d-> reload buffers
     NVME   source -d2h-> staging -nvme_write-> extent      extent -nvme_read-> staging -h2d-> reload buffers

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: which one to resume from, how one is committed, what is pruned.
+"""The checkpoint directory of a run: resuming, committing, pruning.
 
 docs/checkpoints.md states the rules sentence by sentence. Torch-free: `spillway ckpt` lists and verifies with it.
 

@@ -1,4 +1,4 @@
-"""The file operations that a durable write is made of: a corpus and a checkpoint use these and no others.
+"""File operations for durable writes, used by corpus and checkpoints.
 
 Tests put an implementation in place of DurableFiles that is killed, fills up or loses power at a chosen operation.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: names, the sealed manifest, and the state of training beside the tensors.
+"""Names and manifest of a checkpoint, and the training state apart from tensors.
 
 docs/checkpoints.md describes the bytes. Torch-free: `spillway ckpt` reads these without a trainer.
 """

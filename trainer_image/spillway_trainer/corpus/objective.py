@@ -1,4 +1,4 @@
-"""What a model learns from a window of tokens: which of them it sees, and which it has to say. Torch-free."""
+"""The training objective: which tokens of a window the model sees, and which it predicts. Torch-free."""
 
 from __future__ import annotations
 

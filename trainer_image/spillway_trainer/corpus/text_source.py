@@ -1,4 +1,4 @@
-"""Where text comes from: a file, a directory, or the standard library of the running interpreter; torch-free."""
+"""Text sources: a file, a directory, or Python's standard library. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text into tokens: source files -> tokenizer -> packed memory-mapped shards, built once per run.
+"""Tokenizes text: source files -> tokenizer -> packed memory-mapped shards, built once per run.
 
 The tokenizer is byte-level BPE trained on the text, or the one that a model to start from brings with it.
 

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a Hugging Face directory: what other programs load.
+"""Exports a checkpoint's weights as a Hugging Face directory.
 
 A model gives config.json and model.safetensors, adapters give adapter_config.json and adapter_model.safetensors for
 `PeftModel.from_pretrained`. One tensor is in memory at a time.

@@ -1,4 +1,4 @@
-"""One of our checkpoints as a directory that DeepSpeed or torch loads with its optimizer's states."""
+"""Exports a checkpoint with optimizer states for DeepSpeed or torch."""
 
 from __future__ import annotations
 

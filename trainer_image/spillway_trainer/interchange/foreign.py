@@ -1,4 +1,4 @@
-"""What another program's checkpoint holds, and how its files are read.
+"""Reads checkpoints of other programs.
 
 Their files are pickles. Here `torch.load` rebuilds tensors, numbers, text and containers, and the few classes that
 DeepSpeed puts among them as empty stand-ins; a file with anything else is refused, and nothing in it is run.

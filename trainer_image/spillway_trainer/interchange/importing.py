@@ -1,4 +1,4 @@
-"""A foreign checkpoint becomes the first checkpoint of a run, from which `spillway run` goes on.
+"""Imports a foreign checkpoint as the first checkpoint of a run.
 
 What the foreign files do not say is the job's: tokens and their order, the seed, the schedule. The position in the data
 is that of a run which trained as many steps of this job.

@@ -1,4 +1,4 @@
-"""Names of parameters: ours, and those of the model's class in other programs."""
+"""Maps parameter names between ours and other programs'."""
 
 from __future__ import annotations
 

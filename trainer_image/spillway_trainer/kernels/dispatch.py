@@ -1,4 +1,4 @@
-"""The kernels as the trainer calls them, the same bits wherever a tensor is: on a CPU the library where it is, else the
+"""Dispatches kernels by device, with the same bits on each: on a CPU the native library if it was built, else the
 reference; on a CUDA device Triton's, on the current stream, which return before they are done."""
 
 from __future__ import annotations

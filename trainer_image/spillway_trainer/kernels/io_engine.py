@@ -1,4 +1,4 @@
-"""What moves batches between tensors and an open file: the interface, and its plain form in Python.
+"""Moves batches between tensors and an open file: the interface, and its plain Python form.
 
 `native.NativeEngine` is the fast one; `PythonEngine` serves where the native library is absent
 or switched off. All cut requests into pieces, keep several in flight, resume short transfers at a whole sector, retry

@@ -1,4 +1,4 @@
-"""A float32 master as its bfloat16 weight and 17 bits more: what of a master has to travel where the weight is already.
+"""Splits a float32 master into its bfloat16 weight and 17 more bits; only these cross the link to the device.
 
     master    upper half | lower half
     weight    upper half + carry             rounded to nearest even

@@ -1,4 +1,4 @@
-"""The only ctypes in the house: mirrors csrc/include/spillway.h; tests/contract/test_native_header.py compares the two.
+"""ctypes bindings of csrc/include/spillway.h; tests/contract/test_native_header.py compares the two.
 
 A call releases the GIL until it returns. Tensors live on the CPU and are contiguous; a wrong dtype, size or layout is a
 ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|neon|reference` pins the instruction set

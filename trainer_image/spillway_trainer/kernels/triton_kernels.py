@@ -1,4 +1,4 @@
-"""reference.py's updates and accumulate on a GPU: the same order of operations, each rounded once, so the same bits.
+"""Triton kernels of reference.py's updates and sums: the same order of operations, so the same bits.
 
 What a GPU's compiler would do otherwise is switched off, and tests/contract/test_ptx.py holds that in the code made:
 no fused multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16

@@ -1,4 +1,4 @@
-"""How the ranks of a node ended, and which of their endings is the pod's. Pure.
+"""Determines from the endings of its ranks how a pod ended. Pure.
 
 The first rank that failed of its own accord is the cause. Passed over, as long as there is another: a rank that only
 noticed that a peer was gone ("follower": true in its termination message), and one that the launcher stopped.

@@ -1,4 +1,4 @@
-"""PID 1 of a trainer pod and parent of the ranks of one node: starts them, passes signals on, says how they ended.
+"""PID 1 of a trainer pod: starts the ranks of a node, forwards signals, reports how they ended.
 
     python -P -m spillway_trainer.launch DIRECTORY      DIRECTORY holds job.json and plan.json
 

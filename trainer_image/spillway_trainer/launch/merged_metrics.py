@@ -1,4 +1,4 @@
-"""One /metrics port for all ranks of a node: asks each rank's own port and joins the answers.
+"""One /metrics port for all ranks of a node: scrapes each rank and merges the answers.
 
     rank 0  127.0.0.1:40001/metrics  \\
     rank 1  127.0.0.1:40002/metrics  -> 0.0.0.0:9400/metrics

@@ -1,4 +1,4 @@
-"""What several ranks print, on the launcher's own streams: whole lines, each with its rank.
+"""Forwards the output of several ranks, whole lines prefixed with the rank.
 
 A thread reads and writes, so that a reader who is slow makes the ranks wait and never the launcher.
 """

@@ -1,4 +1,4 @@
-"""Becomes the program of one rank, which dies with its launcher: prctl, then exec.
+"""Starts the program of one rank so that it dies with its launcher: prctl, then exec.
 
     python -P -m spillway_trainer.launch.rank LAUNCHER_PID PROGRAM ARGUMENT ...
 

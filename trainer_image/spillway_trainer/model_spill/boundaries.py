@@ -1,4 +1,4 @@
-"""Boundaries: what segments hand on, for all micro-batches at once, between the pass that made it and the next.
+"""Boundaries: outputs of segments for all micro-batches, kept between one segment's pass and the next.
 
 On the device, or through the activation store: out after the pass that made it, in before the next segment's forward,
 out again. What that segment saves of it for backward is the same record: it is copied once, and loaded once for each

@@ -1,4 +1,4 @@
-"""Homes: where the values of streamed parameters live between uses, cut into the chunks of the optimizer's update.
+"""Homes: memory of streamed parameters between uses, divided into the optimizer's chunks.
 
     host   one buffer a segment, laid out as its slot             -h2d-> slot
     nvme   an extent a segment, every chunk in whole blocks with a checksum

@@ -1,4 +1,4 @@
-"""Where the parameters of a streamed segment lie: the same places in a slot and in a host home.
+"""Offsets of a streamed segment's parameters, equal in device slots and host homes.
 
     own parameters in declared order, each on a unit of 512 bytes | to whole pages | aliases of other segments' values
 

@@ -1,4 +1,4 @@
-"""Slots: device memory that streamed segments take in turn. While a segment is in one, its parameters are views of it.
+"""Slots: device memory used by streamed segments in turn. A loaded segment's parameters are views of its slot.
 
     load     h2d into a slot, after everything that used the slot before
     bind     the compute lane waits for the load; `parameter.data` becomes a view of the slot

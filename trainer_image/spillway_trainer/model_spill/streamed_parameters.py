@@ -1,4 +1,4 @@
-"""StreamedParameters: saved parameters by name, resolved wherever their segment is by then; and the double buffer.
+"""StreamedParameters: resolves saved parameters by name when backward needs them, and prefetches the next segment.
 
 forward of k            k in its slot, then the load of k+1 starts: it takes the slot of k-1
 backward comes to k     k in its slot, then the load of k-1 starts: it takes the slot of k+1, which is finished

@@ -1,4 +1,4 @@
-"""WeightStationary: a step segment by segment; all micro-batches visit one while its parameters are on the device.
+"""WeightStationary: runs a step segment by segment; all micro-batches pass a segment while it is on the device.
 
     forward    segment 0: micro-batches 0..M-1 | segment 1: 0..M-1 | ...
     turn       last segment: forward and backward of 0, of 1, ... of M-1

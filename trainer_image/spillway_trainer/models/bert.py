@@ -1,4 +1,4 @@
-"""bert of `transformers`: an encoder that names hidden tokens from both sides.
+"""bert of `transformers`: an encoder that predicts masked tokens.
 
 Shapes: B = micro-batch, T = sequence length, D = hidden size.
 """

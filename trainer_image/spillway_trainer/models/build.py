@@ -1,4 +1,4 @@
-"""spec.model -> Chain: the one place that knows how each kind of model comes to be."""
+"""spec.model -> Chain, for each kind of model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chain: what every model is to the techniques: consecutive segments that hand tensors on.
+"""Chain: a model as consecutive segments, the form that the techniques work on.
 
     tokens -> segment 0 -> carried -> segment 1 -> carried -> ... -> last segment -> loss
 

@@ -1,4 +1,4 @@
-"""The families of `transformers` that can be trained, and how a model of each comes to be without memory."""
+"""The supported families of `transformers`, built on device `meta`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16, whose gradients are lost below 2^-25: the loss is multiplied before backward.
+"""Dynamic loss scaling for float16: multiplies the loss before backward, because gradients below 2^-25 underflow.
 
 The rule is that of torch.amp.GradScaler, and DeepSpeed's (Micikevicius et al. 2018, arXiv 1710.03740): the scale
 doubles after so many steps in a row whose gradients were finite, and halves after one whose gradients were not, which

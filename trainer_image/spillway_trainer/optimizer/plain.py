@@ -1,4 +1,4 @@
-"""The optimizer as the step loop sees it, and its plain form: everything on the device, one parameter after the other.
+"""The optimizer interface of the step loop, and its plain form: all states on the device, one parameter at a time.
 
     begin, wait (per segment, before its forward), take (per gradient, during backward) ... -> gradients -> norm -> step
                                                              or, when the norm is not finite, -> skip

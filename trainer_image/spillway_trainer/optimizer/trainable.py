@@ -1,4 +1,4 @@
-"""The parameters that an optimizer updates: checked once, at the start, with the name in every refusal."""
+"""The parameters that an optimizer updates, validated once at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunk is updated where: parameters -> chunks -> paths. Pure, and without influence on any result."""
+"""Assigns chunks to update paths: parameters -> chunks -> paths. Pure; does not affect results."""
 
 from __future__ import annotations
 

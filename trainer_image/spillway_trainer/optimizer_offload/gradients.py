@@ -1,4 +1,4 @@
-"""Gradients on their way from backward into float32 accumulators, and their order-free norm.
+"""Moves gradients from backward into float32 accumulators, and computes their order-free norm.
 
 A CPU chunk's gradient leaves the device once per micro-batch, in its compute dtype, during backward:
     backward -> d2h into a staging slot -> cpu lane adds it to the host accumulator

@@ -1,4 +1,4 @@
-"""States on NVMe: where a chunk's states are between updates when host memory does not hold them.
+"""Optimizer states on NVMe: read before a chunk's update, written back after it.
 
     nvme_read    states N0 | states N1 | states N2 |            into a buffer of the window, a bounded ring
     cpu                    | update N0 | update N1 | ...

@@ -1,4 +1,4 @@
-"""OptimizerOffload: states live in host memory and are updated where the plan says, chunk by chunk, by any rule.
+"""OptimizerOffload: keeps states in host memory and updates them where the plan says, chunk by chunk.
 
 The idea is Deep Optimizer States (Maurya et al., arXiv 2410.21316): the update is interleaved between CPU and device,
 and overlapped with the copies between them. Here the split is real-valued, ordering is by events, and the result is

@@ -1,4 +1,4 @@
-"""Gives every chunk its memory, before the first step: state blocks and accumulators on the tier of its path."""
+"""Allocates state blocks and accumulators of every chunk, before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates made during backward, before anybody knows whether they will count: out of place, in a bounded window.
+"""Speculative updates during backward, before the norm is known: out of place, in a bounded window.
 
     begin      the factor, 1 or with loss scaling 1 / scale, unless the step will be clipped or its gradients overflow
     backward   last gradient of W --> spare states = states updated with it; the rounded values wait beside them

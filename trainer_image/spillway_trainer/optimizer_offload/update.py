@@ -1,4 +1,4 @@
-"""One update of all chunks as a pipeline over the lanes; ordered by events only.
+"""Updates all chunks as a pipeline over the lanes, ordered by events only.
 
     cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload, unless it went home
     h2d       states S0 | upload C0 | states S1 | upload C1   two slots: S1 comes in while S0 is updated and goes back

@@ -1,4 +1,4 @@
-"""Ranks that talk to each other: the only file that knows torch.distributed.
+"""Communication between ranks: the only file that uses torch.distributed.
 
 They meet at a store, a key-value server in rank 0, and then have two gloo groups:
 

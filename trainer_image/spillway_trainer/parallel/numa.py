@@ -1,4 +1,4 @@
-"""The cores of the NUMA node that a device hangs on: read from sysfs, chosen by a pure function. `root` is / except in
+"""The cores of a device's NUMA node, read from sysfs and chosen by a pure function. `root` is / except in
 tests.
 
 Copies and CPU updates that cross sockets share the link between them. So the process keeps to its device's node, before

@@ -1,4 +1,4 @@
-"""Gradients of backward -> their sums over ranks, each value on the rank that owns it.
+"""Sums gradients over ranks; each sum lies on the rank that owns the value.
 
 The sum is Ddp's (distributed.ExchangedSum): value by value, each rank's value rounded to the type of the wire, added in
 float32 in the order of the ranks. It is made after every micro-batch, because no rank has room for whole gradients, and

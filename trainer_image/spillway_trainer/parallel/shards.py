@@ -1,4 +1,4 @@
-"""The optimizer of a model that is divided among ranks: on each rank, a plain or offloaded optimizer of its pieces.
+"""The optimizer of a sharded model: on each rank, a plain or offloaded optimizer of its shard.
 
 The pieces are flat parts of parameters and parameters of their own to that optimizer, so every placement of states is
 possible here too, and none can change a bit. Their number of dimensions is the parameter's, by which weight decay is

@@ -1,4 +1,4 @@
-"""Tells the operator how far training is: rank 0 posts a ProgressReport, the newest figures, now and then.
+"""Posts ProgressReports from rank 0 to the operator.
 
 The step loop replaces one reference and sets a flag; a daemon thread turns what is there into JSON and posts it. The
 operator's absence costs one line in the log, never a step.

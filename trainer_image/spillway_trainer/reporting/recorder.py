@@ -1,4 +1,4 @@
-"""run.jsonl: what happened, one JSON object a line, readable while the run goes on and after it was killed."""
+"""Writes run.jsonl: one JSON object per event, readable during the run and after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One attempt of a sweep: its members take turns in this process, each exactly as it would train alone.
+"""One attempt of a sweep: members take turns in this process, each training exactly as it would alone.
 
     turn = attach (model, assembly, states) -> train to a step -> park (states to NVMe) -> all of its memory is free
 

@@ -1,4 +1,4 @@
-"""Parking: the states of members that wait for their turn, on NVMe, and back bit for bit.
+"""Parking: moves the states of paused members to NVMe and back.
 
 A parked member is a run of blocks of a spill file: its tensors one after the other, in the order in which its optimizer
 gave them, cut into pieces of a buffer. It is scratch like all that is spilled: checksummed, preallocated, and gone with

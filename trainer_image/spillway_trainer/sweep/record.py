@@ -1,4 +1,4 @@
-"""What a sweep knows of its members, kept beside their checkpoints: what each reported, and who failed.
+"""SweepRecord: values and failures of members, stored next to their checkpoints.
 
 A value is on the disk before the checkpoint of its step is: whatever ends the process, rounds of halving are decided
 again from the same values. Each attempt writes a file of its own, `sweep-E.json`, with all that is known of the metric

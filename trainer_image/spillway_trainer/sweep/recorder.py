@@ -1,4 +1,4 @@
-"""SweepRecorder: what happens to the members of a sweep, in the sweep's own run.jsonl, on /metrics and to the operator.
+"""SweepRecorder: events of a sweep's members, in run.jsonl, on /metrics and to the operator.
 
 Each member has a Recorder and a run.jsonl of its own (steps, evaluations, checkpoints); `sink` joins it to the sweep's.
 """

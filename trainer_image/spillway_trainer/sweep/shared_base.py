@@ -1,4 +1,4 @@
-"""A frozen base for several models at once: loaded once, in one place, and visited by all that are attached.
+"""A frozen base model shared by several members: loaded once for all of them.
 
     base = tiers of all + homes and slots (or memory on the device) of the frozen parameters
     each model = the base's own Parameter objects in the place of its frozen ones; adapters, gradients and states

@@ -1,4 +1,4 @@
-"""Several runs advance together: a step of each, in which all of them pass one segment before any passes the next.
+"""Advances several runs together: all of them pass one segment before any passes the next.
 
     segment 0: run A, run B, ... | segment 1: A, B, ... | ... | backward of segment 0: A, B, ... | updates of A, B, ...
 

@@ -1,4 +1,4 @@
-"""Memory that a technique takes before the first step and holds for the run: consecutive parts, bounded rings."""
+"""Memory that a technique allocates before the first step and holds for the run: parts and rings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One CUDA device as the lanes use it: streams, events, the allocator's limit, and host memory that is registered."""
+"""One CUDA device: streams, events, the allocator's limit, registered host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeviceLedger: the device's byte budget where the device has none of its own (a CPU).
+"""DeviceLedger: enforces the device's byte budget where the device itself has none (a CPU).
 
 All that the trainer owns on the device is charged here by purpose: parameters, gradients, optimizer states, saved
 activations, buffers. A charge beyond what is planned waits for releases in flight, one beyond the budget raises

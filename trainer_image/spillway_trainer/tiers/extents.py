@@ -1,4 +1,4 @@
-"""Extents: who owns which bytes of one linear space (a host slab, a spill file).
+"""Extents: allocation of byte ranges in a host slab or spill file.
 
 First fit over an address-ordered free list: low addresses are reused first, so the touched part of a slab stays dense
 and writes to a spill file stay close together. Neighbouring free extents are merged at once.

@@ -1,4 +1,4 @@
-"""Lanes: every copy, every CPU update and every disk transfer is submitted here, and ordered here only.
+"""Lanes: all copies, CPU updates and disk transfers are submitted and ordered here.
 
 The law of ordering: an operation runs after the events in its `after`, after everything that the host had already
 waited for, and after nothing else. Two operations on one lane have no order unless an event gives them one. (CUDA

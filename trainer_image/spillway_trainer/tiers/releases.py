@@ -1,4 +1,4 @@
-"""Releases: memory that was given back while operations may still use it, waiting for their events."""
+"""Releases: freed memory that operations may still use, waiting for their events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage seam: one nameless, preallocated file per device and rank, written and read in batches.
+"""SpillFile: one unlinked, preallocated file per device and rank, written and read in batches.
 
 The file is scratch. It has no name (O_TMPFILE, or created and unlinked at once), so that whatever ends the process
 frees its bytes; in a pod's emptyDir it keeps one, because the kubelet counts only what it can list, and the volume ends

@@ -1,4 +1,4 @@
-"""Decisions about one spill device: what failed writes and slow transfers lead to. Pure: no clock, no device.
+"""Decides what failed writes and slow transfers of a spill device lead to. Pure: no clock, no device.
 
 A write that fails leaves its bytes in host memory (nvme_slab.py), and its extent is never used again. When it says that
 there is no room, or was the third, the device takes no writes any more. A device that is slow for 10 seconds on end has

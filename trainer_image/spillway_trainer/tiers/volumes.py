@@ -1,4 +1,4 @@
-"""What kind of volume a directory lies on: spilled bytes in memory would take memory that no budget counts."""
+"""Detects the kind of volume of a directory: spilling to tmpfs would use memory that no budget counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizers, taken over after DeepSpeed has made them: what they divided stays divided.
+"""Adopts DeepSpeed's ZeRO optimizers after DeepSpeed has sharded the model.
 
 `adopt` gives the engine's optimizer a class of ours (hooks and engine call it by its methods) and frees DeepSpeed's
 float32 states. From then on

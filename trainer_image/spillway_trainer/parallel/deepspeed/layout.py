@@ -1,4 +1,4 @@
-"""Which values of each parameter belong to which rank, as DeepSpeed cuts them. Pure.
+"""Which values of each parameter DeepSpeed assigns to which rank. Pure.
 
 Zero1, Zero2   the parameters of a group lie end to end, and the whole is cut into equal parts: a parameter belongs to
                one rank, or to several neighbours

@@ -1,4 +1,4 @@
-"""What of DeepSpeed we stand on: one table, asked before the first step.
+"""Checks the parts of DeepSpeed that we depend on, before the first step.
 
 An engine outside of it would train wrongly without saying so, or fail in the middle of a run.
 """
