@@ -1,10 +1,10 @@
-"""The `spillway` command: one function per subcommand, each of which imports its work when it is called.
+"""The `spillway` command: one function per subcommand, each of which imports its implementation when called.
 
-`spillway --help` and `spillway plan` import no torch (a test holds it). Expected errors end as one sentence and a
-documented exit code; unexpected ones as one line, with the traceback in a file.
+`spillway --help` and `spillway plan` import no torch (a test checks this). Expected errors print one sentence and exit
+with a documented code; unexpected ones print one line and write the traceback to a file.
 """
 
-# ruff: noqa: E402 - Ctrl-C is heard before anything large is imported
+# ruff: noqa: E402 - the Ctrl-C handler is installed before anything large is imported
 from __future__ import annotations
 
 from spillway_cli import interrupts
@@ -36,7 +36,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Commands(TyperGroup):
-    """Ctrl-C is one of our errors, before the library makes a code of its own of it."""
+    """Turns Ctrl-C into our Preempted error, before the library exits with its own code."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with said_interrupts():
@@ -56,7 +56,7 @@ def said_interrupts() -> Iterator[None]:
 
 
 CLICK_USAGE_ERROR = 2
-"""what the command-line library exits with for a wrong option; ours is UserError (64)"""
+"""The command-line library's exit code for a wrong option; ours is UserError (64)."""
 UNEXPECTED = 1
 
 app = typer.Typer(
@@ -68,14 +68,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-checkpoints = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, export, import.")
+checkpoints = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List, verify, export and import checkpoints."
+)
 app.add_typer(checkpoints, name="ckpt")
 
-FormatOption = Annotated[Format, typer.Option("-o", "--format", help="How the result is printed.")]
+FormatOption = Annotated[Format, typer.Option("-o", "--format", help="Output format.")]
 NamespaceOption = Annotated[str | None, typer.Option("-n", "--namespace", metavar="NS", help="Default: the context's.")]
 ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
-MemberOption = Annotated[str | None, typer.Option(metavar="NAME", help="Of a sweep: this member alone.")]
+MemberOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this member of a sweep.")]
 DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
 HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
 NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe budget.")]
@@ -96,11 +98,11 @@ def spillway(
     pass
 
 
-@app.command(help="Show where a job's memory would live, without running it.")
+@app.command(help="Show a job's memory plan, without running it.")
 def plan(
     file: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
     node: Annotated[
-        str | None, typer.Option(metavar="NAME", help="h100, 8xh100, a100-40, cpu, or a NodeProfile; none: here.")
+        str | None, typer.Option(metavar="NAME", help="h100, 8xh100, a100-40, cpu or a NodeProfile; default: here.")
     ] = None,
     device: DeviceOption = None,
     host: HostOption = None,
@@ -121,11 +123,11 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     host: HostOption = None,
     nvme: NvmeOption = None,
     spill: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="NVMe tier; default: --output. Again: striped over all.")
+        list[Path] | None, typer.Option(metavar="DIR", help="Spill directory; default: --output. Repeat to stripe.")
     ] = None,
     node: Annotated[Path | None, typer.Option(metavar="FILE", help="Profile of this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the batch.")] = 1,
-    metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics there.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics on this port.")] = None,
     max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
@@ -139,18 +141,19 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     raise typer.Exit(run_command.run(options))
 
 
-@app.command(help="Measure this machine or a node, or correct by runs.")
+@app.command(help="Measure a machine, or correct its rates from runs.")
 def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", help="Node of a cluster, measured by a Job; none: this machine.")
+        str | None, typer.Argument(metavar="[NODE]", help="Cluster node, measured by a Job; default: this machine.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Default: where plan and run look.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="File to write; default: the one that plan and run use."),
     ] = None,
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer models, fewer bytes.")] = False,
-    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct by what it took.")] = None,
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Of a node: the trainer's image.")] = None,
+    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct from this run.")] = None,
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Trainer image, for a node.")] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     output: FormatOption = Format.TEXT,
@@ -159,10 +162,10 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
         if runs or directory is not None:
             given = "--from" if runs else "--directory"
             raise UserError(
-                f"{given}: is for this machine, and {node} is a node of a cluster; leave one of the two out"
+                f"{given}: only applies to this machine, but {node} is a cluster node; leave one of the two out"
             )
         if not image:
-            raise UserError(f"a Job measures node {node}: give the trainer's image, as the node pulls it, with --image")
+            raise UserError(f"--image: missing; a Job measures node {node} and needs the trainer's image")
         from .calibrate import node as calibrate_node  # noqa: PLC0415
 
         on_node = calibrate_node.NodeOptions(node, image, context, namespace, quick, file, output)
@@ -170,20 +173,20 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
     if image or namespace or context:
         given = "--image" if image else "--namespace" if namespace else "--context"
         raise UserError(
-            f"{given}: is for a node of a cluster; name it (`spillway calibrate NODE`), or leave {given} out"
+            f"{given}: only applies to a cluster node; name it (`spillway calibrate NODE`), or leave {given} out"
         )
     from .calibrate import command as calibrate_command  # noqa: PLC0415
 
     if runs and (quick or directory is not None):
         ignored = "--quick" if quick else "--directory"
-        raise UserError(f"{ignored}: --from measures nothing, it reads runs; leave one of the two out")
+        raise UserError(f"{ignored}: has no effect with --from, which only reads runs; leave one of the two out")
     options = calibrate_command.CalibrateOptions(file, directory or Path(), quick, runs or [], output)
     raise typer.Exit(calibrate_command.calibrate(options))
 
 
 @app.command(help="Train, kill, resume and compare under half the memory.")
 def demo(
-    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where.")] = Path("spillway-demo"),
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where to train.")] = Path("spillway-demo"),
     keep: Annotated[bool, typer.Option("--keep", help="Keep corpus and checkpoints afterwards.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
@@ -208,10 +211,10 @@ def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; exit with its code.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the server, create nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; exit with its code.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate on the server only.")] = False,
     output: Annotated[
-        str, typer.Option("-o", "--format", metavar="text|json|yaml|name", help="How the object is printed.")
+        str, typer.Option("-o", "--format", metavar="text|json|yaml|name", help="Output format.")
     ] = "text",
 ) -> None:
     from .cluster import submit as submit_command  # noqa: PLC0415
@@ -223,9 +226,9 @@ def submit(
     raise typer.Exit(submit_command.submit(options))
 
 
-@app.command(help="Jobs of a cluster, or one: where it is and why.")
+@app.command(help="Show the jobs of a cluster, or one job in detail.")
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of a TrainingJob; none: all.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of a TrainingJob; default: all.")] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     all_namespaces: Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of every namespace.")] = False,
@@ -238,13 +241,15 @@ def status(
     raise typer.Exit(status_command.status(options))
 
 
-@app.command(help="What a job's pods, or a run's trainer print.")
+@app.command(help="Print the log of a job's pods or a run's trainer.")
 def logs(
     job: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A TrainingJob, or the directory of a run.")],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on through restarts to the end.")] = False,
-    rank_node: Annotated[int | None, typer.Option("--rank-node", min=0, metavar="I", help="One node only.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the end, through restarts.")] = False,
+    rank_node: Annotated[
+        int | None, typer.Option("--rank-node", min=0, metavar="I", help="Only this node, from 0.")
+    ] = None,
     attempt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: the newest.")] = None,
 ) -> None:
     from .cluster import logs as logs_command  # noqa: PLC0415
@@ -252,10 +257,10 @@ def logs(
     raise typer.Exit(logs_command.logs(logs_command.LogsOptions(job, context, namespace, follow, rank_node, attempt)))
 
 
-@app.command(help="Live: jobs of a cluster, one of them, or a local run.")
+@app.command(help="Watch a cluster's jobs, one job or a local run.")
 def top(
     name: Annotated[
-        str | None, typer.Argument(metavar="[JOB|RUN]", help="A TrainingJob, or the directory of a run; none: all.")
+        str | None, typer.Argument(metavar="[JOB|RUN]", help="A TrainingJob, or the directory of a run; default: all.")
     ] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
@@ -273,7 +278,7 @@ def top(
 @app.command(help="Diagnose this machine and cluster.")
 def doctor(
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
-    job: Annotated[Path | None, typer.Option(metavar="JOB", help="Look at the claims that it names, too.")] = None,
+    job: Annotated[Path | None, typer.Option(metavar="JOB", help="Also check the claims of this job.")] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     output: FormatOption = Format.TEXT,
@@ -284,29 +289,29 @@ def doctor(
     raise typer.Exit(doctor_command.doctor(options))
 
 
-@checkpoints.command(help="Every committed checkpoint, newest first.")
+@checkpoints.command(help="List committed checkpoints, newest first.")
 def ls(run: RunArgument, member: MemberOption = None, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415
 
     raise typer.Exit(checkpoint_command.ls(run, output, member))
 
 
-@checkpoints.command(help="Read every byte; exit 74 when one is not as it was written.")
+@checkpoints.command(help="Check every byte; exit 74 if any has changed.")
 def verify(run: RunArgument, member: MemberOption = None, output: FormatOption = Format.TEXT) -> None:
     from . import checkpoint_command  # noqa: PLC0415
 
     raise typer.Exit(checkpoint_command.verify(run, output, member))
 
 
-@checkpoints.command(help="Weights for Hugging Face, or states for DeepSpeed and torch.")
+@checkpoints.command(help="Export weights (Hugging Face) or states (DeepSpeed, torch).")
 def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Default: the newest that is intact.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Default: the newest intact one.")] = None,
     form: Annotated[str, typer.Option("--as", metavar="FORM", help="huggingface, universal or dcp.")] = "huggingface",
-    dtype: Annotated[str | None, typer.Option(help="Of weights: bfloat16 (default), float16 or float32.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Weights: bfloat16 (default), float16 or float32.")] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Which loads --as universal: torch (default) or deepspeed.")
+        str | None, typer.Option(help="What loads --as universal: torch (default) or deepspeed.")
     ] = None,
     member: MemberOption = None,
     output: FormatOption = Format.TEXT,
@@ -326,16 +331,16 @@ def export(
     raise typer.Exit(command.export(options))
 
 
-@checkpoints.command("import", help="States of DeepSpeed or torch become a run to go on from.")
+@checkpoints.command("import", help="Start a run from DeepSpeed or torch states.")
 def import_(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory of another program's checkpoint.")],
-    job: Annotated[Path, typer.Option("--job", metavar="JOB", help="The TrainingJob that goes on with it.")],
-    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory of the run; a new one.")],
+    job: Annotated[Path, typer.Option("--job", metavar="JOB", help="The TrainingJob to continue with.")],
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="New directory for the run.")],
     claim: Annotated[list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory for a claim.")] = None,
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Of the runs to come, as run --ranks.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the later runs, as in run --ranks.")] = 1,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import import_command  # noqa: PLC0415
@@ -347,7 +352,7 @@ def import_(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 def one_of(choices: type[Choice], given: str, option: str) -> Choice:
-    """Raises the library's error for a word that is none of `choices`."""
+    """Returns the member of `choices`. Raises the library's BadParameter for any other word."""
     if given not in list(choices):
         *others, last = choices
         raise typer.BadParameter(f"{given!r}: use {', '.join(others)} or {last}", param_hint=option)
@@ -355,7 +360,7 @@ def one_of(choices: type[Choice], given: str, option: str) -> Choice:
 
 
 def main() -> None:
-    """Entry point: exit codes as documented, no traceback on the terminal."""
+    """Runs the command: exit codes as documented, no traceback on the terminal."""
     prepare_streams()
     code = run_app(sys.argv[1:])
     try:
@@ -369,7 +374,7 @@ def main() -> None:
 
 
 def prepare_streams() -> None:
-    """Print whatever the terminal's encoding: a character that it lacks is escaped, a closed stream is nobody's."""
+    """Makes printing safe: escapes characters that the encoding lacks, sends a closed stream to /dev/null."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -403,19 +408,19 @@ def run_app(arguments: list[str]) -> int:
 
 
 def refused_by_the_system(error: OSError, as_json: bool) -> int:
-    if isinstance(error, BrokenPipeError):  # a reader that has seen enough
+    if isinstance(error, BrokenPipeError):  # the reader has closed its end (`| head`)
         leave_reader(sys.stdout)
         return ExitCode.COMPLETED
     refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
     with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
         say_expected(refusal, as_json)
     if error.filename is None:
-        leave_reader(sys.stdout)  # or Python's end would try to write the rest
+        leave_reader(sys.stdout)  # else Python would try to write the rest at exit
     return refusal.exit_code
 
 
 def refuse_empty_words(arguments: list[str]) -> None:
-    """`--output "$UNSET"` would mean the current directory."""
+    """Rejects empty words: `--output "$UNSET"` would mean the current directory."""
     for before, word in pairwise(["", *arguments]):
         if not word or (word.startswith("--") and word.endswith("=")):
             option = word or before
@@ -423,7 +428,7 @@ def refuse_empty_words(arguments: list[str]) -> None:
 
 
 def say_expected(error: SpillwayError, as_json: bool) -> None:
-    """One sentence on stderr; with -o json the document of a failure on stdout."""
+    """Prints one sentence on stderr, or with -o json a failure document on stdout."""
     if not as_json:
         message_console().print(f"spillway: {error}")
         return
@@ -435,7 +440,7 @@ def say_expected(error: SpillwayError, as_json: bool) -> None:
 
 
 def say_unexpected(error: Exception, as_json: bool) -> None:
-    """One line on stderr, and the file with the traceback; with -o json a document besides."""
+    """Prints one line on stderr that names the traceback's file; with -o json also a document on stdout."""
     sentence = f"unexpected {type(error).__name__}: {error}; details in {keep_traceback()}"
     message_console().print(f"spillway: {sentence}")
     if as_json:

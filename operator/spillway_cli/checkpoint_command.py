@@ -1,7 +1,7 @@
-"""`spillway ckpt ls | verify | export`: what a run has saved, whether it is intact, weights and states for others.
+"""`spillway ckpt ls | verify | export`: lists, verifies and exports the checkpoints of a run.
 
-The run is the --output of a `spillway run`, or the directory of a cluster's job on its checkpoint claim, or one of
-checkpoints. Of a sweep, every member's checkpoints are listed and verified, and the best member's exported.
+RUN is the --output of `spillway run`, the directory of a cluster job on its checkpoint claim, or a directory of
+checkpoints. For a sweep, `ls` and `verify` cover every member, and `export` takes the best one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .run.local_run import read_job_file
 
 
 class ExportDtype(StrEnum):
-    """Type of the exported weights; checkpoints hold float32."""
+    """The exported weights' type; checkpoints hold float32."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -40,7 +40,7 @@ class ExportDtype(StrEnum):
 
 
 class ExportForm(StrEnum):
-    """What `ckpt export --as` writes: weights alone, or states that a training run of another program loads."""
+    """What `ckpt export --as` writes: only weights, or states that another training program can load."""
 
     HUGGINGFACE = "huggingface"
     UNIVERSAL = "universal"
@@ -48,7 +48,7 @@ class ExportForm(StrEnum):
 
 
 class LoadingOptimizer(StrEnum):
-    """Who will load: torch.optim keeps its step as a tensor, DeepSpeed's FusedAdam and DeepSpeedCPUAdam as a number."""
+    """What will load the states: torch.optim stores its step as a tensor, DeepSpeed's Adam as a number."""
 
     TORCH = "torch"
     DEEPSPEED = "deepspeed"
@@ -56,15 +56,15 @@ class LoadingOptimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Where the checkpoints of a run lie, or of one member of a sweep."""
+    """Where the checkpoints of a run, or of one member of a sweep, are."""
 
     member: str
-    """empty of a run that is no sweep"""
+    """Empty unless the run is a sweep."""
     checkpoints: Path
     places: Sequence[Path]
-    """the tokenizer is in a directory corpus* of one of these"""
+    """The tokenizer is in a corpus* directory of one of these."""
     spec: TrainingJobSpec | None
-    """its own, where the job.json lies beside the checkpoints"""
+    """The run's or member's; None for a bare directory of checkpoints."""
 
     def named(self, name: object) -> str:
         return f"{self.member}/{name}" if self.member else str(name)
@@ -79,16 +79,16 @@ class ExportOptions:
     step: int | None
     form: ExportForm
     dtype: ExportDtype | None
-    """None: bfloat16 where weights are exported; states are float32 always"""
+    """None: bfloat16 for weights; states are always float32."""
     optimizer: LoadingOptimizer | None
-    """None: torch"""
+    """None: torch."""
     output: Format
     member: str | None = None
-    """of a sweep; None: the best"""
+    """Member of a sweep; None: the best."""
 
 
 def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
-    """One of a run; of a sweep one for each member that has begun, if any has, or `member` alone.
+    """Returns one entry for a run; for a sweep one for each member that has started, or only `member`.
 
     Raises UserError when `path` is neither a run directory nor one of checkpoints, or has no such member."""
     is_bare = any(path.glob("epoch-*.json")) or any(path.glob(f"{MEMBERS_DIRECTORY}/*/epoch-*.json"))
@@ -99,8 +99,8 @@ def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
     begun = sorted(one.name for one in (checkpoints / MEMBERS_DIRECTORY).glob("*") if one.is_dir())
     specs = {} if job is None else named_specs(job.spec)
     if member is not None and member not in begun:
-        there = f"there are {', '.join(begun)}" if begun else "it is no sweep, or none has begun; leave --member out"
-        raise UserError(f"--member {member}: {path} has no checkpoints of it; {there}")
+        there = f"use {', '.join(begun)}" if begun else "not a sweep, or no member has started; leave --member out"
+        raise UserError(f"--member {member}: no checkpoints of it in {path}; {there}")
     return [
         SavedRun(name, Path(member_directory(checkpoints, name)) if name else checkpoints, places, specs.get(name))
         for name in begun or [""]
@@ -109,7 +109,7 @@ def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
 
 
 def to_export(options: ExportOptions) -> tuple[SavedRun, str]:
-    """What is exported, and of a sweep which member and why. Raises UserError when it must be named."""
+    """What to export, and for a sweep which member and why. Raises UserError when --member is needed."""
     found = saved_by(options.run, options.member)
     if options.member is not None:
         return found[0], f"member {options.member}: "
@@ -118,7 +118,7 @@ def to_export(options: ExportOptions) -> tuple[SavedRun, str]:
     log = read_run_log(RunDirectory(options.run).log)
     if log.best is None or log.sweep is None:
         names = ", ".join(one.member for one in found)
-        raise UserError(f"{options.run}: which member is the best is not known here; give --member, one of {names}")
+        raise UserError(f"{options.run}: the best member is not known; give --member, one of {names}")
     name, metric = log.best.member, METRIC_WORDS[log.sweep.metric]
     value = format_loss(log.members.get(name, log.best).objective)
     evaluated = sum(one.objective is not None for one in log.members.values())
@@ -127,17 +127,17 @@ def to_export(options: ExportOptions) -> tuple[SavedRun, str]:
 
 
 def tokenizer_of(checkpoint: Path, saved: SavedRun) -> Path:
-    """The tokenizer.json that the checkpoint was trained with. Raises UserError when it is in none of the places."""
+    """The tokenizer.json that the checkpoint was trained with. Raises UserError when it is not found."""
     wanted = open_checkpoint(checkpoint).manifest.state.tokenizer_xxh3
     for file in (file for place in saved.places for file in place.glob("corpus*/tokenizer.json")):
         if describe_file(file).xxh3_128 == wanted:
             return file
     looked = ", ".join(str(place / "corpus*") for place in saved.places)
-    raise UserError(f"{checkpoint}: not in {looked}: the tokenizer.json that it was trained with; put its corpus back")
+    raise UserError(f"{checkpoint}: its tokenizer.json was not found in {looked}; restore the corpus it was trained on")
 
 
 def ls(run_path: Path, output: Format, member: str | None = None) -> int:
-    """Every committed checkpoint, newest first; nothing is hashed."""
+    """Lists committed checkpoints, newest first, without hashing them."""
     saved = saved_by(run_path, member)
     found = [(each, one) for each in saved for one in checkpoint_directory.list_checkpoints(each.checkpoints)]
     if output is Format.JSON:
@@ -155,38 +155,38 @@ def ls(run_path: Path, output: Format, member: str | None = None) -> int:
 
 
 def verify(run_path: Path, output: Format, member: str | None = None) -> int:
-    """Read every byte of every checkpoint; CheckpointCorrupt (74) when one differs from what was written. Raises
-    UserError when there is none."""
+    """Checks every byte of every checkpoint; returns 74 (CheckpointCorrupt) when one differs from what was written.
+    Raises UserError when there is no checkpoint."""
     problems, names = list[str](), list[str]()
     for each in saved_by(run_path, member):
         problems += [each.named(problem) for problem in checkpoint_directory.verify(each.checkpoints)]
         names += [each.named(one.name) for one in checkpoint_directory.list_checkpoints(each.checkpoints)]
     if not names and not problems:
-        raise UserError(f"{run_path}: no checkpoint to verify: none was committed, or it is gone")
+        raise UserError(f"{run_path}: no checkpoint to verify: none was committed, or all were deleted")
     if output is Format.JSON:
         print_json({"checkpoints": names, "problems": problems})
     elif problems:
         for problem in problems:
             result_console().print(problem)
     else:
-        result_console().print(f"{len(names)} checkpoint{'' if len(names) == 1 else 's'}, every byte as written")
+        result_console().print(f"{len(names)} checkpoint{'' if len(names) == 1 else 's'} verified, no byte differs")
     return ExitCode.CHECKPOINT_CORRUPT if problems else ExitCode.COMPLETED
 
 
 def export(options: ExportOptions) -> int:
-    """One checkpoint (default: the newest good one) for other programs. Raises UserError for another form's options."""
+    """Exports one checkpoint (default: the newest intact one). Raises UserError for another form's options."""
     is_weights = options.form is ExportForm.HUGGINGFACE
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
-        raise UserError(f"--optimizer {options.optimizer}: only --as universal depends on it; leave it out")
+        raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave it out")
     need("trainer")
     if options.dtype is not None and not is_weights:
-        raise UserError(f"--dtype {options.dtype}: --as {options.form} keeps states as they are, float32; leave it out")
+        raise UserError(f"--dtype {options.dtype}: --as {options.form} always writes float32 states; leave it out")
     saved, why = to_export(options)
     checkpoint, passed_over = chosen(saved.checkpoints, options.step)
     document, said = (export_weights if is_weights else export_states)(options, saved, checkpoint)
     where = {"checkpoint": checkpoint.name, "directory": str(options.to.resolve()), "member": saved.member or None}
     for problem in passed_over:
-        message_console().print(f"checkpoint passed over: {problem}")
+        message_console().print(f"skipped checkpoint: {problem}")
     if options.output is Format.JSON:
         print_json({**where, "passedOver": passed_over, **document})
     else:
@@ -195,7 +195,7 @@ def export(options: ExportOptions) -> int:
 
 
 def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> tuple[dict[str, object], str]:
-    """Weights as a Hugging Face directory; returns what is said of it, for machines and for people."""
+    """Exports weights as a Hugging Face directory; returns the result for JSON and for people."""
     from spillway_trainer.interchange import export as exporter  # noqa: PLC0415 - imports torch
 
     dtype = options.dtype or ExportDtype.BFLOAT16
@@ -204,7 +204,7 @@ def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) ->
 
 
 def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> tuple[dict[str, object], str]:
-    """Masters, moments and step as a directory that DeepSpeed or torch trains on from; returns as `export_weights`."""
+    """Exports master weights, moments and step for DeepSpeed or torch; returns as `export_weights`."""
     from spillway_trainer.interchange import exporting  # noqa: PLC0415 - imports torch
 
     beta1, beta2 = (saved.spec and saved.spec.training.optimizer.betas) or (0.0, 0.0)
@@ -221,8 +221,8 @@ def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> 
 
 
 def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with newer ones; or the one of `step`. Raises UserError
-    when there is none."""
+    """The checkpoint of `step`, or (None) the newest intact one and the problems of newer ones. Raises UserError when
+    there is none."""
     if step is None:
         newest = checkpoint_directory.choose_resume(checkpoints)
         if newest.checkpoint is None:
@@ -232,7 +232,7 @@ def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
     named = [one for one in kept if one.step == step]
     if not named:
         steps = ", ".join(str(one.step) for one in kept) or "none"
-        raise UserError(f"--step {step}: no checkpoint of that step; there is {steps}")
+        raise UserError(f"--step {step}: no checkpoint of that step; available steps: {steps}")
     if named[0].problem:
         raise CheckpointCorrupt(f"{named[0].name}: {named[0].problem}; export another --step")
     return checkpoints / named[0].name, []

@@ -1,7 +1,6 @@
-"""What the commands print: text for people, one JSON document for machines.
+"""Printing for all commands: text for people, one JSON document for machines.
 
-Results go to stdout, everything that is said on the way to stderr. Without a terminal there is no colour, no bar and no
-wrapping at the width of one.
+Results go to stdout, messages to stderr. Without a terminal there is no colour, no bar and no line wrapping.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Format(StrEnum):
 
 
 class HouseConsole(Console):
-    """A reader that has seen enough (`| head -1`) is no error: what follows goes to nobody. One that `watches` ends the
-    command: without it there would be no end."""
+    """A console that tolerates a closed pipe (`| head -1`): it discards the rest of its output."""
 
     watches = False
+    """End the command on a closed pipe instead: a command that watches would otherwise run forever."""
 
     def on_broken_pipe(self) -> None:
         if self.watches:
@@ -41,7 +40,7 @@ class HouseConsole(Console):
 
 
 def leave_reader(stream: IO[str]) -> None:
-    """What `stream` still holds, and all that comes, goes to /dev/null: also when Python ends and flushes it."""
+    """Redirects `stream` to /dev/null, including what Python flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())
@@ -50,7 +49,7 @@ def leave_reader(stream: IO[str]) -> None:
 
 
 def console_on(stream: TextIO) -> HouseConsole:
-    """A console that prints text as it is: square brackets in a name are no markup. NO_COLOR is respected by rich."""
+    """Returns a console that prints text unchanged: square brackets in a name are not markup."""
     terminal = stream.isatty()
     return HouseConsole(
         file=stream,
@@ -75,7 +74,7 @@ def message_console() -> Console:
 
 @contextmanager
 def said_if_slow(doing: str) -> Iterator[None]:
-    """Says on a terminal's stderr what is being done inside, once that has taken a second."""
+    """Prints `doing` on stderr, if that is a terminal, once the block has taken a second."""
     console = message_console()
     timer = threading.Timer(1.0, console.print, (f"{doing} ...",))
     timer.daemon = True
@@ -88,12 +87,12 @@ def said_if_slow(doing: str) -> Iterator[None]:
 
 
 def print_json(document: Mapping[str, object] | Sequence[object]) -> None:
-    """The one document of `-o json`; not-finite numbers do not exist in JSON and must be None by now."""
+    """Prints the document of `-o json`. The caller must have replaced non-finite numbers by None."""
     print_result(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def print_result(text: str) -> None:
-    """`text` on stdout as it is, for as long as somebody reads."""
+    """Writes `text` to stdout unchanged; a closed pipe is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -102,7 +101,7 @@ def print_result(text: str) -> None:
 
 
 def table(*headings: str, title: str | None = None) -> Table:
-    """The one table style of the house: first column left, figures right."""
+    """Returns an empty table in the common style: first column left, the others right."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, heading in enumerate(headings):
         made.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
@@ -110,5 +109,5 @@ def table(*headings: str, title: str | None = None) -> Table:
 
 
 def printable(text: str) -> str:
-    """One line without what a terminal would obey: parts of a status were written by others."""
+    """Replaces control characters by spaces: text from a cluster must not control the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

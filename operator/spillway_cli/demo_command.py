@@ -1,8 +1,8 @@
-"""`spillway demo`: trains a small model under half of its memory, kills it, and proves that nothing was lost.
+"""`spillway demo`: trains a small model with half of its memory, kills it, and checks that nothing was lost.
 
-run `budget`   the packaged job within its budgets; killed with SIGKILL after a checkpoint; resumed by itself
+run `budget`   the packaged job within its budgets; killed with SIGKILL after a checkpoint; resumes automatically
 run `plain`    the same job with memory.mode Disabled
-claims         every loss and every byte of the final state equal, budget held, all tiers used; each is checked
+claims         equal losses, bit-identical final state, budget kept, all tiers used; each is checked
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from .run.local_run import LocalJob
 from .run.plan import decided_for_this_machine, plan_for_this_machine
 
 MARKER = ".spillway-demo"
-"""a directory with this file in it is a demo's, and the next demo may empty it"""
+"""Marks a demo's directory, which the next demo may empty."""
 STEPS_AFTER_CHECKPOINT = 5
-"""steps that the kill destroys: trained after the checkpoint that the run resumes from"""
+"""Steps that the kill destroys: those after the checkpoint that the run resumes from."""
 MOST_THREADS = 4
-"""more would slow down a model this small"""
+"""More threads would slow down a model this small."""
 CLEARLY_BELOW = 0.85
-"""of the first loss"""
+"""The final loss must be below this share of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One thing that the demo promises, and what was seen."""
+    """A claim of the demo, and what was measured."""
 
     text: str
     holds: bool
@@ -62,7 +62,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """One of the two trainings, ended."""
+    """One of the two runs, after its end."""
 
     directory: RunDirectory
     plan: MemoryPlan
@@ -94,7 +94,7 @@ class KillOnce(ProgressReporter):
 
 
 def demo(path: Path, keep: bool, output: Format) -> int:
-    """Both runs and the verdict; 0 when every claim holds."""
+    """Runs both trainings and checks the claims; returns 0 when all hold."""
     started, console = time.monotonic(), message_console()
     job = demo_job()
     need_for(job.spec, num_ranks=1)
@@ -125,10 +125,10 @@ def without_techniques(job: TrainingJob) -> TrainingJob:
 
 
 def create_demo_directory(path: Path) -> Path:
-    """An empty directory; an earlier demo's is emptied. Raises UserError when it holds anything else."""
+    """Creates the directory, or empties an earlier demo's. Raises UserError when it holds anything else."""
     if path.is_dir() and any(path.iterdir()):
         if not (path / MARKER).is_file():
-            raise UserError(f"--output {path}: is not empty and no earlier demo; name another directory")
+            raise UserError(f"--output {path}: not empty, and not from an earlier demo; name another directory")
         shutil.rmtree(path)
     directory = create_run_directory(path).path
     (directory / MARKER).touch()
@@ -136,7 +136,7 @@ def create_demo_directory(path: Path) -> Path:
 
 
 def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bool) -> DemoRun:
-    """One run to its end. Raises UserError when it ends before its last step."""
+    """Trains one run. Raises UserError when it ends before its last step."""
     started = time.monotonic()
     directory = create_run_directory(path)
     resources = probe(path)
@@ -166,7 +166,7 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
 
 
 class DemoEnded(UserError):
-    """A run of the demo ended before its last step; the exit code is that of its trainer."""
+    """A run of the demo ended before its last step; the exit code is its trainer's."""
 
     def __init__(self, last: Attempt, message: str) -> None:
         super().__init__(message)
@@ -175,7 +175,7 @@ class DemoEnded(UserError):
 
 
 def check(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
-    """Every claim of the demo against what was seen."""
+    """All claims of the demo, checked."""
     return [
         *memory_claims(budget_run, plain_run),
         resume_claim(budget_run),
@@ -189,13 +189,13 @@ def memory_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
     plain_bytes = next(use.peak_bytes for use in plain_run.summary.tiers if use.tier is Tier.DEVICE)
     budget_bytes = budget_run.plan.budget[Tier.DEVICE]
     used = ", ".join(f"{tier} {format_bytes(peaks.get(tier, 0))}" for tier in Tier)
-    of_plain = f"{format_bytes(budget_bytes)} of {format_bytes(plain_bytes)}, its saved activations not counted"
+    of_plain = f"{format_bytes(budget_bytes)} of {format_bytes(plain_bytes)}, without its saved activations"
     return [
-        Promise("device budget below half of what the plain run holds", 2 * budget_bytes < plain_bytes, of_plain),
+        Promise("device budget below half of the plain run's device peak", 2 * budget_bytes < plain_bytes, of_plain),
         Promise(
             "device bytes never above the budget",
             peaks[Tier.DEVICE] <= budget_bytes,
-            f"{format_bytes(peaks[Tier.DEVICE])} at most",
+            f"peak {format_bytes(peaks[Tier.DEVICE])}",
         ),
         Promise("bytes in all three tiers", all(peaks.get(tier, 0) > 0 for tier in Tier), used),
     ]
@@ -206,7 +206,9 @@ def resume_claim(run: DemoRun) -> Promise:
     codes = [attempt.exit_code for attempt in run.attempts]
     lost = run.log.last_step_of_epoch.get(1, 0)
     seen = f"killed after step {lost}, resumed from step {resumed[0]}" if resumed else f"exit codes {codes}"
-    return Promise("killed with SIGKILL, resumed by itself", bool(resumed) and codes == [128 + signal.SIGKILL, 0], seen)
+    return Promise(
+        "killed with SIGKILL, resumed automatically", bool(resumed) and codes == [128 + signal.SIGKILL, 0], seen
+    )
 
 
 def loss_claim(run: DemoRun) -> Promise:
@@ -215,7 +217,7 @@ def loss_claim(run: DemoRun) -> Promise:
 
 
 def equality_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
-    """Losses compared as floats: run.jsonl holds every bit of them."""
+    """Losses are compared exactly: run.jsonl keeps every bit."""
     ours, theirs = losses(budget_run.log), losses(plain_run.log)
     differing = [step for step in sorted({*ours, *theirs}) if ours.get(step) != theirs.get(step)]
     equal_losses = f"{len(ours)} steps" if not differing else f"first difference at step {differing[0]}"
@@ -232,7 +234,7 @@ def losses(log: RunLog) -> dict[int, float]:
 
 
 def final_state(directory: RunDirectory) -> list[tuple[str, int, str]]:
-    """(name, bytes, xxh3) of the tensor files of the last checkpoint; which are the same for every plan."""
+    """(name, bytes, xxh3) of the last checkpoint's tensor files, which do not depend on the plan."""
     from spillway_trainer.checkpoints.directory import choose_resume  # noqa: PLC0415 - needs the extra [trainer]
 
     checkpoint = choose_resume(directory.checkpoints).checkpoint
@@ -241,7 +243,7 @@ def final_state(directory: RunDirectory) -> list[tuple[str, int, str]]:
 
 
 def remove_bulk(directory: Path) -> None:
-    """What only a further training would need; logs, plans and reports stay."""
+    """Deletes corpus and checkpoints; keeps logs, plans and reports."""
     for bulk in (directory / "corpus", directory / "budget" / "checkpoints", directory / "plain" / "checkpoints"):
         shutil.rmtree(bulk, ignore_errors=True)
 
@@ -256,13 +258,13 @@ def say_verdict(
     ours, theirs = budget_run.summary, plain_run.summary
     shown.add_row("first loss", f"{ours.first_loss:.6f}", f"{theirs.first_loss:.6f}")
     shown.add_row("final loss", f"{ours.final_loss:.6f}", f"{theirs.final_loss:.6f}")
-    shown.add_row("a step", format_seconds(ours.step_seconds), format_seconds(theirs.step_seconds))
+    shown.add_row("step time", format_seconds(ours.step_seconds), format_seconds(theirs.step_seconds))
     shown.add_row("whole run", format_seconds(budget_run.wall_seconds), format_seconds(plain_run.wall_seconds))
     console.print(shown)
     console.print()
     for claim in claims:
         console.print(f"{'yes' if claim.holds else 'NO '}  {claim.text}: {claim.seen}")
-    console.print(f"\n{seconds:.0f} s in all. Reports: {budget_run.directory.report} {plain_run.directory.report}")
+    console.print(f"\n{seconds:.0f} s in total. Reports: {budget_run.directory.report} {plain_run.directory.report}")
 
 
 def tier_budget(run: DemoRun, tier: Tier) -> str:

@@ -1,6 +1,7 @@
-"""`spillway ckpt import CHECKPOINT --job JOB --output DIR`: another program's states become a run that can go on.
+"""`spillway ckpt import CHECKPOINT --job JOB --output DIR`: turns another program's states into a resumable run.
 
-Everything is made beside DIR and renamed: what ends it early leaves no half of a run, which would start from the seed.
+The run is built in a temporary directory next to DIR and renamed at the end, so that an interrupted import leaves no
+partial run, which would train from the seed.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ class ImportOptions:
     budget: BudgetOverrides
     format: Format
     num_ranks: int = 1
-    """of the runs to come: a run keeps the threads of each for life"""
+    """Ranks of the later runs: a run never changes its threads per rank."""
 
 
 def import_checkpoint(options: ImportOptions) -> int:
-    """Refuses what `spillway run` would, then imports. Nothing is left behind by a refusal."""
+    """Imports the checkpoint. Rejects what `spillway run` would; a failed import leaves nothing behind."""
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
     local_run.refuse_wrong_fields(job, claims, source)
     need_for(job.spec, options.num_ranks)
     if not is_text(options.output):
-        raise UserError(f"--output {options.output}: the name is not UTF-8; name a directory whose path is text")
+        raise UserError(f"--output {options.output}: the path is not valid UTF-8; name another directory")
     if options.output.exists():
-        raise UserError(f"--output {options.output}: exists already; name a directory that does not")
+        raise UserError(f"--output {options.output}: already exists; name a new directory")
     output = options.output.resolve()
     files, temporary = DurableFiles(), output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -74,7 +75,7 @@ def import_checkpoint(options: ImportOptions) -> int:
 def import_in(
     made: RunDirectory, final: RunDirectory, options: ImportOptions, job: TrainingJob, claims: Mapping[str, Path]
 ) -> dict[str, object]:
-    """Fill `made`, to be renamed to `final`, as a run's first attempt does; returns the document of `-o json`."""
+    """Fills `made`, later renamed to `final`, as a run's first attempt would; returns the document of `-o json`."""
     from spillway_trainer.interchange import importing  # noqa: PLC0415 - imports torch
 
     console = message_console()
@@ -101,7 +102,7 @@ def import_in(
 
 
 def renamed(job: JobFile, made: RunDirectory, final: RunDirectory) -> JobFile:
-    """The same job with its run's final paths."""
+    """The same job with the run's final paths."""
     return job.model_copy(
         update={
             "output_directory": str(final.path),
@@ -119,6 +120,6 @@ def say_result(document: Mapping[str, object], options: ImportOptions) -> None:
         return
     result_console().print(
         f"{document['checkpoint']} in {options.output}: states of {document['parameters']} parameters after "
-        f"{document['updates']} updates, from {document['format']}; spillway run {options.job} --output "
-        f"{options.output} goes on with them"
+        f"{document['updates']} updates, from {document['format']}; continue with: spillway run {options.job} --output "
+        f"{options.output}"
     )

@@ -1,4 +1,4 @@
-"""`spillway plan FILE [--node NODE]`: where every byte would live, what a step would cost, and why. Starts nothing.
+"""`spillway plan FILE [--node NODE]`: prints the memory plan, the predicted step time and the reasons. Starts nothing.
 
 Exit 0: fits on the device. 3: fits with spilling. 4: does not fit. 64: the manifest or a flag is wrong.
 """
@@ -37,11 +37,11 @@ SEARCHING = "comparing plans"
 
 
 def plan(file: Path, node: str | None, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
-    """Plan the job in `file` for a node class, a NodeProfile, or (None) this machine; print the result as `output`
+    """Plans the job in `file` for a node class, a NodeProfile or (None) this machine; prints the result as `output`
     ("text" or "json"). Returns the exit code.
 
-    Raises UserError (InvalidJob with every wrong field) for what cannot be planned, and without `node` for what a run
-    here would refuse.
+    Raises UserError (InvalidJob with every wrong field) for what cannot be planned, and without `node` also for what
+    `spillway run` would reject here.
     """
     job = load_job(file)
     if node is None:
@@ -49,7 +49,7 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     shape = inspected_shape(file, job, {})
     if node is not None and job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
         for problem in refused.problems:
-            message_console().print(f"planned all the same; a cluster rejects it: {problem}", markup=False)
+            message_console().print(f"planned, but a cluster would reject it: {problem}", markup=False)
     if node is None:
         resources = probe(Path())
         profiles = partial(own_profile, resources.cores)
@@ -83,7 +83,7 @@ def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
 
 
 def show(console: Console, decided: MemoryPlan | Infeasible, rates: str) -> None:
-    """The plan for people; `rates`: whose they are."""
+    """Prints the plan for people; `rates` says where the rates come from."""
     if isinstance(decided, Infeasible):
         _show_infeasible(console, decided)
     else:
@@ -96,8 +96,8 @@ def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
     console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
     console.print(tier_table(plan))
     console.print(
-        f"\nprocesses take {format_bytes(plan.process_bytes)} of host memory beside the plan (interpreter, libraries, "
-        "page cache, checkpoint buffers); with the plan, or with tokenizing the text where that takes more, the "
+        f"\nprocesses need {format_bytes(plan.process_bytes)} of host memory in addition to the plan (interpreter, "
+        "libraries, page cache, checkpoint buffers); in total, or for tokenizing the text if that takes more, the "
         f"machine needs {format_bytes(plan.machine_bytes)}"
     )
     if plan.turns is not None:
@@ -110,7 +110,7 @@ def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
 
 
 def tier_table(plan: MemoryPlan) -> Table:
-    """Parts by tiers, with budget and what is left of it."""
+    """Bytes by part and tier, with budget and headroom."""
     made = table("", *Tier)
     for part in PARTS:
         held = [getattr(plan.bytes[tier], part) for tier in Tier]
@@ -124,8 +124,8 @@ def tier_table(plan: MemoryPlan) -> Table:
 
 
 def member_table(plan: MemoryPlan) -> Table:
-    """A row for each member of a sweep: bytes while it is attached, with all on its base that are attached together;
-    what it parks, and its seconds alone, or its part of those of all on its base."""
+    """A row for each member of a sweep: bytes while it is loaded (with all members of its base that are loaded
+    together), bytes while parked, and seconds, alone or as its share of those members' steps."""
     shares = any(one.base for one in plan.members)
     made = table("member", *Tier, "parked", "steps", "step", "alone", *(["base"] if shares else []))
     for one in plan.members:
@@ -143,7 +143,7 @@ def member_table(plan: MemoryPlan) -> Table:
 
 
 def turns_sentence(turns: Turns, prediction: Prediction) -> str:
-    """RoundRobin, turns of 30 steps: 1.2 s until all are trained, 1.01 of the bound (1.19 s)"""
+    """For example: RoundRobin, turns of 30 steps: 1.2 s until all have trained, 1.01 of the bound (1.19 s)."""
     share = turns.seconds / turns.bound_seconds if turns.bound_seconds else 1.0
     return (
         f"{turns.policy}, turns of {turns.num_steps} steps: {prediction.format(turns.seconds)} until all have trained "
@@ -173,7 +173,7 @@ def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
 
 
 def _show_infeasible(console: Console, decided: Infeasible) -> None:
-    console.print(f"{decided.job} does not fit on {decided.node}. Missing, in the plan that comes nearest, per rank:")
+    console.print(f"{decided.job} does not fit on {decided.node}. The nearest plan lacks, per rank:")
     made = table("", *decided.missing_bytes)
     made.add_row("missing", *(format_bytes(amount) for amount in decided.missing_bytes.values()), style="bold")
     made.add_row("budget", *(format_bytes(decided.budget[tier]) for tier in decided.missing_bytes))

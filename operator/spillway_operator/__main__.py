@@ -15,12 +15,12 @@ from .process import Operator
 from .settings import Settings, load_settings
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-"""of glibc's malloc.h"""
+"""Options of mallopt, from glibc's malloc.h."""
 LARGE_BLOCK_BYTES = 128 * 1024
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 stopped by SIGTERM, 1 a part of it died, 64 wrong settings."""
+    """Returns the exit code: 0 stopped by SIGTERM, 1 a part died, 64 wrong settings."""
     parser = argparse.ArgumentParser("python -m spillway_operator", description="The operator of TrainingJobs.")
     parser.add_argument("--version", action="version", version=f"spillway {__version__}")
     parser.add_argument("--kubeconfig", help="for development: the cluster to serve (KUBECONFIG)")
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def give_back_memory() -> None:
-    """Pages of lists and what plans took go back to the system once they are read, on glibc: large blocks are mapped
-    for themselves, however many there were before, and the thread that plans has no heap of its own."""
+    """Makes glibc return the memory of lists and plans to the system: large blocks are always mapped separately, and
+    the planning thread has no arena of its own."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)

@@ -1,6 +1,6 @@
-"""/metrics of the operator: API requests, latencies, and backlog.
+"""/metrics of the operator: its API requests, durations and backlog.
 
-Counters are raised where things happen; gauges are read when somebody scrapes (`collect_from`).
+Counters are incremented when something happens; gauges are computed at each scrape (`collect_from`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What is true at the moment of a scrape."""
+    """The values at the moment of a scrape."""
 
     leads: bool
     queue_depth: int
@@ -42,7 +42,7 @@ class Gauges:
 
 class OperatorExporter(Collector):
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each, which nobody asks for
+        disable_created_metrics()  # type: ignore[no-untyped-call] # it would add a series for each counter
         self.registry = CollectorRegistry()
         self._requests = self._counter(metrics.OPERATOR_API_REQUESTS)
         self._reconciles = self._counter(metrics.OPERATOR_RECONCILES)
@@ -103,7 +103,7 @@ class OperatorExporter(Collector):
 
 
 def _gauge(metric: Metric, values: Mapping[str, float]) -> Family:
-    """A key of `values` is the value of the metric's one label, "" where it has none."""
+    """A gauge family; the keys of `values` are values of the metric's only label, or "" without labels."""
     family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
     for key, value in values.items():
         family.add_metric([key] if metric.labels else [], value)

@@ -1,7 +1,7 @@
-"""Serves /healthz, /readyz and /metrics.
+"""Health: serves /healthz, /readyz and /metrics.
 
-Liveness proves that the watch is alive without writing anything: complete lists are compared with what the watch said
-(audit.py), and the event loop's lag is measured. A dead task needs no probe: it ends the process.
+Liveness checks without writing anything: complete lists are compared with what the watches reported (audit.py), and the
+event loop's lag is measured. A dead task needs no probe: it ends the process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .exporter import OperatorExporter
 LAG_INTERVAL_SECONDS = 0.5
 LAG_WINDOW_SECONDS = 60.0
 LONGEST_LAG_SECONDS = 30.0
-"""an event loop that was held up longer is not alive"""
+"""With a longer lag of the event loop, the process is not alive."""
 
 
 class LoopLag:
-    """How long the event loop kept a timer waiting, at worst, in the last minute."""
+    """Measures the longest delay of a timer in the event loop in the last minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lags: deque[tuple[float, float]] = deque()
-        """(time, seconds), decreasing seconds: the first is the maximum"""
+        """(time, seconds) with decreasing seconds: the first is the maximum."""
 
     async def run(self) -> None:
         while True:
@@ -50,7 +50,7 @@ class LoopLag:
 
 
 class HealthServer:
-    """`problem()` says why the operator is not alive, or ""; `not_ready()` why it is not ready, or ""."""
+    """Serves the endpoints. `problem()` says why the operator is not alive, `not_ready()` why not ready; or ""."""
 
     def __init__(self, exporter: OperatorExporter, problem: Callable[[], str], not_ready: Callable[[], str]) -> None:
         self._exporter = exporter
@@ -58,7 +58,7 @@ class HealthServer:
         self._not_ready = not_ready
 
     async def serve(self, port: int) -> web.AppRunner:
-        """Start answering. Raises UserError when the port cannot be had."""
+        """Starts the server. Raises UserError when the port is not available."""
         application = web.Application()
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)

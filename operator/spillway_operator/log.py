@@ -1,4 +1,4 @@
-"""Log lines as JSON, one object a line: what a log store can search without a parser.
+"""Logs one JSON object per line, which log stores can search without a parser.
 
 {"time": "...", "level": "INFO", "logger": "...", "message": "...", "job": "team/demo", "attempt": 2}
 """
@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 QUIET_LOGGERS = ("kopf", "aiohttp.access")
-"""They report every event or request at INFO."""
+"""Loggers that report every event or request at INFO; only their warnings are kept."""
 NOT_FOUND = 404
 
 
 class JsonFormatter(logging.Formatter):
-    """Fields `job` and `attempt` come from the record (`about`), `exception` from its traceback."""
+    """Formats a record as JSON; `job` and `attempt` come from `about`, `exception` from the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -36,14 +36,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def is_not_found(error: BaseException | None) -> bool:
-    """Whether it came of kopf's 404: a watched kind is not served any more. No traceback says more than that."""
+    """Whether it was caused by a 404 in kopf: a watched kind is no longer served. A traceback would add nothing."""
     while error is not None and getattr(error, "status", None) != NOT_FOUND:
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def about(key: tuple[str, str], attempt: int | None = None) -> dict[str, object]:
-    """`extra` of a log call: the TrainingJob (namespace/name) and its attempt."""
+    """The `extra` of a log call: the TrainingJob (namespace/name) and its attempt."""
     return {"job": "/".join(key), "attempt": attempt}
 
 

@@ -1,7 +1,7 @@
-"""Gathers everything that `reconcile` may look at, for one TrainingJob.
+"""Observer: gathers the input of `reconcile` for one TrainingJob.
 
-What the watches report is in the store. The rest is asked for when a decision needs it: the ConfigMaps of earlier
-attempts before a new one, the pods of an attempt that failed or does not get ready, the claims that a spec names.
+The store has what the watches report. The rest is read when a decision needs it: the ConfigMaps of earlier attempts
+before a new one, the pods of an attempt that failed or does not get ready, the claims in the spec.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from .measured.reservations import Reservations
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
-"""on a Workload: the uid of the Job that it stands for"""
+"""Label of a Workload: the uid of its Job."""
 CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim", "data.evaluation.text.claim")
-"""of a spec: the claims that its pods mount"""
+"""Fields of a spec that name claims for its pods."""
 LONGEST_TEXT = 4096
-"""characters of a message that are kept; a termination message is no longer"""
+"""Characters of a message that are kept; termination messages are not longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen, and whether the watches will say when it changes."""
+    """What was observed, and whether the watches will report changes."""
 
     observed: Observed
     unwatched: bool = False
-    """an attempt of the job lost the labels that the watch selects by"""
+    """An attempt of the job lost the labels by which the watch selects."""
 
 
 class Ears(Protocol):
-    """What the progress endpoint knows of its own hearing."""
+    """The progress endpoint's record of when it could receive reports."""
 
     def hearing_seconds(self) -> float | None: ...
 
@@ -95,14 +95,14 @@ class Observer:
         self._holders = Holders(store)
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
-        """None when there is no such TrainingJob. `needs` are those of the last decision. Raises ApiError."""
+        """The TrainingJob's state, or None if it does not exist. `needs` are the last decision's. Raises ApiError."""
         job = self._store.jobs.get(key)
         if job is None:
             return None
         attempts = self._store.attempts_of(key)
         contracts, unwatched = None, False
         if "contracts" in needs or may_start(job, attempts):
-            # What the watches say may be old; a new attempt must not follow one that lives.
+            # The watches may be late; a new attempt must not be created while another one exists.
             if (fresh := await self._read_job(job)) is None:
                 return None
             job = fresh
@@ -130,7 +130,7 @@ class Observer:
         )
 
     def as_of_now(self, observed: Observed) -> Observed:
-        """With what other jobs reserved since, and the devices that they hold."""
+        """`observed` with other jobs' current reservations, and the devices that they hold."""
         view = self._cluster.view(observed.job.key)
         return replace(observed, cluster=replace(view, held=self._holders.besides(observed.job)))
 
@@ -142,7 +142,7 @@ class Observer:
         return self._ears.others_silent_seconds(key) if self._ears is not None and others_run else None
 
     def _waiting_gangs(self, key: Key) -> tuple[WaitingGang, ...]:
-        """Looked for in the text first: there may be thousands of jobs, and few that wait for nodes."""
+        """Other gangs that wait for nodes. Searches the text before parsing: of thousands of jobs only a few wait."""
         found = (waiting_gang(job) for job in self._store.jobs if b'"Unschedulable"' in job.status and job.key != key)
         return tuple(gang for gang in found if gang is not None)
 
@@ -163,7 +163,7 @@ class Observer:
     async def _read_attempts(
         self, job: JobObject, contracts: tuple[Contract, ...]
     ) -> tuple[tuple[AttemptObject, ...], bool]:
-        """Its Jobs, and whether the newest has lost the labels by which the watch would report it."""
+        """The attempts' Jobs, and whether the newest has lost the labels by which the watch selects."""
         selector = f"{JOB_LABEL}={job.name},{MANAGED_BY}"
         listed = (await self._client.list(JOBS, job.namespace, project_attempt, selector)).items
         for attempt in listed:
@@ -178,8 +178,8 @@ class Observer:
         return (*listed, replace(unlisted, attempt=ours[-1].attempt)), unlisted.owner_uid == job.uid
 
     async def _pods(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> tuple[PodObject, ...]:
-        """Of the newest attempt, by our labels: they are there also when their Job is gone, and without an owner when
-        it was deleted with --cascade=orphan."""
+        """Pods of the newest attempt, by our labels: pods may outlive their Job, without an owner if it was deleted
+        with --cascade=orphan."""
         ours = [attempt.attempt for attempt in attempts if attempt.owner_uid == job.uid]
         newest = max([*ours, known_attempts(job)])
         name = attempt_name(job.name, newest)
@@ -190,8 +190,8 @@ class Observer:
     async def _pods_refusal(
         self, job: JobObject, attempts: tuple[AttemptObject, ...], pods: tuple[PodObject, ...] | None
     ) -> str:
-        """What the Job controller was told when it wanted to create the pods that are missing; "" where none are, where
-        it was told nothing, and where events are not ours to see. Whoever may write events writes this."""
+        """Why the API server rejected missing pods, from the Job controller's events; "" if no pod is missing, there is
+        no such event, or events may not be listed. Anybody who may write events can write this text."""
         living = [found for found in attempts if found.owner_uid == job.uid and not (found.outcome or found.suspended)]
         if pods is None or not living or len(pods) >= whole(given(json.loads(job.spec), "parallelism.nodes"), 1):
             return ""
@@ -204,7 +204,8 @@ class Observer:
         return max(found.items, default=("", ""))[1]
 
     async def _queue_says(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> str:
-        """Kueue's own sentence; empty where it says nothing, is not there, or is not ours to see."""
+        """Kueue's message about the newest attempt; empty if there is none, or Workloads do not exist or may not be
+        listed."""
         newest = max(
             (each for each in attempts if each.owner_uid == job.uid), key=lambda each: each.attempt, default=None
         )
@@ -227,7 +228,7 @@ class Observer:
             found = await self._client.get(CLAIMS, job.namespace, name)
         except NotFound:
             return Claim(name, exists=False)
-        except RequestRejected:  # not allowed to look
+        except RequestRejected:  # not permitted to read claims
             return Claim(name, exists=True)
         return Claim(
             name, exists=True, access_modes=tuple(map(str, (found.get("spec") or {}).get("accessModes") or ()))
@@ -235,7 +236,7 @@ class Observer:
 
 
 def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
-    """No attempt lives and the job has not ended: the next decision may be a new attempt."""
+    """Whether the next decision may create an attempt: none exists and the job has not ended."""
     if job.deleting or any(found.owner_uid == job.uid and not found.outcome for found in attempts):
         return False
     conditions = json.loads(job.status).get("conditions") or ()
@@ -246,7 +247,7 @@ def may_start(job: JobObject, attempts: tuple[AttemptObject, ...]) -> bool:
 
 
 def waiting_gang(job: JobObject) -> WaitingGang | None:
-    """A job of several pods whose present attempt the scheduler finds no nodes for; None for every other one."""
+    """The job, if it has several pods and the scheduler finds no nodes for its current attempt; else None."""
     spec, status = json.loads(job.spec), json.loads(job.status)
     if job.deleting or not isinstance(status, dict) or not is_gang(spec):
         return None
@@ -258,7 +259,7 @@ def waiting_gang(job: JobObject) -> WaitingGang | None:
 
 
 def project_contract(found: Mapping[str, Any]) -> Contract:
-    """An attempt's ConfigMap."""
+    """An attempt's ConfigMap as the API server sent it."""
     metadata, data = found["metadata"], found.get("data") or {}
     return Contract(
         attempt=attempt_number(metadata.get("labels") or {}),
@@ -272,7 +273,7 @@ def project_contract(found: Mapping[str, Any]) -> Contract:
 
 
 def project_workload(found: Mapping[str, Any]) -> str:
-    """Why Kueue has not admitted it; empty when it says nothing, or has."""
+    """Why Kueue has not admitted the Workload; empty if it has, or gives no message."""
     if (found.get("spec") or {}).get("active") is False:
         return f"Workload {found['metadata']['name']} is deactivated: spec.active is false"
     conditions = (found.get("status") or {}).get("conditions") or ()
@@ -281,7 +282,7 @@ def project_workload(found: Mapping[str, Any]) -> str:
 
 
 def project_pod(found: Mapping[str, Any]) -> PodObject:
-    """A pod of an attempt. Whoever writes pods writes this: every text is cut, and nothing odd raises."""
+    """A pod of an attempt. Its content is untrusted: texts are cut, and invalid values do not raise."""
     metadata, spec, status = found["metadata"], found.get("spec") or {}, found.get("status") or {}
     annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
     written = str(annotations.get(INDEX_LABEL) or labels.get(INDEX_LABEL) or "")
@@ -309,9 +310,9 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
 
 
 def _pod_of(job_name: str, found: Mapping[str, Any]) -> PodObject | None:
-    """Labels may be copied to any pod; its controller is the Job.
+    """The pod if its controller is the attempt's Job; labels can be copied to any pod.
 
-    One without a controller may have lost it with its Job: while it runs, its attempt lives. It explains no end.
+    A running pod without a controller also counts, because its Job may have been deleted; its ending is not used.
     """
     owner, pod = controller(found["metadata"]), project_pod(found)
     if not owner:
@@ -320,7 +321,7 @@ def _pod_of(job_name: str, found: Mapping[str, Any]) -> PodObject | None:
 
 
 def _waiting(status: Mapping[str, Any]) -> str:
-    """Why a container cannot start, init containers first; "" for the short waits of every start."""
+    """Why a container cannot start, init containers first; "" during a normal start."""
     for container in _containers(status):
         state = (container.get("state") or {}).get("waiting") or {}
         reason = str(state.get("reason") or "")
@@ -330,7 +331,7 @@ def _waiting(status: Mapping[str, Any]) -> str:
 
 
 def _ending(status: Mapping[str, Any]) -> ContainerEnding | None:
-    """How the trainer's container ended; None while it runs or has not begun."""
+    """How the trainer's container ended; None if it runs or has not started."""
     for container in _containers(status):
         ended = (container.get("state") or {}).get("terminated")
         if container.get("name") == CONTAINER and ended:
@@ -353,11 +354,11 @@ def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 _NEW_POD = re.compile(
     r'^(\(combined from similar events\): )?(Error creating: )?(pods? "[^"]*" is (forbidden|invalid): )?', re.IGNORECASE
 )
-"""before the sentence that matters. The name is another one at every try, and the status would change as often."""
+"""Begin of a FailedCreate message, removed because the pod's name changes with every try, and so would the status."""
 
 
 def _told_at(event: Mapping[str, Any]) -> tuple[str, str]:
-    """When the event last happened, RFC 3339, and what it says."""
+    """When the event last happened (RFC 3339), and its message."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("deprecatedLastTimestamp"), event.get("eventTime"))
     return max(str(time or "") for time in times), _text(_NEW_POD.sub("", str(event.get("note") or "")))
@@ -368,6 +369,6 @@ def _text(found: object) -> str:
 
 
 def _claim_names(spec: object) -> tuple[str, ...]:
-    """Once each. The spec is as found: nothing has looked at these names yet."""
+    """The claims in an unvalidated spec, once each."""
     named = (given(spec, field) for field in CLAIM_FIELDS) if isinstance(spec, dict) else ()
     return tuple(sorted({name for name in named if isinstance(name, str) and name}))

@@ -1,11 +1,10 @@
-"""The operator's process: wires its parts, starts them in order, and ends when one of them does.
+"""The operator's process: connects its parts, starts them in order, and ends when one of them ends.
 
     credentials -> client -> Lease -> progress endpoint, store + queue -> first complete list -> watches -> workers
 
-An operator that stands by answers probes and looks at the Lease, nothing else: what it knew would be old, and to list
-everything takes about as long as to notice that it leads. Workers start after the first complete list, so that nothing
-is decided from half of what there is. Every background task runs for ever: one that ends takes the process with it,
-because a half-dead operator looks alive to everybody.
+A standby operator only answers probes and reads the Lease: anything else that it knew would be out of date when it
+becomes the leader. Workers start after the first complete list, so that no decision is based on partial data. If a
+background task ends, the process ends, because a half-dead operator would still look alive.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ from .worker import JobCallbacks, Worker
 logger = logging.getLogger(__name__)
 
 ENDING_SECONDS = 10.0
-"""for the looks under way to finish their writes"""
+"""Time for looks in progress to finish their writes."""
 RETRY_SECONDS = 5.0
-"""between two tries to list everything at the start"""
+"""Interval between tries to list everything at the start."""
 
 
 class Operator:
-    """One process. `run` returns its exit code."""
+    """The operator; `run` returns the exit code."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises UserError for settings that cannot work."""
+        """Raises UserError for unusable settings."""
         self._settings = settings
         self._namespaces = settings.namespaces or ("",)
         self._credentials = load_credentials(settings.kubeconfig)
@@ -119,7 +118,7 @@ class Operator:
         )
 
     async def run(self) -> int:
-        """Until SIGTERM (0), or until a task that should run for ever ends (1)."""
+        """Runs until SIGTERM (returns 0), or until a background task ends (returns 1)."""
         self._take_signals()
         async with self._client, self._lease_client:
             health = await HealthServer(self._exporter, self._problem, self._not_ready).serve(
@@ -145,7 +144,7 @@ class Operator:
                 await health.cleanup()
 
     def _start(self) -> list[asyncio.Task[Any]]:
-        """Tasks of ours are older than kopf, which ends every younger one when it ends."""
+        """Starts our tasks before kopf, which at its end cancels all tasks that started after it."""
         running: dict[str, Coroutine[Any, Any, None]] = {
             "events": self._events.run(),
             "progress": self._progress.flush(),
@@ -161,39 +160,38 @@ class Operator:
         return [asyncio.create_task(work, name=name) for name, work in running.items()]
 
     async def _supervise(self, tasks: list[asyncio.Task[Any]], reached: asyncio.Event | None = None) -> int | None:
-        """The exit code, or None once `reached` is set."""
+        """Waits; returns the exit code, or None once `reached` is set."""
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         on_the_way = asyncio.create_task((reached or asyncio.Event()).wait(), name="reached")
         ended, _ = await asyncio.wait([stopped, on_the_way, *tasks], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         on_the_way.cancel()
         if stopped in ended:
-            logger.info("stopping: looks under way end within %g s", ENDING_SECONDS)
+            logger.info("stopping: work in progress ends within %g s", ENDING_SECONDS)
             return 0
         if ended == {on_the_way}:
             return None
         for task in ended - {on_the_way}:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, LeaseLost):
-                logger.critical("the process ends, so that nothing is written beside another leader: %s", error)
+                logger.critical("not the leader any more, the process ends: %s", error)
                 continue
             if is_not_found(error):
                 logger.critical(
-                    "the API server no longer serves what is watched: install the CRD %s.%s again (docs/install.md); "
+                    "the API server no longer serves a watched kind: install the CRD %s.%s again (docs/install.md); "
                     "the process ends: %s",
                     TRAINING_JOBS.plural, GROUP, error,
                 )  # fmt: skip
                 continue
             logger.critical(
-                "%s ended, and the process with it: %s", task.get_name(), error or "cancelled", exc_info=error
+                "task %s ended, so the process ends: %s", task.get_name(), error or "cancelled", exc_info=error
             )
         return 1
 
     async def _end(
         self, election: list[asyncio.Task[Any]], tasks: list[asyncio.Task[Any]], progress: web.AppRunner | None
     ) -> None:
-        """Looks under way finish and nothing new is begun; then the lease is handed back, before anything that only
-        this process waits for."""
+        """Lets looks in progress finish without starting new ones, then releases the Lease before slower cleanup."""
         deadline = time.monotonic() + ENDING_SECONDS
         self._queue.close()
         while self._queue.num_working and self._seconds_left() > 0 and time.monotonic() < deadline:
@@ -211,7 +209,7 @@ class Operator:
         await asyncio.wait(tasks, timeout=KOPF_SECONDS)
 
     def _elects(self) -> Election | None:
-        """None for an operator that is alone."""
+        """The leader election; None for a single operator."""
         given = self._settings
         if not given.lease_name:
             return None
@@ -227,7 +225,7 @@ class Operator:
         )
 
     async def _list_and_watch(self) -> None:
-        """The first complete list, then the watches: kopf would never find a kind that is installed after its start."""
+        """Lists everything, then watches: kopf would not find a kind that is installed after its start."""
         while not await self._list_everything():
             await asyncio.sleep(RETRY_SECONDS)
         kopf_ready = asyncio.create_task(self._after_kopf_is_ready(), name="start")
@@ -243,13 +241,13 @@ class Operator:
                 return False
             await self._audit.first()
         except ApiError as error:
-            logger.error("the first complete list failed; again in %g s: %s", RETRY_SECONDS, error)
+            logger.error("the first complete list failed; retry in %g s: %s", RETRY_SECONDS, error)
             return False
         logger.info("%d TrainingJobs and %d attempts found", len(self._store.jobs), len(self._store.attempts))
         return True
 
     async def _kind_is_served(self) -> bool:
-        """Also by the documents in which kopf looks for it, which may come a moment later."""
+        """Whether TrainingJobs are served, also according to the discovery documents that kopf uses, which may lag."""
         groups = (await self._client.read("/apis")).get("groups") or ()
         if GROUP not in {group.get("name") for group in groups}:
             return False
@@ -262,7 +260,7 @@ class Operator:
         now = time.monotonic()
         self._heard |= {kind.plural: now for kind in self._kinds}
         gc.collect()
-        gc.freeze()  # what the start made stays: the collector need not look at it again
+        gc.freeze()  # objects from the start are permanent: the collector can skip them
         self._listed.set()
 
     async def _after_first_list(self, work: Coroutine[Any, Any, None]) -> None:
@@ -301,17 +299,17 @@ class Operator:
         return self._election is None or self._election.leads.is_set()
 
     def _not_ready(self) -> str:
-        """Who stands by is ready to lead: else no rollout of two would end."""
+        """Why the process is not ready. A standby is ready: otherwise a rollout would never finish."""
         if self._election is not None and not self._leads:
-            return "" if self._election.has_looked else "the Lease could not be read yet"
-        return "" if self._listed.is_set() else "the first complete list is not there yet"
+            return "" if self._election.has_looked else "the Lease has not been read yet"
+        return "" if self._listed.is_set() else "the first complete list is not finished"
 
     def _problem(self) -> str:
-        """Why the process should be started anew; "" when it is well."""
+        """Why the process should be restarted; "" if it is healthy."""
         if self._audit.watch_is_dead:
-            return "the watch misses what complete lists show"
+            return "the watch misses changes that complete lists show"
         if self._lag.longest > LONGEST_LAG_SECONDS:
-            return f"the event loop was held up for {self._lag.longest:.0f} s"
+            return f"the event loop was blocked for {self._lag.longest:.0f} s"
         return ""
 
     def _gauges(self) -> Gauges:

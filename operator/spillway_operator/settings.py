@@ -1,4 +1,4 @@
-"""Settings from the environment (SPILLWAY_*), typed and validated (docs/operator.md)."""
+"""Settings of the operator, from environment variables (SPILLWAY_*), typed and checked (docs/operator.md)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from spillway.errors import UserError
 
 PREFIX = "SPILLWAY_"
 CERTIFICATE, PRIVATE_KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
-"""files of tlsDirectory, as in a Secret of type kubernetes.io/tls"""
+"""File names in tls_directory, as in a Secret of type kubernetes.io/tls."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Url = Annotated[str, Field(max_length=2048)]
 
 
 class Settings(BaseSettings):
-    """One value per variable; an empty string is the default."""
+    """One field per variable; an empty variable means the default."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore", env_ignore_empty=True)
 
-    trainer_image: str = Field(min_length=1, description="Image of the trainer, for jobs that name none.")
+    trainer_image: str = Field(min_length=1, description="Trainer image for jobs without spec.image.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         default="IfNotPresent", description="Pull policy of the trainer's image."
     )
@@ -39,18 +39,18 @@ class Settings(BaseSettings):
         description="Kubeconfig for development; empty = the pod's ServiceAccount.",
     )
     prometheus_url: Url = Field(
-        default="", description="Prometheus to ask for live memory; empty = none, plans come from capacities."
+        default="", description="Prometheus for live memory figures; empty = none, plans use capacities."
     )
     metrics_interval_seconds: float = Field(
         default=15.0, ge=1.0, le=3600.0, description="Seconds between two readings of the metrics."
     )
     node_reader: bool = Field(
         default=False,
-        description="The operator may list nodes and NodeProfiles; without it plans come from the catalog.",
+        description="Whether the operator may list nodes and NodeProfiles; if not, plans use the catalog.",
     )
     progress_url: Url = Field(
         default="",
-        description="Where pods post progress: https://SERVICE.NAMESPACE.svc:PORT/progress; empty = nowhere.",
+        description="URL for progress posts: https://SERVICE.NAMESPACE.svc:PORT/progress; empty = no progress.",
     )
     progress_port: Port = Field(default=8443, description="Port of the progress endpoint (HTTPS); 0 = any free one.")
     tls_directory: Path | None = Field(
@@ -58,26 +58,26 @@ class Settings(BaseSettings):
         description=f"Directory with {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} of the progress endpoint.",
     )
     lease_name: str = Field(
-        default="", description="Lease that the operator must hold to work, for several of them; empty = it is alone."
+        default="", description="Lease for leader election among several operators; empty = only one operator."
     )
     pod_namespace: str = Field(default="", description="Namespace of the operator's pod, and of its Lease.")
-    pod_uid: str = Field(default="", description="UID of the operator's pod: who it is among several.")
+    pod_uid: str = Field(default="", description="UID of the operator's pod: its identity in leader election.")
     pod_ip: str = Field(default="", description="Address of the operator's pod.")
     progress_service: str = Field(
-        default="", description="Service whose address is the operator that leads; empty = it follows no leader."
+        default="", description="Progress Service that points to the leader; empty = not managed by the operator."
     )
     health_port: Port = Field(
         default=8080, description="Port of /healthz, /readyz and /metrics (HTTP); 0 = any free one."
     )
-    workers: int = Field(default=16, ge=1, le=256, description="TrainingJobs that are worked on at the same time.")
+    workers: int = Field(default=16, ge=1, le=256, description="TrainingJobs that are processed at the same time.")
     relist_seconds: float = Field(
         default=180.0,
         ge=1.0,
         le=3600.0,
-        description="Seconds between two complete lists that check what the watches said.",
+        description="Seconds between complete lists that verify the watches.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Least severe log line."
+        default="INFO", description="Lowest level that is logged."
     )
 
     @field_validator("namespaces", mode="before")
@@ -89,14 +89,14 @@ class Settings(BaseSettings):
     @classmethod
     def _is_url(cls, given: str) -> str:
         if given and (urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).hostname):
-            raise ValueError("write a whole URL, such as http://prometheus.monitoring.svc:9090")
+            raise ValueError("write a full URL, such as http://prometheus.monitoring.svc:9090")
         return given.rstrip("/")
 
     @field_validator("progress_url")
     @classmethod
     def _is_https(cls, given: str) -> str:
         if given and urlsplit(given).scheme != "https":
-            raise ValueError("must begin with https://, because pods send their token there")
+            raise ValueError("must begin with https://, because pods send their tokens there")
         return given
 
     @model_validator(mode="after")
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
             raise ValueError(f"{PREFIX}PROGRESS_URL needs {PREFIX}TLS_DIRECTORY: mount the Secret with its certificate")
         for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
             if not (self.tls_directory / name).is_file():
-                raise ValueError(f"{PREFIX}TLS_DIRECTORY = {self.tls_directory}: has no file {name}")
+                raise ValueError(f"{PREFIX}TLS_DIRECTORY = {self.tls_directory}: file {name} is missing")
         return self
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ def variable(field: str) -> str:
 
 
 def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from the environment; `given` (by field name or alias) goes before it.
+    """Settings from the environment; `given` (by field name or alias) takes precedence.
 
     Raises UserError with one sentence per wrong value.
     """

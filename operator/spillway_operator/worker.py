@@ -1,10 +1,10 @@
-"""Worker: processes one TrainingJob, from observing to writing, in a few rounds.
+"""Worker: processes one TrainingJob at a time, from observing to writing, in a few rounds.
 
-    observe -> reconcile -> what it needs to see | children | deletions | status -> observe ...
+    observe -> reconcile -> further needs | children | deletions | status -> observe ...
 
-It ends when the decision changes nothing. A look that fails is repeated after a back-off, from a new observation.
-A decision that may plan takes up to half a minute: it is made in a thread, so that the event loop goes on, and one at a
-time, so that each one sees what the one before reserved.
+A look ends when the decision changes nothing. A failed look is repeated after a back-off, from a new observation.
+A decision that may plan takes up to half a minute: it runs in a thread, so that the event loop is not blocked, and only
+one at a time, so that each sees the reservations of the previous one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .progress.outbox import ProgressOutbox, Received
 logger = logging.getLogger(__name__)
 
 MOST_ROUNDS = 6
-"""of one look: what is needed, the children, the status, nothing; and twice what a race may cost"""
+"""Rounds of one look: needs, children, status, nothing; and two more for races."""
 UNWATCHED_SECONDS = 30.0
-"""between two looks at an attempt that no watch reports"""
+"""Interval between looks at an attempt that no watch reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round leaves for the next."""
+    """Result of a round, for the next one."""
 
     needs: frozenset[str] = frozenset()
     applied: Applied = DONE
@@ -49,12 +49,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class JobCallbacks:
-    """What others want to hear of TrainingJobs."""
+    """Callbacks for TrainingJob events."""
 
     forget: Callable[[Key], None]
-    """one is gone, also when one of its name has taken its place"""
+    """A job was deleted, or replaced by another one of the same name."""
     ran_out: Callable[[JobObject, Iterable[Escalation]], None]
-    """the status says for the first time that these attempts ran out of memory"""
+    """The status first reports that these attempts ran out of memory."""
 
 
 class Worker:
@@ -79,7 +79,7 @@ class Worker:
         self._told = told
         self._planning = asyncio.Lock()
         self._uids: dict[Key, str] = {}
-        """of the TrainingJobs that were looked at"""
+        """Uids of the TrainingJobs that were processed."""
 
     async def run(self) -> None:
         while True:
@@ -90,30 +90,30 @@ class Worker:
                 self._queue.done(key)
 
     async def look(self, key: Key) -> None:
-        """Never raises: whatever goes wrong with one job is logged, counted, and tried again later."""
+        """Processes one job. Never raises: errors are logged, counted and retried later."""
         began, result = time.monotonic(), "done"
         try:
             if await self._rounds(key):
                 self._queue.succeeded(key)
-            else:  # a decision that never comes to rest is made again later, not in a circle
+            else:  # decisions that keep changing are retried later, not in a tight loop
                 result = "restless"
                 seconds = self._queue.retry(key)
-                logger.warning("%d rounds brought no rest; again in %.1f s", MOST_ROUNDS, seconds, extra=about(key))
+                logger.warning("not settled after %d rounds; retry in %.1f s", MOST_ROUNDS, seconds, extra=about(key))
         except Unavailable as error:
             result = "unavailable"
             seconds = self._queue.retry(key, unanswered=True)
-            logger.warning("%s; again in %.1f s", error, seconds, extra=about(key))
+            logger.warning("%s; retry in %.1f s", error, seconds, extra=about(key))
         except ApiError as error:
             result = "refused" if isinstance(error, RequestRejected) else "raced"
-            logger.warning("%s; again in %.1f s", error, self._queue.retry(key), extra=about(key))
+            logger.warning("%s; retry in %.1f s", error, self._queue.retry(key), extra=about(key))
         except Exception:
             result = "failed"
             seconds = self._queue.retry(key)
-            logger.exception("a look failed; again in %.1f s", seconds, extra=about(key))
+            logger.exception("reconciling failed; retry in %.1f s", seconds, extra=about(key))
         self._exporter.reconcile(result, time.monotonic() - began)
 
     async def _rounds(self, key: Key) -> bool:
-        """Whether the job came to rest."""
+        """Runs rounds until nothing changes; returns whether that happened."""
         left = Round()
         for _ in range(MOST_ROUNDS):
             sight = await self._observer.observe(key, left.needs)
@@ -134,21 +134,21 @@ class Worker:
         return False
 
     def _meet(self, job: JobObject) -> None:
-        """A namesake of a job that is gone inherits nothing from it."""
+        """Forgets the state of a deleted job if another one now has its name."""
         if self._uids.setdefault(job.key, job.uid) != job.uid:
             self._uids[job.key] = job.uid
             self._told.forget(job.key)
 
     def _answered(self, observed: Observed, applied: Applied) -> Observed:
-        """With what the last round was answered, and the report that is due."""
+        """`observed` with the last round's errors and the report that may be written."""
         answered = replace(observed, conflict=applied.conflict, refusal=applied.refusal)
         key, uid = observed.job.key, observed.job.uid
-        # Of an attempt that has ended the newest report is the last: it waits for no turn.
+        # The newest report of an ended attempt is its last: it need not wait for its turn.
         lives = any(attempt.owner_uid == uid and not attempt.outcome for attempt in observed.attempts)
         return _with_report(answered, self._outbox.released(key) if lives else self._outbox.newest(key))
 
     async def _decide(self, observed: Observed) -> Desired:
-        """What it creates is reserved by the caller before it awaits anything: before the next plan begins."""
+        """Makes a decision. The caller must reserve what it creates before it awaits, before the next plan begins."""
         if observed.contracts is None:
             desired, seconds = _timed(observed)
         else:
@@ -158,7 +158,7 @@ class Worker:
         return desired
 
     async def _apply(self, observed: Observed, desired: Desired) -> Round:
-        """Children, deletions, then the status, which says what is: not that of children which were refused."""
+        """Writes children, deletions, then the status; not the status if a child was rejected."""
         job = observed.job
         if desired.creates:
             self._reservations.decided(job, desired.creates)
@@ -171,7 +171,7 @@ class Worker:
         return Round(applied=Applied(observed.conflict, observed.refusal))
 
     async def _write_status(self, observed: Observed, desired: Desired) -> None:
-        """A status that is written anyway carries the newest report."""
+        """Writes the status, including the newest report even if it was not due."""
         job = observed.job
         newest = self._outbox.newest(job.key)
         informed = _with_report(observed, newest)
@@ -189,11 +189,11 @@ class Worker:
                 self._events.note(job, event)
 
     def _settle(self, key: Key, observed: Observed, desired: Desired, sight: Sight) -> None:
-        """Nothing is to be done now: when to look again, and what the report that was due came to."""
+        """Ends a look without changes: schedules the next one and marks the due report as written."""
         for event in desired.events:
             self._events.note(observed.job, event)
         due = self._outbox.released(key)
-        if due is not None:  # it says what the status says already
+        if due is not None:  # the status already contains it
             self._outbox.written(key, due, time.monotonic())
         if sight.unwatched:
             self._queue.add_after(key, UNWATCHED_SECONDS)
@@ -202,15 +202,14 @@ class Worker:
 
 
 def _timed(observed: Observed) -> tuple[Desired, float]:
-    """A decision, and the seconds that it took."""
+    """A decision, and how many seconds it took."""
     began = time.perf_counter()
     desired = reconcile(observed, _now())
     return desired, time.perf_counter() - began
 
 
 def _with_report(observed: Observed, received: Received | None) -> Observed:
-    """A report of an attempt that is over says nothing of the present one. The present one's Job may be gone already:
-    its last report came just before."""
+    """`observed` with the report, if it is the current attempt's, whose Job may already be deleted."""
     own = [attempt.attempt for attempt in observed.attempts if attempt.owner_uid == observed.job.uid]
     present = max([*own, known_attempts(observed.job)])
     if received is None or (received.job_uid, received.attempt) != (observed.job.uid, present):

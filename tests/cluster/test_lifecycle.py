@@ -33,7 +33,7 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
     ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
     failed = spillway.condition(namespace, "too-long", "Failed")
     assert failed["reason"] == DEADLINE_EXCEEDED, failed
-    assert f"lifecycle.activeDeadlineSeconds = {ACTIVE_SECONDS} is over" in failed["message"]
+    assert f"lifecycle.activeDeadlineSeconds = {ACTIVE_SECONDS} is exceeded" in failed["message"]
     attempts, checkpoint = ended["status"]["attempts"], ended["status"]["checkpoint"]
     assert attempts["total"] == 1 and attempts["restarts"] == 0 and attempts["activeSeconds"] >= ACTIVE_SECONDS
     # The next one by everySteps is far away: this one was written because the attempt was asked to end.

@@ -131,7 +131,7 @@ def test_the_second_job_waits_for_quota_and_runs_when_the_first_ends(
     # In Kueue's own words, after the ten seconds that every attempt is given.
     waiting = spillway.until(quota_is("Waiting", "insufficient"), namespace, "second", SECONDS)
     message = next(c["message"] for c in waiting["status"]["conditions"] if c["type"] == "QuotaReserved")
-    assert message.startswith(f"waits for quota in the queue {QUEUE}: ") and "memory" in message, message
+    assert message.startswith(f"waiting for quota in the queue {QUEUE}: ") and "memory" in message, message
     assert waiting["status"]["state"] == "Queued" and not spillway.children("pod", namespace, "second")
     spillway.change(namespace, "first", {"lifecycle": {"activeDeadlineSeconds": 1}})
     spillway.wait(namespace, "first", "Failed", SECONDS)

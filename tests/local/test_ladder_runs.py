@@ -82,7 +82,7 @@ def test_a_prediction_that_is_wrong_by_two_costs_tries_and_no_bit(
     attempts = json.loads(ended.stdout)["attempts"]
     assert 1 < len(attempts) <= 1 + MOST_MEMORY_TRIES
     assert {one["reason"] for one in attempts[:-1]} == {"DeviceOutOfMemory"}
-    assert ended.stderr.count("another plan: ") == len(attempts) - 1
+    assert ended.stderr.count("replanned: ") == len(attempts) - 1
     plain = run(tmp_path, DISABLED, text, 1.0)
     assert plain.returncode == 0, plain.stderr
     assert losses(directory) == losses(tmp_path)
@@ -117,4 +117,4 @@ def test_mode_advise_names_the_plan_and_changes_nothing(text: Path, tmp_path: Pa
     ended = run(tmp_path, ADVISED, text, 2.0)
     assert ended.returncode == ExitCode.DEVICE_OUT_OF_MEMORY, ended.stderr
     assert len(json.loads(ended.stdout)["attempts"]) == 1
-    assert "mode Auto would take: " in ended.stderr
+    assert "mode Auto would replan: " in ended.stderr

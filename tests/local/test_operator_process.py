@@ -304,7 +304,7 @@ def test_an_operator_that_may_not_read_the_lease_is_not_ready(tmp_path: Path) ->
             api.fail("GET", "leases", 403, times=1000)
             async with elected(tmp_path, api, "first") as first:
                 await first.until(lambda: "403" in first.log.read_text())
-                assert (await first.get("/readyz")) == (503, "the Lease could not be read yet")
+                assert (await first.get("/readyz")) == (503, "the Lease has not been read yet")
                 assert (await first.get("/healthz"))[0] == 200
                 assert await first.stop() == 0
 

@@ -132,8 +132,8 @@ def test_members_are_listed_verified_and_the_best_one_is_exported(
     code, said = ckpt("ls", tmp_path, "-o", "json")
     listed = [(one["member"], one["name"], one["schedule"]["peak"]) for one in json.loads(said)["checkpoints"]]
     assert (code, listed) == (0, [("other-seed", "step-3.e1", 0.002), ("slow", "step-3.e1", 1e-05)])
-    assert ckpt("verify", tmp_path) == (0, "2 checkpoints, every byte as written")
-    assert ckpt("verify", tmp_path, "--member", "slow") == (0, "1 checkpoint, every byte as written")
+    assert ckpt("verify", tmp_path) == (0, "2 checkpoints verified, no byte differs")
+    assert ckpt("verify", tmp_path, "--member", "slow") == (0, "1 checkpoint verified, no byte differs")
     best = local_runs.events(tmp_path, "best")[-1]["member"]
     others = {"slow": "other-seed", "other-seed": "slow"}
     masters = {name: sweep_runs.final_tensors(sweep_runs.member_checkpoints(job, name), 3) for name in others}

@@ -1,7 +1,7 @@
-"""`spillway calibrate`: measures this machine, or corrects what was measured by what a run took; writes a NodeProfile.
+"""`spillway calibrate`: measures this machine, or corrects its rates from runs; writes a NodeProfile.
 
-probe   a process with torch measures (spillway_trainer.probe) -> medians and fitted prices -> profile
---from  run.jsonl beside its plan -> factors per resource -> the profile that is there, else the catalog, corrected
+probe   a process with torch measures (spillway_trainer.probe) -> medians and fitted costs -> profile
+--from  run.jsonl and its plan -> factor per resource -> the existing profile, else the catalog's rates, corrected
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ..run.local_run import read_job_file
 from ..run.plan import cuda_node
 
 NOISY_SPREAD = 0.15
-"""of the samples' middle half around their median: above it the machine was busy"""
+"""Spread of the samples' middle half around their median above which the machine counts as busy."""
 MATRIX = "matrix product "
 ERRORS = {kind.exit_code: kind for kind in (UserError, SpillVolumeFull, SpillIOError)}
 
@@ -69,12 +69,12 @@ class CalibrateOptions:
     """The command line of `spillway calibrate`."""
 
     output: Path | None
-    """none = where plans for this machine look"""
+    """None = the file that plans for this machine read."""
     directory: Path
-    """of the spill file"""
+    """Where to put the spill file."""
     quick: bool
     runs: Sequence[Path]
-    """of --from; none = probe"""
+    """The runs of --from; empty = probe."""
     format: Format
 
 
@@ -102,22 +102,22 @@ def calibrate(options: CalibrateOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A profile, and what to say of it."""
+    """A profile, and what to print about it."""
 
     profile: NodeProfileSpec
     comment: str
     tables: Sequence[Table]
     notes: Sequence[str]
     document: Mapping[str, object]
-    """of -o json, beside the profile"""
+    """Fields of -o json in addition to the profile."""
 
 
 def node_here(device: DeviceKind, cores: int, gpus: Gpus) -> NodeSpec:
-    """This machine at the catalog's rates. Raises UserError where it has no such device."""
+    """This machine with the catalog's rates. Raises UserError if it has no such device."""
     if device == "Cpu":
         return local_node(cores, 0, 0, 0)
     if gpus.lacking(1):
-        raise UserError(f"what a GPU took says nothing here: {gpus.lacking(1)}; see `spillway doctor`")
+        raise UserError(f"--from: the runs used a GPU, none is usable here: {gpus.lacking(1)}; see `spillway doctor`")
     return cuda_node(LocalResources(cores, 0, 0, gpus=gpus), 0, 1)
 
 
@@ -132,7 +132,7 @@ def used_by(path: Path, device: DeviceKind) -> str:
 
 
 def host_name() -> str:
-    """As Kubernetes would name the node."""
+    """The host name in the form of a Kubernetes node name."""
     return re.sub(r"[^a-z0-9.-]+", "-", platform.node().lower()).strip(".-")[:253] or "this-machine"
 
 
@@ -171,7 +171,7 @@ def from_probe(options: CalibrateOptions, cores: int, before: NodeSpec) -> Found
 
 
 def run_probe(directory: Path, cores: int, quick: bool, device: DeviceKind) -> dict[str, Any]:
-    """The probe's result. Ends the process with us: its spill file has no name, so nothing of it is left."""
+    """Runs the probe in a process that ends with this one; its spill file has no name, so nothing is left behind."""
     arguments = ["spillway_trainer.probe", "--directory", str(directory), "--threads", str(cores), "--device", device]
     command = [
         sys.executable,
@@ -191,7 +191,7 @@ def run_probe(directory: Path, cores: int, quick: bool, device: DeviceKind) -> d
 
 
 def followed(command: Sequence[str], errors: TextIO) -> tuple[dict[str, Any] | None, int]:
-    """The last line that was no progress, and the exit code; whatever happens here, the process does not outlive it."""
+    """The last line that was not a progress message, and the exit code; kills the process in any case."""
     result = None
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
@@ -208,19 +208,19 @@ def followed(command: Sequence[str], errors: TextIO) -> tuple[dict[str, Any] | N
 
 
 def outcome(result: dict[str, Any] | None, exit_code: int, errors: str) -> dict[str, Any]:
-    """Raises the probe's own error; UserError when it died without one."""
+    """The measurements. Raises the probe's own error, or UserError when it died without one."""
     if result is not None and "error" in result:
         kind = ERRORS.get(result["error"]["exitCode"], UserError)
         raise kind(result["error"]["message"])
     if result is None or exit_code:
-        last = errors.strip().splitlines()[-1:] or ["it said nothing"]
-        raise UserError(f"the probe ended with code {exit_code} ({last[0]}); `spillway doctor` looks for why")
+        last = errors.strip().splitlines()[-1:] or ["no output"]
+        raise UserError(f"the probe exited with code {exit_code} ({last[0]}); see `spillway doctor`")
     measured: dict[str, Any] = result["result"]
     return measured
 
 
 def probed_node(result: Mapping[str, Any], node: NodeSpec) -> NodeSpec:
-    """`node` at the medians of what was measured; compute is still the catalog's."""
+    """`node` with the measured medians; compute rates are still the catalog's."""
     at = {name: statistics.median(values) for name, values in result["figures"].items()}
     up, down = at.get("h2d", at["copy"]), at.get("d2h", at["copy"])
     duplex = at["both_ways"] / (up + down) if "both_ways" in at else node.link.duplex_efficiency
@@ -236,7 +236,7 @@ def probed_node(result: Mapping[str, Any], node: NodeSpec) -> NodeSpec:
 
 
 def fastest(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """FLOPs per second of the best matrix product of each type."""
+    """Type -> FLOPs per second of its fastest matrix product."""
     found: dict[str, float] = {}
     for name, rates in figures.items():
         if name.startswith(MATRIX):
@@ -246,12 +246,13 @@ def fastest(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def samples_of(cell: Mapping[str, Any]) -> list[Sample]:
-    """Forward and backward of a cell's median step; one sample where copies overlap both."""
+    """Samples for forward, backward and optimizer of a cell's median step; forward and backward together if copies
+    overlap both."""
     step = measured_step([[step_metrics(fields) for fields in cell["steps"]]])
     work, seconds = cell["work"], step.phase_seconds
     optimizer = Sample(cell["compute"], work[Phase.OPTIMIZER], seconds[Phase.OPTIMIZER])
     passes = (Phase.FORWARD, Phase.BACKWARD)
-    if cell["device"] == "Cuda":  # kernels run when the host is elsewhere: of a step only the whole is meaningful
+    if cell["device"] == "Cuda":  # kernels run asynchronously: only the time of the whole step is meaningful
         names = {name for phase in (*passes, Phase.OPTIMIZER) for name in work[phase]}
         sums = {name: sum(work[phase].get(name, 0.0) for phase in (*passes, Phase.OPTIMIZER)) for name in names}
         return [Sample(cell["compute"], sums, step.step_seconds)]
@@ -281,24 +282,24 @@ def price_texts(node: NodeSpec) -> list[tuple[str, str]]:
     return [
         ("bfloat16", flops(node.bfloat16_flops_per_second)),
         ("float32", flops(node.float32_flops_per_second)),
-        ("all else, bfloat16", values_per_second(node.bfloat16_values_per_second)),
-        ("all else, float32", values_per_second(node.float32_values_per_second)),
-        ("a piece of work handed on", format_seconds(node.operation_overhead_seconds)),
+        ("other operators, bfloat16", values_per_second(node.bfloat16_values_per_second)),
+        ("other operators, float32", values_per_second(node.float32_values_per_second)),
+        ("overhead per operation", format_seconds(node.operation_overhead_seconds)),
     ]
 
 
 def probe_notes(result: Mapping[str, Any], prices: MeasuredPrices, worst_spread: float, directory: Path) -> list[str]:
     load = result["loadBefore"]
-    noise = f"noise: the middle half of samples spreads up to {worst_spread:.0%} around its median; load was {load:.1f}"
-    fit = f"fit: half of the training phases are met within {prices.error:.0%}"
+    noise = f"noise: the middle half of samples spreads up to {worst_spread:.0%} around its median; load {load:.1f}"
+    fit = f"fit: half of the training phases are predicted within {prices.error:.0%}"
     notes = [noise, fit, f"CPU kernels {result['isa']}, I/O {result['backend']}, {result['threads']} cores"]
     if worst_spread > NOISY_SPREAD or load > result["threads"]:
         notes.append("the machine was busy: measure again when it is idle")
     kind = memory_kind(directory)
     if kind:
-        notes.append(f"{directory} lies in memory ({kind}): its rates are not those of a disk")
+        notes.append(f"{directory} is in memory ({kind}): its rates are not those of a disk")
     elif "O_DIRECT" not in result["backend"]:
-        notes.append(f"{directory} knows no O_DIRECT: its rates are those of the page cache, not of a disk")
+        notes.append(f"{directory} does not support O_DIRECT: its rates are those of the page cache, not of a disk")
     return notes
 
 
@@ -330,7 +331,7 @@ def bytes_per_second(rate: float) -> str:
 
 
 def values_per_second(rate: float) -> str:
-    return f"{format_count(rate)} values/s" if math.isfinite(rate) else "part of the FLOP rates"
+    return f"{format_count(rate)} values/s" if math.isfinite(rate) else "included in the FLOP rates"
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ def values_per_second(rate: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunEvidence:
-    """One run beside its plan."""
+    """One run: its measured step, and the work that its plan predicted."""
 
     job: str
     num_nodes: int
@@ -347,7 +348,7 @@ class RunEvidence:
     local_ranks: int
     compute: str
     overlap: Overlap
-    """what ran beside the update: backward only where something of it was updated there"""
+    """What the optimizer update overlaps with: backward only if parameters are updated there."""
     num_cipher_threads: int
     device: DeviceKind = "Cpu"
 
@@ -356,10 +357,10 @@ class RunEvidence:
 
 
 def from_runs(read: Sequence[RunEvidence], target: Path, cores: int, node: NodeSpec) -> Found:
-    """The machine's profile (that of --output when it is there), else the catalog's rates, corrected by the runs."""
+    """Corrects by the runs the machine's profile (--output, if it exists), else the catalog's rates."""
     device = node.device_kind
     if any(run.device != device for run in read):
-        raise UserError("--from: some runs took a GPU and some the CPU; correct each profile by its own")
+        raise UserError("--from: some runs used a GPU and some the CPU; correct each profile by its own runs")
     own = own_profile(cores, device, given=target if target.exists() else None)
     before = node if own.spec is None else with_rates(own.spec, node)
     found = medians([corrections(run.work, run.rates(before), run.step, run.overlap) for run in read])
@@ -405,13 +406,13 @@ def correction_document(one: Correction) -> dict[str, object]:
 
 
 def read_evidence(path: Path, cores: int) -> RunEvidence:
-    """Raises UserError when the run cannot tell anything of this machine."""
+    """What the run measured. Raises UserError when it says nothing about this machine."""
     run = existing_run(path)
     job, (plan, measured_steps) = read_job_file(run.job_file), measured_under(run, read_run_log(run.log))
     if job is None:
-        raise UserError(f"{path}: there is no job.json; name the --output of a `spillway run`")
+        raise UserError(f"{path}: no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
-        raise UserError(f"{path}: its plan does not say what a step asks for; run the job again with this version")
+        raise UserError(f"{path}: its plan has no work per step; run the job again with this version")
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in measured_steps:
@@ -432,4 +433,4 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
 def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:
     used = job.compute_threads * job.ranks_per_node
     if used != max(1, cores // job.ranks_per_node) * job.ranks_per_node:
-        raise UserError(f"{path}: trained with {used} threads, and {cores} cores can be used now")
+        raise UserError(f"{path}: trained with {used} threads, but {cores} cores are usable now")

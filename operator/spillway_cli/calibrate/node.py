@@ -1,8 +1,8 @@
-"""`spillway calibrate NODE`: the probe as a Job on a node of a cluster, and what it printed as the node's NodeProfile.
+"""`spillway calibrate NODE`: runs the probe as a Job on a cluster node and writes its result as a NodeProfile.
 
-The pod has no rights in the cluster and gets no token: whoever asked creates the Job, reads its log, deletes it and
-writes the profile, with rights of his own. A Job that nobody deletes (the terminal was closed) ends within
-PROBE_SECONDS and is removed by the cluster.
+The pod has no rights and no token: this command creates the Job, reads its log, deletes it and writes the profile with
+the user's rights. A Job that is not deleted (the terminal was closed) ends within PROBE_SECONDS and is removed by the
+cluster.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ PROFILES = f"{JOBS}/nodeprofiles"
 NOT_FOUND = 404
 POLL_SECONDS = 1.0
 PROBE_SECONDS = 600
-"""from the Job's begin to its end, waiting for the node included"""
+"""Time limit of the Job, including waiting for the node."""
 KEPT_SECONDS = 300
-"""after its end, where nobody deletes it"""
+"""How long an ended Job is kept if it is not deleted."""
 USER_ID = 1000
 MEMORY_BYTES, DISK_BYTES = 4 * GIB, 2 * GIB
-"""of the pod: torch and the probe's models; the spill file and what the engine wants free beside it"""
+"""The pod's limits: memory for torch and the probe's models; disk for the spill file and its free-space margin."""
 CONTAINER = "probe"
 LONGEST_LINE = 300
-"""characters of what a pod said, in a sentence"""
+"""Longest pod message in an error, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class NodeOptions:
 
     node: str
     image: str
-    """the trainer's"""
+    """The trainer's image."""
     context: str | None
     namespace: str | None
-    """of the Job; none = the context's"""
+    """Namespace of the Job; None = the context's."""
     quick: bool
     output: Path | None
-    """file for the profile in place of the cluster"""
+    """File for the profile; None = write it to the cluster."""
     format: Format
 
 
 def calibrate_node(options: NodeOptions) -> int:
-    """Measure and write. Raises UserError, and then no profile was written."""
+    """Measures the node and writes its profile. Raises UserError, and then writes no profile."""
     cluster = connect(options.context)
     namespace = options.namespace or cluster.namespace
     if options.output:
@@ -90,12 +90,12 @@ def read_node(cluster: ClusterClient, name: str) -> Object:
         return cluster.get_named(f"{CORE}/nodes/{segment('node', name)}")
     except RequestDenied as error:
         if error.status == NOT_FOUND:
-            raise UserError(f"node {name}: the cluster has none of that name; see `kubectl get nodes`") from error
+            raise UserError(f"node {name}: not found in the cluster; see `kubectl get nodes`") from error
         raise
 
 
 def existing_profile(cluster: ClusterClient, name: str) -> Object | None:
-    """Raises UserError where one describes GPUs: what is measured here would take its place."""
+    """The node's profile, or None. Raises UserError if it describes GPUs: a CPU profile would replace it."""
     try:
         found = cluster.get_named(f"{PROFILES}/{segment('node', name)}")
     except RequestDenied as error:
@@ -104,14 +104,14 @@ def existing_profile(cluster: ClusterClient, name: str) -> Object | None:
         raise
     if value_at(found, "spec.deviceKind") != "Cpu":
         raise UserError(
-            f"NodeProfile {name} describes GPUs, and the probe measures the CPU: correct it by a run (`spillway "
+            f"NodeProfile {name} describes GPUs, but the probe measures the CPU: correct it from a run (`spillway "
             "calibrate --from`), or name a file with --output"
         )
     return found
 
 
 def probe_job(node: str, image: str, quick: bool) -> Object:
-    """One pod on the node, under Pod Security `restricted`, with what a trainer gets of its disk: an emptyDir."""
+    """The Job: one pod on the node, under Pod Security `restricted`, that spills to an emptyDir as trainers do."""
     bounded = {"memory": format_quantity(MEMORY_BYTES), "ephemeral-storage": format_quantity(DISK_BYTES)}
     command = ["python", "-m", "spillway_cli", "calibrate", "--output", "/tmp/profile.yaml", "--directory", "/spill"]  # noqa: S108 - a volume of the pod
     field = {"key": "metadata.name", "operator": "In", "values": [node]}
@@ -145,7 +145,7 @@ def probe_job(node: str, image: str, quick: bool) -> Object:
                             "command": [*command, "-o", "json", *(["--quick"] if quick else [])],
                             "workingDir": "/tmp",  # noqa: S108
                             "env": [{"name": name, "value": "/tmp"} for name in ("HOME", "TMPDIR")],  # noqa: S108
-                            # No limit of the CPU: all cores are measured.
+                            # No CPU limit: all cores are measured.
                             "resources": {"requests": {"cpu": "1", **bounded}, "limits": bounded},
                             "securityContext": {
                                 "allowPrivilegeEscalation": False,
@@ -170,7 +170,7 @@ def probe_job(node: str, image: str, quick: bool) -> Object:
 
 @contextmanager
 def probing(cluster: ClusterClient, namespace: str, manifest: Object) -> Iterator[str]:
-    """The Job's name; it is gone afterwards, however that comes."""
+    """Creates the Job and yields its name; deletes it afterwards in any case."""
     path = f"{BATCH}/namespaces/{segment('namespace', namespace)}/jobs"
     name = cluster.create(path, manifest)["metadata"]["name"]
     try:
@@ -178,12 +178,12 @@ def probing(cluster: ClusterClient, namespace: str, manifest: Object) -> Iterato
     except KeyboardInterrupt:
         raise Preempted("stopped; the probe's Job is deleted, no profile was written") from None
     finally:
-        with suppress(UserError):  # it ends by itself
+        with suppress(UserError):  # the Job's own time limit ends it
             cluster.delete(f"{path}/{name}", propagationPolicy="Background")
 
 
 def result(cluster: ClusterClient, namespace: str, name: str) -> Object:
-    """What the probe printed, once it has ended. Raises UserError when it failed."""
+    """Waits for the probe and returns what it printed. Raises UserError when it failed."""
     pod: Object = {}
     with message_console().status(f"Job {name}") as status:
         while True:
@@ -200,11 +200,11 @@ def result(cluster: ClusterClient, namespace: str, name: str) -> Object:
     if "error" in found:
         raise UserError(f"the probe on the node: {printable(str(value_at(found, 'error.message')))[:LONGEST_LINE]}")
     if ended["type"] == "Failed" or "nodeProfile" not in found:
-        last = (log.strip().splitlines() or ["it printed nothing"])[-1]
+        last = (log.strip().splitlines() or ["no output"])[-1]
         why = f"{ended.get('reason', '')} {ended.get('message', '')}".strip() if ended["type"] == "Failed" else "ended"
         raise UserError(
-            f"the probe did not measure: {why} ({state_of(pod)}; {printable(last)[:LONGEST_LINE]}); is --image the "
-            "trainer's, and does the node take pods?"
+            f"the probe failed: {why} ({state_of(pod)}; {printable(last)[:LONGEST_LINE]}); check that --image is the "
+            "trainer's and that the node accepts pods"
         )
     return found
 
@@ -217,7 +217,7 @@ def condition(job: Object, type_: str) -> Mapping[str, Any] | None:
 
 
 def state_of(pod: Object) -> str:
-    """Why the pod does not run, or its phase."""
+    """Why the pod does not run; else its phase."""
     for one in value_at(pod, "status.containerStatuses") or ():
         waiting = value_at(one, "state.waiting")
         if waiting:
@@ -229,7 +229,7 @@ def state_of(pod: Object) -> str:
 
 
 def log_lines(cluster: ClusterClient, namespace: str, pod: Object) -> list[bytes]:
-    """None where the pod never ran, or is gone."""
+    """The pod's log; empty if it never ran or was deleted."""
     name = value_at(pod, "metadata.name")
     if name is None:
         return []
@@ -240,7 +240,7 @@ def log_lines(cluster: ClusterClient, namespace: str, pod: Object) -> list[bytes
 
 
 def printed(log: str) -> Object:
-    """The document of `-o json`, which is the last thing that is printed; empty where there is none."""
+    """The document of `-o json`, which is printed last; empty if there is none."""
     begin = 0 if log.startswith("{") else log.rfind("\n{") + 1
     return json_object(log[begin:]) or {}
 
@@ -249,25 +249,25 @@ def printed(log: str) -> Object:
 
 
 def measured_spec(found: Object, node: Object) -> NodeProfileSpec:
-    """Raises UserError for figures that are not the node's."""
+    """The measured profile. Raises UserError for figures that do not describe the whole node."""
     try:
         spec = NodeProfileSpec.model_validate(value_at(found, "nodeProfile.spec") or {})
     except ValidationError as error:
-        raise UserError(f"the probe's figures cannot be understood ({error.errors()[0]['msg']}); is the image of this "
-                        "version?") from error  # fmt: skip
+        raise UserError(f"the probe's figures are not valid ({error.errors()[0]['msg']}); use an --image of this "
+                        "version") from error  # fmt: skip
     if not has_rates(spec):
-        raise UserError("the probe printed no rate; is the image of this version?")
+        raise UserError("the probe printed no rate; use an --image of this version")
     has = int(parse_cores(str(value_at(node, "status.allocatable.cpu") or "1")))
     if spec.num_cores is not None and spec.num_cores < has:
         raise UserError(
-            f"the probe could use {spec.num_cores} of the node's {has} cores, so its figures are not the node's: a "
-            "LimitRange of the namespace limits the CPU? Name another --namespace"
+            f"the probe could use only {spec.num_cores} of the node's {has} cores, so its rates are too low; if a "
+            "LimitRange limits the CPU, name another --namespace"
         )
     return spec
 
 
 def write(cluster: ClusterClient, made: Object, existing: Object | None) -> None:
-    """What was measured, beside what somebody wrote and no probe measures: capacities, rates between devices."""
+    """Writes the measured fields; keeps fields that the probe does not measure (capacities, rates between devices)."""
     if existing is None:
         cluster.create(PROFILES, made)
         return
@@ -292,5 +292,5 @@ def show(options: NodeOptions, made: Object, found: Object) -> None:
         middle = f"{rate(name, one['low'])} to {rate(name, one['high'])}"
         shown.add_row(printable(name), rate(name, one["median"]), middle, str(one["samples"]))
     console.print(shown)
-    used = "`kubectl apply -f` takes it" if options.output else "attempts that are planned from now on use it"
+    used = "apply it with `kubectl apply -f`" if options.output else "plans of later attempts use it"
     console.print("\n".join(["", *notes_of(found), f"profile: {written}; {used}"]))

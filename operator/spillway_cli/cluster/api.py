@@ -1,7 +1,6 @@
-"""Cluster: the API server as `submit`, `status` and `logs` see it. Plain dicts in, plain dicts out.
+"""ClusterClient: the API server for commands that need a cluster. Plain dicts in, plain dicts out.
 
-Credentials, certificates and proxies are the Kubernetes client library's business; it is imported here only, when a
-command needs it.
+The Kubernetes client library handles credentials, certificates and proxies; it is imported only here, when needed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spillway.json_text import json_object
 from ..console import printable
 
 Object = dict[str, Any]
-"""an API object as JSON has it"""
+"""An API object, parsed from JSON."""
 
 JOBS = "/apis/spillway.dev/v1alpha1"
 CORE = "/api/v1"
@@ -30,13 +29,13 @@ CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
 LONGEST_SAID = 1000
-"""characters of what a server says; the longest sentences are those of CRD validation"""
+"""Longest server message that is printed, in characters; those of CRD validation are the longest."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-NO_CLUSTER = "name a kubeconfig (KUBECONFIG), and one of its contexts with --context; a local run, by its directory"
+NO_CLUSTER = "set KUBECONFIG or choose a --context; for a local run, name its directory"
 
 
 class RequestDenied(UserError):
-    """The API server said no."""
+    """The API server rejected the request."""
 
     def __init__(self, status: int, answer: Object, path: str) -> None:
         super().__init__(sentence(status, answer, path))
@@ -45,40 +44,40 @@ class RequestDenied(UserError):
 
     @property
     def causes(self) -> list[tuple[str, str]]:
-        """(field, what is wrong) of each refused field."""
+        """(field, problem) of each rejected field."""
         found = (self.answer.get("details") or {}).get("causes") or []
         return [(cause.get("field", ""), cause.get("message", "")) for cause in found]
 
 
 class Gone(UserError):
-    """There is no such TrainingJob."""
+    """The TrainingJob does not exist."""
 
 
 class Unreachable(UserError):
-    """No answer, or none for now: worth another try for a command that watches."""
+    """The API server did not answer, or is overloaded: commands that watch try again."""
 
 
 def refusal(status: int, answer: Object, path: str) -> RequestDenied | Unreachable:
-    """What an answer of 400 or above means: a server that is busy or in trouble has not said no."""
+    """The error for an HTTP status of 400 or above: 429 and 5xx are temporary, not rejections."""
     if status == TOO_MANY_REQUESTS or status >= INTERNAL_ERROR:
         return Unreachable(f"the cluster cannot answer now: {said_in(status, answer)}; try again later")
     return RequestDenied(status, answer, path)
 
 
 def sentence(status: int, answer: Object, path: str) -> str:
-    """Where, what the server said, what to do."""
+    """The error message for a rejected request: what the server said, and what to do."""
     said = said_in(status, answer)
     if status == 401:
-        return f"the cluster does not know you: {said}; renew the credentials of the kubeconfig"
+        return f"not authenticated: {said}; renew the credentials in the kubeconfig"
     if status == 403:
-        return f"the cluster does not allow it: {said}; ask for that right, or use another --context or --namespace"
+        return f"not permitted: {said}; ask for that right, or use another --context or --namespace"
     if status == 404 and path.startswith(JOBS) and not (answer.get("details") or {}).get("name"):
-        return "the cluster knows no TrainingJob; install Spillway first (docs/install.md)"
-    return f"the cluster refused: {said}"
+        return "the cluster has no TrainingJob CRD; install Spillway first (docs/install.md)"
+    return f"the cluster rejected the request: {said}"
 
 
 def said_in(status: int, answer: Object) -> str:
-    """One line: whoever answers may send what a terminal obeys, or a page."""
+    """The server's message as one short line without control characters."""
     said = " ".join(printable(str(answer.get("message") or "")).split())
     return (said[:LONGEST_SAID] or f"HTTP {status}").rstrip(".")
 
@@ -88,16 +87,16 @@ class ClusterClient:
     """One API server, with one user's rights."""
 
     configuration: Any
-    """kubernetes.client.Configuration"""
+    """A kubernetes.client.Configuration."""
     namespace: str
-    """of the context; "default" when it names none"""
+    """The context's namespace, or "default"."""
     _rest: Any = field(init=False)
 
     def __post_init__(self) -> None:
         from kubernetes.client.rest import RESTClientObject  # noqa: PLC0415
 
-        self.configuration.retries = False  # whoever watches tries again, and says so
-        if not self.configuration.verify_ssl:  # as the kubeconfig asks for: no warning with each request
+        self.configuration.retries = False  # commands that watch try again and report it
+        if not self.configuration.verify_ssl:  # the kubeconfig asks for it: no warning with each request
             import urllib3  # noqa: PLC0415
 
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
@@ -110,28 +109,28 @@ class ClusterClient:
         """The objects of a collection, each with a name."""
         found = self.get(path, **query).get("items") or []
         if not isinstance(found, list) or not all(has_name(one) for one in found):
-            raise Unreachable(f"{self.configuration.host} answers with a list of no objects; {NO_CLUSTER}")
+            raise Unreachable(f"{self.configuration.host} did not answer with a list of objects; {NO_CLUSTER}")
         return found
 
     def get_named(self, path: str) -> Object:
-        """One object that has a name."""
+        """One object, which must have a name."""
         found = self.get(path)
         if not has_name(found):
-            raise Unreachable(f"{self.configuration.host} answers with what is no object; {NO_CLUSTER}")
+            raise Unreachable(f"{self.configuration.host} did not answer with an object; {NO_CLUSTER}")
         return found
 
     def create(self, path: str, content: Object, **query: object) -> Object:
         return self._answer("POST", path, query, content)
 
     def replace(self, path: str, content: Object) -> Object:
-        """Refused (409) when it changed since `content` was read."""
+        """Replaces the object. Rejected (409) if it changed since `content` was read."""
         return self._answer("PUT", path, {}, content)
 
     def delete(self, path: str, **query: object) -> None:
         self._answer("DELETE", path, query)
 
     def lines(self, path: str, idle_seconds: float, **query: object) -> Iterator[bytes]:
-        """Lines of a text as they come. Raises Unreachable when none came for that long."""
+        """Yields lines of text as they arrive. Raises Unreachable after `idle_seconds` without one."""
         with self._connection():
             response = self._request("GET", path, query, None, idle_seconds)
             if response.status >= 400:
@@ -153,7 +152,7 @@ class ClusterClient:
         if response.status >= 400:
             raise refusal(response.status, as_object(found), path)
         if response.status >= 300 or (answer := json_object(found)) is None:
-            raise Unreachable(f"what answers at {self.configuration.host} is no Kubernetes API server: "
+            raise Unreachable(f"{self.configuration.host} is not a Kubernetes API server: "
                               f"{said_in(response.status, as_object(found))}; {NO_CLUSTER}")  # fmt: skip
         return answer
 
@@ -176,7 +175,7 @@ class ClusterClient:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """Raises Unreachable for everything that is no answer."""
+        """Turns every connection error into Unreachable."""
         import urllib3  # noqa: PLC0415
         from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
 
@@ -188,10 +187,11 @@ class ClusterClient:
 
 
 def header_value(token: str) -> str:
-    """Files end with a line break; what else no header can carry is refused here, where nobody prints the token."""
+    """The token without its final line break. Raises UserError, which does not show the token, for invalid characters:
+    the HTTP library's error would show it."""
     token = token.strip()
     if not (token.isascii() and token.isprintable()):
-        raise UserError(f"the kubeconfig's token has characters that no token has; {NO_CLUSTER}")
+        raise UserError(f"the kubeconfig's token has invalid characters; {NO_CLUSTER}")
     return token
 
 
@@ -201,13 +201,13 @@ def has_name(found: object) -> bool:
 
 
 def as_object(content: bytes) -> Object:
-    """An answer's JSON; a proxy's page in the same form."""
+    """The answer's JSON; any other content, such as a proxy's error page, as its message."""
     found = json_object(content)
     return {"message": content[:300].decode(errors="replace")} if found is None else found
 
 
 def connect(context: str | None = None) -> ClusterClient:
-    """The cluster of the kubeconfig, or the one that this process runs in. Raises UserError when there is neither."""
+    """Connects to the kubeconfig's cluster, or the one that this process runs in. Raises UserError if there is none."""
     need("operator")
     from kubernetes.client.configuration import Configuration  # noqa: PLC0415
     from kubernetes.config import ConfigException  # noqa: PLC0415
@@ -218,19 +218,19 @@ def connect(context: str | None = None) -> ClusterClient:
         namespace = load(configuration, context)
         return ClusterClient(configuration, namespace)
     except (YAMLError, TypeError, KeyError, AttributeError, UnicodeError) as error:
-        # as the library meets what is no kubeconfig
-        raise UserError(f"no cluster: {kubeconfig_files()} is no kubeconfig; {NO_CLUSTER}") from error
+        # what the library raises for an invalid kubeconfig
+        raise UserError(f"no cluster: {kubeconfig_files()} is not a valid kubeconfig; {NO_CLUSTER}") from error
     except (ConfigException, OSError, ValueError) as error:
         raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
 
 
 def kubeconfig_files() -> str:
-    """One path, or several with the system's separator between them."""
+    """One path, or several joined by the system's separator."""
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
 def is_configured() -> bool:
-    """Whether there is a kubeconfig, or a pod around this process."""
+    """Whether there is a kubeconfig, or this process runs in a pod."""
     return any(Path(file).exists() for file in kubeconfig_files().split(os.pathsep)) or runs_in_pod()
 
 
@@ -239,7 +239,7 @@ def runs_in_pod() -> bool:
 
 
 def load(configuration: Any, context: str | None) -> str:
-    """Fill `configuration`; returns the context's namespace."""
+    """Fills `configuration`; returns the context's namespace."""
     from kubernetes import config  # noqa: PLC0415
 
     library: Any = config  # its functions carry no types
@@ -254,33 +254,31 @@ def load(configuration: Any, context: str | None) -> str:
 
 
 def jobs_path(namespace: str | None, name: str = "") -> str:
-    """Of one TrainingJob, of those of a namespace, or (None) of all."""
+    """The API path of one TrainingJob, of those in a namespace, or (None) of all."""
     inner = "" if namespace is None else f"/namespaces/{segment('namespace', namespace)}"
     return f"{JOBS}{inner}/trainingjobs" + (f"/{segment('TrainingJob', name)}" if name else "")
 
 
 def segment(kind: str, name: str) -> str:
-    """`name` as one part of a path: the API server takes an escaped slash for a slash. Raises UserError."""
+    """`name` as one part of a path. Raises UserError for what is not a name: the API server unescapes slashes."""
     if name in ("", ".", "..") or "/" in name or "%" in name:
-        raise UserError(
-            f"{kind} {name!r}: no name has a slash or a percent sign, or is '.' or '..'; give the name alone"
-        )
+        raise UserError(f"{kind} {name!r}: not a valid name: it contains a slash or a percent sign, or is '.' or '..'")
     return quote(name, safe="")
 
 
 def get_job(cluster: ClusterClient, namespace: str, name: str) -> Object:
-    """Raises Gone when there is no such TrainingJob."""
+    """The TrainingJob. Raises Gone when it does not exist."""
     try:
         return cluster.get_named(jobs_path(namespace, name))
     except RequestDenied as error:
         if error.status == 404 and (error.answer.get("details") or {}).get("name"):
             wanted = f"{nearest(cluster, namespace, name)}see `spillway status -A`, or give its --namespace"
-            raise Gone(f"TrainingJob {name}: there is none in namespace {namespace}; {wanted}") from error
+            raise Gone(f"TrainingJob {name}: not found in namespace {namespace}; {wanted}") from error
         raise
 
 
 def nearest(cluster: ClusterClient, namespace: str, name: str) -> str:
-    """`did you mean tiny-llama? `; empty when no job there has a name like it, or they cannot be listed."""
+    """`did you mean tiny-llama? Else `; empty when no job has a similar name, or jobs cannot be listed."""
     try:
         jobs = cluster.items(jobs_path(namespace))
     except (RequestDenied, Unreachable):

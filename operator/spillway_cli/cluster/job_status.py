@@ -1,6 +1,6 @@
-"""A TrainingJob's status, read for people: table columns, conditions that matter, how it ended. Pure.
+"""Reads a TrainingJob's status for people: table columns, relevant conditions, how it ended. Pure.
 
-Works on plain JSON, because an operator of another version may say more, or less, than this one knows.
+Works on plain JSON, because an operator of another version may have more or fewer fields.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from spillway.units import format_seconds
 from ..console import printable
 
 CRASHED = 1
-"""exit code of a job that failed for a reason without a code of its own"""
+"""Exit code for a job whose reason has no code of its own."""
 CODES = {code.reason: code for code in ExitCode}
 QUIET_WHEN_FALSE = ("Suspended", "Complete", "Failed", "Stalled", "Reconciling", "Ready")
-"""conditions whose False says that all is well, or repeats the others"""
+"""Conditions whose False is normal, or repeats the others."""
 BAD_WHEN_TRUE = ("Suspended", "Failed")
 BAD_WHEN_UNKNOWN = {"Progressing": ("NoReport",)}
-"""type -> reasons; other things that are unknown come with every start"""
+"""Type -> reasons that matter; other Unknown conditions are normal at every start."""
 
 
 def value_at(job: Mapping[str, Any], path: str) -> Any:
-    """The value at a printer column's path (".status.progress.step"); None when there is none."""
+    """The value at a printer column's path (".status.progress.step"), or None."""
     found: Any = job
     for part in path.strip(".").split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -34,7 +34,7 @@ def value_at(job: Mapping[str, Any], path: str) -> Any:
 
 
 def conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By type."""
+    """The job's conditions by type."""
     return {one.get("type", ""): one for one in value_at(job, "status.conditions") or []}
 
 
@@ -47,14 +47,14 @@ def has_ended(job: Mapping[str, Any]) -> bool:
 
 
 def exit_code(job: Mapping[str, Any]) -> int:
-    """0 while nothing is lost; the trainer's documented code of the reason when the job failed, 1 without one."""
+    """0 unless the job failed; else the documented code of the reason, or 1 if it has none."""
     if not holds(job, "Failed"):
         return int(ExitCode.COMPLETED)
     return int(CODES.get(conditions(job)["Failed"].get("reason", ""), CRASHED))
 
 
 def that_matter(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Conditions that a person should read: what is wrong, missing or unusual. Only the outcome when it ended."""
+    """Conditions that a person should read: problems, or only the outcome of a job that has ended."""
     found = conditions(job)
     if has_ended(job):
         return [found[type_] for type_ in ("Failed", "Complete") if holds(job, type_)]
@@ -70,7 +70,7 @@ def matters(type_: str, status: str, reason: str) -> bool:
 
 
 def row(job: Mapping[str, Any], now: datetime) -> list[str]:
-    """The cells of the printer columns, as kubectl would show them."""
+    """The cells of the printer columns, as kubectl shows them."""
     return [cell(value_at(job, path), kind, now) for _, path, kind, _, _ in TRAINING_JOB.columns]
 
 
@@ -81,7 +81,7 @@ def cell(value: Any, kind: str, now: datetime) -> str:
 
 
 def age(time: str, now: datetime) -> str:
-    """Since an RFC 3339 time, for people; "?" for what is none."""
+    """Time since an RFC 3339 time, for people; "?" if it is invalid."""
     try:
         then = datetime.fromisoformat(time)
     except ValueError:
@@ -95,7 +95,7 @@ def newest_first(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    """When it happened last; both generations of the events API."""
+    """When it last happened, in either version of the events API."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     created = (event.get("metadata") or {}).get("creationTimestamp")

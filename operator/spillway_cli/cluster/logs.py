@@ -1,8 +1,7 @@
-"""`spillway logs JOB`: what the trainer's pods print, and with -f on through restarts until the job has ended. Of a run
-directory: what its trainer printed.
+"""`spillway logs JOB`: prints the logs of a job's pods, with -f through restarts until the job ends; for a run
+directory, its trainer's log.
 
-A stream that breaks is taken up again at the last line that was printed: lines carry the kubelet's time stamps, which
-are not shown.
+A broken stream is resumed after the last printed line, by the kubelet's time stamps, which are not shown.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ ATTEMPT_LABEL = "spillway.dev/attempt"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 CONTAINER = "trainer"
 LOG = "trainer.log"
-"""of an attempt of a run directory"""
+"""Log file of an attempt in a run directory."""
 NOT_FOUND = 404
 POLL_SECONDS = 1.0
 Answer = TypeVar("Answer")
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339"""
+"""RFC 3339."""
 LAST_TRIES = 5
-"""for the log of a pod that has ended; its node may be gone for good"""
+"""Tries to read the log of an ended pod; its node may be gone."""
 IDLE_SECONDS = 60.0
-"""a stream that says nothing for so long is opened anew: the connection may be gone"""
+"""A stream without a line for this long is reopened: the connection may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +44,18 @@ class LogsOptions:
     """The command line of `spillway logs`."""
 
     job: str
-    """a TrainingJob, or the directory of a run"""
+    """A TrainingJob, or the directory of a run."""
     context: str | None
     namespace: str | None
     follow: bool
     node: int | None
-    """of the attempt, counted from 0; none = all"""
+    """Node of the attempt, counted from 0; None = all."""
     attempt: int | None
-    """none = the newest, and with `follow` those after it"""
+    """None = the newest, and with `follow` those after it."""
 
 
 def logs(options: LogsOptions) -> int:
-    """Print; 0 when there was something to print. Raises UserError when there is no such job, run, attempt or pod."""
+    """Prints logs; returns 0. Raises UserError when the job, run, attempt or pod does not exist."""
     if options.namespace is None and options.context is None and names_a_directory(options.job):
         return logs_of_run(run_at(options.job), options)
     cluster = connect(options.context)
@@ -74,19 +73,19 @@ def logs(options: LogsOptions) -> int:
 
 
 def logs_of_run(run: RunDirectory, options: LogsOptions) -> int:
-    """The log of the newest attempt, or of the one asked for; with `follow` as it grows, and then those of the next
-    ones, until nobody trains in the directory any more."""
+    """Prints the log of the newest attempt, or of the given one; with `follow` as it grows, then those of later
+    attempts, until no run uses the directory."""
     if options.node is not None:
-        raise UserError(f"--rank-node {options.node}: a run of this machine has one log; leave it out")
+        raise UserError(f"--rank-node {options.node}: a local run has one log; leave it out")
     known = attempts_with_log(run)
     attempt, offset = options.attempt or max(known, default=1), 0
     if attempt not in known:
         there = ", ".join(map(str, known)) or "none"
-        raise UserError(f"{run.path}: no log of attempt {attempt}; attempts that have one: {there}")
+        raise UserError(f"{run.path}: attempt {attempt} has no log; attempts with one: {there}")
     while True:
         newer = [one for one in attempts_with_log(run) if one > attempt]
         goes_on = options.follow and (options.attempt is None if newer else is_taken(run))
-        with (run.attempt(attempt) / LOG).open("rb") as log:  # after the two questions: it is whole where they say so
+        with (run.attempt(attempt) / LOG).open("rb") as log:  # read last, so that an ended attempt's log is complete
             log.seek(offset)
             shutil.copyfileobj(log, sys.stdout.buffer)
             offset = log.tell()
@@ -107,32 +106,32 @@ def attempts_with_log(run: RunDirectory) -> list[int]:
 def nothing_to_show(job: Object, options: LogsOptions) -> str:
     wanted = f"of attempt {options.attempt} " if options.attempt is not None else ""
     node = f"of node {options.node} " if options.node is not None else ""
-    state = value_at(job, "status.state") or "not looked at by the operator yet"
+    state = value_at(job, "status.state") or "not processed by the operator yet"
     advice = "-f waits for one, `spillway status` says why"
     if options.attempt is not None:
         advice = f"its newest attempt is {newest_attempt(job)}"
-    return f"TrainingJob {options.job} ({state}): no pod {wanted}{node}is there; {advice}"
+    return f"TrainingJob {options.job} ({state}): no pod {wanted}{node}found; {advice}"
 
 
 def newest_attempt(job: Object) -> int:
-    """0 before the first."""
+    """The newest attempt's number; 0 before the first."""
     total = value_at(job, "status.attempts.total")
     return total if isinstance(total, int) else 0
 
 
 @dataclass(slots=True)
 class Reader:
-    """Pods of one job and their logs, on stdout."""
+    """Prints the logs of one job's pods."""
 
     cluster: ClusterClient
     namespace: str
     options: LogsOptions
     nobody_reads: bool = False
-    """stdout was closed (`| head`)"""
+    """Whether stdout was closed (`| head`)."""
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def pods(self, attempt: int | None) -> list[Object]:
-        """Of one attempt (None: the newest that has pods), by node."""
+        """The pods of one attempt (None: the newest that has pods), by node."""
         selector = f"{JOB_LABEL}={self.options.job}"
         if attempt is not None:
             selector += f",{ATTEMPT_LABEL}={attempt}"
@@ -152,23 +151,23 @@ class Reader:
         return value_at(pod, "status.phase") in ("Succeeded", "Failed")
 
     def print_log(self, pod: Object, prefix: bytes) -> None:
-        """What the pod has printed so far. Raises UserError when its container has not started."""
+        """Prints the pod's log so far. Raises UserError when its container has not started."""
         try:
             self._print_since(pod["metadata"]["name"], prefix, b"", follow=False)
         except Interrupted as error:
             raise error.reason from error
 
     def follow_log(self, pod: Object, prefix: bytes) -> None:
-        """Every line of the pod from its first to its last, through interrupted connections."""
+        """Prints every line of the pod, first to last, through interrupted connections."""
         name, last, tries = pod["metadata"]["name"], b"", 0
         while not self.nobody_reads:
-            over = patiently(lambda: self.is_over(name))  # asked first: what it printed until then is read below
+            over = patiently(lambda: self.is_over(name))  # asked first, so that an ended pod's log is read to its end
             try:
                 last = self._print_since(name, prefix, last, follow=not over)
             except Interrupted as error:
                 tries = tries + 1 if over and error.last == last else 0
                 if tries == LAST_TRIES:
-                    message_console().print(f"pod {name}: the rest of its log cannot be read: {error.reason}")
+                    message_console().print(f"pod {name}: cannot read the rest of its log: {error.reason}")
                     return
                 last = error.last
             except RequestDenied as error:
@@ -180,10 +179,10 @@ class Reader:
             time.sleep(POLL_SECONDS)
 
     def _print_since(self, name: str, prefix: bytes, last: bytes, follow: bool) -> bytes:
-        """Lines after the time stamp `last`; returns the new last one. Raises Interrupted.
+        """Prints lines after the time stamp `last`; returns the new last stamp. Raises Interrupted.
 
-        The stream is taken up at the beginning of a second: lines up to `last` come again. After them nothing is
-        compared, for a clock may be set back. A line without a stamp is the kubelet's own.
+        The API resumes at the beginning of a second, so lines up to `last` come again and are skipped. Later stamps are
+        not compared, because the clock may be set back. A line without a stamp is the kubelet's own.
         """
         seen = last
         lines = self.cluster.lines(
@@ -218,18 +217,18 @@ class Reader:
 
 
 class Interrupted(Exception):
-    """A stream broke, or was silent for long."""
+    """A stream broke or was idle for too long."""
 
     def __init__(self, last: bytes, reason: Unreachable) -> None:
         super().__init__()
         self.last = last
-        """time stamp of the last line that was printed"""
+        """Time stamp of the last printed line."""
         self.reason = reason
 
 
 def follow(reader: Reader, options: LogsOptions, job: Object) -> int:
-    """Attempt after attempt, each pod from its first line, until the job has ended (or the one attempt asked for).
-    Raises UserError when `job` was deleted meanwhile, and for one attempt that has no pods and will get none."""
+    """Prints attempt after attempt, each pod from its first line, until the job, or the given attempt, has ended.
+    Raises UserError when `job` was deleted meanwhile, or the given attempt has no pods and will get none."""
     shown, uid = -1, value_at(job, "metadata.uid")
     while not reader.nobody_reads:
         try:
@@ -237,7 +236,7 @@ def follow(reader: Reader, options: LogsOptions, job: Object) -> int:
         except Gone as error:
             raise UserError(f"TrainingJob {options.job} was deleted") from error
         if value_at(job, "metadata.uid") != uid:
-            raise UserError(f"TrainingJob {options.job} was deleted; another one has its name now")
+            raise UserError(f"TrainingJob {options.job} was deleted; another one now has its name")
         over = has_ended(job)
         pods = patiently(lambda: reader.pods(options.attempt))
         attempt = attempt_of(pods[0]) if pods else -1
@@ -256,19 +255,19 @@ def follow(reader: Reader, options: LogsOptions, job: Object) -> int:
 
 
 def follow_pods(reader: Reader, pods: list[Object]) -> None:
-    """Until each of the pods has ended."""
+    """Prints the pods' logs until each pod has ended."""
     threads = [
         threading.Thread(target=reader.follow_log, args=(pod, prefix_of(pod, len(pods))), daemon=True) for pod in pods
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive():  # join() without a limit would keep Ctrl-C waiting
+        while thread.is_alive():  # join() without a limit would block Ctrl-C
             thread.join(POLL_SECONDS)
 
 
 def patiently(ask: Callable[[], Answer]) -> Answer:
-    """Ask again while no cluster answers; said once."""
+    """Retries while the cluster does not answer; prints that once."""
     said = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`spillway status [JOB]`: the jobs of a namespace as a table, or one job as a picture of where it is and why."""
+"""`spillway status [JOB]`: shows the jobs of a namespace as a table, or one job in detail."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class StatusOptions:
 
 
 def status(options: StatusOptions) -> int:
-    """Show; returns 0, or the documented code of the reason for which the one job asked for has failed."""
+    """Prints the status; returns 0, or the documented code of the reason if the given job has failed."""
     if options.all_namespaces and (options.job or options.namespace):
-        raise UserError("command line: -A is for the list of all jobs; leave out the job's name and --namespace")
+        raise UserError("command line: -A lists all jobs; leave out the job's name and --namespace")
     if options.watch and options.format is Format.JSON:
-        raise UserError("command line: -w shows a status again and again, -o json is one document; leave one out")
+        raise UserError("command line: -w prints repeatedly, but -o json is one document; leave one out")
     if options.job is not None and not (options.namespace or options.context) and Path(options.job).is_dir():
         raise UserError(
-            f"{options.job}: a directory; `spillway top {options.job}` shows a local run, and for the TrainingJob of "
-            "that name give its --namespace"
+            f"{options.job}: is a directory; `spillway top {options.job}` shows a local run; for the TrainingJob of "
+            "that name, give its --namespace"
         )
     cluster = connect(options.context)
     namespace = options.namespace or cluster.namespace
@@ -76,7 +76,7 @@ def list_of_jobs(cluster: ClusterClient, namespace: str | None, options: StatusO
 
 
 def jobs_table(jobs: Sequence[Object], with_namespace: bool, now: datetime) -> Table:
-    """Columns as `kubectl get tjob -o wide` has them; those that say nothing of any job are left out."""
+    """The columns of `kubectl get tjob -o wide`, without those that are empty for every job."""
     rows = [row(job, now) for job in jobs]
     headings = [name.upper() for name, *_ in TRAINING_JOB.columns]
     shown = [index for index in range(len(headings)) if any(cells[index] for cells in rows)]
@@ -103,7 +103,7 @@ def one_job(cluster: ClusterClient, namespace: str, name: str, options: StatusOp
 def looks(
     look: Callable[[], Seen], again: bool, enough: Callable[[Seen], bool] = lambda found: False
 ) -> Iterator[Seen]:
-    """What is there now; with `again` every time that it changed, until it is enough."""
+    """Yields what `look` returns; with `again`, each change until `enough`."""
     shown: Seen | None = None
     said = False
     while True:
@@ -124,7 +124,7 @@ def looks(
 
 
 def events_of(cluster: ClusterClient, job: Object) -> list[Object]:
-    """The newest first; none when the user may not see events, or they do not come."""
+    """The job's events, newest first; empty when the user may not list them or the server does not answer."""
     namespace = job["metadata"].get("namespace", cluster.namespace)
     selector = f"involvedObject.kind=TrainingJob,involvedObject.name={job['metadata']['name']}"
     if uid := job["metadata"].get("uid"):  # an earlier job may have had this name
@@ -137,7 +137,7 @@ def events_of(cluster: ClusterClient, job: Object) -> list[Object]:
 
 
 def picture(job: Object, events: Sequence[Object], now: datetime) -> RenderableType:
-    """Where it is, where its memory is, what is wrong, what happened last."""
+    """One job in detail: progress, plan, memory, conditions, events."""
     parts: list[RenderableType] = [headline(job), *progress(job), *plan(job)]
     parts += [tiers(job)] if value_at(job, "status.plan.bytes") or value_at(job, "status.memory.peak") else []
     parts += [members_table(members)] if (members := status_members(job)) else []
@@ -152,7 +152,7 @@ def picture(job: Object, events: Sequence[Object], now: datetime) -> RenderableT
 
 
 def headline(job: Object) -> str:
-    state = value_at(job, "status.state") or "not looked at by the operator yet"
+    state = value_at(job, "status.state") or "not processed by the operator yet"
     total = value_at(job, "status.attempts.total")
     attempt = f", attempt {total}" if total else ""
     return f"{job['metadata']['name']} in {job['metadata'].get('namespace', '')}: {state}{attempt}"
@@ -188,7 +188,7 @@ def plan(job: Object) -> list[str]:
 
 
 def shown_bytes(quantity: object) -> str:
-    """29992Ki -> 29.3 MiB; what is no quantity as it is."""
+    """29992Ki -> 29.3 MiB; anything else unchanged."""
     if quantity is None:
         return UNKNOWN
     try:
@@ -198,7 +198,7 @@ def shown_bytes(quantity: object) -> str:
 
 
 def tiers(job: Object) -> Table:
-    """Planned and measured bytes of the fullest rank."""
+    """Planned and peak bytes of the rank that holds most."""
     made = table("tier", "planned", "peak")
     planned, peak = value_at(job, "status.plan.bytes") or {}, value_at(job, "status.memory.peak") or {}
     for tier in Tier:
@@ -208,7 +208,7 @@ def tiers(job: Object) -> Table:
 
 
 def status_members(job: Object) -> tuple[MemberView, ...]:
-    """Of a sweep: the rows of its status. What it compares is the column `evaluation`, where it is that."""
+    """The members in a sweep's status; their objective is the evaluation loss unless spec.objective.metric is Loss."""
     compares_evaluation = value_at(job, "spec.objective.metric") != "Loss"
     return tuple(
         MemberView(
@@ -230,7 +230,7 @@ def count(value: object) -> int:
 
 
 def figure(text: object) -> float | None:
-    """That the status holds as text; None for what is none."""
+    """A number that the status holds as text; None if it is not one."""
     try:
         return float(str(text))
     except ValueError:
@@ -238,7 +238,7 @@ def figure(text: object) -> float | None:
 
 
 APART = {"disruptions": "disruptions", "memoryErrors": "memory errors"}
-"""of status.attempts: what does not count as a restart"""
+"""Fields of status.attempts that do not count as restarts."""
 
 
 def facts(job: Object, now: datetime) -> list[str]:
@@ -281,7 +281,7 @@ def event_line(event: Mapping[str, Any], now: datetime) -> str:
 
 
 def watch_to_the_end(cluster: ClusterClient, namespace: str, name: str, console: Console) -> int:
-    """Say each change in a line until the job ended; returns its exit code."""
+    """Prints each change in a line until the job has ended; returns its exit code."""
     job: Object = {}
     said = ""
     for job in looks(lambda: get_job(cluster, namespace, name), True, has_ended):
@@ -295,7 +295,7 @@ def watch_to_the_end(cluster: ClusterClient, namespace: str, name: str, console:
 
 
 def one_line(job: Object) -> str:
-    """demo: Running  step 120/1000  12%  loss 2.31  eta 3m"""
+    """For example: demo: Running  step 120/1000  12%  loss 2.31  eta 3m"""
     found = value_at(job, "status.progress") or {}
     parts = [f"{job['metadata']['name']}: {value_at(job, 'status.state') or 'created'}"]
     parts += [f"step {found.get('step', 0)}/{found['steps']}"] if found.get("steps") else []

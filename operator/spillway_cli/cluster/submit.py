@@ -1,4 +1,4 @@
-"""`spillway submit JOB`: checks a TrainingJob here, creates it in a cluster, and with --wait stays until it ended."""
+"""`spillway submit JOB`: validates a TrainingJob, creates it in a cluster, and with --wait waits until it has ended."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class SubmitOptions:
 
 
 def submit(options: SubmitOptions) -> int:
-    """Create the job; returns 0, or with --wait how the job ended. Raises UserError when it is refused."""
+    """Creates the job; returns 0, or with --wait the job's exit code. Raises UserError when it is rejected."""
     job = load_job(options.job)
     refuse_what_no_cluster_does(job, str(options.job))
     if options.wait and options.dry_run:
-        raise UserError("command line: --wait and --dry-run exclude each other: nothing is created to wait for")
+        raise UserError("command line: --wait and --dry-run exclude each other: a dry run creates no job to wait for")
     cluster = connect(options.context)
     namespace = namespace_of(job, options.namespace, cluster, str(options.job))
     created = create(cluster, namespace, manifest(job, namespace), options.dry_run, str(options.job))
@@ -60,22 +60,22 @@ def submit(options: SubmitOptions) -> int:
 
 
 def refuse_what_no_cluster_does(job: TrainingJob, source: str) -> None:
-    """What the operator would refuse a moment later, in its words. Raises InvalidJob."""
+    """Raises InvalidJob, with the operator's own messages, for what the operator would reject."""
     refused = refusal(job) if job.spec.managed_by == MANAGER else None
     if refused is not None:
         raise InvalidJob(source, refused.problems)
 
 
 def namespace_of(job: TrainingJob, asked: str | None, cluster: ClusterClient, source: str) -> str:
-    """--namespace, the manifest's, or the context's. Raises UserError when the first two differ."""
+    """The namespace of --namespace, the manifest or the context. Raises UserError when the first two differ."""
     written = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
     if asked and written and asked != written:
-        raise UserError(f"{source}: metadata.namespace = {written}, and --namespace is {asked}; keep one")
+        raise UserError(f"{source}: metadata.namespace = {written}, but --namespace is {asked}; keep one")
     return asked or written or cluster.namespace
 
 
 def manifest(job: TrainingJob, namespace: str) -> Object:
-    """What the user wrote, and nothing else: the API server fills in the defaults of its own version."""
+    """Only what the user wrote: the API server fills in the defaults of its own version."""
     content: Object = job.model_dump(mode="json", exclude_unset=True)
     content["metadata"]["namespace"] = namespace
     return content
@@ -100,9 +100,9 @@ def create(cluster: ClusterClient, namespace: str, content: Object, dry_run: boo
 
 
 def already_there(cluster: ClusterClient, namespace: str, name: str) -> str:
-    state = value_at(cluster.get_named(jobs_path(namespace, name)), "status.state") or "not looked at yet"
+    state = value_at(cluster.get_named(jobs_path(namespace, name)), "status.state") or "not processed yet"
     return (
-        f"TrainingJob {name} exists in namespace {namespace} ({state}); see it with `spillway status {name} -n "
+        f"TrainingJob {name} already exists in namespace {namespace} ({state}); see `spillway status {name} -n "
         f"{namespace}`, delete it (kubectl delete tjob {name} -n {namespace}), or give another metadata.name"
     )
 

@@ -1,1 +1,1 @@
-"""`spillway doctor`: what is wrong with this machine or cluster, and what to do."""
+"""`spillway doctor`: diagnoses this machine and cluster."""

@@ -1,4 +1,4 @@
-"""A cluster as `spillway doctor` judges it: what the API server answered this user -> findings. Pure."""
+"""Findings of `spillway doctor` about a cluster, from the API server's answers to this user. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since, plur
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 Object = Mapping[str, Any]
 LEAST_MINOR = 31
-"""of Kubernetes 1.x: selectable fields of custom resources; the chart asks for it, too"""
+"""Lowest Kubernetes 1.x, for selectable fields of custom resources; the chart requires it, too."""
 ENFORCE = "pod-security.kubernetes.io/enforce"
 MOST_NAMED = 5
 HELM = "helm upgrade --install spillway charts/spillway (docs/install.md)"
@@ -29,7 +29,7 @@ HELM = "helm upgrade --install spillway charts/spillway (docs/install.md)"
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What a command asks of the API server."""
+    """A permission that a command needs."""
 
     verb: str
     group: str
@@ -47,59 +47,59 @@ RIGHTS: dict[str, tuple[Severity, str, tuple[Right, ...]]] = {
     "logs": (WARNING, "view", (Right("list", "", "pods"), Right("get", "", "pods", "log"))),
     "top": (NOTE, "edit", (Right("get", "", "pods", "proxy"),)),
 }
-"""command -> how bad it is without, the role that has them, and the rights"""
+"""Command -> severity if they are missing, the role that grants them, and the rights."""
 CREATE_PODS = Right("create", "", "pods")
 
 FIXES = {
-    "InvalidSpec": "correct the fields that it names; what never changes needs a new TrainingJob",
-    "Unsupported": "use what it names instead",
+    "InvalidSpec": "correct the fields named in the message; immutable fields need a new TrainingJob",
+    "Unsupported": "use the alternative named in the message",
     "NameConflict": "delete or rename the object that has the name, or give the job another name",
-    "NoNode": "free or add a node, or widen scheduling.nodeSelector and tolerations",
-    "DoesNotFit": "take the nearest configuration that it names (suspend the job, change spec.memory, resume)",
-    "ClaimNotFound": "create the PersistentVolumeClaim, or name one that is there",
-    "ClaimNotShared": "a claim with access mode ReadWriteMany",
-    "ClaimNotWritable": "a claim with access mode ReadWriteOnce or ReadWriteMany",
-    "ContractTooLarge": "shorten spec.env, or put what is long into a Secret",
+    "NoNode": "free or add a node, or relax scheduling.nodeSelector and tolerations",
+    "DoesNotFit": "use the nearest configuration in the message (suspend the job, change spec.memory, resume)",
+    "ClaimNotFound": "create the PersistentVolumeClaim, or name an existing one",
+    "ClaimNotShared": "use a claim with access mode ReadWriteMany",
+    "ClaimNotWritable": "use a claim with access mode ReadWriteOnce or ReadWriteMany",
+    "ContractTooLarge": "shorten spec.env, or move long values to a Secret",
     "NoReport": "see `spillway logs`: a trainer that hangs is ended after lifecycle.stallSeconds",
     "NoProgress": "see `spillway logs`: the operator ends the attempt",
-    "Unschedulable": "free or add a node, or lower what the job asks for",
-    "Refused": "do what the API server's sentence asks for: quota, LimitRange, Pod Security or an admission policy",
-    "PodsRefused": "do what the sentence asks for: raise the quota or the LimitRange's maximum, or lower the request",
-    "ContainerWaiting": "see that the image can be pulled (spec.image, spec.imagePullSecrets)",
+    "Unschedulable": "free or add a node, or request less",
+    "Refused": "fix what the message names: quota, LimitRange, Pod Security or an admission policy",
+    "PodsRefused": "fix what the message names: raise the quota or the LimitRange's maximum, or request less",
+    "ContainerWaiting": "check that the image can be pulled (spec.image, spec.imagePullSecrets)",
 }
-"""reason -> what to do"""
+"""Reason -> what to do."""
 STUCK = ("InvalidSpec", "Unsupported", "NameConflict", "NoNode", "DoesNotFit", "NoReport", "NoProgress")
-"""reasons with which a job does not go on by itself"""
+"""Reasons with which a job does not continue without help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """The API server's answers; Missing where there was none, or the user may not see it."""
+    """The API server's answers; Missing if there was none or the user may not see it."""
 
     host: str
     namespace: str
     version: Object | Missing
     resources: Sequence[str] | Missing = ()
-    """plurals that the API group serves"""
+    """Plurals that the API group serves."""
     schemas: Mapping[str, Object] | Missing = field(default_factory=dict)
-    """kind -> its OpenAPI schema"""
+    """Kind -> its OpenAPI schema."""
     deployments: Sequence[Object] | Missing = ()
     rights: Mapping[Right, bool] | Missing = field(default_factory=dict)
     node_profiles: Sequence[Object] | Missing = ()
     jobs: Sequence[Object] | Missing = ()
     namespace_object: Object | Missing = field(default_factory=dict)
     pod_refusal: str | Missing = ""
-    """why the API server would refuse a pod like the trainer's (dry run); empty = it would not"""
+    """Why the API server would reject a pod like the trainer's (dry run); empty = it would not."""
     claims: Mapping[str, Object | Missing] = field(default_factory=dict)
-    """of --job"""
+    """The claims of --job."""
     storage_classes: Mapping[str, Object | Missing] = field(default_factory=dict)
 
 
 def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | None) -> list[Diagnosis]:
-    """`client`: version of this spillway."""
+    """All findings; `client` is the version of this spillway."""
     found = [*server(facts)]
     if isinstance(facts.version, Missing):
-        return found  # everything else would say the same
+        return found  # everything else would fail in the same way
     found += definitions(facts)
     if isinstance(facts.resources, Missing) and facts.resources.is_absent:
         return [*found, *operator(facts, client)]
@@ -113,22 +113,22 @@ def finding(check: str, severity: Severity, message: str, fix: str = "") -> Diag
 
 
 def unseen(check: str, what: str, missing: Missing) -> Diagnosis:
-    """Not to be allowed is normal; not to be answered is not."""
+    """The finding for a missing answer: a note if the user lacks the right, else a warning."""
     if missing.is_forbidden:
-        return finding(check, NOTE, f"{what} cannot be seen with your rights", "ask who runs the cluster")
-    return finding(check, WARNING, f"{what}: {missing.why}", "see whether the API server is well, then try again")
+        return finding(check, NOTE, f"you may not read {what}", "ask the cluster's administrator")
+    return finding(check, WARNING, f"{what}: {missing.why}", "check that the API server is healthy, then try again")
 
 
 def server(facts: ClusterFacts) -> Iterator[Diagnosis]:
     if isinstance(facts.version, Missing):
-        fix = "mend the connection, or name another kubeconfig (KUBECONFIG) or --context"
+        fix = "repair the connection, or choose another kubeconfig (KUBECONFIG) or --context"
         yield finding("api server", ERROR, facts.version.why.removesuffix(f"; {NO_CLUSTER}"), fix)
         return
     version = str(facts.version.get("gitVersion", "?"))
     minor = re.match(r"v?1\.(\d+)", version)
     if minor and int(minor[1]) < LEAST_MINOR:
-        message = f"{facts.host} is Kubernetes {version}, and Spillway needs 1.{LEAST_MINOR}"
-        yield finding("api server", ERROR, message, "a newer cluster")
+        message = f"{facts.host} is Kubernetes {version}, but Spillway needs 1.{LEAST_MINOR}"
+        yield finding("api server", ERROR, message, "upgrade the cluster")
     else:
         yield finding("api server", OK, f"{facts.host}, Kubernetes {version}, namespace {facts.namespace}")
 
@@ -137,11 +137,11 @@ def server(facts: ClusterFacts) -> Iterator[Diagnosis]:
 
 
 def definitions(facts: ClusterFacts) -> Iterator[Diagnosis]:
-    """Whether the CRDs are there, with the fields that this client knows."""
+    """Whether the CRDs are installed, with the fields that this client knows."""
     check = "crds"
     if isinstance(facts.resources, Missing):
         if facts.resources.is_absent:
-            yield finding(check, ERROR, f"the cluster knows no {GROUP}/{VERSION}: Spillway is not installed", HELM)
+            yield finding(check, ERROR, f"Spillway is not installed: the cluster has no {GROUP}/{VERSION}", HELM)
         else:
             yield unseen(check, "the API group", facts.resources)
         return
@@ -158,13 +158,13 @@ def definitions(facts: ClusterFacts) -> Iterator[Diagnosis]:
         lacking += [f"{kind.kind} {path}" for path in sorted(ours - theirs)]
         newer += [f"{kind.kind} {path}" for path in sorted(theirs - ours)]
     if lacking:
-        message = f"the cluster's CRDs are of another version: they lack {some(lacking)}"
+        message = f"the cluster's CRDs are of another version and lack {some(lacking)}"
         yield finding(check, ERROR, message, f"kubectl apply --server-side -f crds, or {HELM}")
     elif newer:
-        message = f"the cluster's CRDs are newer than this client, which does not know {some(newer)}"
+        message = f"the cluster's CRDs are newer than this client, which lacks {some(newer)}"
         yield finding(check, WARNING, message, f"install {DISTRIBUTION} of the operator's version here")
     else:
-        yield finding(check, OK, f"{', '.join(kind.kind for kind in KINDS)}: the fields that this client knows")
+        yield finding(check, OK, f"{', '.join(kind.kind for kind in KINDS)}: same fields as this client")
 
 
 def own_fields(kind: Kind) -> set[str]:
@@ -173,7 +173,7 @@ def own_fields(kind: Kind) -> set[str]:
 
 
 def fields_of(schema: Object, path: str = "") -> set[str]:
-    """Dotted paths of every field below spec and status."""
+    """Dotted paths of all fields below spec and status."""
     found: set[str] = set()
     for name, inner in (schema.get("properties") or {}).items():
         if path or name in ("spec", "status"):
@@ -212,7 +212,7 @@ def one_operator(deployment: Object, client: str) -> Diagnosis:
     what = f"{namespace}/{name}, image {image}"
     if wanted == 0:
         fix = f"kubectl scale deployment/{name} -n {namespace} --replicas=1"
-        return finding("operator", ERROR, f"{what}: scaled to 0 replicas; nobody looks after jobs", fix)
+        return finding("operator", ERROR, f"{what}: scaled to 0 replicas, so jobs are not processed", fix)
     if not ready:
         why = next(
             (str(one.get("message", "")) for one in value_at(deployment, "status.conditions") or ()
@@ -222,7 +222,7 @@ def one_operator(deployment: Object, client: str) -> Diagnosis:
         return finding("operator", ERROR, f"{what}: no replica is ready{': ' + why if why else ''}", fix)
     if version and version != client:
         fix = f"install {DISTRIBUTION} {version} here, or helm upgrade"
-        return finding("operator", WARNING, f"{what}: version {version}, and this client is {client}", fix)
+        return finding("operator", WARNING, f"{what}: version {version}, but this client is {client}", fix)
     return finding("operator", OK, f"{what}: {ready} of {wanted or 1} ready, version {version or 'not labelled'}")
 
 
@@ -249,25 +249,25 @@ def rights(facts: ClusterFacts) -> Iterator[Diagnosis]:
 
 
 def pods(facts: ClusterFacts) -> Iterator[Diagnosis]:
-    """Whether the namespace lets trainer pods in: they keep to Pod Security `restricted`."""
+    """Whether the namespace admits trainer pods, which comply with Pod Security `restricted`."""
     check = "pods"
     labels = {} if isinstance(facts.namespace_object, Missing) else facts.namespace_object
     level = (value_at(labels, "metadata.labels") or {}).get(ENFORCE, "")
     enforced = f"; Pod Security enforces {level}" if level else ""
     if isinstance(facts.namespace_object, Missing) and facts.namespace_object.is_absent:
         fix = f"kubectl create namespace {facts.namespace}"
-        yield finding(check, ERROR, f"there is no namespace {facts.namespace}", fix)
+        yield finding(check, ERROR, f"namespace {facts.namespace} does not exist", fix)
     elif isinstance(facts.pod_refusal, Missing):
         note = f"not tried: {facts.pod_refusal.why}{enforced}"
         yield finding(check, OK if facts.pod_refusal.is_forbidden else NOTE, note)
     elif facts.pod_refusal:
-        message = f"{facts.namespace} refuses a pod like a trainer's{enforced}: {facts.pod_refusal}"
-        yield finding(check, ERROR, message, "change the quota, limit range or policy that it names")
+        message = f"{facts.namespace} rejects a pod like the trainer's{enforced}: {facts.pod_refusal}"
+        yield finding(check, ERROR, message, "change the quota, limit range or policy named in the message")
     else:
-        yield finding(check, OK, f"{facts.namespace} takes a pod like a trainer's (dry run){enforced}")
+        yield finding(check, OK, f"{facts.namespace} accepts a pod like the trainer's (dry run){enforced}")
 
 
-# --- what the operator has to go by -----------------------------------------------------------------------------------
+# --- what the operator plans with -------------------------------------------------------------------------------------
 
 
 def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Diagnosis]:
@@ -284,15 +284,15 @@ def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Diagnosis]:
     if stale:
         yield finding(check, WARNING, f"NodeProfiles older than {STALE_DAYS} days: {some(sorted(stale))}", measure)
     if undated:
-        yield finding(check, NOTE, f"NodeProfiles that do not say when they were measured: {some(sorted(undated))}")
+        yield finding(check, NOTE, f"NodeProfiles without a spec.measuredTime: {some(sorted(undated))}")
     if not stale and not undated:
         yield finding(check, OK, f"{plural(len(times), 'NodeProfile')}, all younger than {STALE_DAYS} days")
 
 
 def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
-    """As the operator says it of jobs that go on."""
+    """What the operator reports about live metrics in the conditions of jobs that have not ended."""
     if isinstance(facts.jobs, Missing):
-        return  # stuck_jobs says it
+        return  # stuck_jobs reports it
     by_reason: dict[tuple[str, str], list[Object]] = {}
     for job in facts.jobs:
         found = conditions(job).get("MetricsAvailable")
@@ -302,7 +302,7 @@ def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
         names = some([str(job["metadata"]["name"]) for job in jobs])
         if status == "True":
             sources = {str(value_at(job, "status.plan.metricsSource") or "?") for job in jobs}
-            yield finding("metrics", OK, f"live metrics ({', '.join(sorted(sources))}) placed {names}")
+            yield finding("metrics", OK, f"placed with live metrics ({', '.join(sorted(sources))}): {names}")
             continue
         message = conditions(jobs[0])["MetricsAvailable"].get("message") or "placed without live metrics"
         if reason == "NotConfigured":
@@ -310,7 +310,7 @@ def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
         elif reason == "NoNodeView":
             yield finding("metrics", NOTE, f"{names}: {message}", "set nodeReader.enabled in the chart's values")
         else:
-            fix = "see that Prometheus answers at the chart's prometheus.url, and scrapes nodes and pods"
+            fix = "check that Prometheus answers at the chart's prometheus.url, and scrapes nodes and pods"
             yield finding("metrics", WARNING, f"{names}: {message}", fix)
 
 
@@ -321,7 +321,7 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
     troubled = 0
     for job in facts.jobs:
         name = f"{job['metadata'].get('namespace', '')}/{job['metadata']['name']}"
-        for one in that_matter(job):  # of one that has ended: its outcome only
+        for one in that_matter(job):
             reason = str(one.get("reason"))
             if reason in FIXES:
                 troubled += 1
@@ -329,7 +329,7 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
                 message = f"{name}: {one.get('type')}={one.get('status')} ({reason}): {one.get('message', '')}"
                 yield finding("jobs", severity, message, FIXES[reason])
     if not troubled:
-        yield finding("jobs", OK, f"{plural(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none is stuck")
+        yield finding("jobs", OK, f"{plural(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none stuck")
 
 
 # --- volumes of --job -------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Diagnosis]:
         if not isinstance(found, Missing):
             yield finding("volumes", OK, f"{path}: provisioned by {found.get('provisioner', '?')}")
         elif found.is_absent:
-            yield finding("volumes", ERROR, f"{path}: there is no such StorageClass", "see kubectl get storageclass")
+            yield finding("volumes", ERROR, f"{path}: StorageClass not found", "see kubectl get storageclass")
         else:
             yield unseen("volumes", path, found)
     if not fields:
@@ -365,17 +365,17 @@ def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Diagnosis]:
 def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) -> Diagnosis:
     if isinstance(found, Missing):
         if found.is_absent:
-            fix = "create it, or name one that is there (kubectl get pvc)"
-            return finding("volumes", ERROR, f"{path}: there is no such claim in {namespace}", fix)
+            fix = "create it, or name an existing one (kubectl get pvc)"
+            return finding("volumes", ERROR, f"{path}: claim not found in {namespace}", fix)
         return unseen("volumes", path, found)
     modes = [str(mode) for mode in value_at(found, "spec.accessModes") or ()]
     phase = str(value_at(found, "status.phase") or "?")
     if nodes > 1 and not {"ReadWriteMany", "ReadOnlyMany"} & {*modes}:
-        message = f"{path}: access modes {', '.join(modes) or 'none'}, and {nodes} nodes mount it"
-        return finding("volumes", ERROR, message, "a claim with access mode ReadWriteMany, or one node")
+        message = f"{path}: access modes {', '.join(modes) or 'none'}, but {nodes} nodes mount it"
+        return finding("volumes", ERROR, message, "use a claim with access mode ReadWriteMany, or one node")
     if phase == "Lost":
         return finding("volumes", ERROR, f"{path}: its volume is lost", "restore it, or create another claim")
     if phase != "Bound":
-        message = f"{path}: {phase}; a class that waits for its first pod binds it then"
+        message = f"{path}: {phase}; a StorageClass with WaitForFirstConsumer binds it when the first pod starts"
         return finding("volumes", NOTE, message, "see kubectl describe pvc if the job's pods wait for it")
     return finding("volumes", OK, f"{path}: bound, {', '.join(modes)}")

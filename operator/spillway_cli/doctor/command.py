@@ -1,9 +1,9 @@
-"""`spillway doctor`: looks at this machine and at the cluster, and says of each finding what to do.
+"""`spillway doctor`: examines this machine and the cluster, and prints findings with fixes.
 
-    gather (a thread per question, one deadline) -> Machine, ClusterFacts -> findings -> table or JSON, exit code
+    gather (a thread per task, one deadline) -> MachineFacts, ClusterFacts -> findings -> table or JSON, exit code
 
-Whatever hangs (a dead NFS mount, an API server that accepts and says nothing), the whole ends within 10 s: what was not
-gathered by then is a finding, too.
+The command ends within 10 s even if something hangs (a dead NFS mount, an API server that never answers): what is
+missing at the deadline is itself a finding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .findings import Diagnosis, Missing, Severity, num_errors, plural
 from .machine import machine_findings
 
 LONGEST_SECONDS = 8.0
-"""for everything that is gathered; Python's start and the printing come on top"""
+"""Limit for all tasks together, without Python's start and printing."""
 CREDENTIALS_SECONDS = 3.0
 COLOURS = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
@@ -40,16 +40,16 @@ class DoctorOptions:
     """The command line of `spillway doctor`."""
 
     directory: Path | None
-    """where runs would spill; none = here"""
+    """Where runs would spill; None = here."""
     job: Path | None
-    """whose claims are looked at"""
+    """The job whose claims are checked."""
     context: str | None
     namespace: str | None
     format: Format
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Look and say; 0, or 1 when something will keep jobs from running. Raises UserError for a wrong --job."""
+    """Prints findings; returns 1 if any is an error, else 0. Raises UserError for a wrong --job."""
     started = time.monotonic()
     job = None if options.job is None else load_job(options.job)
     findings = examined(options, job)
@@ -76,28 +76,27 @@ def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Diagnosis]
 
 
 def own_namespace(job: TrainingJob | None) -> str | None:
-    """That the job's file names."""
+    """The namespace in the job's file, if any."""
     return job.metadata.namespace if job and "namespace" in job.metadata.model_fields_set else None
 
 
 def the_cluster(options: DoctorOptions) -> ClusterClient | Diagnosis:
-    """A note where there is none; an error where one is named and cannot be had. A kubeconfig may name a program that
-    fetches credentials: it has its time limit, too."""
+    """Connects to the cluster; returns a note if none is configured, an error if connecting fails. It has a time limit,
+    because a kubeconfig may name a program that fetches credentials."""
     if not is_configured() and options.context is None:
-        message = "none: no kubeconfig, and this is no pod; what belongs to a cluster was not looked at"
+        message = "no kubeconfig, and not in a pod: the cluster was not examined"
         return Diagnosis("cluster", "kubeconfig", Severity.NOTE, message)
     gathering = Gathering({"credentials": lambda: connect(options.context)})
     found = gathering.answers(time.monotonic() + CREDENTIALS_SECONDS)["credentials"]
     if isinstance(found, ClusterClient):
         return found
     assert isinstance(found, Missing)
-    fix = "mend the kubeconfig, name another (KUBECONFIG), or a --context that it has"
+    fix = "correct the kubeconfig, choose another (KUBECONFIG), or one of its contexts (--context)"
     return Diagnosis("cluster", "kubeconfig", Severity.ERROR, found.why, fix)
 
 
 class Gathering:
-    """Tasks under way, all at the same time. Daemon threads: one that hangs in a system call must not keep the
-    process."""
+    """Runs tasks at the same time, in daemon threads: one that hangs in a system call must not block the exit."""
 
     def __init__(self, tasks: Mapping[str, doctor_gather.Task]) -> None:
         self._answers: dict[str, object] = {}
@@ -108,7 +107,7 @@ class Gathering:
             thread.start()
 
     def answers(self, deadline: float) -> dict[str, object]:
-        """What each task returned by then (monotonic seconds); else Missing, with the reason. Never raises."""
+        """Each task's result at the deadline (monotonic seconds), or Missing with the reason. Never raises."""
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         late = Missing("no answer in time")
@@ -121,7 +120,7 @@ class Gathering:
             self._answers[name] = doctor_gather.missing(error)
         except OSError as error:
             self._answers[name] = Missing(f"{error.filename or name}: {error.strerror or error}")
-        except Exception as error:  # one look that fails hides none of the others
+        except Exception as error:  # a failing task must not hide the others
             self._answers[name] = Missing(f"{type(error).__name__}: {error}")
 
 
@@ -129,7 +128,7 @@ class Gathering:
 
 
 def say(console: Console, findings: Sequence[Diagnosis], seconds: float) -> None:
-    """By area; the fix below each finding that has one. The words say what the colour says."""
+    """Prints findings by area, each with its fix below. The severity is a word as well as a colour."""
     check_width = max(len(finding.check) for finding in findings)
     for area in dict.fromkeys(finding.area for finding in findings):
         console.print(area)

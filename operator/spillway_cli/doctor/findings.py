@@ -1,4 +1,4 @@
-"""What `spillway doctor` has to say: a finding per thing that was looked at, with its fix where it needs one. Pure."""
+"""Diagnosis: a finding of `spillway doctor`, with its fix. Pure."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 STALE_DAYS = 90
-"""a profile older than that is worth measuring anew: kernels, disks and neighbours change"""
+"""Profiles older than this should be measured again: kernels, disks and other load change."""
 
 
 class Severity(StrEnum):
     OK = "ok"
     NOTE = "note"
-    """good to know; nothing is wrong"""
+    """For information; nothing is wrong."""
     WARNING = "warning"
-    """it works, worse than it could; or a part that not everybody needs is missing"""
+    """Works, but not as well as it could; or an optional part is missing."""
     ERROR = "error"
-    """jobs will fail, or do already"""
+    """Jobs fail or will fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     area: str
-    """machine or cluster"""
+    """The examined area: machine or cluster."""
     check: str
     severity: Severity
     message: str
-    """what was found, a sentence"""
+    """What was found, in one sentence."""
     fix: str = ""
-    """what to do; every finding that is worse than a note has one"""
+    """What to do; every warning and error has one."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -44,13 +44,13 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What could not be gathered."""
+    """A fact that could not be gathered."""
 
     why: str
     is_forbidden: bool = False
-    """the user may not see it"""
+    """The user may not see it."""
     is_absent: bool = False
-    """it is not there"""
+    """It does not exist."""
 
 
 def num_errors(findings: Iterable[Diagnosis]) -> int:
@@ -58,7 +58,7 @@ def num_errors(findings: Iterable[Diagnosis]) -> int:
 
 
 def days_since(time: str, now: datetime) -> float | None:
-    """Since an RFC 3339 time; None for what is none."""
+    """Days since an RFC 3339 time; None if it is invalid."""
     try:
         then = datetime.fromisoformat(time)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `spillway doctor` looks at: the effects. Each task answers one question; doctor_command runs them at once."""
+"""Gathers the facts of `spillway doctor`: one task per question; command.py runs them at the same time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .findings import Missing
 from .machine import Cores, Disk, MachineFacts, MachineMemory, Native, Profile
 
 NATIVE_SECONDS = 7.0
-"""for a process that imports torch"""
+"""Time limit of a process that imports torch."""
 BLOCK_BYTES = 4096
 FORBIDDEN, NOT_FOUND = 403, 404
 ROOT = Path("/")
@@ -50,7 +50,7 @@ def missing(error: SpillwayError) -> Missing:
 
 
 def fact(found: Mapping[str, object], name: str, kind: type[Fact]) -> Fact | Missing:
-    """What the task of that name found."""
+    """The result of the task `name`."""
     value = found[name]
     assert isinstance(value, (kind, Missing))
     return value
@@ -92,7 +92,7 @@ def as_machine(found: Mapping[str, object]) -> MachineFacts:
 
 
 def versions() -> dict[str, str]:
-    """Of the distributions that are installed."""
+    """Versions of the installed distributions of all extras."""
     found = {}
     for name in [name for names in EXTRAS.values() for name in names]:
         with suppress(metadata.PackageNotFoundError):
@@ -101,13 +101,13 @@ def versions() -> dict[str, str]:
 
 
 def minima() -> dict[str, str]:
-    """distribution -> the least version that this spillway asks for."""
+    """Distribution -> the lowest version that this spillway requires."""
     matches = (re.match(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", line) for line in metadata.requires(DISTRIBUTION) or ())
     return {match[1].lower(): match[2] for match in matches if match}
 
 
 def native() -> Native | Missing:
-    """In a process of its own: torch stays out of this one."""
+    """Asks another process, so that this one does not import torch."""
     command = [sys.executable, "-P", "-m", "spillway_trainer.kernels.native"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_SECONDS, check=False)
@@ -128,7 +128,7 @@ def huge_pages(root: Path = ROOT) -> str:
 
 
 def disk(directory: Path, is_named: bool = True) -> Disk:
-    """Writes one block, which nobody finds afterwards."""
+    """Writes one block to a temporary file."""
     try:
         status = os.statvfs(directory)
         free = status.f_bavail * status.f_frsize
@@ -141,13 +141,13 @@ def disk(directory: Path, is_named: bool = True) -> Disk:
 
 
 def writes_directly(directory: Path) -> bool:
-    """Whether O_DIRECT works: a file system may refuse the flag, or the first transfer."""
+    """Whether O_DIRECT works: a file system may reject the flag, or the first transfer."""
     descriptor, name = tempfile.mkstemp(dir=directory, prefix=".spillway-doctor-")
     os.close(descriptor)
     try:
         descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
         try:
-            with mmap.mmap(-1, BLOCK_BYTES) as page:  # as O_DIRECT wants it: on a page of its own
+            with mmap.mmap(-1, BLOCK_BYTES) as page:  # O_DIRECT needs an aligned buffer
                 return os.pwrite(descriptor, page, 0) == BLOCK_BYTES
         finally:
             os.close(descriptor)
@@ -171,7 +171,7 @@ def locked_memory() -> int:
 
 
 def profile() -> Profile:
-    """As plans for this machine find it."""
+    """The profile that plans for this machine use."""
     device: DeviceKind = "Cpu" if find_gpus().lacking(1) else "Cuda"
     path = default_path_or_none(device)
     if path is None or not path.exists():
@@ -181,7 +181,7 @@ def profile() -> Profile:
         return Profile(
             str(path),
             exists=True,
-            problem=own.sentence.removeprefix("left aside: ").partition("; `spillway calibrate`")[0],
+            problem=own.sentence.removeprefix("profile not used: ").partition("; run `spillway calibrate`")[0],
         )
     return Profile(str(path), exists=True, measured_time=read_profile(path).spec.measured_time or "")
 
@@ -190,7 +190,7 @@ def profile() -> Profile:
 
 
 def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
-    """Nothing is created: reviews of rights and a dry run are answered and forgotten."""
+    """The tasks about a cluster. They create nothing: access reviews and dry runs are not stored."""
     inside = f"{CORE}/namespaces/{segment('namespace', namespace)}"
     tasks: dict[str, Task] = {
         "server": lambda: cluster.get("/version"),
@@ -239,7 +239,7 @@ def items(cluster: ClusterClient, path: str, **query: object) -> list[Object]:
 
 
 def schemas(openapi: Object) -> dict[str, Object]:
-    """kind -> schema, as the API server publishes it to everybody who may ask for its API."""
+    """Kind -> schema, from the API server's OpenAPI document."""
     found = (openapi.get("components") or {}).get("schemas") or {}
     by_kind = {name.rpartition(".")[2]: schema for name, schema in found.items()}
     return {kind.kind: by_kind[kind.kind] for kind in KINDS if kind.kind in by_kind}
@@ -268,7 +268,7 @@ def may(cluster: ClusterClient, namespace: str, right: Right) -> bool:
 
 
 def pod_refusal(cluster: ClusterClient, namespace: str) -> str | Missing:
-    """Why the API server would refuse a trainer's pod; empty = it would not. Asked only of who may create pods."""
+    """Why the API server would reject a trainer's pod; empty = it would not. Missing: the user may not create pods."""
     if not may(cluster, namespace, CREATE_PODS):
         return Missing("you may not create pods (the Job controller does)", is_forbidden=True)
     try:
@@ -279,7 +279,7 @@ def pod_refusal(cluster: ClusterClient, namespace: str) -> str | Missing:
 
 
 def sample_pod() -> Object:
-    """As safe as a trainer's pod, and as small as one can be."""
+    """A minimal pod with the security settings of a trainer's pod."""
     bounded = {"memory": "64Mi", "ephemeral-storage": "64Mi"}
     return {
         "apiVersion": "v1",

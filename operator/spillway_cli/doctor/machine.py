@@ -1,4 +1,4 @@
-"""This machine as `spillway doctor` judges it: facts that were gathered -> findings. Pure."""
+"""Findings of `spillway doctor` about this machine, from gathered facts. Pure."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severit
 WITHOUT = {
     "trainer": (WARNING, "this machine can plan and submit jobs, not train them"),
     "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
-    "hf": (NOTE, "of transformers' families only those that need no weights work, and no adapters"),
+    "hf": (NOTE, "only llama by its sizes, without adapters, and your own entrypoints can be trained"),
     "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
 }
 LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB
 SMALL_MEMLOCK_BYTES = 64 * MIB
 MOST_USED = 0.1
-"""of a GPU's memory by others: a display takes less"""
+"""Share of a GPU's memory that may be in use before it is reported; a display uses less."""
 REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What the trainer's own process says."""
+    """The state of the native library, from a trainer's process."""
 
     isa: str
-    """in use; reference = the native library is not used"""
+    """Instruction set in use; "reference" = the native library is not used."""
     instruction_sets: tuple[str, ...]
-    """of library and processor; empty = no library"""
+    """Those that both library and processor have; empty = no library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Disk:
     directory: str
     free_bytes: int
     direct: bool
-    """O_DIRECT works there"""
+    """Whether O_DIRECT works."""
     is_named: bool = True
-    """with --directory; else it is the current one, where nobody may want to spill"""
+    """Given by --directory; else it is the current one, which may not be meant for spilling."""
     problem: str = ""
-    """why nothing can be written there"""
+    """Why it is not writable; empty = it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
     total_bytes: int
     available_bytes: int
-    """for this process now, inside the limits"""
+    """For this process now, within its limits."""
     is_limited: bool
-    """by a cgroup, more than by what the machine has free"""
+    """A cgroup limits it to less than the machine has free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,36 +64,36 @@ class Cores:
     usable: int
     of_machine: int
     omp_num_threads: str
-    """the variable; empty = not set"""
+    """The environment variable; empty = not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     path: str
-    """empty = there is nowhere to keep one"""
+    """Empty = there is no directory for it."""
     exists: bool
     measured_time: str = ""
     problem: str = ""
-    """why plans leave it aside"""
+    """Why plans do not use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Missing where it could not be had in its time."""
+    """Facts about this machine; Missing if not gathered in time."""
 
     python: str
     versions: Mapping[str, str]
-    """distribution -> version, of those that are installed"""
+    """Distribution -> installed version."""
     minima: Mapping[str, str]
-    """distribution -> the least version that this spillway asks for"""
+    """Distribution -> the lowest version that this spillway requires."""
     native: Native | Missing
     huge_pages: str | Missing
-    """always, madvise, never; empty where it is not known"""
+    """always, madvise or never; empty = not known."""
     disk: Disk | Missing
     memory: MachineMemory | Missing
     cores: Cores | Missing
     memlock_bytes: int | Missing | None
-    """None = no limit"""
+    """None = no limit."""
     profile: Profile | Missing
     gpus: Gpus | Missing = NO_DRIVER
 
@@ -117,11 +117,11 @@ def finding(check: str, severity: Severity, message: str, fix: str = "") -> Diag
 
 
 def unknown(check: str, missing: Missing) -> Diagnosis:
-    return finding(check, WARNING, f"not known: {missing.why}", "run spillway doctor again; if it stays, look there")
+    return finding(check, WARNING, f"not examined: {missing.why}", "run spillway doctor again on an idle machine")
 
 
 def packages(machine: MachineFacts) -> Iterator[Diagnosis]:
-    """Python and what each extra brings."""
+    """Python, and the packages of each extra."""
     yield finding("python", OK, f"Python {machine.python}, spillway {__version__}")
     for extra, names in EXTRAS.items():
         install = install_command(extra)
@@ -138,7 +138,7 @@ def packages(machine: MachineFacts) -> Iterator[Diagnosis]:
 
 
 def is_older(version: str | None, least: str | None) -> bool:
-    """By their leading numbers: 2.11.0+cpu against 2.11."""
+    """Compares leading numbers only: 2.11.0+cpu is not older than 2.11."""
     return version is not None and least is not None and numbers(version) < numbers(least)
 
 
@@ -149,7 +149,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def native_library(native: Native | Missing, has_torch: bool) -> Iterator[Diagnosis]:
     if not has_torch:
-        return  # said already
+        return  # already reported by `packages`
     if isinstance(native, Missing):
         fix = (
             "see why: python -m spillway_trainer.kernels.native"
@@ -161,47 +161,47 @@ def native_library(native: Native | Missing, has_torch: bool) -> Iterator[Diagno
         return
     if native.isa == REFERENCE:
         forced = bool(native.instruction_sets)
-        why = "SPILLWAY_FORCE_ISA=reference" if forced else "it was not built: there was no C++ compiler"
-        fix = "unset SPILLWAY_FORCE_ISA" if forced else "install a C++20 compiler and CMake, and install spillway anew"
-        yield finding("native", WARNING, f"the native library is not used ({why}): the same bits, in more time", fix)
+        why = "SPILLWAY_FORCE_ISA=reference" if forced else "not built: there was no C++ compiler"
+        fix = "unset SPILLWAY_FORCE_ISA" if forced else "install a C++20 compiler and CMake, then reinstall spillway"
+        yield finding("native", WARNING, f"the native library is not used ({why}): same results, but slower", fix)
         return
     yield finding("native", OK, f"instruction set {native.isa} of {', '.join(native.instruction_sets)}")
 
 
 def spill_directory(disk: Disk | Missing) -> Iterator[Diagnosis]:
-    check, elsewhere = "spill", "name another --directory, and the same to spillway run --spill"
+    check, elsewhere = "spill", "choose another --directory, and give it to spillway run --spill"
     if isinstance(disk, Missing):
         yield unknown(check, disk)
         return
     if disk.problem:
         severity = ERROR if disk.is_named else WARNING
-        yield finding(check, severity, f"{disk.directory}: nothing can be written there: {disk.problem}", elsewhere)
+        yield finding(check, severity, f"{disk.directory}: not writable: {disk.problem}", elsewhere)
         return
     free = f"{format_bytes(disk.free_bytes)} free"
     if disk.free_bytes < LEAST_DISK_BYTES:
-        yield finding(check, WARNING, f"{disk.directory}: only {free}", f"make room, or {elsewhere}")
+        yield finding(check, WARNING, f"{disk.directory}: only {free}", f"free space, or {elsewhere}")
     if disk.direct:
         yield finding(check, OK, f"{disk.directory}: {free}, O_DIRECT works")
     else:
-        message = f"{disk.directory}: {free}, no O_DIRECT: spilled bytes go through the page cache, which is memory"
-        yield finding(check, WARNING, message, f"{elsewhere}: on a local disk with ext4 or xfs")
+        message = f"{disk.directory}: {free}, no O_DIRECT: spilled bytes also occupy memory (page cache)"
+        yield finding(check, WARNING, message, f"{elsewhere}, on a local disk with ext4 or xfs")
 
 
 def memory(found: MachineMemory | Missing) -> Iterator[Diagnosis]:
     if isinstance(found, Missing):
         yield unknown("memory", found)
         return
-    limit = "; a cgroup limit binds" if found.is_limited else ""
+    limit = ", limited by a cgroup" if found.is_limited else ""
     message = f"{format_bytes(found.available_bytes)} available of {format_bytes(found.total_bytes)}{limit}"
     if found.available_bytes >= LEAST_MEMORY_BYTES:
         yield finding("memory", OK, message)
         return
-    fix = "raise the container's memory limit" if found.is_limited else "end what holds it"
-    yield finding("memory", WARNING, f"only {message}: torch alone takes some hundred MiB", fix)
+    fix = "raise the container's memory limit" if found.is_limited else "end processes that use much memory"
+    yield finding("memory", WARNING, f"only {message}: torch alone needs some hundred MiB", fix)
 
 
 def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Diagnosis]:
-    """A GPU's driver may count pinned host memory against it; NVIDIA's does not."""
+    """Checks RLIMIT_MEMLOCK: a GPU driver may count pinned host memory against it, though NVIDIA's does not."""
     if isinstance(limit_bytes, Missing):
         yield unknown("memlock", limit_bytes)
         return
@@ -229,12 +229,12 @@ def gpus(found: Gpus | Missing) -> Iterator[Diagnosis]:
         yield finding(check, OK, f"{gpu.name}, {free} free of {total}{links}")
         used = gpu.total_bytes - gpu.free_bytes
         if used > MOST_USED * gpu.total_bytes:
-            by = f"{gpu.num_processes} computing processes" if gpu.num_processes else "the display, or others"
-            fix = "end what holds it (nvidia-smi), or choose another by CUDA_VISIBLE_DEVICES"
-            yield finding(check, WARNING, f"{format_bytes(used)} are taken by {by}: plans have the rest", fix)
+            by = f"{gpu.num_processes} computing processes" if gpu.num_processes else "the display or other programs"
+            fix = "end those processes (nvidia-smi), or choose another GPU with CUDA_VISIBLE_DEVICES"
+            yield finding(check, WARNING, f"{format_bytes(used)} used by {by}: plans can only use the rest", fix)
         if width < most:
             slow = f"PCIe runs with {width} of {most} lanes, so copies take {most / width:.3g} times as long"
-            yield finding(check, WARNING, slow, "use another slot, or its setting in the BIOS; seat the card anew")
+            yield finding(check, WARNING, slow, "reseat the card, use another slot, or change the BIOS setting")
 
 
 def huge_pages(mode: str | Missing) -> Iterator[Diagnosis]:
@@ -242,7 +242,7 @@ def huge_pages(mode: str | Missing) -> Iterator[Diagnosis]:
         yield unknown("hugepages", mode)
     elif mode == "never":
         fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
-        yield finding("hugepages", WARNING, "transparent huge pages are off: large tensors cost more page faults", fix)
+        yield finding("hugepages", WARNING, "transparent huge pages are off: large tensors cause more page faults", fix)
     elif mode:
         yield finding("hugepages", OK, f"transparent huge pages: {mode}")
 
@@ -251,13 +251,13 @@ def threads(cores: Cores | Missing) -> Iterator[Diagnosis]:
     if isinstance(cores, Missing):
         yield unknown("cores", cores)
         return
-    few = f" of the machine's {cores.of_machine} (affinity, or a CPU quota)" if cores.usable < cores.of_machine else ""
+    few = f" of the machine's {cores.of_machine} (CPU affinity or quota)" if cores.usable < cores.of_machine else ""
     yield finding("cores", OK, f"{cores.usable} usable{few}")
     asked = cores.omp_num_threads
     if asked.isdecimal() and int(asked) > cores.usable:
-        message = f"OMP_NUM_THREADS={asked}, and {cores.usable} cores can be used: threads would wait for one another"
+        message = f"OMP_NUM_THREADS={asked}, but only {cores.usable} cores are usable: threads would compete"
         yield finding(
-            "threads", WARNING, message, "unset OMP_NUM_THREADS; a run takes as many threads as there are cores"
+            "threads", WARNING, message, "unset OMP_NUM_THREADS; a run uses as many threads as there are cores"
         )
 
 
@@ -268,9 +268,9 @@ def profile(found: Profile | Missing, now: datetime) -> Iterator[Diagnosis]:
     elif not found.exists:
         yield finding(check, NOTE, "not measured: plans for this machine use the catalog's rates", measure)
     elif found.problem:
-        yield finding(check, WARNING, f"the profile is left aside: {found.problem}", measure)
+        yield finding(check, WARNING, f"the profile is not used: {found.problem}", measure)
     elif not found.measured_time:
-        yield finding(check, NOTE, f"{found.path} does not say when it was measured", measure)
+        yield finding(check, NOTE, f"{found.path} has no spec.measuredTime", measure)
     else:
         days = days_since(found.measured_time, now) or 0.0
         if days > STALE_DAYS:

@@ -1,4 +1,4 @@
-"""GPUs of this machine that a run could use, by the driver's own library: torch takes seconds to be asked."""
+"""Finds the GPUs that a run could use, through the driver's library: importing torch would take seconds."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     num_processes: int = 0
-    """that compute on it now"""
+    """Processes that compute on it now."""
     pcie: tuple[int, int, int] = (0, 0, 0)
-    """generation; lanes now, and at most; 0 = not known"""
+    """Generation, lanes now, most lanes; 0 = not known."""
     num_nvlinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """As CUDA numbers them."""
+    """The machine's GPUs, in CUDA's order."""
 
     found: tuple[Gpu, ...] = ()
     driver: str = ""
     torch_cuda: str | None = None
-    """as the function of that name"""
+    """See the function of that name."""
     problem: str = ""
-    """why a run can use none; empty = it can"""
+    """Why a run can use none; empty = it can."""
     fix: str = ""
 
     @property
     def said(self) -> str:
-        """Of the first."""
+        """Name and free memory of the first GPU."""
         return f"{self.found[0].name}, {format_bytes(self.found[0].free_bytes)} free" if self.found else ""
 
     def lacking(self, num_ranks: int) -> str:
-        """Why so many ranks cannot run here; empty where they can."""
+        """Why so many ranks cannot run here; empty = they can."""
         if self.problem or len(self.found) >= num_ranks:
             return self.problem
-        return f"{num_ranks} ranks need a GPU each, and there are {len(self.found)}"
+        return f"{num_ranks} ranks need a GPU each, but there are {len(self.found)}"
 
 
 NO_DRIVER = Gpus(problem="no NVIDIA driver")
@@ -68,29 +68,31 @@ def find_gpus() -> Gpus:
     except pynvml.NVMLError_LibraryNotFound:
         return NO_DRIVER
     except pynvml.NVMLError as error:
-        problem = f"NVIDIA's driver does not answer: {error}"
+        problem = f"the NVIDIA driver does not answer: {error}"
         return Gpus(problem=problem, fix="see nvidia-smi; load or update the driver")
     built_for = torch_cuda()
     return Gpus(found, driver, built_for, *problem_of(len(handles), len(found), cuda, built_for))
 
 
 def problem_of(num_there: int, num_visible: int, driver_cuda: int, built_for: str | None) -> tuple[str, str]:
-    """Why a run could use none, and what to do. `driver_cuda`: 12040 is 12.4; `built_for`: torch, see `torch_cuda`."""
+    """Why a run cannot use a GPU, and the fix; empty = it can. `driver_cuda`: 12040 is 12.4; `built_for`: see
+    `torch_cuda`."""
     if not num_there:
-        return "the driver finds no GPU", "see nvidia-smi, and whether the container was given one"
+        return "the driver finds no GPU", "see nvidia-smi; check that the container was given a GPU"
     if not num_visible:
-        return f"{VISIBLE} hides all {num_there} of them", f"unset {VISIBLE}"
+        return f"{VISIBLE} hides all {num_there} GPUs", f"unset {VISIBLE}"
     if built_for == "":
         return "torch is built without CUDA", CUDA_PACKAGE
     if built_for and driver_cuda // 1000 < int(built_for.partition(".")[0]):
         knows = f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
-        return f"the driver knows CUDA {knows}, torch is built for {built_for}", "update the driver, or an older torch"
+        message = f"the driver supports CUDA {knows}, torch is built for {built_for}"
+        return message, "update the driver, or install an older torch"
     return "", ""
 
 
 def visible(handles: Sequence[Any], uuid: Callable[[Any], str], listed: str | None) -> list[Any]:
-    """Those that CUDA shows, in its order: CUDA_VISIBLE_DEVICES lists numbers or beginnings of UUIDs, and ends at the
-    first that is none. (Numbers are NVML's: environment.py asks CUDA for its order.)"""
+    """The GPUs that CUDA shows, in its order: CUDA_VISIBLE_DEVICES lists numbers or UUID prefixes, and CUDA ignores all
+    after the first invalid one. (Numbers are NVML's: environment.py makes CUDA use the same order.)"""
     if listed is None:
         return [*handles]
     found = []
@@ -115,7 +117,7 @@ def gpu_of(handle: Any) -> Gpu:
         free_bytes=memory.free,
         num_processes=len(asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
         pcie=(
-            asked(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,  # an idle device lowers the present one
+            asked(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,  # an idle device lowers the current one
             asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
             asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
         ),
@@ -124,7 +126,7 @@ def gpu_of(handle: Any) -> Gpu:
 
 
 def asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """None where this device has no such thing."""
+    """The function's result; None if the device does not support it."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -132,7 +134,7 @@ def asked(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for, 13.0; empty = none; None: there is no torch. Read, not imported."""
+    """The CUDA version that torch is built for ("13.0"; empty = none); None without torch. Does not import torch."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None

@@ -1,7 +1,7 @@
-"""The profile of this machine: a NodeProfile that `spillway calibrate` measured and plans for this machine use.
+"""The profile of this machine: a NodeProfile that `spillway calibrate` wrote and plans for this machine use.
 
-It lies in $XDG_STATE_HOME/spillway (~/.local/state/spillway). One that cannot be read, or is about another number of
-cores, is never used in silence: named on the command line it is refused, else it is left aside with a sentence.
+It is in $XDG_STATE_HOME/spillway (~/.local/state/spillway). One that is damaged, or measured with another number of
+cores, is not used: if named on the command line it is rejected, else a message says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spillway.planning.hardware import NodeSpec, gpu_node, resolve_node
 from ..record.directory import write_atomic
 
 FILE_NAMES = {"Cpu": "node-profile.yaml", "Cuda": "node-profile-cuda.yaml"}
-"""by the kind of device that was measured"""
+"""Measured device kind -> file name."""
 SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
     ("status",),
     *(
@@ -31,32 +31,32 @@ SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
         for field in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "labels")
     ),
 )
-"""set by an API server; `kubectl get nprof -o yaml` must load"""
+"""Fields set by the API server, ignored so that the output of `kubectl get nprof -o yaml` can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnProfile:
-    """What plans for this machine start from."""
+    """The rates that plans for this machine use."""
 
     spec: NodeProfileSpec | None
-    """None: the catalog's rates"""
+    """None: the catalog's rates."""
     sentence: str
-    """where the rates come from, for people"""
+    """Where the rates come from, for people."""
 
 
 def default_path(device: DeviceKind = "Cpu") -> Path:
-    """Raises UserError where there is neither $XDG_STATE_HOME nor a home directory."""
+    """The profile's path. Raises UserError if there is neither $XDG_STATE_HOME nor a home directory."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
         return Path(state) / "spillway" / FILE_NAMES[device]
     try:
         return Path.home() / ".local" / "state" / "spillway" / FILE_NAMES[device]
     except RuntimeError as error:
-        raise UserError("there is no home directory to keep the profile in; name an --output") from error
+        raise UserError("no home directory for the profile; name a file with --output") from error
 
 
 def read_profile(path: Path) -> NodeProfile:
-    """Raises UserError, InvalidJob with every wrong field."""
+    """Reads a NodeProfile. Raises UserError, or InvalidJob with every wrong field."""
     return parse(NodeProfile, read_text(path, "NodeProfile"), str(path), SERVER_FIELDS)
 
 
@@ -71,13 +71,12 @@ def write_profile(path: Path, document: dict[str, object], comment: str) -> None
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError before anything is measured when the result could not be kept. Leaves nothing behind but the
-    directory."""
+    """Raises UserError if the profile could not be written, before anything is measured. Only creates the directory."""
     probe = path.with_name(f".{path.name}.probe")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise IsADirectoryError(21, "it is a directory")
+            raise IsADirectoryError(21, "is a directory")
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -85,11 +84,11 @@ def check_writable(path: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: the profile cannot be written there ({error.strerror}); name another file with --output")
+    return UserError(f"{path}: cannot write the profile ({error.strerror}); name another file with --output")
 
 
 Profiles = Callable[[DeviceKind], OwnProfile]
-"""what plans for this machine start from, by what they compute on"""
+"""Returns the profile of this machine for a device kind."""
 
 
 def no_profile(device: DeviceKind) -> OwnProfile:
@@ -97,11 +96,11 @@ def no_profile(device: DeviceKind) -> OwnProfile:
 
 
 def own_profile(cores: int, device: DeviceKind = "Cpu", *, given: Path | None = None) -> OwnProfile:
-    """`given` (--node FILE), or the one that `spillway calibrate` left. Raises UserError for a given one that cannot be
-    used; another is left aside, aloud."""
+    """The profile `given` (--node FILE), or the one that `spillway calibrate` wrote. Raises UserError if `given` is not
+    usable; if the other one is not, `sentence` says why."""
     path = given or default_path_or_none(device)
     if path is None or (given is None and not os.path.exists(path)):
-        return OwnProfile(None, "rates of the catalog; `spillway calibrate` measures those of this machine")
+        return OwnProfile(None, "catalog rates; measure this machine with `spillway calibrate`")
     try:
         profile = read_profile(path)
         refuse_another_machine(path, profile.spec, cores, device)
@@ -109,7 +108,7 @@ def own_profile(cores: int, device: DeviceKind = "Cpu", *, given: Path | None = 
         if given is not None:
             raise
         reason = "; ".join(line.strip() for line in str(error).splitlines())
-        return OwnProfile(None, f"left aside: {reason}; `spillway calibrate` makes it anew. Rates of the catalog")
+        return OwnProfile(None, f"profile not used: {reason}; run `spillway calibrate` again. Using catalog rates")
     when = f"on {profile.spec.measured_time[:10]} " if profile.spec.measured_time else ""
     return OwnProfile(profile.spec, rates_sentence(profile.spec, f"{when}({path})"))
 
@@ -123,26 +122,25 @@ def default_path_or_none(device: DeviceKind = "Cpu") -> Path | None:
 
 def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
     if spec.device_kind != device:
-        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, and this run's device is {device}")
+        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, but this run's device is {device}")
     if not has_rates(spec):
-        raise UserError(f"{path}: holds no rate, so nothing was measured")
+        raise UserError(f"{path}: contains no measured rate")
     if spec.num_cores not in (None, cores):
-        raise UserError(f"{path}: measured with {spec.num_cores} cores, and {cores} can be used now")
+        raise UserError(f"{path}: measured with {spec.num_cores} cores, but {cores} are usable now")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedNode:
-    """What `--node` names."""
+    """The node that `--node` names."""
 
     node: NodeSpec
     rates: str
-    """whose they are, for people"""
+    """Where the rates come from, for people."""
 
 
 def named_node(name: str) -> NamedNode:
-    """`--node NAME`: a class of the catalog, or the file of a NodeProfile. What the profile leaves out comes from the
-    catalog: the generic CPU node, or the GPU class with as much memory. Raises UserError for a GPU of unknown memory:
-    it could be any."""
+    """The node of `--node NAME`: a catalog class, or a NodeProfile file, completed from the catalog's generic CPU node
+    or the GPU class with as much memory. Raises UserError for a GPU profile without device memory."""
     path = Path(name)
     if os.sep not in name and path.suffix not in {".yaml", ".yml", ".json"}:
         return NamedNode(resolve_node(name), "catalog rates")
@@ -151,5 +149,5 @@ def named_node(name: str) -> NamedNode:
     if spec.device_kind == "Cpu":
         return NamedNode(measured(spec, resolve_node("cpu")), rates)
     if spec.device_memory is None:
-        raise UserError(f"{path}: spec.deviceMemory: missing; a plan for a GPU needs to know how much memory it has")
+        raise UserError(f"{path}: spec.deviceMemory: missing; a plan for a GPU needs it")
     return NamedNode(measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1)), rates)

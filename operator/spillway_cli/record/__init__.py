@@ -1,1 +1,1 @@
-"""What a run directory holds, read back: events, attempts, plan against reality."""
+"""Reads run directories: events, attempts, plan against reality."""

@@ -1,4 +1,4 @@
-"""How each attempt of a run ended: Attempt, and the file that keeps it beside the attempt's log."""
+"""How each attempt of a run ended: Attempt, and its file next to the attempt's log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .directory import RunDirectory, write_atomic
 
 ENDED = "ended.json"
 PLAN = "plan.json"
-"""of one attempt, beside its log"""
+"""An attempt's plan, stored next to its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Attempt:
 
     epoch: int
     exit_code: int
-    """as a shell reports it: 128 + number for a signal"""
+    """As a shell reports it: 128 + number for a signal."""
     reason: str
     message: str
-    """one sentence: the trainer's own, or what is known of a crash"""
+    """One sentence: the trainer's own, or a description of the crash."""
 
     @property
     def worth_restarting(self) -> bool:
@@ -43,25 +43,25 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What was planned after an attempt that ran out of memory."""
+    """Result of replanning after an attempt that ran out of memory."""
 
     sentence: str = ""
-    """for people; empty = nothing is to be said"""
+    """For people; empty = nothing to report."""
     taken: bool = False
-    """the next attempt runs it"""
+    """Whether the next attempt uses the new plan."""
 
 
 NO_RUNG = Rung()
 
 
 def record_end(run: RunDirectory, attempt: Attempt) -> None:
-    """Keep how it ended beside its log: a killed trainer cannot say it in run.jsonl."""
+    """Stores how the attempt ended next to its log: a killed trainer cannot write it to run.jsonl."""
     content = {"exitCode": attempt.exit_code, "reason": attempt.reason, "message": attempt.message}
     write_atomic(run.attempt(attempt.epoch) / ENDED, json.dumps(content) + "\n")
 
 
 def read_ended(run: RunDirectory, epoch: int) -> Attempt | None:
-    """How an attempt ended; None while it trains, when its CLI was killed, or when the file is damaged."""
+    """How an attempt ended; None while it trains, if its `spillway run` was killed, or if the file is damaged."""
     content = read_json_object(run.attempt(epoch) / ENDED)
     code, reason, message = (content.get(key) for key in ("exitCode", "reason", "message"))
     if not isinstance(code, int) or not isinstance(reason, str) or not isinstance(message, str):
@@ -70,7 +70,7 @@ def read_ended(run: RunDirectory, epoch: int) -> Attempt | None:
 
 
 def describe_end(directory: Path, epoch: int, returncode: int) -> Attempt:
-    """Code, reason and sentence of an ended trainer; the trainer's own message counts when it matches the code."""
+    """Code, reason and sentence for an ended trainer; its own message is used only if it has the same exit code."""
     exit_code = 128 - returncode if returncode < 0 else returncode
     reason = reason_of(exit_code)
     termination = read_json_object(directory / "termination.json")
@@ -81,18 +81,18 @@ def describe_end(directory: Path, epoch: int, returncode: int) -> Attempt:
     if exit_code == ExitCode.COMPLETED:
         return Attempt(epoch, exit_code, reason, "")
     last_line = last_log_line(directory / "trainer.log")
-    said = f"; it last said: {last_line}" if last_line else ""
-    return Attempt(epoch, exit_code, reason, f"the trainer ended with exit code {exit_code}{said}")
+    said = f"; last log line: {last_line}" if last_line else ""
+    return Attempt(epoch, exit_code, reason, f"the trainer exited with code {exit_code}{said}")
 
 
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    hint = " (out of memory, if nobody sent it: see the kernel's log)" if number == signal.SIGKILL else ""
+    hint = " (probably out of memory, unless sent by a user: see the kernel log)" if number == signal.SIGKILL else ""
     return name + hint
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The object in a small JSON file, or an empty one when a crash left none or a part of one."""
+    """The object in a small JSON file; empty if the file is missing or incomplete after a crash."""
     try:
         return json_object(path.read_bytes()) or {}
     except OSError:
@@ -100,7 +100,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def last_log_line(path: Path, longest: int = 300) -> str:
-    """The last line of a log that says something; a traceback's last line is the error."""
+    """The last non-empty line of a log; a traceback's last line is the error."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -109,7 +109,7 @@ def last_log_line(path: Path, longest: int = 300) -> str:
 
 
 def plan_of_attempt(run: RunDirectory, epoch: int) -> MemoryPlan | None:
-    """None when there is none of this version."""
+    """The attempt's plan; None if it is missing or of another version."""
     try:
         return MemoryPlan.model_validate_json((run.attempt(epoch) / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError, ValidationError):

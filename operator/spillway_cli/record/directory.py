@@ -1,4 +1,4 @@
-"""RunDirectory: where everything of a local run lies, and the lock that keeps two runs out of one directory.
+"""RunDirectory: the files of a local run, and the lock that keeps two runs out of one directory.
 
 OUTPUT/  job.json plan.json run.jsonl report.html  corpus/  checkpoints/
          attempts/attempt-E/{trainer.log,termination.json,ended.json}  members/NAME/run.jsonl of a sweep
@@ -20,7 +20,7 @@ from spillway.api.members import member_directory
 from spillway.errors import UserError
 
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 3, 0.05
-"""`spillway top` holds the lock for the moment of its look, and must not turn a run away"""
+"""Retries, because `spillway top` briefly holds the lock while it checks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @property
     def member_checkpoints(self) -> Path:
-        """Of a sweep: a directory for each member."""
+        """The directory with a subdirectory for each member of a sweep."""
         return self.checkpoints / MEMBERS_DIRECTORY
 
     @property
@@ -61,7 +61,7 @@ class RunDirectory:
         return self.path / "attempts"
 
     def member(self, name: str) -> RunDirectory:
-        """Of one member of a sweep: its own run.jsonl."""
+        """The directory of one member of a sweep, with its own run.jsonl."""
         return RunDirectory(Path(member_directory(self.path, name)))
 
     def attempt(self, epoch: int) -> Path:
@@ -69,9 +69,9 @@ class RunDirectory:
 
 
 def create_run_directory(path: Path, option: str = "--output") -> RunDirectory:
-    """Make the directory that `option` names, and prove that it can be written to. Raises UserError with the reason."""
+    """Creates the directory that `option` names and checks that it is writable. Raises UserError with the reason."""
     if not is_text(path):
-        raise UserError(f"{option} {path}: the name is not UTF-8; name a directory whose path is text")
+        raise UserError(f"{option} {path}: the path is not valid UTF-8; name another directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".spillway-write-probe"
@@ -81,13 +81,13 @@ def create_run_directory(path: Path, option: str = "--output") -> RunDirectory:
         raise UserError(f"{option} {path}: is a file; name a directory") from error
     except OSError as error:
         raise UserError(
-            f"{option} {path}: cannot write there ({error.strerror}); name a directory that you may write to"
+            f"{option} {path}: not writable ({error.strerror}); name a directory that you may write to"
         ) from error
     return RunDirectory(path.resolve())
 
 
 def is_text(path: Path) -> bool:
-    """Whether job.json can hold the absolute path: a name is bytes to the system, and not always UTF-8."""
+    """Whether job.json can hold the absolute path: file names are bytes, and not always UTF-8."""
     try:
         str(path.resolve()).encode()
     except UnicodeEncodeError:
@@ -97,23 +97,22 @@ def is_text(path: Path) -> bool:
 
 @contextmanager
 def no_room_is_said(run: RunDirectory, *made: Path) -> Iterator[None]:
-    """What the disk refuses becomes a UserError that names the directory; of the folders `made`, those that are empty
-    go again."""
+    """Turns an OSError into a UserError that names the directory; removes those folders of `made` that are empty."""
     try:
         yield
     except OSError as error:
         for directory in made:
             with suppress(OSError):
                 directory.rmdir()
-        raise UserError(f"--output {run.path}: {error.strerror}; make room, or name another directory") from error
+        raise UserError(f"--output {run.path}: {error.strerror}; free space, or name another directory") from error
 
 
 @contextmanager
 def exclusive(run: RunDirectory) -> Iterator[int]:
-    """Hold the directory for one run; yields the lock's descriptor.
+    """Locks the directory for one run; yields the lock's descriptor.
 
-    The lock belongs to the open file: a trainer that inherits the descriptor keeps it, so that nobody starts beside a
-    trainer that outlived its parent and is still writing its last checkpoint.
+    The lock belongs to the open file: a trainer that inherits the descriptor keeps it, so that no run starts while a
+    trainer that outlived its parent still writes its last checkpoint.
     """
     descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -131,7 +130,7 @@ def exclusive(run: RunDirectory) -> Iterator[int]:
 
 
 def lock(descriptor: int) -> None:
-    """Raises BlockingIOError when it is taken for longer than a look of `is_taken`."""
+    """Takes the lock. Raises BlockingIOError when it is held for longer than `is_taken` would hold it."""
     for _ in range(LOCK_TRIES - 1):
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,25 +148,25 @@ def is_taken(run: RunDirectory) -> bool:
     else:
         return False
     finally:
-        os.close(descriptor)  # and the shared lock with it
+        os.close(descriptor)  # also releases the shared lock
 
 
 _EPOCH_NAME = re.compile(r"(?:epoch-|attempt-|step-[0-9]+\.e)([0-9]+)(?:\.json)?")
 
 
 def next_epoch(run: RunDirectory) -> int:
-    """1 + the highest epoch that left a trace in checkpoints or attempts: epochs only rise, fencing earlier ones."""
+    """1 + the highest attempt number in checkpoints or attempts: numbers only rise, which fences earlier attempts."""
     return 1 + max((*epochs_of(run.checkpoints), *epochs_of(run.attempts)), default=0)
 
 
 def epochs_of(directory: Path) -> list[int]:
-    """Epochs with an entry (attempt-E, epoch-E.json, step-N.eE) in a directory that need not exist."""
+    """Attempt numbers in a directory's names (attempt-E, epoch-E.json, step-N.eE); it need not exist."""
     names = os.listdir(directory) if directory.is_dir() else []
     return sorted(int(match[1]) for match in map(_EPOCH_NAME.fullmatch, names) if match)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file as a whole: a reader, or a crash, sees the old content or the new, never a part."""
+    """Replaces a file atomically: readers, also after a crash, see the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -181,7 +180,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def existing_run(path: Path) -> RunDirectory:
-    """The run directory that a command reads. Raises UserError when there is no run in it."""
+    """The run directory that a command reads. Raises UserError when it contains no run."""
     run = RunDirectory(path.resolve())
     if not run.log.is_file() and not run.job_file.is_file():
         found = "no run here (neither job.json nor run.jsonl)" if run.path.is_dir() else "no such directory"
@@ -190,14 +189,14 @@ def existing_run(path: Path) -> RunDirectory:
 
 
 def names_a_directory(name: str) -> bool:
-    """A path is a run directory's, and so is a word that names a directory here: a job of that name takes -n."""
+    """Whether the word means a run directory: a path, or the name of a directory here (a job of that name needs -n)."""
     return os.sep in name or name in (".", "..") or Path(name).is_dir()
 
 
 def run_at(name: str) -> RunDirectory:
-    """Of a word that may as well name a job of a cluster. Raises UserError when there is no run."""
+    """The run directory `name`, which could also be a job's name. Raises UserError when it contains no run."""
     try:
         return existing_run(Path(name))
     except UserError as error:
-        job = "" if os.sep in name else f"; for the TrainingJob {name} give its --namespace"
+        job = "" if os.sep in name else f"; for the TrainingJob {name}, give its --namespace"
         raise UserError(f"{error}{job}") from error

@@ -1,4 +1,4 @@
-"""What a run appended to its logs since the last look: to its run.jsonl, and of a sweep to those of its members."""
+"""Reads what a run appended to its run.jsonl, and a sweep to those of its members, since the last call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sweep_view import MemberLogs, member_views, steps_made
 
 @dataclass(slots=True)
 class RunFollower:
-    """From the beginning of the logs; each look reads what is new."""
+    """Reads the logs from their beginning; each call reads what is new."""
 
     run: RunDirectory
     _follower: Follower = field(init=False)
@@ -25,11 +25,11 @@ class RunFollower:
 
     @property
     def log(self) -> RunLog:
-        """Of the run itself."""
+        """The run's own log."""
         return self._follower.log
 
     def new_events(self) -> Iterator[Event]:
-        """Of run.jsonl each one; of the members' steps since the last look one SweepStep."""
+        """Every new event of run.jsonl; the members' new steps as one SweepStep."""
         for event in self._follower.new_events():
             if isinstance(event, SweepEvent):
                 self._pace = SweepPace(event.time)

@@ -1,6 +1,6 @@
-"""run.jsonl as values: the events that the trainer appended, also while it is still appending.
+"""Parses run.jsonl into events, also while the trainer is still appending.
 
-A killed trainer may leave a half-written line, and steps repeat after a resume: an unreadable line is left out, and the
+A killed trainer may leave a half-written line, and steps repeat after a resume: unreadable lines are skipped, and the
 last line of a step wins.
 """
 
@@ -22,7 +22,7 @@ from spillway.metrics import StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class Preparing:
-    """What an attempt does before it trains."""
+    """What an attempt is doing before it trains."""
 
     time: float
     doing: str
@@ -33,20 +33,20 @@ class Start:
     """An attempt began to train."""
 
     time: float
-    """Unix time, as in every event"""
+    """Unix time, as in every event."""
     epoch: int
     resumed_from_step: int
     isa: str
     io_backend: str
     parameters: int
-    """0 of a sweep: its members differ"""
+    """0 for a sweep: its members differ."""
     passed_over: tuple[str, ...] = ()
-    """what is wrong with newer checkpoints than the one that it resumed from"""
+    """Problems of the newer checkpoints that were skipped at resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationsChosen:
-    """Where single saved storages wait from now on."""
+    """Policies for individual saved storages were chosen."""
 
     time: float
     reason: str
@@ -54,11 +54,11 @@ class ActivationsChosen:
 
 @dataclass(frozen=True, slots=True)
 class ActivationsCorrected:
-    """Saved storages moved from the spill file, which is smaller now, to host memory."""
+    """Saved storages moved to host memory, because the spill file became smaller."""
 
     time: float
     step: int
-    """after which"""
+    """The step after which it happened."""
     reason: str
 
 
@@ -76,7 +76,7 @@ class EvaluationEvent:
     time: float
     step: int
     loss: float
-    """mean over the held-out tokens; NaN when it was not finite"""
+    """Mean over the held-out tokens; NaN if not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class CheckpointEvent:
 
 @dataclass(frozen=True, slots=True)
 class MissedCheckpoint:
-    """The disk refused a checkpoint; training went on."""
+    """A checkpoint could not be written; training continued."""
 
     time: float
     step: int
@@ -98,7 +98,7 @@ class MissedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An attempt ended in an orderly way; a killed one leaves no such event."""
+    """An attempt ended by itself; a killed one leaves no such event."""
 
     time: float
     step: int
@@ -109,22 +109,22 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SweepEvent:
-    """An attempt of a sweep begins: who takes turns."""
+    """An attempt of a sweep begins."""
 
     time: float
     epoch: int
     isa: str
     members: Mapping[str, int]
-    """name -> steps that it trains when no round stops it, in the order of the job"""
+    """Name -> steps that it trains unless successive halving stops it, in the job's order."""
     metric: str
-    """EvaluationLoss or Loss: what makes one better than another"""
+    """EvaluationLoss or Loss: by which members are compared."""
     halving: int = 0
-    """steps of a member at the first round; 0 = no rounds"""
+    """Steps of a member at the first halving round; 0 = no rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberEvent:
-    """A member's turn began or ended, or it is over."""
+    """A member's turn began or ended, or the member ended."""
 
     time: float
     member: str
@@ -133,12 +133,12 @@ class MemberEvent:
     loss: float | None
     objective: float | None
     reason: str
-    """why it was stopped, or failed"""
+    """Why it was stopped, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Another member is the best now."""
+    """A new best member."""
 
     time: float
     member: str
@@ -147,15 +147,15 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """Members made steps: no line of run.jsonl, but what those of all members come to (run_follower.py)."""
+    """Members made steps: not a line of run.jsonl, but a summary of the members' steps (follower.py)."""
 
     time: float
     metrics: StepMetrics
-    """of the last one"""
+    """Those of the last step."""
     made: int
-    """by all members"""
+    """Steps made by all members."""
     planned: int
-    """at their end, of those who go on"""
+    """Steps that all members will have made at their end."""
     left_seconds: float | None
 
 
@@ -170,7 +170,7 @@ ORDERLY = (ExitCode.COMPLETED, ExitCode.PREEMPTED)
 
 @dataclass(slots=True)
 class RunLog:
-    """All that a run directory's run.jsonl says so far."""
+    """The content of a run.jsonl so far."""
 
     starts: list[Start] = field(default_factory=list)
     choices: list[ActivationsChosen] = field(default_factory=list)
@@ -182,9 +182,9 @@ class RunLog:
     ends: list[End] = field(default_factory=list)
     last_step_of_epoch: dict[int, int] = field(default_factory=dict)
     sweep: SweepEvent | None = None
-    """of the newest attempt; None = the run is no sweep"""
+    """That of the newest attempt; None = not a sweep."""
     members: dict[str, MemberEvent] = field(default_factory=dict)
-    """the newest of each member"""
+    """The newest event of each member."""
     best: Best | None = None
 
     @property
@@ -194,14 +194,14 @@ class RunLog:
 
     @property
     def num_restarts(self) -> int:
-        """Attempts after one that failed or was killed; after one that was stopped on request, or trained all its
-        steps, the next one resumes."""
+        """Attempts that follow a failed or killed one. After an attempt that was stopped on request or completed, the
+        next one is a resume, not a restart."""
         pairs = pairwise(one.time for one in self.starts)
         between = ([end for end in self.ends if first <= end.time <= second] for first, second in pairs)
         return sum(not ends or ends[-1].exit_code not in ORDERLY for ends in between)
 
     def add(self, line: str) -> Event | None:
-        """Take one line in; returns its event, or None when the line is no event of ours."""
+        """Adds one line; returns its event, or None when the line is not a known event."""
         try:
             event = self._event(json.loads(line))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -249,7 +249,7 @@ MEMBER_EVENTS = {
 
 
 def start(time: float, _: int, fields: dict[str, Any]) -> Start:
-    """A member of a sweep leaves `isa` and `io_backend` to the sweep."""
+    """Reads a start event; those of a sweep's members have no `isa` and `io_backend`."""
     isa, io_backend = str(fields.get("isa", "")), str(fields.get("io_backend", ""))
     return Start(
         time,
@@ -295,11 +295,11 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "best": lambda time, _, fields: Best(time, str(fields["member"]), figure(fields["objective"])),
     "end": end,
 }
-"""event name -> from (time, epoch of the attempt under way, fields) to a value"""
+"""Event name -> function from (time, current attempt, fields) to an event."""
 
 
 def step_metrics(fields: dict[str, Any]) -> StepMetrics:
-    """The StepMetrics of a `step` line; what was not finite (null in JSON) is NaN."""
+    """The StepMetrics of a `step` line; null (not finite) becomes NaN."""
     return StepMetrics(
         step=int(fields["step"]),
         loss=number(fields["loss"]),
@@ -329,14 +329,14 @@ def figure(value: float | None) -> float | None:
 
 
 class Follower:
-    """Reads a growing run.jsonl from where the last call ended. The file need not exist yet."""
+    """Reads a growing run.jsonl from where the last call stopped. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._inode = path, 0, 0
         self.log = RunLog()
 
     def was_replaced(self) -> bool:
-        """Whether what was read so far is gone: the file was removed, cut, or is another one now."""
+        """Whether the file that was read so far was removed, truncated or replaced."""
         if not self._offset:
             return False
         try:
@@ -346,7 +346,7 @@ class Follower:
         return status.st_ino != self._inode or status.st_size < self._offset
 
     def new_events(self) -> Iterator[Event]:
-        """Events of the whole lines appended since the last call; a line without its end waits for the next call."""
+        """Events of the complete lines appended since the last call; an incomplete line waits for the next call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -362,7 +362,7 @@ class Follower:
 
 
 def read_run_log(path: Path) -> RunLog:
-    """The whole of a run.jsonl; empty when there is none."""
+    """The whole run.jsonl; an empty log if the file is missing."""
     follower = Follower(path)
     for _ in follower.new_events():
         pass

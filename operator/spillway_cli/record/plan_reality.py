@@ -1,6 +1,6 @@
-"""Plan against reality: what a run held and took, beside what its plan said. Pure: log and plan in, rows out.
+"""Compares a run's bytes and seconds with its plan. Pure: log and plan in, rows out.
 
-Of the steps that were made under the plan: bytes are peaks, seconds and bytes moved are medians.
+Only steps made under the plan count. Bytes held are peaks; seconds and bytes moved are medians.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from .summary import median, tier_use
 
 PREDICTED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.WAIT, Phase.EXCHANGE, Phase.OPTIMIZER)
 GOOD = 1.25
-"""times more or less than planned: what a calibrated plan is held to"""
+"""A calibrated plan should be off by at most this factor."""
 LEAST_SHARE = 0.05
-"""of a step: a phase that is less of it, planned and measured, is not worth a sentence"""
+"""A phase below this share of the step, planned and measured, is not reported as a deviation."""
 
 Kind = Literal["tier", "step", "cores", "phase", "link"]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure."""
+    """One figure, planned and measured."""
 
     kind: Kind
     name: str
     planned: float | None
-    """None: nothing was predicted"""
+    """None: not predicted."""
     seen: float
     calibrated: bool = True
-    """False: seconds predicted from catalog rates"""
+    """False: the seconds were predicted from catalog rates."""
 
     @property
     def ratio(self) -> float | None:
-        """Seen over planned; None where either is nothing."""
+        """Measured over planned; None if either is zero or missing."""
         return self.seen / self.planned if self.planned and self.seen else None
 
     @property
     def distance(self) -> float:
-        """How many times too much or too little; 1 = exact."""
+        """The factor by which the plan is off, in either direction; 1 = exact."""
         ratio = self.ratio
         return 1.0 if ratio is None else max(ratio, 1.0 / ratio)
 
     @property
     def prediction(self) -> str:
-        """306 ms; 310 ms (uncalibrated)"""
+        """For example `306 ms`, or rounded: `310 ms (uncalibrated)`."""
         if self.calibrated or self.planned is None:
             return self.format(self.planned)
         return f"{format_rough_seconds(self.planned)} (uncalibrated)"
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def compared(measured: Sequence[StepEvent], plan: MemoryPlan) -> list[Comparison]:
-    """All rows of a run that has made steps under the plan; none before."""
+    """All rows; empty before the first step under the plan."""
     if not measured:
         return []
     steps = [step.metrics for step in measured]
@@ -75,7 +75,7 @@ def tier_rows(measured: Sequence[StepEvent], plan: MemoryPlan) -> list[Compariso
 
 
 def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison]:
-    """The step, then its phases, of which a plan of an earlier version predicts none, then what cores worked for it."""
+    """The step, its phases (without predictions if the plan is of an earlier version), then its CPU seconds."""
     predicted, calibrated = plan.prediction.phase_seconds, plan.prediction.calibrated
     whole = median([step.step_seconds for step in steps])
     rows = [Comparison("step", "step", plan.prediction.step_seconds, whole, calibrated)]
@@ -84,14 +84,14 @@ def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparis
         planned = predicted.get(phase) if phase in PREDICTED_PHASES else None
         if seen or planned:
             rows.append(Comparison("phase", phase.value, planned, seen, calibrated))
-    if used := median([step.cpu_seconds for step in steps]):  # a run of an earlier version counted none
+    if used := median([step.cpu_seconds for step in steps]):  # earlier versions did not record it
         rows.append(Comparison("cores", "cores", None, used))
     return rows
 
 
 def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison]:
-    """Links whose bytes are counted: nobody counts those of DRAM. `cpu` is what the CPU's own work on gradients and
-    states touches; plans predict it as a part of DRAM."""
+    """Links whose bytes are measured; those of DRAM are not. `cpu` is what the CPU's work on gradients and states
+    touches; plans predict it as part of DRAM."""
     planned, rows = plan.prediction.link_bytes, []
     for link in sorted({link for step in steps for link in step.moved_bytes}):
         seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])
@@ -101,7 +101,7 @@ def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison
 
 
 def largest_deviation(rows: Sequence[Comparison]) -> Comparison | None:
-    """The row furthest from its plan, of those that matter; None when all are within GOOD."""
+    """The relevant row that is furthest from the plan; None when all are within GOOD."""
     step = max((max(row.planned or 0.0, row.seen) for row in rows if row.kind == "step"), default=0.0)
     matter = [
         row
@@ -114,9 +114,9 @@ def largest_deviation(rows: Sequence[Comparison]) -> Comparison | None:
 
 
 def sentence(rows: Sequence[Comparison], run: str) -> str:
-    """What to make of the rows; `run` is the directory that the remedy names."""
+    """Summarizes the rows and names a remedy for the run directory `run`."""
     if not rows:
-        return "No step is done yet."
+        return "No step has been made yet."
     row = largest_deviation(rows)
     if row is None:
         return f"Every tier and phase is within {GOOD - 1.0:.0%} of the plan."
@@ -124,8 +124,8 @@ def sentence(rows: Sequence[Comparison], run: str) -> str:
     times = f"{row.ratio:.2g} times" if row.ratio else ""
     if row.kind == "tier":
         return (
-            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; bytes are arithmetic, "
-            "which no calibration corrects."
+            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; bytes are computed, "
+            "so calibration does not correct them."
         )
     what = "a step" if row.kind == "step" else f"phase {row.name}"
     remedy = f"`spillway calibrate --from {run}` corrects the rates that plans for this machine use."

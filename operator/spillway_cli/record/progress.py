@@ -1,6 +1,6 @@
-"""How a run looks while it goes on: one line with step, loss, speed, bytes per tier and the time that is left.
+"""Shows the progress of a run: one line with step, loss, speed, bytes per tier and remaining time.
 
-On a terminal a bar that is redrawn; elsewhere one plain line per logging interval, and no control characters.
+On a terminal a bar is redrawn; elsewhere a plain line is printed per logging interval, without control characters.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from .log import (
 from .summary import format_loss
 
 LINES_PER_RUN = 20
-"""Without a terminal a run prints about that many lines, and"""
+"""Without a terminal, a run prints about this many lines."""
 LONGEST_SILENCE_SECONDS = 60.0
-"""at least one in that time."""
+"""Without a terminal, a run prints at least one line in this time."""
 ETA_WINDOW_STEPS = 20
 
 
 class RemainingTime:
-    """Seconds to the last step, from the pace of the latest ones: evaluation and checkpoints between them included."""
+    """Estimates the seconds to the last step from the latest steps, including evaluations and checkpoints."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     def restart(self, time: float) -> None:
-        """An attempt begins: the time without a trainer is nobody's pace."""
+        """Begins a new attempt, so that the time without a trainer does not count."""
         self._times.clear()
         self._times.append(time)
 
     def after(self, step: int, time: float) -> float | None:
-        """Seconds left after `step`, which ended at Unix time `time`; None when there is no pace yet."""
+        """Seconds left after `step`, which ended at Unix time `time`; None before there is an estimate."""
         self._times.append(time)
         if len(self._times) < 2:
             return None
@@ -66,8 +66,8 @@ class RemainingTime:
 
 
 def progress_line(step: StepEvent, num_steps: int, budget: Mapping[Tier, int], eta_seconds: float | None) -> str:
-    """step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB  eta 1m02s  lr 0.001
-    grad norm 1.52"""
+    """For example: step 120/1000  loss 2.31  1.20 k tok/s  device 102/128 MiB  host 88.0 MiB  nvme 40.0 MiB
+    eta 1m02s  lr 0.001  grad norm 1.52"""
     metrics = step.metrics
     return "  ".join(
         [
@@ -82,7 +82,7 @@ def progress_line(step: StepEvent, num_steps: int, budget: Mapping[Tier, int], e
 
 
 def sweep_line(step: SweepStep, budget: Mapping[Tier, int]) -> str:
-    """all members: step 36/120  1.20 k tok/s  device 102/128 MiB  eta 1m02s"""
+    """For example: all members: step 36/120  1.20 k tok/s  device 102/128 MiB  eta 1m02s"""
     made = f"all members: step {step.made}/{step.planned}"
     return "  ".join([made, *pace_and_bytes(step.metrics, budget), f"eta {format_eta(step.left_seconds)}"])
 
@@ -94,15 +94,15 @@ def pace_and_bytes(metrics: StepMetrics, budget: Mapping[Tier, int]) -> list[str
 
 
 def member_line(event: MemberEvent, log: RunLog) -> str:
-    """member a: step 20/40, loss 5.31, waits"""
+    """For example: member a: step 20/40, loss 5.31, paused"""
     steps = 0 if log.sweep is None else log.sweep.members.get(event.member, 0)
     words = {
-        MemberState.RUNNING: "goes on" if event.step else "begins",
-        MemberState.PARKED: "waits",
+        MemberState.RUNNING: "continues" if event.step else "starts",
+        MemberState.PARKED: "paused",
         MemberState.COMPLETE: "complete",
     }
     said = words.get(event.state) or (
-        f"FAILED alone: {event.reason}" if event.state is MemberState.FAILED else event.reason
+        f"FAILED, the others continue: {event.reason}" if event.state is MemberState.FAILED else event.reason
     )
     loss = "" if event.loss is None or event.state is MemberState.RUNNING else f", loss {format_loss(event.loss)}"
     return f"member {event.member}: step {event.step}{f'/{steps}' if steps else ''}{loss}, {said}"
@@ -113,21 +113,21 @@ def metric_words(log: RunLog) -> str:
 
 
 def left_out(metrics: StepMetrics) -> str:
-    """Why the step's update was; empty when it was made."""
+    """Why the step's update was skipped; empty if it was not."""
     if metrics.overflowed:
         return f" (skipped: gradients overflowed at loss scale {metrics.loss_scale:g})"
     return " (skipped)" if metrics.skipped else ""
 
 
 def format_eta(seconds: float | None) -> str:
-    """Whole seconds: 62.3 -> "1m02s"; "?" before there is a pace."""
+    """Whole seconds: 62.3 -> "1m02s"; "?" before there is an estimate."""
     if seconds is None:
         return "?"
     return format_seconds(round(seconds)) if round(seconds) else "0 s"
 
 
 def occupancy(tier: Tier, held: Mapping[str, int], budget: Mapping[Tier, int]) -> str:
-    """`device 102/128 MiB`: peak of the step over the budget, in the budget's unit; the device alone is that tight."""
+    """`device 102/128 MiB`: the step's peak and, for the device only, the budget."""
     used = format_bytes(held[tier])
     if tier is not Tier.DEVICE or not budget.get(tier):
         return f"{tier} {used}"
@@ -149,20 +149,20 @@ def logging_interval(num_steps: int) -> int:
 
 REFERENCE_ISA = "reference"
 REFERENCE_PATH = (
-    "no native library (none was built for want of a C++ compiler, or SPILLWAY_FORCE_ISA=reference): "
-    "updates run on the reference path in plain torch, with the same bits and more time"
+    "no native library (not built because there was no C++ compiler, or SPILLWAY_FORCE_ISA=reference): "
+    "updates run in plain torch, with bit-identical results but slower"
 )
 
 
 class ProgressReporter:
-    """Tells a console about the attempts of a run; `with` it, so that a bar leaves the terminal in order."""
+    """Prints the progress of a run's attempts; use it with `with`, which restores the terminal after the bar."""
 
     def __init__(self, console: Console, num_steps: int, budget: Mapping[Tier, int]) -> None:
         self._console, self._num_steps, self._budget = console, num_steps, dict(budget)
         self._interval = logging_interval(num_steps)
         self._last_line_time = -math.inf
         self._said_step = 0
-        """of all members of a sweep, in the last line"""
+        """Steps of all members of a sweep at the last printed line."""
         self._remaining = RemainingTime(num_steps)
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -180,11 +180,11 @@ class ProgressReporter:
             self._bar.stop()
 
     def say(self, sentence: str) -> None:
-        """A line of its own, above the bar when there is one."""
+        """Prints a line, above the bar if there is one."""
         self._console.print(sentence)
 
     def attempt_started(self, epoch: int, pid: int) -> None:
-        self.say(f"attempt {epoch} in process {pid}; its log: attempts/attempt-{epoch}/trainer.log")
+        self.say(f"attempt {epoch} in process {pid}; log: attempts/attempt-{epoch}/trainer.log")
         if self._bar is not None:
             self._bar.update(self._task, total=None, line="starting")
 
@@ -198,7 +198,7 @@ class ProgressReporter:
                 self._doing(f"training {format_count(event.parameters)} parameters")
                 self._remaining.restart(event.time)
                 for problem in event.passed_over:
-                    self.say(f"checkpoint passed over: {problem}")
+                    self.say(f"skipped checkpoint: {problem}")
                 if event.resumed_from_step:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
                 if event.isa == REFERENCE_ISA:
@@ -211,14 +211,14 @@ class ProgressReporter:
                 size, seconds = format_bytes(event.nbytes), format_seconds(event.seconds)
                 self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
             case MissedCheckpoint():
-                self.say(f"step {event.step}: checkpoint NOT written, training goes on: {event.problem}")
+                self.say(f"step {event.step}: checkpoint NOT written, training continues: {event.problem}")
             case SweepStep():
                 self._sweep_step(event)
             case SweepEvent() | MemberEvent() | Best():
                 self._of_sweep(event, log)
 
     def _of_sweep(self, event: SweepEvent | MemberEvent | Best, log: RunLog) -> None:
-        """A bar counts the steps of all members."""
+        """Prints a sweep's event. The bar counts the steps of all members."""
         match event:
             case SweepEvent():
                 self._num_steps, self._said_step = sum(event.members.values()), 0
@@ -246,10 +246,10 @@ class ProgressReporter:
 
     def stopping(self, signal_number: int, pid: int) -> None:
         name = signal.Signals(signal_number).name
-        self.say(f"{name}: stopping after the step under way and its checkpoint (kill -9 {pid} would abandon both)")
+        self.say(f"{name}: stopping after the current step and its checkpoint (kill -9 {pid} would abandon both)")
 
     def _doing(self, doing: str) -> None:
-        """Before the first step: beside a bar that moves by itself, or as a line."""
+        """Shows what is done before the first step: next to the bar, or as a line."""
         if self._bar is not None:
             self._bar.update(self._task, line=f"{doing} ...")
         else:
@@ -269,7 +269,7 @@ class ProgressReporter:
             self._console.print(line)
 
     def _sweep_step(self, step: SweepStep) -> None:
-        """A line as often as of a run that is no sweep; one look may see several steps."""
+        """Prints lines as often as for a single run; one event may cover several steps."""
         line = sweep_line(step, self._budget)
         if self._bar is not None:
             self._bar.update(self._task, total=step.planned, completed=step.made, line=line)

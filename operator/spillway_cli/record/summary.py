@@ -1,4 +1,4 @@
-"""RunSummary: a run in a dozen figures, with the plan's beside them. Pure: log and plan in, figures out."""
+"""RunSummary: the main figures of a run and its plan. Pure: log and plan in, figures out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .log import Event, RunLog, StepEvent
 
 
 def format_loss(loss: float | None) -> str:
-    """None: not measured."""
+    """Four digits; "-" for None (not measured)."""
     if loss is None:
         return "-"
     return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
@@ -26,35 +26,35 @@ class TierUse:
     budget_bytes: int
     planned_bytes: int
     peak_bytes: int
-    """highest of the steps under the plan"""
+    """Maximum over the steps made under the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     num_steps: int
-    """steps on the curve"""
+    """Steps on the loss curve."""
     first_loss: float | None
     final_loss: float | None
-    """None when there is no step yet, NaN when it was not finite"""
+    """None before the first step, NaN if not finite."""
     evaluation_loss: float | None
     tokens_per_second: float
-    """median of the steps under the plan"""
+    """Median of the steps made under the plan."""
     step_seconds: float
-    """the same, evaluation and checkpoints apart"""
+    """Median of the steps made under the plan, without evaluations and checkpoints."""
     prediction: Prediction
     training_seconds: float
-    """from the first start to the last event, of earlier invocations too, and what lay between them"""
+    """From the first start to the last event, including earlier invocations and the time between them."""
     attempt_seconds: float
-    """of these, while an attempt was there: from its start to its last step, checkpoint or end"""
+    """The part of `training_seconds` during attempts: from each start to its last step, checkpoint or end."""
     num_attempts: int
     num_skipped: int
-    """steps on the curve that were left out, because loss or gradients were not finite"""
+    """Steps on the curve whose update was skipped because loss or gradients were not finite."""
     num_overflowed: int
-    """of these, because the loss scale was too large for float16"""
+    """The skipped steps whose loss scale was too large for float16."""
     num_restarts: int
-    """of the attempts after the first; before the others a request or the last step had ended the run"""
+    """Attempts that follow a failed or killed one."""
     num_allocator_retries: int
-    """of the steps under the plan: how often a Cuda device's allocator found no room and gave back what it kept"""
+    """How often, in steps under the plan, the Cuda allocator ran out of memory and released its cache."""
     tiers: tuple[TierUse, ...]
 
     @property
@@ -90,7 +90,7 @@ class RunSummary:
 
 
 def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> RunSummary:
-    """`measured`: the steps that were made under `plan` (report_command.measured_under)."""
+    """`measured`: the steps that were made under `plan` (report.command.measured_under)."""
     steps = log.curve
     events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
     times = [event.time for event in events]
@@ -115,7 +115,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
 
 
 def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple[float, float]]:
-    """(start, last event) of every attempt, in Unix time."""
+    """(start, last event) of every attempt, as Unix times."""
     return [
         (start, max((time for time in times if start <= time < end), default=start))
         for start, end in pairwise([*starts, math.inf])
@@ -133,5 +133,5 @@ def median(values: Sequence[float]) -> float:
 
 
 def finite(value: float | None) -> float | None:
-    """JSON knows no NaN and no infinity: null."""
+    """None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

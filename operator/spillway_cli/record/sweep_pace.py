@@ -1,4 +1,4 @@
-"""How long a sweep still takes, from what the steps of its members took so far. Pure."""
+"""Estimates a sweep's remaining time from its members' steps so far. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .log import RunLog, StepEvent
 from .sweep_view import MemberView, progress_of
 
 WINDOW_STEPS = 20
-"""of a member: its pace is that of its latest ones"""
+"""Number of latest steps from which a member's pace is computed."""
 
 
 @dataclass(slots=True)
 class SweepPace:
-    """One attempt's steps of all members, and what the process took beside them."""
+    """The time of one attempt's steps, of all members, and of the rest of the process."""
 
     since: float
-    """Unix time at which the attempt began; steps before it are none of its own"""
+    """Unix time at which the attempt began; earlier steps are ignored."""
     _began: float | None = None
-    """without what came before the first step: text is made into tokens once"""
+    """Begin of the first step: tokenizing before it happens only once."""
     _last: float = 0.0
     _in_steps_seconds: float = 0.0
 
     def take(self, step: StepEvent) -> None:
-        """In any order."""
+        """Adds a step; the order does not matter."""
         if step.time < self.since:
             return
         seconds = step.metrics.step_seconds
@@ -38,9 +38,9 @@ class SweepPace:
         self._in_steps_seconds += seconds
 
     def left_seconds(self, members: Sequence[MemberView], logs: Mapping[str, RunLog], halving: int) -> float | None:
-        """Until all members have ended; None before there is a step. Each has the pace of its own latest steps (one
-        that made none, the mean of the others'), and beside steps the process takes what it took so far: evaluations,
-        checkpoints, turns."""
+        """Seconds until all members have ended; None before the first step. Each member has the pace of its own latest
+        steps (one without steps, the mean of the others). The total is scaled by the overhead so far: evaluations,
+        checkpoints, changes of turn."""
         paces = {name: _pace(own) for name, own in logs.items() if own.steps}
         if self._began is None or not self._in_steps_seconds or not paces:
             return None
@@ -51,12 +51,12 @@ class SweepPace:
 
 
 def _pace(log: RunLog) -> float:
-    """Seconds of a step."""
+    """Seconds per step."""
     return fmean(step.metrics.step_seconds for step in islice(reversed(log.steps.values()), WINDOW_STEPS))
 
 
 def left_seconds(log: RunLog, logs: Mapping[str, RunLog], members: Sequence[MemberView]) -> float | None:
-    """The same of whole logs; None for a run that is no sweep."""
+    """As `SweepPace.left_seconds`, from whole logs; None unless the run is a sweep."""
     if log.sweep is None:
         return None
     pace = SweepPace(log.sweep.time)

@@ -1,4 +1,4 @@
-"""The members of a sweep as commands show them: from the sweep's run.jsonl and the members' own. Pure but for Members.
+"""The members of a sweep as commands show them. Pure except for reading the logs (MemberLogs).
 
 run.jsonl                events of members, the best    -> MemberView -> a table, a line, or JSON
 members/NAME/run.jsonl   steps and evaluations of each
@@ -30,13 +30,13 @@ class MemberView:
     name: str
     step: int
     steps: int
-    """that it trains when no round stops it; 0 = not known"""
+    """Steps that it trains unless successive halving stops it; 0 = not known."""
     loss: float | None
-    """of its last step"""
+    """Loss of its last step."""
     evaluation_loss: float | None
     state: str
     message: str = ""
-    """why it was stopped, or failed"""
+    """Why it was stopped, or failed."""
     is_best: bool = False
 
     def as_json(self) -> dict[str, object]:
@@ -53,8 +53,7 @@ class MemberView:
 
 
 def member_views(log: RunLog, logs: Mapping[str, RunLog], trains: bool = False) -> tuple[MemberView, ...]:
-    """Of a sweep's run.jsonl and its members' own; in the order of the job. Unless somebody `trains`, it is nobody's
-    turn."""
+    """All members, from the sweep's log and their own, in the job's order. Unless the run `trains`, none is Running."""
     if log.sweep is None:
         return ()
     best = "" if log.best is None else log.best.member
@@ -84,12 +83,12 @@ def member_view(name: str, steps: int, log: RunLog, own: RunLog, is_best: bool, 
 
 
 def steps_made(members: Sequence[MemberView]) -> tuple[int, int]:
-    """By all members together, and at their end (spillway.api.progress.steps_of)."""
+    """Steps made by all members, and at their end (spillway.api.progress.steps_of)."""
     return steps_of(map(progress_of, members))
 
 
 def progress_of(member: MemberView) -> MemberProgress:
-    """How far it is, in the words of a report."""
+    """The member's progress as an operator's report has it."""
     return MemberProgress(name=member.name, step=member.step, num_steps=member.steps, state=MemberState(member.state))
 
 
@@ -98,7 +97,7 @@ def best_of(members: Sequence[MemberView]) -> MemberView | None:
 
 
 def members_table(members: Sequence[MemberView]) -> Table:
-    """One row each, the best one marked; why it was stopped or failed is the last column."""
+    """One row per member, the best one marked; the last column says why it was stopped or failed."""
     with_messages = any(one.message for one in members)
     made = table("member", "", "steps", "loss", "evaluation", "state", *(["why"] if with_messages else []))
     for one in members:
@@ -107,7 +106,7 @@ def members_table(members: Sequence[MemberView]) -> Table:
 
 
 def member_cells(one: MemberView) -> list[str]:
-    """name, mark of the best, steps, loss, evaluation, state"""
+    """Name, mark of the best, steps, loss, evaluation, state."""
     return [
         printable(one.name),
         BEST_MARK if one.is_best else "",
@@ -119,7 +118,7 @@ def member_cells(one: MemberView) -> list[str]:
 
 
 def members_json(members: Sequence[MemberView]) -> dict[str, object]:
-    """`members` and `bestMember` of a document; nothing for a run that is no sweep."""
+    """`members` and `bestMember` of a JSON document; empty unless the run is a sweep."""
     if not members:
         return {}
     best = best_of(members)
@@ -127,8 +126,8 @@ def members_json(members: Sequence[MemberView]) -> dict[str, object]:
 
 
 def joined(log: RunLog, logs: Mapping[str, RunLog]) -> RunLog:
-    """Steps of all members in the order of time, counted together: for figures of the process that took all of them.
-    Evaluations are the members' own, and not in it. A run that is no sweep as it is."""
+    """The steps of all members in the order of time, numbered consecutively: for figures of the whole process.
+    Evaluations are left out. Returns `log` unchanged unless the run is a sweep."""
     if log.sweep is None:
         return log
     steps = sorted((step for own in logs.values() for step in own.steps.values()), key=lambda step: step.time)
@@ -149,13 +148,13 @@ def joined(log: RunLog, logs: Mapping[str, RunLog]) -> RunLog:
 
 @dataclass(slots=True)
 class MemberLogs:
-    """The members' own run.jsonl, each read from where the last look ended."""
+    """The members' own run.jsonl files, each read from where the last call stopped."""
 
     run: RunDirectory
     _followers: dict[str, Follower] = field(default_factory=dict)
 
     def new_events(self, log: RunLog) -> Iterator[Event]:
-        """Steps and evaluations that the members of `log` appended since the last look, in the order of time."""
+        """Steps and evaluations that the members of `log` appended since the last call, in the order of time."""
         names = () if log.sweep is None else log.sweep.members
         found = [event for name in names for event in self._follower(name).new_events()]
         yield from sorted(
@@ -174,7 +173,7 @@ class MemberLogs:
 
 
 def read_member_logs(run: RunDirectory, log: RunLog) -> dict[str, RunLog]:
-    """The whole of each one's; nothing for a run that is no sweep."""
+    """The members' whole logs; empty unless the run is a sweep."""
     members = MemberLogs(run)
     for _ in members.new_events(log):
         pass

@@ -1,1 +1,1 @@
-"""`spillway report`: a run as one HTML page."""
+"""`spillway report`: writes a run's report as one HTML page."""

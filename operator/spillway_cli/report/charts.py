@@ -1,7 +1,7 @@
-"""Small SVG charts, drawn by hand: lines, stacked areas, axes with units. Numbers in, a string of SVG out.
+"""Small SVG charts: lines, stacked areas, axes with units. Numbers in, an SVG string out.
 
-Colours are CSS classes of report.html (`c1`..`c7`), so that one file serves light and dark. Every text goes through
-`escape`. A chart with more points than columns is drawn from the means of equal buckets.
+Colours are CSS classes of report.html (`c1`..`c7`), so that one file serves light and dark mode. All text is escaped.
+A chart with too many points shows the means of equal buckets.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from itertools import pairwise
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 40
 LARGEST_COLUMNS = 200
-"""points drawn, and strips that answer the mouse, per chart"""
+"""Maximum number of points and hover strips per chart."""
 
 Point = tuple[float, float]
-"""(step, value)"""
+"""(step, value)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
     name: str
     colour: str
-    """CSS class: c1..c7"""
+    """CSS class: c1..c7."""
     points: Sequence[Point]
     dots: bool = False
-    """mark each point: for series with few of them"""
+    """Mark each point: for series with few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class ChartFrame:
-    """The plane of one chart: maps steps and values to pixels."""
+    """The coordinates of one chart: maps steps and values to pixels."""
 
     first: float
     last: float
@@ -84,8 +84,8 @@ def line_chart(
 
 
 def picture(unit: str, across: str, series: Sequence[Series], style: str) -> str:
-    """A file of its own: lines over `across` (a ratio: any number) instead of steps, with its key inside. `style`: the
-    rules of the classes, report.html's."""
+    """A standalone SVG file with a legend: lines over `across`, any number, instead of steps. `style`: the CSS rules of
+    the classes, as in report.html."""
     values = [value for one in series for _, value in one.points]
     frame = frame_of(series, values, from_zero=False)
     keys = "".join(
@@ -165,7 +165,7 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A tick's text: as few digits as tell it apart."""
+    """A tick's label, with as few digits as possible."""
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     return f"{value:.10g}" if abs(value) >= 1e-4 or value == 0 else f"{value:.1e}"
@@ -188,7 +188,7 @@ def axes(frame: ChartFrame, unit: str, across: str = "step") -> str:
 
 
 def line(frame: ChartFrame, series: Series) -> str:
-    """Pieces of a line, broken where a value is missing; a lone point is a dot."""
+    """A line, broken where a value is not finite; a single point is drawn as a dot."""
     pieces: list[list[Point]] = [[]]
     for step, value in series.points:
         if math.isfinite(value):
@@ -227,7 +227,7 @@ def limit_line(frame: ChartFrame, limit: Limit) -> str:
 
 
 def hover_strips(frame: ChartFrame, series: Sequence[Series], unit: str) -> str:
-    """An invisible strip per step that shows its values as a native tooltip: no script."""
+    """An invisible strip per step that shows its values as a native tooltip, without a script."""
     values: dict[float, list[str]] = {}
     for one in series:
         for step, value in one.points:

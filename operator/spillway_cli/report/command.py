@@ -1,4 +1,4 @@
-"""`spillway report RUN`: writes the report of a run directory, also while the run goes on or after it was killed."""
+"""`spillway report RUN`: writes the report of a run directory, also while the run is active or after it was killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .page import RunRecord, render_report
 
 
 def report(run_path: Path, file: Path | None, output: Format) -> int:
-    """Write RUN/report.html, or `file`."""
+    """Writes RUN/report.html, or `file`."""
     run = existing_run(run_path)
     record = read_record(run, is_taken(run))
     written = write_report(record, file or run.report)
@@ -34,7 +34,7 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
 
 
 def write_report(record: RunRecord, path: Path) -> Path:
-    """Raises UserError when `path` cannot be written."""
+    """Writes the report. Raises UserError when `path` cannot be written."""
     try:
         write_atomic(path, render_report(record))
     except OSError as error:
@@ -43,8 +43,8 @@ def write_report(record: RunRecord, path: Path) -> Path:
 
 
 def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
-    """All that the run left. `trains`: somebody does in the directory, and its report is one on the way. Raises
-    UserError without a plan.json of this version."""
+    """Reads the run directory. `trains`: a run is active in it. Raises UserError without a plan.json of this
+    version."""
     ended = {epoch: read_ended(run, epoch) for epoch in epochs_of(run.attempts)}
     log = read_run_log(run.log)
     logs = read_member_logs(run, log)
@@ -63,8 +63,8 @@ def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
 
 
 def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[StepEvent]]:
-    """The plan of the newest attempt that made steps, and all steps of `log` that were made under an equal one: what
-    was measured under another plan says nothing about this one."""
+    """The plan of the newest attempt that made steps, and all steps of `log` made under an equal plan: steps under
+    another plan say nothing about this one."""
     steps, newest = log.curve, read_plan(run.plan_file)
     plans = {epoch: plan_of_attempt(run, epoch) or newest for epoch in {step.epoch for step in steps}}
     plan = plans[max(plans)] if plans else newest
@@ -72,7 +72,7 @@ def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[Ste
 
 
 def read_plan(path: Path) -> MemoryPlan:
-    """Raises UserError when plan.json is missing or is not of this version."""
+    """The plan in a plan.json. Raises UserError if it is missing or not of this version."""
     try:
         return MemoryPlan.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page. Pure: log and plan in, text out. The page loads nothing from anywhere."""
+"""Renders a run's report as one HTML page without external resources. Pure: log and plan in, text out."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ PHASE_COLOURS = {
 }  # fmt: skip
 OTHER_COLOUR = "c6"
 MEMBER_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c7", "c6")
-"""of curves in one chart; the eighth member has the first one's again"""
+"""Colours of the members' curves; the eighth member has the first colour again."""
 MOST_LABELLED_MARKS = 6
 BINARY_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """All that a run left behind, read."""
+    """The content of a run directory."""
 
     title: str
     directory: str
-    """of the run, as a command line names it"""
+    """The run directory, as it is written on a command line."""
     version: str
-    """of spillway, for the footer"""
+    """Version of spillway, for the footer."""
     plan: MemoryPlan
     log: RunLog
     measured: Sequence[StepEvent]
-    """the steps that were made under the plan; of a sweep, of all members"""
+    """The steps made under the plan; those of all members of a sweep."""
     ended: dict[int, Attempt]
-    """by epoch; an attempt without an entry is running, or nobody saw its end"""
+    """Attempt number -> its end; one without an entry is running, or its end was not recorded."""
     member_logs: Mapping[str, RunLog] = field(default_factory=dict)
-    """of a sweep: what each member recorded"""
+    """The logs of a sweep's members."""
     trains: bool = False
-    """somebody holds the directory"""
+    """Whether a run is active in the directory."""
 
     @property
     def members(self) -> tuple[MemberView, ...]:
-        """Of a sweep, in the order of the job."""
+        """The members of a sweep, in the job's order."""
         return member_views(self.log, self.member_logs, self.trains)
 
 
 def render_report(run: RunRecord) -> str:
-    """The whole page. Every text that came from the run is escaped."""
+    """The whole page. All text from the run is escaped."""
     if run.log.sweep is not None:
         return render_sweep(run)
     summary = summarize(run.log, run.plan, run.measured)
@@ -84,7 +84,7 @@ def render_report(run: RunRecord) -> str:
 
 
 def render_sweep(run: RunRecord) -> str:
-    """Curves by member; what the process did by step of all members, in the order of time."""
+    """The page of a sweep: curves by member; speed and bytes by the steps of all members in the order of time."""
     together = replace(run, log=joined(run.log, run.member_logs))
     summary = summarize(together.log, run.plan, run.measured)
     charts = [*curves_sections(run), speed_section(together), *tier_sections(together, summary)]
@@ -103,14 +103,12 @@ def page(run: RunRecord, tiles: str, charts: Sequence[str], sections: Sequence[s
         subtitle=escape(subtitle(run)),
         tiles=tiles,
         sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(sections)}',
-        footer=escape(
-            f"spillway {run.version}, plan for node {run.plan.node}; values of charts appear under the mouse"
-        ),
+        footer=escape(f"spillway {run.version}, plan for node {run.plan.node}; hover over a chart for values"),
     )
 
 
 def subtitle(run: RunRecord) -> str:
-    """What was trained, where, when."""
+    """What was trained, how and when."""
     if not run.log.starts:
         return "The trainer has not started yet."
     start = run.log.starts[-1]
@@ -136,7 +134,7 @@ def tiles(run: RunRecord, summary: RunSummary) -> str:
         speed_tile(summary),
     ]
     if device is not None and summary.num_steps:
-        budget = f"of a budget of {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
+        budget = f"budget {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
         shown.append(("device peak", format_bytes(device.peak_bytes), budget))
     shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
     return tiles_of(shown)
@@ -184,7 +182,7 @@ def figures_of(member: MemberView) -> str:
 
 
 def curves_sections(run: RunRecord) -> list[str]:
-    """A curve for each member; of evaluations, too, where there are some."""
+    """A loss curve for each member, and an evaluation curve if there are evaluations."""
     losses, evaluations = [], []
     for index, member in enumerate(run.members):
         colour, own = MEMBER_COLOURS[index % len(MEMBER_COLOURS)], run.member_logs.get(member.name, RunLog())
@@ -192,17 +190,17 @@ def curves_sections(run: RunRecord) -> list[str]:
         evaluated = [(step, each.loss) for step, each in sorted(own.evaluations.items())]
         evaluations.append(Series(member.name, colour, evaluated, dots=True))
     chart = line_chart("nats per token", losses, from_zero=False)
-    made = [section("Loss of each member", "Mean over each step's tokens, by the member's own steps.", chart)]
+    made = [section("Loss of each member", "Mean over the tokens of each step of the member.", chart)]
     if any(one.points for one in evaluations):
         chart = line_chart("nats per token", evaluations, from_zero=False)
-        made.append(section("Evaluation of each member", "On held-out text; rounds of halving compare these.", chart))
+        made.append(section("Evaluation of each member", "On held-out text; used by successive halving.", chart))
     return made
 
 
 def members_section(members: Sequence[MemberView]) -> str:
     rows = [[*member_cells(one), one.message] for one in members]
     headings = ["member", "", "steps", "loss", "evaluation", "state", "why"]
-    return section("Members", "The best so far is marked with a star.", html_table(headings, rows, 1))
+    return section("Members", "The best so far is marked with an asterisk.", html_table(headings, rows, 1))
 
 
 def loss_section(run: RunRecord) -> str:
@@ -225,13 +223,13 @@ def phase_section(run: RunRecord) -> str:
     series = [
         Series(phase.value, colour, points(run, phase_value(phase, scale)))
         for phase, colour in PHASE_COLOURS.items()
-        if exchanges or phase is not Phase.EXCHANGE  # one rank has nobody to wait for
+        if exchanges or phase is not Phase.EXCHANGE  # one rank exchanges nothing
     ]
     series.append(Series("other", OTHER_COLOUR, points(run, lambda step: other_seconds(step) * scale)))
     chart = stacked_chart(unit, series, resumes(run))
     return section(
         "Step breakdown",
-        "Where a step's time goes; wait = copies and I/O that nothing hid; exchange = other ranks.",
+        "Time of a step by phase; wait = copies and I/O not hidden by compute; exchange = communication between ranks.",
         chart,
     )
 
@@ -245,7 +243,7 @@ def other_seconds(step: StepMetrics) -> float:
 
 
 def tier_sections(run: RunRecord, summary: RunSummary) -> list[str]:
-    """One chart per tier in use: their sizes differ too much for one axis."""
+    """One chart per tier in use: tiers differ too much in size for one axis."""
     made = []
     for use in summary.tiers:
         if not use.peak_bytes and not use.planned_bytes:
@@ -256,8 +254,8 @@ def tier_sections(run: RunRecord, summary: RunSummary) -> list[str]:
         limits = [Limit(use.budget_bytes / size, f"budget {format_bytes(use.budget_bytes)}")] if near else []
         colour = TIER_COLOURS[use.tier]
         chart = line_chart(unit, [Series(f"{use.tier} peak", colour, peaks)], resumes(run), limits)
-        far = "" if near or not use.budget_bytes else f" The budget of {format_bytes(use.budget_bytes)} is far above."
-        made.append(section(f"Bytes in the {use.tier} tier", f"Highest bytes held during each step.{far}", chart))
+        far = "" if near or not use.budget_bytes else f" Budget, not drawn: {format_bytes(use.budget_bytes)}."
+        made.append(section(f"Bytes in the {use.tier} tier", f"Peak bytes of each step.{far}", chart))
     return made
 
 
@@ -266,12 +264,12 @@ def tier_value(tier: Tier, size: int) -> Callable[[StepMetrics], float]:
 
 
 def reality_section(run: RunRecord, summary: RunSummary) -> str:
-    """Peaks, seconds by phase and of cores, bytes by link, each beside its plan; what to do about the furthest."""
+    """Peak bytes, seconds by phase, CPU seconds and bytes by link, planned and measured, and the largest deviation."""
     rows, budgets = compared(run.measured, run.plan), {use.tier.value: use.budget_bytes for use in summary.tiers}
     names = {
         "tier": "{} peak",
         "step": "seconds per step",
-        "phase": "of that, {}",
+        "phase": "phase {}",
         "cores": "CPU seconds per step",
         "link": "{} per step",
     }
@@ -285,8 +283,8 @@ def reality_section(run: RunRecord, summary: RunSummary) -> str:
         ]
         for row in rows
     ]
-    chart = html_table(["", "planned", "seen", "seen / planned", "budget"], shown)
-    bound = f"Predicted to be bound by {run.plan.prediction.bound_by}. Seen: peaks, and medians of the steps."
+    chart = html_table(["", "planned", "measured", "measured / planned", "budget"], shown)
+    bound = f"Predicted to be bound by {run.plan.prediction.bound_by}. Measured: peak bytes, and medians of the steps."
     return section("Plan against reality", f"{bound} {sentence(rows, run.directory)}", chart)
 
 
@@ -302,23 +300,23 @@ def attempts_section(run: RunRecord) -> str:
                 "never" if start is None else f"{datetime.fromtimestamp(start.time, UTC):%H:%M:%S}",
                 "-" if start is None else str(start.resumed_from_step),
                 "-" if last is None else str(last),
-                "no end seen" if ended is None else ended.reason,
+                "not recorded" if ended is None else ended.reason,
                 "" if ended is None else ended.message,
             ]
         )
     headings = ["attempt", "started (UTC)", "from step", "to step", "ended", "message"]
-    return section("Attempts", "Each begins at the newest checkpoint that verifies.", html_table(headings, rows, 2))
+    return section("Attempts", "Each starts from the newest intact checkpoint.", html_table(headings, rows, 2))
 
 
 def reasons_section(plan: MemoryPlan, chosen: Sequence[str]) -> str:
-    """Why this plan, and what the run decided itself; left out when the planner had nothing to decide."""
+    """Why this plan, and what the run chose itself; empty if the planner had no choice."""
     if not plan.reasons:
         return ""
     shown = plan.prediction.format
     lost = [[one.summary, "does not fit" if one.step_seconds is None else shown(one.step_seconds), one.reason]
             for one in plan.alternatives]  # fmt: skip
     reasons = "".join(f"<p>{escape(reason)}</p>" for reason in plan.reasons)
-    reasons += "".join(f"<p>activations, storage by storage: {escape(reason)}</p>" for reason in chosen)
+    reasons += "".join(f"<p>activations, chosen per storage: {escape(reason)}</p>" for reason in chosen)
     table = html_table(["alternative", "step", "why not"], lost, 1) if lost else ""
     return section("Why this plan", "", reasons + table)
 
@@ -346,7 +344,7 @@ def points(run: RunRecord, value: Callable[[StepMetrics], float]) -> list[Point]
 
 
 def resumes(run: RunRecord) -> list[ChartMark]:
-    """Where attempts took up the run; too many labels would hide the curve."""
+    """Marks where attempts resumed, without labels if there are too many."""
     marks = [start for start in run.log.starts if start.resumed_from_step]
     labelled = len(marks) <= MOST_LABELLED_MARKS
     return [
@@ -356,5 +354,5 @@ def resumes(run: RunRecord) -> list[ChartMark]:
 
 
 def binary_unit(num_bytes: int) -> tuple[str, int]:
-    """The unit in which a chart's axis has small numbers."""
+    """The unit for small numbers on a chart's axis."""
     return next(((unit, size) for unit, size in BINARY_UNITS if num_bytes >= size), ("B", 1))

@@ -1,10 +1,10 @@
-"""Attempts of a local run: one trainer process after the other, until the job is done or a restart cannot help.
+"""Attempts of a local run: one trainer process after another, until the job is done or a restart cannot help.
 
-    attempt E = epoch E: start -> follow run.jsonl -> exit code -> done | restart with epoch E+1 | give up
+    attempt E: start -> follow run.jsonl -> exit code -> done | restart as attempt E+1 | give up
 
-spillway.feedback.retries says which ends are worth another attempt, from the last good checkpoint; after one that ran
-out of memory the next has another plan (ladder.py), which counts against no restarts. An attempt that was stopped
-on request ends the run: here nobody else's disruption is behind it.
+spillway.feedback.retries decides which ends are worth another attempt, from the last intact checkpoint. After an
+attempt that ran out of memory the next one uses another plan (ladder.py), which does not count as a restart. An attempt
+stopped on request ends the run: unlike in a cluster, the user asked for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Watcher(Protocol):
-    """Is told what happens, as it happens (the progress line, the demo)."""
+    """Callbacks for what happens during a run (the progress line, the demo)."""
 
     def attempt_started(self, epoch: int, pid: int) -> None: ...
 
@@ -45,9 +45,9 @@ class Watcher(Protocol):
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM or a closed terminal: passed on to the trainer once, as SIGTERM.
+    """Passes Ctrl-C, SIGTERM or a closed terminal on to the trainer once, as SIGTERM.
 
-    The handler only notes the signal; everything else happens in the loop, where printing and locks are safe.
+    The handler only records the signal; the rest happens in the loop, where printing and locking are safe.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def pass_on(self, process: subprocess.Popen[bytes], watcher: Watcher) -> None:
-        """Ask this trainer to stop, once, when stopping was requested (also before it was started)."""
+        """Asks this trainer to stop, once, if a stop was requested, even before it started."""
         if self.signal_number is not None and process.pid != self._told_pid:
             self._told_pid = process.pid
             watcher.stopping(self.signal_number, process.pid)
             process.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
-        """Wait that long, or until stopping is requested; returns whether it is."""
+        """Waits that long, or until a stop is requested; returns whether it is."""
         deadline = time.monotonic() + seconds
         while not self.requested and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -87,15 +87,15 @@ class StopSignals:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """How to start one attempt."""
+    """How to start an attempt."""
 
     prepare: Callable[[int], None]
-    """writes job.json for an epoch"""
+    """Writes job.json for an attempt."""
     command: Sequence[str]
     replan: Callable[[Attempt], Rung]
-    """takes another plan, when there is one, after an attempt that ran out of memory"""
+    """Chooses another plan, if one exists, after an attempt that ran out of memory."""
     lock: int
-    """descriptor that the trainer inherits and keeps open: the run directory stays taken while it lives"""
+    """Descriptor that the trainer inherits: the run directory stays locked while the trainer lives."""
 
     def start(self, run: RunDirectory, epoch: int) -> subprocess.Popen[bytes]:
         directory = run.attempt(epoch)
@@ -106,10 +106,10 @@ class Trainer:
         with log_file as log:
             return subprocess.Popen(
                 self.command,
-                stdin=subprocess.PIPE,  # the trainer's end of our life: see trainer_process
+                stdin=subprocess.PIPE,  # its end of file tells the trainer that we died: see trainer_process
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+                start_new_session=True,  # a terminal's Ctrl-C reaches only us; we pass it on once
                 pass_fds=(self.lock,),
             )
 
@@ -122,10 +122,10 @@ def run_attempts(
     max_restarts: int,
     first_backoff_seconds: float = 1.0,
 ) -> list[Attempt]:
-    """Attempts in order; the last one decides how the run ended."""
+    """Runs attempts and returns them in order; the last one decides how the run ended."""
     follower = RunFollower(run)
     for _ in follower.new_events():
-        pass  # what earlier runs of this directory left
+        pass  # skip what earlier runs wrote in this directory
     ended: list[Attempt] = []
     while True:
         attempt = one_attempt(run, next_epoch(run), trainer, watcher, stop, follower)
@@ -176,12 +176,12 @@ def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def close_life_line(process: subprocess.Popen[bytes]) -> None:
-    """Closing the pipe tells a trainer that is still alive (we are failing) to stop; an ended one does not notice."""
+    """Closes the pipe, which makes a trainer that is still alive stop; it has no effect on one that has ended."""
     assert process.stdin is not None
     process.stdin.close()
 
 
 def stopped_before_training(epoch: int) -> Attempt:
-    """The request came before the trainer could listen: nothing happened since the last checkpoint."""
+    """The stop request came before the trainer could handle it: no step was trained since the last checkpoint."""
     code = ExitCode.PREEMPTED
-    return Attempt(epoch, code, code.reason, "stopped on request before training went on")
+    return Attempt(epoch, code, code.reason, "stopped on request before training continued")

@@ -49,18 +49,18 @@ class RunOptions:
     claims: Sequence[str]
     budget: BudgetOverrides
     spill: Sequence[Path]
-    """directory of the NVMe tier; none = `output`"""
+    """Directories of the NVMe tier; empty = `output`."""
     metrics_port: int | None
     max_restarts: int | None
-    """none = lifecycle.maxRestarts"""
+    """None = lifecycle.maxRestarts."""
     format: Format
     num_ranks: int = 1
     node: Path | None = None
-    """profile of this machine; none = the one that `spillway calibrate` left"""
+    """Profile of this machine; None = the one that `spillway calibrate` wrote."""
 
 
 def run(options: RunOptions) -> int:
-    """Train; returns the exit code of the last attempt. Every refusal happens before anything is written."""
+    """Trains; returns the exit code of the last attempt. Rejects wrong input before writing anything."""
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
@@ -74,14 +74,14 @@ def run(options: RunOptions) -> int:
     shape = inspected_shape(options.job, job, claims)
     own = partial(own_profile, usable_cores(Path("/")), given=options.node)
     first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_on(RunDirectory(options.output)))
-    own(first[0])  # refused before anything is written
+    own(first[0])  # rejects an unusable profile before anything is written
     is_new = not options.output.exists()
     directory = create_run_directory(options.output)
     try:
         return run_in(directory, options, job, claims, shape, own)
     except SpillwayError:
         if is_new:
-            with suppress(OSError):  # something is in it that is worth more than the sentence
+            with suppress(OSError):  # keep a directory that is not empty
                 directory.path.rmdir()
         raise
 
@@ -100,12 +100,12 @@ def run_in(
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
         for changed in local_run.refuse_another_run(directory, job, earlier):
-            console.print(f"changed from the last checkpoint on: {changed}")
+            console.print(f"changed for the steps to come: {changed}")
         if not job.spec.members:
             local_run.refuse_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
             done = "every member has ended" if job.spec.members else f"all {job.spec.training.steps} steps are trained"
-            console.print(f"{directory.path}: complete already, {done}")
+            console.print(f"{directory.path}: already complete, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])
         num_ranks, before = options.num_ranks, trained_on(directory)
@@ -132,31 +132,31 @@ def run_in(
 
 
 def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
-    """Raises UserError for one that is missing, lies in memory, is given twice or cannot be written to."""
+    """The --spill directories. Raises UserError for one that is missing, in memory, repeated or not writable."""
     for directory in given:
         refuse_missing(directory)
     found = tuple(create_run_directory(each, "--spill").path for each in given)
     for directory in found:
         if found.count(directory) > 1:
-            raise UserError(f"--spill {directory}: is given twice; name each volume's directory once")
+            raise UserError(f"--spill {directory}: given twice; name each volume's directory once")
         refuse_memory(directory, f"--spill {directory}")
     return found
 
 
 def refuse_missing(directory: Path) -> None:
-    """Never made: a slip would spill to another disk than the one meant."""
+    """Rejects a missing directory: creating it after a typo could spill to the wrong disk."""
     try:
         directory.stat()
     except FileNotFoundError as error:
         raise UserError(
-            f"--spill {directory}: there is no such directory; correct it, or make it on the disk to be used (mkdir -p)"
+            f"--spill {directory}: no such directory; correct it, or create it on the right disk (mkdir -p)"
         ) from error
     except OSError:
-        return  # whoever writes to it first says so
+        return  # reported when it is first written to
 
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:
-    """Where the bytes will be, why there, and how fast a step should be."""
+    """Prints planned bytes, the reasons and the predicted step time."""
     each = f", bytes of each of {plan.world_size} ranks" if plan.world_size > 1 else ""
     shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}{each}")
     for tier in Tier:
@@ -172,7 +172,7 @@ def say_plan(console: Console, plan: MemoryPlan) -> None:
 
 
 def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], output: Format) -> int:
-    """Report, summary, exit code. No attempt at all means that the run was complete before."""
+    """Writes the report, prints the summary, returns the exit code. No attempt means that the run was complete."""
     exit_code = attempts[-1].exit_code if attempts else ExitCode.COMPLETED
     record = read_record(directory)
     members, logs = record.members, record.member_logs
@@ -192,7 +192,7 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
 
 
 def of_the_best(summary: RunSummary, members: Sequence[MemberView], logs: Mapping[str, RunLog]) -> RunSummary:
-    """The losses of a sweep are those of its best member; those of a run that is no sweep its own."""
+    """A sweep's summary with the losses of its best member; any other summary unchanged."""
     if not members:
         return summary
     best = best_of(members)
@@ -210,7 +210,7 @@ def sweep_json(members: Sequence[MemberView]) -> dict[str, object]:
 
 
 def report_if_possible(record: RunRecord, path: Path) -> Path | None:
-    """The report; a full disk is said, and hides neither how the run ended nor its figures."""
+    """Writes the report. A failure is printed, but must not hide how the run ended."""
     try:
         return write_report(record, path)
     except UserError as error:
@@ -219,24 +219,24 @@ def report_if_possible(record: RunRecord, path: Path) -> Path | None:
 
 
 def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> str:
-    """Why it ended, and what to do."""
+    """Why the run ended, and what to do."""
     log = directory.attempt(last.epoch) / "trainer.log"
     message = last.message.rstrip(".")
     if last.exit_code == ExitCode.PREEMPTED and not num_steps:
-        return "stopped before the first step; the same command starts again"
+        return "stopped before the first step; run the same command to start again"
     if last.exit_code == ExitCode.PREEMPTED:
-        return f"stopped after step {num_steps}; the same command goes on from the last checkpoint"
+        return f"stopped after step {num_steps}; run the same command to resume from the last checkpoint"
     if last.worth_restarting:
-        return f"given up: {last.reason}: {message}. The log is {log}; the same command tries again."
-    return f"ended: {last.reason}: {message}. The log is {log}."
+        return f"giving up: {last.reason}: {message}. Log: {log}; run the same command to try again."
+    return f"ended: {last.reason}: {message}. Log: {log}."
 
 
 def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | None = None) -> object:
-    """`steps_planned`: of all members of a sweep, whose losses are the best one's."""
+    """The summary as a table. `steps_planned`: of all members of a sweep; None for other runs."""
     shown = table("", job.metadata.name)
     shown.add_row("steps", f"{summary.num_steps} of {steps_planned or job.spec.training.steps}")
     if summary.num_steps == 0:
-        return shown  # no step, no figures
+        return shown  # without a step there are no other figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
     if summary.evaluation_loss is not None:
         shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
@@ -253,19 +253,19 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
     resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""
     shown.add_row("restarts", f"{summary.num_restarts}{resumes}")
     if summary.num_skipped:
-        shown.add_row("steps left out", left_out(summary))
+        shown.add_row("skipped steps", left_out(summary))
     shown.add_row("time", time_of(summary))
     return shown
 
 
 def left_out(summary: RunSummary) -> str:
-    """3, whose loss or gradients were not finite (2 overflowed float16 at their loss scale)"""
+    """For example: 3: loss or gradients not finite (2 overflowed float16 at their loss scale)."""
     overflowed = f" ({summary.num_overflowed} overflowed float16 at their loss scale)" if summary.num_overflowed else ""
-    return f"{summary.num_skipped}, whose loss or gradients were not finite{overflowed}"
+    return f"{summary.num_skipped}: loss or gradients not finite{overflowed}"
 
 
 def time_of(summary: RunSummary) -> str:
-    """That of the attempts; earlier invocations count, and what lay between is told apart."""
+    """Seconds of all attempts, including earlier invocations; and, if there were several, from first to last."""
     seconds = format_seconds(summary.attempt_seconds)
     if summary.num_attempts < 2:
         return seconds
@@ -284,7 +284,7 @@ def as_json(
         "output": str(directory.path),
         "exitCode": int(last.exit_code) if last else 0,
         "reason": last.reason if last else ExitCode.COMPLETED.reason,
-        "message": last.message if last else "complete already",
+        "message": last.message if last else "already complete",
         "stepsPlanned": job.spec.training.steps,
         **summary.as_json(),
         "attempts": [

@@ -1,7 +1,6 @@
-"""The ladder of a local run: memory ran out -> the plan of the next attempt (spillway.feedback.ladder decides).
+"""The memory ladder of a local run: replans after an attempt that ran out of memory (spillway.feedback.ladder decides).
 
-What ran out under which plan is kept beside the attempts' logs, so that the same command, run again, starts where the
-last one ended.
+Each attempt's plan and end are stored next to its log, so that the same command, run again, continues from them.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from ..record.directory import RunDirectory, epochs_of, write_atomic
 from .local_run import LocalFiles, steps_trained
 
 Planned = Callable[[TrainingJob, Corrections], MemoryPlan | Infeasible]
-"""for this machine"""
+"""Plans a job for this machine."""
 
 
 def first_plan(job: TrainingJob, num_ranks: int, earlier: Sequence[MemoryFailure], planned: Planned) -> MemoryPlan:
-    """Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits."""
+    """The plan of the first attempt. Raises DoesNotFit with the missing bytes and the nearest plan that fits."""
     found = _fastest(job, num_ranks, earlier, planned)
     if isinstance(found, Infeasible):
         raise DoesNotFit(lacking(found, "this machine"))
@@ -42,7 +41,7 @@ def first_plan(job: TrainingJob, num_ranks: int, earlier: Sequence[MemoryFailure
 
 
 def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tuple[MemoryFailure, ...]:
-    """Of the directory's attempts. A spill volume that was full is forgotten: somebody may have made room."""
+    """Memory failures of earlier attempts in the directory, except full spill volumes: space may be free again."""
     found = []
     for epoch in epochs_of(run.attempts):
         ended = read_ended(run, epoch)
@@ -53,7 +52,7 @@ def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tup
 
 
 def trained_on(run: RunDirectory) -> DeviceKind | None:
-    """The kind of device of the last attempt, where the run has trained; None where it has not."""
+    """The device kind of the last attempt; None before the first step."""
     epochs = epochs_of(run.attempts) if steps_trained(run) else []
     plan = plan_of_attempt(run, epochs[-1]) if epochs else None
     return None if plan is None else plan.device
@@ -77,23 +76,23 @@ def _fastest(
 
 @dataclass(slots=True)
 class LocalLadder:
-    """The plan of the present attempt, and of the next one."""
+    """Holds the plan of the current attempt and replans for the next one."""
 
     files: LocalFiles
     planned: Planned
     refuse: Callable[[MemoryPlan], None]
-    """raises UserError for a plan that this command may not carry out"""
+    """Raises UserError for a plan that this command may not use."""
     failures: list[MemoryFailure] = field(default_factory=list)
     ran_out: list[str] = field(default_factory=list)
-    """why attempts of this command did"""
+    """Reasons of the memory failures of this command's attempts."""
 
     def write(self, epoch: int) -> None:
-        """What attempt `epoch` reads, and what is to be known of it afterwards."""
+        """Writes the files that attempt `epoch` reads, and its plan for later replans."""
         self.files.write(epoch)
         write_atomic(self.files.run.attempt(epoch) / PLAN, self.files.plan.model_dump_json(indent=2) + "\n")
 
     def replan(self, ended: Attempt) -> Rung:
-        """After an attempt that ran out of memory."""
+        """Chooses the next plan after an attempt that ran out of memory."""
         job, num_ranks, before = self.files.local.job, self.files.local.num_ranks, self.files.plan
         self.failures.append(_failure(job, before, num_ranks, ended))
         mode = job.spec.memory.mode
@@ -101,23 +100,23 @@ class LocalLadder:
             return Rung()
         self.ran_out.append(ended.reason)
         if tries_are_used_up(self.ran_out):
-            return Rung(f"{len(self.ran_out) - 1} other plans were tried")
+            return Rung(f"giving up: {len(self.ran_out) - 1} other plans were tried")
         found = _fastest(_as_auto(job), num_ranks, self.failures, self.planned)
         if isinstance(found, Infeasible):
             return Rung(f"no other plan fits: {lacking(found, 'this machine')}")
         if obstacle := self._obstacle(found):
-            return Rung(f"no other plan can be taken: {obstacle}")
+            return Rung(f"no other plan can be used: {obstacle}")
         sentence = change(before, found)
         if mode == "Advise":
-            return Rung(f"mode Auto would take: {sentence}")
+            return Rung(f"mode Auto would replan: {sentence}")
         self.files = replace(self.files, plan=found)
-        return Rung(f"another plan: {sentence}", taken=True)
+        return Rung(f"replanned: {sentence}", taken=True)
 
     def _obstacle(self, found: MemoryPlan) -> str:
-        """Why the plan cannot be taken; empty = it can."""
+        """Why the plan cannot be used; empty = it can."""
         local = self.files.local
         if repeats(self.failures, found, pod_resources(local.job.spec, found, local.num_ranks).memory_bytes):
-            return "it asks for as much of what ran out"
+            return "it needs as much of the memory that ran out"
         try:
             self.refuse(found)
         except UserError as error:

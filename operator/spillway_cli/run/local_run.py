@@ -1,4 +1,4 @@
-"""A job on this machine: what must be true before the first attempt, and the files that the attempts read.
+"""A job on this machine: checks before the first attempt, and the files that the attempts read.
 
 job -> claims and paths exist -> plan -> same run as the directory's? -> job.json, plan.json -> attempts
 """
@@ -35,37 +35,37 @@ from ..record.log import read_run_log
 from .attempts import StopSignals, Trainer, Watcher, run_attempts
 
 IDENTITY = ("model", "data", "training", "objective")
-"""Sections of the spec that the numbers of a run depend on, and on nothing in the others."""
+"""Sections of the spec that a run's numbers depend on; they depend on no other section."""
 MAY_CHANGE = ("spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate")
-"""of these, what steps to come depend on alone: checkpoints say with which of them they were trained. Members of a
-sweep are known by their rates, so there only the steps may change, and nothing where rounds compare members"""
+"""Fields in these sections that affect only later steps; checkpoints record their values. A sweep's members are
+identified by their learning rates, so only the steps may change there, and nothing if halving compares members."""
 RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job that this machine can run, with everything that the YAML does not say."""
+    """A job that this machine can run, with the local settings that are not in its YAML."""
 
     job: TrainingJob
     claims: Mapping[str, Path]
     corpus: Path
     spill: tuple[Path, ...]
-    """a directory a volume, at least one"""
+    """One directory per volume, at least one."""
     metrics_port: int | None = None
     num_ranks: int = 1
 
 
 def refuse_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
-    """Raises InvalidJob with every field that a run on this machine cannot honour, text and models that are not here
-    included. `claims`: their directories; None: not known, and what lies on one is not looked for."""
+    """Raises InvalidJob with every field that a run on this machine cannot honour, including missing text and models.
+    `claims`: name -> directory; None: unknown, so their contents are not checked."""
     if problems := _missing_locations(job, claims):
         raise InvalidJob(source, problems)
 
 
 def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
-    """Fields without a local meaning; checkpoints go below --output, whatever claim a cluster would keep them on.
+    """Fields that a local run ignores; checkpoints always go below --output, not to a claim.
 
-    Nodes and devices have one when --ranks stands for just as many, a strategy when there are several ranks.
+    Nodes and devices per node are used when --ranks equals their product, a strategy when there are several ranks.
     """
     claim = ["spec.checkpoint.claim"] if spec.checkpoint.claim else []
     counts = RANK_COUNTS if num_ranks == spec.parallelism.world_size else ()
@@ -74,7 +74,7 @@ def unused_fields(spec: TrainingJobSpec, num_ranks: int = 1) -> list[str]:
 
 
 def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
-    """`--claim NAME=DIR`, repeated. Raises UserError for another form or a directory that does not exist."""
+    """Parses `--claim NAME=DIR`, repeated. Raises UserError for another form or a missing directory."""
     claims: dict[str, Path] = {}
     for text in texts:
         name, equals, directory = text.partition("=")
@@ -83,9 +83,9 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
         if name in claims:
             raise UserError(f"--claim {text}: {name} is given twice; keep one")
         if not Path(directory).is_dir():
-            raise UserError(f"--claim {text}: {directory} is no directory; name the one that stands for the claim")
+            raise UserError(f"--claim {text}: {directory} is not a directory; name the claim's local directory")
         if not is_text(Path(directory)):
-            raise UserError(f"--claim {text}: the name is not UTF-8; name a directory whose path is text")
+            raise UserError(f"--claim {text}: the path is not valid UTF-8; name another directory")
         claims[name] = Path(directory).resolve()
     return claims
 
@@ -101,7 +101,7 @@ def _missing(
     field: str, location: Location, claims: Mapping[str, Path] | None, *, is_text: bool
 ) -> FieldProblem | None:
     if location.path is not None:
-        path, name, value, wanted = Path(location.path), "path", location.path, "there is no such file or directory"
+        path, name, value, wanted = Path(location.path), "path", location.path, "no such file or directory"
     elif claims is None:
         return None
     elif location.claim is None or location.claim not in claims:
@@ -109,7 +109,7 @@ def _missing(
         return FieldProblem(f"{field}.claim", str(location.claim), wanted)
     else:
         path, name, value = claims[location.claim] / location.sub_path, "subPath", location.sub_path
-        wanted = f"there is no {path}; correct it, or the --claim"
+        wanted = f"{path} does not exist; correct it, or the --claim"
     if not path.exists():
         return FieldProblem(f"{field}.{name}", value, wanted)
     try:
@@ -121,7 +121,7 @@ def _missing(
 
 
 def refuse_taken_port(port: int | None) -> None:
-    """Raises UserError when the metrics could not be served: the trainer would crash, attempt after attempt."""
+    """Raises UserError when the port cannot be used: every attempt of the trainer would crash."""
     if port is None:
         return
     with socket.socket() as probe:
@@ -134,30 +134,29 @@ def refuse_taken_port(port: int | None) -> None:
 
 
 def read_job_file(path: Path) -> JobFile | None:
-    """The job.json of an earlier invocation; None when there is none. Raises UserError when it cannot be read."""
+    """The job.json of an earlier invocation, or None. Raises UserError when it cannot be read."""
     try:
         return JobFile.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValidationError, ValueError, OSError) as error:
-        raise UserError(f"{path}: is no job file of this version of spillway; name another --output") from error
+        raise UserError(f"{path}: not a job file of this version of spillway; name another --output") from error
 
 
 def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
-    """Raises UserError when a job with other numbers was trained in the directory; lists every field that differs.
-    Returns the fields of MAY_CHANGE that do, each with both values.
+    """Raises UserError with every differing field when the directory holds a run that this job does not continue.
+    Returns the differences in MAY_CHANGE fields, each with both values.
 
-    A start that trained nothing binds nothing: a corrected job may take the directory, and what was made of the
-    rejected one's text goes.
+    If no step was trained, a corrected job may reuse the directory; the earlier job's token corpora are deleted.
     """
     if earlier is None:
         if run.checkpoints.exists():
-            raise UserError(f"--output {run.path}: holds checkpoints but no job.json; name another directory")
+            raise UserError(f"--output {run.path}: has checkpoints but no job.json; name another directory")
         return []
     there, here = identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec)
     differing = [*differing_fields(earlier.name, job.metadata.name, "metadata.name")]
     differing += differing_fields(there, here, "spec")
-    lines = {path: f"{path} was {shown(before)} and is {shown(now)} now" for path, before, now in differing}
+    lines = {path: f"{path} was {shown(before)}, is now {shown(now)}" for path, before, now in differing}
     if bool(earlier.spec.members) != bool(job.spec.members):
         was, now = ("a sweep", "one run") if earlier.spec.members else ("one run", "a sweep")
         lines = {"spec.members": f"spec.members: {was} was trained there, and this job is {now}", **lines}
@@ -169,21 +168,21 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     may_change = sweeps_may if job.spec.members else MAY_CHANGE
     wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
     wrong += [
-        f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, and {trained[name]} are trained"
+        f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, but {trained[name]} are trained"
         for name, one in named_specs(job.spec).items()
         if (steps := one.training.steps) < trained.get(name, 0)
     ]
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
         raise UserError(
-            f"--output {run.path}: holds a run that this job does not continue:{listed}\n"
-            "put these back (steps: as many as are trained, or more) to go on with it, or name another directory"
+            f"--output {run.path}: contains a run that this job does not continue:{listed}\n"
+            "restore these values (steps: at least as many as are trained) to continue it, or name another directory"
         )
     return [*lines.values()]
 
 
 def steps_trained(run: RunDirectory) -> dict[str, int]:
-    """The last step that any attempt left a line or a checkpoint of, by member ("" of a run that is no sweep)."""
+    """Member ("" unless a sweep) -> the last step with a log line or a checkpoint from any attempt."""
     log, places = read_run_log(run.log), [("", run.checkpoints)]
     places += [(directory.name, directory) for directory in run.member_checkpoints.glob("*")]
     found = [("", step) for step in log.steps] + [(one.member, one.step) for one in log.members.values()]
@@ -192,8 +191,8 @@ def steps_trained(run: RunDirectory) -> dict[str, int]:
 
 
 def forget_text(run: RunDirectory) -> None:
-    """Token corpora that were made below the directory: no step was trained on them, and the text may be another now.
-    So may the model of plans that ran out of memory."""
+    """Deletes the directory's token corpora, on which no step was trained, and the plans of attempts: the text and the
+    model may have changed."""
     for index in (*run.path.glob("corpus/index.json"), *run.path.glob("corpus-*/index.json")):
         if (index.parent / "tokenizer.json").is_file():  # or it is the user's own folder
             shutil.rmtree(index.parent, ignore_errors=True)
@@ -202,8 +201,8 @@ def forget_text(run: RunDirectory) -> None:
 
 
 def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
-    """Of a sweep with every member's overrides. Without rounds of halving, which compare all of them, members may join
-    and leave: then of those alone that are in `others`, too."""
+    """The parts of the spec that identify a run, including members' overrides. Members may join and leave a sweep
+    unless halving rounds compare them: without halving, only members that are also in `others` are included."""
     fixed = spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
     halves = any(one.objective is not None and one.objective.halving for one in (spec, others))
     there = {member.name for member in others.members}
@@ -212,7 +211,7 @@ def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any
 
 
 def differing_fields(there: object, here: object, path: str) -> Iterator[tuple[str, object, object]]:
-    """Leaves that are not equal, as (dotted path, there, here)."""
+    """Yields unequal leaves as (dotted path, there, here)."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in sorted({*there, *here}):
             yield from differing_fields(there.get(key), here.get(key), f"{path}.{key}")
@@ -225,8 +224,8 @@ def shown(value: object) -> str:
 
 
 def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
-    """Whether an earlier invocation trained the last step, and its checkpoint is as it was written; of a sweep: came to
-    the end of every member. Raises CheckpointCorrupt when checkpoints are left and none can be used."""
+    """Whether an earlier invocation trained the last step and its checkpoint is intact, or ended every member of a
+    sweep. Raises CheckpointCorrupt when there are checkpoints but none is usable."""
     log = read_run_log(run.log)
     if not log.ends or log.ends[-1].exit_code != 0:
         return False
@@ -243,26 +242,26 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
 
 
 def refuse_lost_checkpoints(run: RunDirectory) -> None:
-    """Raises CheckpointCorrupt when earlier attempts wrote checkpoints and none is there. What is in them, whoever
-    resumes reads."""
+    """Raises CheckpointCorrupt when earlier attempts wrote checkpoints and all are missing. Their content is checked
+    when the trainer resumes."""
     written = read_run_log(run.log).checkpoints
     if written and not checkpoint_directory.list_checkpoints(run.checkpoints):
         raise CheckpointCorrupt(
-            f"{run.checkpoints}: the checkpoint of step {written[-1].step} was here and is gone; put it back, or train "
-            "from the start in another directory"
+            f"{run.checkpoints}: the checkpoint of step {written[-1].step} is missing; restore it, or train from the "
+            "start in another directory"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """Writes what one attempt reads; uid and threads stay those of the run's first invocation."""
+    """Writes the files that an attempt reads; uid and threads stay those of the run's first invocation."""
 
     run: RunDirectory
     local: LocalJob
     plan: MemoryPlan
     uid: str
     compute_threads: int
-    """a matrix product's rounding depends on it, so a resumed run keeps it"""
+    """A resumed run keeps it, because the rounding of a matrix product depends on it."""
 
     def write(self, epoch: int) -> None:
         job, run = self.local.job, self.run
@@ -288,7 +287,7 @@ class LocalFiles:
 
 
 def refuse_spill_in_memory(directory: Path, plan: MemoryPlan, advice: str) -> None:
-    """Raises UserError where a plan spills beside its run, and that directory, --output, lies in memory."""
+    """Raises UserError when a plan spills to --output and that directory is in memory."""
     if plan.slab_bytes(Tier.NVME) > 0:
         refuse_memory(directory, f"--output {directory}", advice)
 
@@ -302,14 +301,13 @@ def local_files(
 
 
 def trainer_command(run: RunDirectory, num_ranks: int) -> list[str]:
-    """One rank is the trainer itself; several get a launcher. -P: what lies in the current directory must not shadow a
-    module of ours or of Python's."""
+    """The trainer for one rank, a launcher for several. -P: files in the current directory must not shadow modules."""
     module = "spillway_trainer" if num_ranks == 1 else "spillway_trainer.launch"
     return [sys.executable, "-P", "-m", "spillway_cli.run.trainer_process", module, str(run.path)]
 
 
 class Ladder(Protocol):
-    """Whose plan an attempt takes (local_ladder.py)."""
+    """Supplies the plan of each attempt (ladder.py)."""
 
     files: LocalFiles
 
@@ -319,7 +317,7 @@ class Ladder(Protocol):
 
 
 def train(ladder: Ladder, watcher: Watcher, lock: int, max_restarts: int) -> list[Attempt]:
-    """Attempts until the job is done or restarting cannot help; needs the directory's lock."""
+    """Runs attempts until the job is done or restarting cannot help; needs the directory's lock."""
     run = ladder.files.run
     trainer = Trainer(ladder.write, trainer_command(run, ladder.files.local.num_ranks), ladder.replan, lock)
     stop = StopSignals()

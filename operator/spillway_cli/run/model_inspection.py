@@ -1,4 +1,4 @@
-"""The shape of a model that only building it can tell, found by the trainer in its own process: torch stays out."""
+"""Finds the shape of a model that must be built to know its sizes, in a trainer process: torch is not imported here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ..console import said_if_slow
 
 
 def needs_inspection(model: Model) -> bool:
-    """A source and an entrypoint say nothing of their sizes; adapters change what a model saves, module by module."""
+    """Whether the model must be built: the YAML has no sizes for a source or an entrypoint, and adapters change which
+    activations each module saves."""
     return model.config is None or model.lora is not None
 
 
 def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) -> ModelShape | None:
-    """The shape of the model of `job`, which is in `file`; None for a model whose sizes the job gives.
+    """The shape of the model of `job`, which was read from `file`; None if the job gives the model's sizes.
 
     Raises UserError when the model cannot be built.
     """
@@ -30,9 +31,9 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
         return None
     need_for(job.spec, num_ranks=1)
     stands_for = [f"--claim={name}={directory}" for name, directory in claims.items()]
-    # -P: what lies in the current directory must not shadow a module of ours or of Python's.
+    # -P: files in the current directory must not shadow modules.
     command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]
-    with said_if_slow("building the model without memory, to learn its sizes"):
+    with said_if_slow("building the model without allocating it, to find its sizes"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stderr.strip())
@@ -40,9 +41,9 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
         if done.returncode == 0:
             return ModelShape.from_json(done.stdout)
     except (ValueError, TypeError, KeyError):
-        pass  # it ended before it answered: os._exit in the model's own code
+        pass  # it exited before it answered: os._exit in the model's own code
     said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
     raise UserError(
-        f"spec.model: python -m spillway_trainer.inspect {file} ended with code {done.returncode} and no answer{said}; "
-        "run it to see all that it says"
+        f"spec.model: python -m spillway_trainer.inspect {file} exited with code {done.returncode} and no result"
+        f"{said}; run it to see its full output"
     )

@@ -1,4 +1,4 @@
-"""The plan of a job for this machine: its budgets, its cores, and the memory that device and host share here."""
+"""Plans a job for this machine: its budgets, its cores, and the memory that device and host share on CPU nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..machine.node_profile import Profiles, no_profile
 
 @dataclass(frozen=True, slots=True)
 class BudgetOverrides:
-    """`--device`, `--host`, `--nvme`: quantities as in the YAML; none = what the job says."""
+    """`--device`, `--host`, `--nvme`: quantities as in the YAML; None = the job's."""
 
     device: str | None = None
     host: str | None = None
@@ -43,24 +43,24 @@ def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
 
 
 def quantity(tier: str, text: str) -> int:
-    """The bytes of `--TIER TEXT`. Raises UserError for what spec.memory.budget would refuse, too."""
+    """The bytes of `--TIER TEXT`. Raises UserError for what spec.memory.budget would also reject."""
     try:
         num_bytes = parse_bytes(text)
     except ValueError as error:
         raise UserError(f"--{tier}: {error}") from error
     if tier == "device" and not num_bytes:
-        raise UserError(f"--device: {text} is too little, more than 0 is needed; leave it out for what the node has")
+        raise UserError(f"--device: {text} must be more than 0; leave it out to use all the node has")
     return num_bytes
 
 
 def local_devices(
     spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: DeviceKind | None = None
 ) -> list[tuple[DeviceKind, str]]:
-    """As `devices`, on this machine. Raises UserError where the job needs GPUs that are not here."""
+    """As `devices`, on this machine. Raises UserError when the job needs GPUs that are missing here."""
     lacking_gpus = gpus.lacking(num_ranks)
     found = devices(spec, lacking_gpus, gpus.said, before, num_ranks)
     if found[0][0] == "Cuda" and lacking_gpus:
-        began = "the run began on a GPU, and " if before else ""
+        began = "the run began on a GPU, but " if before else ""
         raise UserError(
             f"spec.parallelism.device = {spec.parallelism.device}: {began}no GPU can be used here: {lacking_gpus}; see "
             "`spillway doctor`, use Auto or Cpu, or plan for another machine (`spillway plan --node`)"
@@ -75,7 +75,7 @@ def plan_for_this_machine(
     shape: ModelShape | None = None,
     profiles: Profiles = no_profile,
 ) -> MemoryPlan:
-    """`shape`: of a model that had to be inspected; `profiles`: what was measured of this machine, else the catalog's.
+    """`shape`: of a model that had to be built; `profiles`: measured rates of this machine, else the catalog's.
 
     Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits.
     """
@@ -94,7 +94,7 @@ def decided_for_this_machine(
     corrections: Corrections = NO_CORRECTIONS,
     before: DeviceKind | None = None,
 ) -> MemoryPlan | Infeasible:
-    """Of device Auto the first kind on which it fits; where it fits none, what the best one lacks."""
+    """The plan for the first device kind on which the job fits; if none, what the preferred kind lacks."""
     found = list[Infeasible]()
     for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
         asked = Overrides(world_size=num_ranks, shape=shape, corrections=corrections)
@@ -123,14 +123,14 @@ def _decided_on(
     own = on_device(job, device)
     outcome = plan_run(own, node, asked, memory_bytes, num_ranks, planned=make_plan, explained=True)
     if isinstance(outcome, Infeasible) and memory_bytes < runtime:
-        left = "the memory limit of this container leaves" if resources.is_limited else "free on this machine are"
-        takes = f"{format_bytes(resources.memory_bytes)}, and the trainer itself takes {format_bytes(runtime)}"
-        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: give it more"})
+        left = "this container's memory limit leaves" if resources.is_limited else "this machine has free"
+        takes = f"{format_bytes(resources.memory_bytes)}, but the trainer itself needs {format_bytes(runtime)}"
+        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: provide more memory"})
     return outcome
 
 
 def cuda_node(resources: LocalResources, memory_bytes: int, num_ranks: int) -> NodeSpec:
-    """The catalog's class of the first GPU with what is free now of the fullest that is used, on this machine."""
+    """This machine with the catalog's class of the first GPU, and the least free memory among the GPUs in use."""
     used = resources.gpus.found[:num_ranks]
     product = used[0].name.replace(" ", "-")  # as feature discovery names it in a cluster
     node = gpu_node(product, min(gpu.free_bytes for gpu in used), len(resources.gpus.found))

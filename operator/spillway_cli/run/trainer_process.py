@@ -1,9 +1,9 @@
-"""Runs a module as the child of `spillway run`, and ends with its parent.
+"""Runs a module as the child of `spillway run`, and ends it when its parent dies.
 
     python -m spillway_cli.run.trainer_process spillway_trainer OUTPUT
 
-Standard input is a pipe whose other end only the parent holds. End of file means that the parent is gone, however it
-died: the child then asks itself to stop (SIGTERM: checkpoint, exit 75), and dies if that takes too long.
+Standard input is a pipe whose other end only the parent holds. End of file means that the parent is gone: the child
+then sends itself SIGTERM (checkpoint, exit 75), and SIGKILL if that takes too long.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import threading
 import time
 
 GRACE_SECONDS = 120.0
-"""Time for the step under way and its checkpoint after the parent died."""
+"""Time for the current step and its checkpoint after the parent has died."""
 
 
 def end_with_parent(pipe: int, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Block until `pipe` reports end of file, then stop this process: politely first."""
+    """Blocks until `pipe` reports end of file, then stops this process: SIGTERM, later SIGKILL."""
     while os.read(pipe, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""TrainingJobs as `spillway top` sees them: their status, where their pods are, and the trainer's own /metrics.
+"""Reads TrainingJobs for `spillway top`: their status, their pods' nodes, and the trainer's own /metrics.
 
-Nothing here needs more rights than `spillway status` and `logs`, but for the page of metrics (`pods/proxy`): without
-that right, or where the API server cannot reach the pod, the view says what is not known.
+Only /metrics needs more rights (`pods/proxy`) than `spillway status` and `logs`: without that right, or if the API
+server cannot reach the pod, the view says what is not known.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ METRICS_PORT_NAME = "metrics"
 PAGE_SECONDS = 4.0
 LONGEST_PAGE_LINES = 20_000
 WINDOW_PAGES = 15
-"""rates are those between the newest page of metrics and the oldest of so many"""
-NOT_LOOKED_AT = "not looked at"
-"""the state of a job before the operator's first look"""
+"""Number of kept metrics pages; rates are differences between the newest and the oldest."""
+NOT_LOOKED_AT = "not processed"
+"""State of a job before the operator first processes it."""
 JobKey = tuple[str, str]
-"""namespace and name"""
+"""Namespace and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the trainer's /metrics said at one look: counters since its process began, summed over the pod's ranks."""
+    """One reading of the trainer's /metrics: counters since its process began, summed over the pod's ranks."""
 
     step: int
     phase_seconds: Mapping[str, float]
-    """of rank 0"""
+    """Those of rank 0."""
     moved_bytes: Mapping[str, float]
     tiers: Mapping[str, Mapping[Tier, int]]
-    """metric name -> bytes of the pod's fullest rank"""
+    """Metric name -> bytes of the pod's rank that holds most."""
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def quantity(text: object) -> int | None:
 def job_view(
     job: Object, pods: Sequence[Object] | None, now: datetime, pages: Sequence[Page] = (), unknown: Iterable[str] = ()
 ) -> RunView:
-    """A job by its status; `pods`: of its newest attempt, None = they could not be listed; `pages`: oldest first."""
+    """The view of a job. `pods`: those of its newest attempt, None = could not be listed; `pages`: oldest first."""
     status = job.get("status") or {}
     placed = tuple(sorted({str(node) for pod in pods or () if (node := value_at(pod, "spec.nodeName"))}))
     planned = tuple(str(node) for node in value_at(job, "status.plan.nodes") or ())[:1]
@@ -91,7 +91,7 @@ def job_view(
 
 
 def tier_view(tier: Tier, job: Object, page: Page | None) -> TierView:
-    """Of the status; what the trainer's own page says is newer."""
+    """One tier's bytes: the trainer's own page is newer than the status."""
     live = {} if page is None else {name: held.get(tier) for name, held in page.tiers.items()}
     budget = live.get(metrics.TIER_BUDGET_BYTES.name) or quantity(value_at(job, f"spec.memory.budget.{tier.value}"))
     peak = live.get(metrics.TIER_PEAK_BYTES.name)
@@ -106,7 +106,7 @@ def tier_view(tier: Tier, job: Object, page: Page | None) -> TierView:
 
 
 def newest_pods(pods: Iterable[Object]) -> dict[JobKey, list[Object]]:
-    """By job: those of its newest attempt that has pods, by node."""
+    """Job -> the pods of its newest attempt that has any, by node."""
     of_jobs: dict[JobKey, list[Object]] = {}
     for pod in pods:
         metadata = pod["metadata"]
@@ -125,7 +125,7 @@ def key_of(job: Object) -> JobKey:
 
 
 def metrics_path(pod: Object) -> str | None:
-    """Of the pod's /metrics through the API server; None when the pod does not run or serves none."""
+    """Path to the pod's /metrics through the API server; None if the pod does not run or serves none."""
     ports = [
         port.get("containerPort")
         for container in value_at(pod, "spec.containers") or ()
@@ -139,7 +139,7 @@ def metrics_path(pod: Object) -> str | None:
 
 
 def read_page(text: str) -> Page | None:
-    """None when it is no page of a trainer's metrics, or of one that has made no step."""
+    """Parses a page of metrics; None if it is not a trainer's, or before its first step."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
     step, phases, moved = -1, dict[str, float](), dict[str, float]()
@@ -164,7 +164,7 @@ def read_page(text: str) -> Page | None:
 
 
 def rates_between(first: Page, last: Page) -> LiveRates | None:
-    """None when no step ended between the two, or another process answered."""
+    """Rates between two pages; None if no step ended between them, or the second is from another process."""
     phases = {phase: value - first.phase_seconds.get(phase, 0.0) for phase, value in last.phase_seconds.items()}
     moved = {link: last.moved_bytes.get(link, 0.0) - first.moved_bytes.get(link, 0.0) for link in LINKS}
     steps, seconds = last.step - first.step, sum(phases.values())
@@ -174,7 +174,7 @@ def rates_between(first: Page, last: Page) -> LiveRates | None:
 
 
 def since_the_start(page: Page) -> LiveRates | None:
-    """Averages of all steps of the trainer's process; it may have resumed, so their number is not known."""
+    """Sums over all steps of the trainer's process: it may have resumed, so their number is not known."""
     if not sum(page.phase_seconds.values()):
         return None
     return rates("all steps since the trainer started", page.phase_seconds, page.moved_bytes, 1)
@@ -191,7 +191,7 @@ def rates(over: str, phases: Mapping[str, float], moved: Mapping[str, float], st
 
 @dataclass(slots=True)
 class FleetSource:
-    """Every TrainingJob of a namespace, or (None) of all."""
+    """Every TrainingJob of a namespace, or (None) of all namespaces."""
 
     cluster: ClusterClient
     namespace: str | None
@@ -210,12 +210,12 @@ class FleetSource:
 def list_pods(
     cluster: ClusterClient, namespace: str | None, selector: str
 ) -> tuple[list[Object] | None, tuple[str, ...]]:
-    """None, and a sentence, when they cannot be listed."""
+    """The pods; None and a sentence if they cannot be listed."""
     inner = "" if namespace is None else f"/namespaces/{namespace}"
     try:
         return cluster.items(f"{CORE}{inner}/pods", labelSelector=selector), ()
     except (RequestDenied, Unreachable) as error:
-        return None, (f"where the pods are (~ is where the plan wants them): {error}",)
+        return None, (f"the pods' nodes (~ = planned node): {error}",)
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ class JobSource:
     name: str
     _pages: deque[Page] = field(default_factory=lambda: deque(maxlen=WINDOW_PAGES))
     _pod: str = ""
-    """whose pages they are"""
+    """Path of the pod that the pages are from."""
 
     def look(self) -> RunView:
         """Raises Gone when there is no such job."""
@@ -236,15 +236,15 @@ class JobSource:
         own = newest_pods(pods or ()).get(key_of(job), [])
         missing = "" if has_ended(job) else self._ask_trainer(own)
         if missing:
-            unknown = (*unknown, f"rates, phases and the bytes held now: {missing}")
+            unknown = (*unknown, f"rates, phases and current bytes: {missing}")
         return job_view(job, None if pods is None else own, datetime.now(UTC), tuple(self._pages), unknown)
 
     def _ask_trainer(self, pods: Sequence[Object]) -> str:
-        """Keep the page of the first node's pod; returns why there is none."""
+        """Reads and keeps the page of the first node's pod; returns why that failed, or an empty string."""
         path = metrics_path(pods[0]) if pods else None
         if path is None:
             self._pages.clear()
-            return "no trainer runs"
+            return "no trainer is running"
         if path != self._pod:
             self._pages.clear()
             self._pod = path
@@ -252,7 +252,7 @@ class JobSource:
             lines = [*islice(self.cluster.lines(path, PAGE_SECONDS), LONGEST_PAGE_LINES)]
         except (RequestDenied, Unreachable) as error:
             self._pages.clear()
-            return f"the trainer's metrics cannot be read: {error}"
+            return f"cannot read the trainer's metrics: {error}"
         page = read_page("\n".join(line.decode(errors="replace") for line in lines) + "\n")
         if page is None:
             self._pages.clear()

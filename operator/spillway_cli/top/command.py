@@ -1,7 +1,7 @@
-"""`spillway top [NAME]`: a live view of a cluster's jobs, of one of them, or of a run directory.
+"""`spillway top [NAME]`: a live view of a cluster's jobs, of one job, or of a run directory.
 
-On a terminal the view is redrawn on a screen of its own, and Ctrl-C gives the terminal back as it was; elsewhere each
-look is printed in plain lines.
+On a terminal the view uses the alternate screen, and Ctrl-C restores the terminal; elsewhere each update is printed in
+plain lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TopOptions:
     """The command line of `spillway top`."""
 
     name: str | None
-    """a TrainingJob, or the directory of a run; none = every job"""
+    """A TrainingJob, or the directory of a run; None = every job."""
     context: str | None
     namespace: str | None
     all_namespaces: bool
@@ -47,18 +47,18 @@ class TopOptions:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen at one moment."""
+    """The state at one moment."""
 
     document: Document
     draw: Callable[[Console], RenderableType]
     is_over: bool = False
-    """nothing will change any more"""
+    """Whether nothing will change any more."""
 
 
 def top(options: TopOptions) -> int:
-    """Show until Ctrl-C, or until what is shown has ended; returns 0. Raises UserError when nothing can be shown."""
+    """Shows until Ctrl-C, or until the run or job has ended; returns 0. Raises UserError when nothing can be shown."""
     if options.all_namespaces and (options.name or options.namespace):
-        raise UserError("command line: -A is for the jobs of all namespaces; leave out the name and --namespace")
+        raise UserError("command line: -A lists the jobs of all namespaces; leave out the name and --namespace")
     with ended_by_signals():
         try:
             look = source(options)
@@ -74,7 +74,7 @@ def top(options: TopOptions) -> int:
 
 
 def source(options: TopOptions) -> Callable[[], Look]:
-    """What to look at. Raises UserError for a directory that is no run, and where there is no cluster."""
+    """Returns the function that reads the state. Raises UserError for a directory without a run, or no cluster."""
     name = options.name
     of_a_cluster = options.namespace is not None or options.context is not None
     if name is not None and not of_a_cluster and names_a_directory(name):
@@ -108,7 +108,7 @@ def now() -> str:
 
 
 def looks(look: Callable[[], Look], options: TopOptions) -> Iterator[tuple[Look, str]]:
-    """Each look, and why it is an old one: an API server that is away for a while ends nothing but the first look."""
+    """Yields each look, with a message if it is out of date: after the first, an unreachable API server is retried."""
     seen: Look | None = None
     while True:
         problem = ""
@@ -121,7 +121,7 @@ def looks(look: Callable[[], Look], options: TopOptions) -> Iterator[tuple[Look,
         except Unreachable as error:
             if seen is None:
                 raise
-            problem = f"{error}; this is what was seen last"
+            problem = f"{error}; showing the last known state"
         yield seen, problem
         if options.once or (seen.is_over and not problem):
             return
@@ -129,7 +129,7 @@ def looks(look: Callable[[], Look], options: TopOptions) -> Iterator[tuple[Look,
 
 
 def print_documents(look: Callable[[], Look], options: TopOptions) -> None:
-    """One document; without --once one a line for every look (JSON Lines)."""
+    """Prints one document with --once, else one line per look (JSON Lines)."""
     for seen, problem in looks(look, options):
         if options.once:
             print_json(seen.document)
@@ -139,7 +139,7 @@ def print_documents(look: Callable[[], Look], options: TopOptions) -> None:
 
 
 def show(look: Callable[[], Look], options: TopOptions, console: Console) -> None:
-    """On a screen of its own where there is a terminal; what has ended, or was asked for once, stays on it."""
+    """Draws on the alternate screen of a terminal; prints the last state, or that of --once, on the normal one."""
     live: Live | None = None
     if not console.is_terminal:
         console.width = WIDEST
@@ -161,7 +161,7 @@ def show(look: Callable[[], Look], options: TopOptions, console: Console) -> Non
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the view as Ctrl-C does: with the terminal as it was."""
+    """Makes SIGTERM and a closed terminal end the view as Ctrl-C does, restoring the terminal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

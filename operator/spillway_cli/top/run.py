@@ -1,4 +1,4 @@
-"""A run directory as `spillway top` sees it: run.jsonl from where the last look ended, the plan, the lock, the ends."""
+"""Reads a run directory for `spillway top`: new lines of run.jsonl, the plan, the lock, the attempts' ends."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What the directory says of the processes of its run."""
+    """The state of the run's processes."""
 
     is_taken: bool
-    """somebody holds its lock: `spillway run`, or a trainer that outlived it"""
+    """Its lock is held by `spillway run`, or by a trainer that outlived it."""
     epoch: int
-    """of the last attempt; 0 = none was ever started"""
+    """Number of the last attempt; 0 = none was ever started."""
     ended: Attempt | None
-    """how that one ended; None while it trains, or when nobody saw it end"""
+    """How that attempt ended; None while it trains, or if its end was not recorded."""
     has_begun: bool
-    """model, data and checkpoint are loaded: it trains"""
+    """Model, data and checkpoint are loaded, and it trains."""
 
 
 def life_of(run: RunDirectory, log: RunLog) -> Life:
-    taken = is_taken(run)  # asked first: who ends meanwhile has written its end when the next lines look
+    taken = is_taken(run)  # asked first, so that a run that ends meanwhile has recorded its end for the next lines
     epoch = max(epochs_of(run.attempts), default=0)
     ended = read_ended(run, epoch) if epoch else None
     begun = any(start.epoch == epoch for start in log.starts)
     if ended is None and begun and log.ends and log.ends[-1].time >= log.starts[-1].time:
-        last = log.ends[-1]  # the trainer said it; its `spillway run` was gone by then
+        last = log.ends[-1]  # only the trainer recorded it: its `spillway run` had died
         ended = Attempt(epoch, last.exit_code, last.reason, last.message)
     return Life(taken, epoch, ended, begun)
 
 
 def state_of(life: Life, last_step: int) -> tuple[str, str]:
-    """One word, and a sentence where the word does not say it all."""
+    """The state in one word, and a sentence if that is not enough."""
     return state_under_way(life) if life.is_taken else state_at_rest(life, last_step)
 
 
@@ -68,23 +68,23 @@ def state_under_way(life: Life) -> tuple[str, str]:
 
 
 def state_at_rest(life: Life, last_step: int) -> tuple[str, str]:
-    ended, same = life.ended, "the same `spillway run` goes on from the last checkpoint"
+    ended, same = life.ended, "run the same `spillway run` to resume from the last checkpoint"
     if not life.epoch:
-        return "NotStarted", "no attempt was ever started here: `spillway run JOB --output DIR` starts one"
+        return "NotStarted", "no attempt was ever started here: start one with `spillway run JOB --output DIR`"
     if ended is None:
         where = f"after step {last_step}" if last_step else "before its first step"
-        return "Killed", f"attempt {life.epoch} was killed {where}, and so was what watched it; {same}"
+        return "Killed", f"attempt {life.epoch} was killed {where}, as was its `spillway run`; {same}"
     message = ended.message.rstrip(".")
     if ended.exit_code == ExitCode.COMPLETED:
         return "Complete", ""
     if ended.exit_code == ExitCode.PREEMPTED:
         return "Stopped", f"{message or 'stopped on request'}; {same}"
-    log = f"its log is attempts/attempt-{life.epoch}/trainer.log"
+    log = f"log: attempts/attempt-{life.epoch}/trainer.log"
     return "Failed", f"attempt {life.epoch} ended: {ended.reason}: {message}; {log}"
 
 
 def rates_of(steps: Collection[StepMetrics]) -> LiveRates | None:
-    """Of some steps together; None of none."""
+    """Mean rates of some steps; None without steps."""
     seconds = sum(step.step_seconds for step in steps)
     if not seconds:
         return None
@@ -116,7 +116,7 @@ def tiers_of(plan: MemoryPlan | None, last: StepMetrics | None, peaks: Mapping[s
 
 
 class Unchanged(Generic[Content]):
-    """A small file that is written as a whole: read and checked once, and again when it is another one."""
+    """A cached small file that is written atomically: read again only after it was replaced."""
 
     def __init__(self, reader: Callable[[Path], Content]) -> None:
         self._reader = reader
@@ -124,7 +124,7 @@ class Unchanged(Generic[Content]):
         self._content: Content | None = None
 
     def read(self, path: Path) -> Content | None:
-        """None when there is no such file."""
+        """The content; None if the file is missing."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -138,7 +138,7 @@ class Unchanged(Generic[Content]):
 
 @dataclass(slots=True)
 class RunSource:
-    """Looks again and again at one run directory; each look reads what was appended since the last."""
+    """Reads one run directory repeatedly; each look reads what was appended since the last."""
 
     run: RunDirectory
     _follower: Follower = field(init=False)
@@ -146,9 +146,9 @@ class RunSource:
     _remaining: RemainingTime = field(init=False)
     _eta_seconds: float | None = field(init=False)
     _pace: SweepPace = field(init=False)
-    """of a sweep"""
+    """The pace of a sweep."""
     _recent: deque[StepMetrics] = field(init=False)
-    """of the newest attempt"""
+    """The latest steps of the newest attempt."""
     _last: StepMetrics | None = field(init=False)
     _peaks: dict[str, int] = field(init=False)
     _steps: int = 0
@@ -164,7 +164,7 @@ class RunSource:
         self._recent, self._last, self._peaks = deque(maxlen=WINDOW_STEPS), None, {}
 
     def look(self) -> RunView:
-        """The run now. Raises UserError when job.json or plan.json are of another version."""
+        """The current state. Raises UserError when job.json or plan.json are of another version."""
         job, plan = self._job.read(self.run.job_file), self._plan.read(self.run.plan_file)
         steps = self._steps if job is None else job.spec.training.steps
         if self._follower.was_replaced() or steps != self._steps:
@@ -174,7 +174,7 @@ class RunSource:
         log = self._follower.log
         life = life_of(self.run, log)
         if not life.is_taken:
-            self._take_in()  # what came between the last line above and the end
+            self._take_in()  # events between the last read and the end
         last, steps = self._last, self._steps
         step, loss = (0, None) if last is None else (last.step, last.loss)
         members = member_views(log, self._members.logs, trains=life.is_taken)
@@ -184,8 +184,8 @@ class RunSource:
             loss = loss if (best := best_of(members)) is None else best.loss
             eta_seconds = self._pace.left_seconds(members, self._members.logs, log.sweep.halving)
         state, sentence = state_of(life, step)
-        unknown = [] if job is not None else ["how many steps it has: there is no job.json yet"]
-        unknown += [] if plan is not None else ["planned bytes: there is no plan.json yet"]
+        unknown = [] if job is not None else ["number of steps: no job.json yet"]
+        unknown += [] if plan is not None else ["planned bytes: no plan.json yet"]
         return RunView(
             name=self.run.path.name if job is None else job.name,
             namespace="",
@@ -209,7 +209,7 @@ class RunSource:
         for event in chain(self._follower.new_events(), self._members.new_events(self._follower.log)):
             if isinstance(event, Start | SweepEvent):
                 self._recent.clear()
-                self._peaks.clear()  # those of another plan
+                self._peaks.clear()  # the new attempt may have another plan
             if isinstance(event, Start):
                 self._remaining.restart(event.time)
             elif isinstance(event, SweepEvent):

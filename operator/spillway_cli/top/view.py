@@ -1,4 +1,4 @@
-"""What `spillway top` shows of a run, wherever it was read, and how that looks. Pure.
+"""RunView: what `spillway top` shows of a run, and how it is drawn. Pure.
 
 status of a TrainingJob, /metrics of its trainer   -> RunView -> a row of the fleet, a picture, or JSON
 run.jsonl, plan.json and the lock of a directory   -> RunView
@@ -24,17 +24,17 @@ from ..record.sweep_view import MemberView, members_json, members_table
 
 UNKNOWN = "-"
 WIDEST = 10_000
-"""columns of what is printed where there is no screen: no cell is cut"""
+"""Width without a terminal, so that no cell is cut."""
 BAR_WIDTH, SMALL_BAR_WIDTH = 30, 6
 STATES = (
     "Running", "Restarting", "Starting", "Planning", "Pending", "Queued", "Refused", "Suspended", "Failed", "Complete",
 )  # fmt: skip
-"""in the order of the fleet: what moves first, what has ended last"""
+"""Order of the job list: active jobs first, ended ones last."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """Bytes of the fullest rank; None = not known."""
+    """Bytes of the rank that holds most; None = not known."""
 
     tier: Tier
     planned_bytes: int | None = None
@@ -49,14 +49,14 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class LiveRates:
-    """How fast bytes move and where a step's time goes, over some steps."""
+    """How fast bytes move and how a step's time is divided, over some steps."""
 
     over: str
-    """which steps, for people: "a step (mean of the last 20)" """
+    """Which steps, for people, such as "a step (mean of the last 20)"."""
     link_bytes_per_second: Mapping[str, float]
-    """of the steps' own time: h2d, d2h, nvme_read, nvme_write"""
+    """Bytes by h2d, d2h, nvme_read and nvme_write per second of the steps' own time."""
     phase_seconds: Mapping[str, float]
-    """of what `over` says; what no phase claims is "other" """
+    """Phase -> seconds of what `over` names; the rest is "other"."""
 
     @property
     def seconds(self) -> float:
@@ -69,13 +69,13 @@ class RunView:
 
     name: str
     namespace: str
-    """empty for a local run"""
+    """Empty for a local run."""
     state: str
     attempt: int = 0
-    """0 = none yet"""
+    """0 = none yet."""
     step: int = 0
     steps: int = 0
-    """that the job asks for; 0 = not known"""
+    """Steps of the job; 0 = not known."""
     loss: float | None = None
     tokens_per_second: float | None = None
     eta: str = ""
@@ -83,17 +83,17 @@ class RunView:
     tiers: tuple[TierView, ...] = ()
     nodes: tuple[str, ...] = ()
     nodes_are_planned: bool = False
-    """`nodes` are those that the plan prefers: where the pods are is not known"""
+    """`nodes` are the planned ones, because the pods' nodes are not known."""
     age: str = ""
     rates: LiveRates | None = None
     members: tuple[MemberView, ...] = ()
-    """of a sweep; `step` and `steps` are then those of all of them"""
+    """Members of a sweep; `step` and `steps` are then sums over them."""
     sentences: tuple[str, ...] = ()
-    """what is wrong, or how it ended"""
+    """Problems, or how it ended."""
     unknown: tuple[str, ...] = ()
-    """what could not be read, and why"""
+    """What could not be read, and why."""
     is_over: bool = False
-    """nothing will change any more by itself"""
+    """It will not change any more by itself."""
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def as_json(view: RunView) -> dict[str, object]:
 
 
 def picture(view: RunView, console: Console) -> RenderableType:
-    """How far it is, what is wrong, where its memory is, where a step's time goes, how fast bytes move."""
+    """One run in detail: progress, problems, members, memory, phases of a step, link rates."""
     bars = console.is_terminal
     parts: list[RenderableType] = [headline(view)]
     parts += [progress(view, bars)] if view.steps or view.step else []
-    parts += ["", *view.sentences] if view.sentences else []  # above what a small screen cuts off
+    parts += ["", *view.sentences] if view.sentences else []  # early, so that a small screen does not cut them off
     parts += ["", members_table(view.members)] if view.members else []
     if any(one.is_used for one in view.tiers):
         parts += ["", tiers_table(view.tiers, bars, "at the end" if view.is_over else "now")]
@@ -158,7 +158,7 @@ def picture(view: RunView, console: Console) -> RenderableType:
 
 
 def headline(view: RunView) -> str:
-    """tiny in team-a: Running, attempt 2, 1 restart, on node-b, age 5m00s"""
+    """For example: tiny in team-a: Running, attempt 2, 1 restart, on node-b, age 5m00s"""
     where = f" in {view.namespace}" if view.namespace else ""
     words = [f"{view.name}{where}: {view.state}"]
     words += [f"attempt {view.attempt}"] if view.attempt else []
@@ -187,7 +187,7 @@ def bar(part: float, whole: float, width: int) -> RenderableType:
 
 
 def tiers_table(tiers: Sequence[TierView], bars: bool, last: str) -> Table:
-    """Planned, allowed, highest and last bytes; the bar is the peak's part of the plan."""
+    """Planned, budget, peak and current bytes; the bar is the peak's share of the plan."""
     made = table("tier", "planned", "budget", "peak", last, *(["peak of planned"] if bars else []))
     for one in tiers:
         if one.is_used:
@@ -204,7 +204,7 @@ def shown(num_bytes: int | None) -> str:
 def phases_table(rates: LiveRates, bars: bool) -> Table:
     """Seconds by phase, and their share."""
     whole = rates.seconds
-    made = table("phase", "seconds", "share", *([""] if bars else []), title=f"where the time of {rates.over} goes")
+    made = table("phase", "seconds", "share", *([""] if bars else []), title=f"time by phase of {rates.over}")
     for phase, seconds in rates.phase_seconds.items():
         share = seconds / whole if whole else 0.0
         filled = [bar(share, 1.0, BAR_WIDTH)] if bars else []
@@ -219,22 +219,22 @@ def links_table(rates: LiveRates) -> Table:
     return made
 
 
-# --- the fleet --------------------------------------------------------------------------------------------------------
+# --- all jobs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the fleet."""
+    """One column of the job list."""
 
     heading: str
     weight: int
-    """on a narrow screen the columns with the largest go first; 0 stays"""
+    """On a narrow screen, columns with the largest weight are dropped first; 0 is never dropped."""
     cell: Callable[[RunView, bool], RenderableType] = field(repr=False)
-    """of a run; whether with a bar"""
+    """Returns the cell of a run; the flag asks for a bar."""
 
 
 def fleet(views: Sequence[RunView], unknown: Sequence[str], place: str, console: Console) -> RenderableType:
-    """A line of totals and a row per run; on a terminal cut to what it can show, and the rest counted."""
+    """A line of totals and a row per run; on a terminal only as many rows as fit, and a count of the rest."""
     ordered = in_order(views)
     rows = ordered
     if console.is_terminal:
@@ -257,7 +257,7 @@ def state_rank(state: str) -> int:
 
 
 def totals(views: Sequence[RunView]) -> str:
-    """3 jobs: 2 Running, 1 Failed"""
+    """For example: 3 jobs: 2 Running, 1 Failed"""
     if not views:
         return "no TrainingJob"
     counted = Counter(view.state for view in views)
@@ -266,7 +266,7 @@ def totals(views: Sequence[RunView]) -> str:
 
 
 def fitting(views: Sequence[RunView], columns: Sequence[Column], console: Console) -> Table:
-    """The table of as many columns as the terminal is wide, the least important left out."""
+    """The table with as many columns as fit on the terminal; the least important ones are dropped."""
     kept = [one for one in columns if any(one.cell(view, False) != "" for view in views)]
     while True:
         made = table(*(one.heading for one in kept))
@@ -298,7 +298,7 @@ def tier_cell(tier: Tier) -> Callable[[RunView, bool], RenderableType]:
 
 
 def occupancy(used_bytes: int | None, planned_bytes: int | None) -> str:
-    """`0.9/1.0 GiB`: used and planned, in one unit where they have the same."""
+    """`0.9/1.0 GiB`: used and planned bytes; the unit is shown once if it is the same."""
     if planned_bytes is None:
         return shown(used_bytes)
     number, unit = format_bytes(planned_bytes).split()
@@ -309,7 +309,7 @@ def occupancy(used_bytes: int | None, planned_bytes: int | None) -> str:
 
 
 def nodes_cell(view: RunView, _: bool) -> str:
-    """`node-a +1`; `~node-a` where the plan wants it."""
+    """`node-a +1`: a node and the number of others; `~node-a`: the planned node."""
     if not view.nodes:
         return ""
     more = f" +{len(view.nodes) - 1}" if len(view.nodes) > 1 and not view.nodes_are_planned else ""
@@ -335,4 +335,4 @@ COLUMNS = (
     Column("NODE", 8, nodes_cell),
     Column("AGE", 9, lambda view, _: view.age),
 )
-"""tier columns: peak of planned, of the fullest rank"""
+"""Columns of the job list; those of tiers show the peak and planned bytes of the rank that holds most."""

@@ -1,6 +1,6 @@
-"""Acceptance: whether a TrainingJob can run, and if not, why.
+"""Acceptance: decides whether a TrainingJob from the API server can run, and lists its problems if not.
 
-The CRD refuses most of it before; but a CRD may be older than the operator, and some rules need more than a schema.
+The CRD rejects most invalid jobs first; but it may be older than the operator, and some rules need more than a schema.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Fields that keep a job from being carried out; nothing helps but to change them."""
+    """Fields that prevent a job from running until they are changed."""
 
     reason: str
-    """InvalidSpec or Unsupported"""
+    """InvalidSpec or Unsupported."""
     problems: tuple[FieldProblem, ...]
 
     def finding(self) -> Finding:
@@ -38,14 +38,14 @@ class Refusal:
 
 
 def accept(job: JobObject) -> TrainingJob | Refusal:
-    """The job with every default filled in, or all that is wrong with it."""
+    """The job with every default filled in, or all its problems."""
     return _accept(job.spec, job.name, job.namespace)
 
 
 @lru_cache(maxsize=256)
 def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
     if len(spec) > MAX_SPEC_BYTES:
-        allowed = f"at most {MAX_SPEC_BYTES:,}; put what is long into a Secret, an image or a claim"
+        allowed = f"at most {MAX_SPEC_BYTES:,}; move long values to a Secret, an image or a claim"
         return Refusal(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
     document = {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -61,7 +61,7 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
 
 
 def refusal(job: TrainingJob) -> Refusal | None:
-    """Why a job that is valid by itself cannot be carried out in a cluster; `spillway submit` asks before, too."""
+    """Why a valid job cannot run in a cluster; also used by `spillway submit`."""
     problems = refusals(job) or [*refusals_in_cluster(job), *_without_guarantee(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
@@ -70,43 +70,43 @@ def refusal(job: TrainingJob) -> Refusal | None:
 
 
 def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """What nothing can promise for this job, with what works instead."""
+    """Scheduling requests that cannot be guaranteed for this job, and the alternatives."""
     scheduling, nodes = spec.scheduling, spec.parallelism.nodes
     if scheduling.workload_priority_class_name and not scheduling.queue_name:
         yield FieldProblem(
             "spec.scheduling.workloadPriorityClassName",
             scheduling.workload_priority_class_name,
-            "orders the jobs of a queue: give scheduling.queueName, or use priorityClassName",
+            "only orders the jobs of a queue; give scheduling.queueName, or use priorityClassName",
         )
     if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
         yield FieldProblem(
             "spec.scheduling.gang",
             "Required",
-            f"nothing starts {nodes} pods all at once or none without a queue: give scheduling.queueName (Kueue), or "
-            "use Auto: an attempt that gets nodes for some of its pods only gives them back",
+            f"starting all {nodes} pods or none needs a queue; give scheduling.queueName (Kueue), or use Auto: an "
+            "attempt that gets nodes for only some of its pods then releases them",
         )
 
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """Names that the attempt sets itself."""
+    """Names that the operator sets itself."""
     for variable in spec.env:
         if variable.name in RESERVED_VARIABLES:
-            yield FieldProblem("spec.env", variable.name, "the operator sets this variable itself; leave it out")
+            yield FieldProblem("spec.env", variable.name, "the operator sets this variable; leave it out")
     for field, keys in (("labels", spec.pod_overrides.labels), ("annotations", spec.pod_overrides.annotations)):
         for key in keys:
             if is_own_key(key):
-                yield FieldProblem(f"spec.podOverrides.{field}", key, "has a meaning of its own; use another key")
+                yield FieldProblem(f"spec.podOverrides.{field}", key, "reserved; use another key")
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 NEVER_CHANGE = ("model", "data", "training", "parallelism")
 ANY_TIME = ("lifecycle", "suspend", "managed_by")
-"""what a change of takes effect at once, or says nothing to an attempt"""
+"""Fields whose changes take effect at once, or do not concern attempts."""
 
 
 def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str, ...]:
-    """Fields of which an attempt with the spec `before` uses another value, as the API spells them."""
+    """Fields of `after` whose values differ from those of a running attempt (`before`), as the API spells them."""
     return tuple(
         str(field.alias or name)
         for name, field in TrainingJobSpec.model_fields.items()
@@ -115,8 +115,8 @@ def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str
 
 
 def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
-    """A change that the CRD of this version refuses, and an older one let through: its checkpoints would not fit."""
-    problem = f"changed since attempt {attempt}, and never may: put back what its ConfigMap says, or make a new job"
+    """A change of immutable fields, which an older CRD did not reject: the job's checkpoints would not fit."""
+    problem = f"immutable, but changed since attempt {attempt}; restore the value in its ConfigMap, or create a new job"
     problems = [
         FieldProblem(f"spec.{name}", "another value", problem)
         for name in changed_fields(before, after)
@@ -129,12 +129,12 @@ def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: i
 
 
 def claim_names(spec: TrainingJobSpec) -> tuple[str, ...]:
-    """PersistentVolumeClaims that the pods mount."""
+    """Names of the PersistentVolumeClaims that the pods mount."""
     return tuple(sorted({name for _, name in _named_claims(spec)}))
 
 
 def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
-    """Fields that name one, and the name."""
+    """Yields each field that names a claim, and the name."""
     if spec.checkpoint.claim is not None:
         yield "spec.checkpoint.claim", spec.checkpoint.claim
     for name, field in text_claims(spec).items():
@@ -142,10 +142,10 @@ def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
 
 
 def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
-    """What is wrong with the claims for now; others can mend it without a change of the job."""
+    """A problem with the claims, which can be corrected without a change of the job."""
     found = {claim.name: claim for claim in claims}
     missing = [
-        f"{field} = {name}: there is no PersistentVolumeClaim {name}; create it"
+        f"{field} = {name}: PersistentVolumeClaim {name} not found; create it"
         for field, name in _named_claims(spec)
         if name not in found or not found[name].exists
     ]
@@ -183,7 +183,7 @@ def _text_claim_problem(field: str, num_nodes: int, modes: tuple[str, ...]) -> F
 
 
 def given(spec: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path of a spec as found; None when there is none."""
+    """The value at a dotted path of an unvalidated spec; None if it is missing."""
     value: Any = spec
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None

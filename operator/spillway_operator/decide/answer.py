@@ -1,4 +1,4 @@
-"""Builds the answer of a decision: the new status, objects to write, events, and when to look again."""
+"""Builds a decision: the status with its findings, objects, events, and when to look again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .observed import Deletion, Desired, EventNote, Manifest
 from .progress_status import correction_notes, member_notes
 
 PATIENCE_SECONDS = 10.0
-"""until an attempt that does not run is looked at pod by pod"""
+"""How long an attempt may take to run before its pods are examined."""
 SLOWEST_LOOK_SECONDS = 300.0
 NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 
@@ -36,7 +36,7 @@ def none_lives(reason: str, message: str = "") -> tuple[Finding, ...]:
 
 
 def patience(waited: float) -> float:
-    """As long again as it took so far, within bounds."""
+    """Delay until the next look: as long as the wait so far, within bounds."""
     return min(SLOWEST_LOOK_SECONDS, max(PATIENCE_SECONDS, waited))
 
 
@@ -55,7 +55,7 @@ def write(
     deletes: tuple[Deletion, ...] = (),
     look_again: float | None = None,
 ) -> Desired:
-    """The whole status, and only when it says something new."""
+    """The decision, with the whole status if it changed."""
     job, before = case.observed.job, case.before
     findings = case.findings if before.conditions else (*_AT_FIRST, *case.findings)
     conditions = c.merge(before.conditions, findings, job.generation, case.now)
@@ -82,7 +82,7 @@ def write(
 
 
 def _restart_note(case: Case) -> tuple[EventNote, ...]:
-    """Said once: by the status that first accounts for the end."""
+    """The event about a restart, emitted once: with the status that first accounts for the attempt's end."""
     if not case.because or case.attempts.ended <= (case.before.attempts or Attempts()).ended:
         return ()
     return (EventNote("Warning", case.attempts.last_reason, "Restart", c.clean(case.because)),)
@@ -94,6 +94,6 @@ def _ran_out(before: TrainingJobStatus, after: TrainingJobStatus) -> tuple[Escal
 
 
 def _document(status: TrainingJobStatus) -> dict[str, Any]:
-    """Without what is not set: a field that is left out is removed."""
+    """The status as JSON without unset fields: server-side apply removes fields that are left out."""
     found = status.model_dump(mode="json", exclude_none=True)
     return {name: value for name, value in found.items() if value not in ([], "")}

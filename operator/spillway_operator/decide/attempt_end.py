@@ -1,12 +1,12 @@
-"""Determines why an attempt ended, from the states of its pods.
+"""Finds out why an attempt ended, from the state of its pods.
 
-A pod's own failure counts before one that was done to it, the earliest before later ones; ranks that only lost their
-peers ("follower" in the message) are passed over, and so are pods that were deleted because another one failed. A
-follower whose peer is gone is the hard case, see `cause_of_end`.
+A pod's own failure takes precedence over a disruption, and earlier failures over later ones. Ranks that only lost their
+peers ("follower" in the message) are ignored, as are pods that were deleted because another one failed. For a follower
+whose peer is missing see `cause_of_end`.
 
     reason OOMKilled                     -> OOMKilled; on cgroup v1 it comes with any exit code
-    exit code with the message that fits -> the reason of that code (spillway.errors.ExitCode)
-    evicted, node lost, pod deleted      -> a disruption, by what Kubernetes says of the pod
+    exit code with a matching message    -> the reason of that code (spillway.errors.ExitCode)
+    evicted, node lost, pod deleted      -> a disruption, by the pod's status
     else                                 -> RankCrashed
 """
 
@@ -25,18 +25,18 @@ from .conditions import clean
 from .observed import ContainerEnding, PodObject
 
 TERMINATION_VERSION = 1
-"""of the trainer's message; this one and the one before are read"""
+"""Version of the trainer's message; this one and the one before can be read."""
 LONGEST_TERMINATION = 4096
-"""characters; the kubelet keeps no more"""
+"""Longest message that the kubelet keeps, in characters."""
 _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
-"""reasons of DisruptionTarget: the node stopped answering, or its object is gone"""
+"""Reasons of DisruptionTarget: the node stopped answering, or its object was deleted."""
 _NODE_SHUT_DOWN = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated")
-"""reasons in a pod's status that the kubelet or the node controller gives"""
+"""Reasons in a pod's status, from the kubelet or the node controller."""
 _WAITED_IN_VAIN = re.compile(r"rank \d+ waited ")
-"""how the trainer's sentence begins when a rank gave up waiting for one that never came; of a rank that was there and
-went away it says "waited for ..., and a rank was gone" """
+"""Begin of the trainer's message when a rank gave up waiting for one that never appeared. For a rank that disappeared
+it is "waited for ..., and a rank was gone"."""
 FREE_SHORT_ATTEMPTS = 3
-"""short attempts in a row after which a pod that is gone without a trace is no excuse any more"""
+"""After this many short attempts in a row, a pod that vanished without a trace no longer counts as a disruption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class Cause:
     reason: str
     message: str
     node: str = ""
-    """of the pod that ended the attempt"""
+    """Node of the pod that ended the attempt."""
     rank: int | None = None
-    """that failed first, where the trainer says so"""
+    """The rank that failed first, if the trainer reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Termination:
-    """The trainer's message, as far as it can be believed."""
+    """The validated part of the trainer's termination message."""
 
     reason: str = ""
     message: str = ""
@@ -59,23 +59,23 @@ class Termination:
     step: int | None = None
     follower: bool = False
     saved_step: int | None = None
-    """of the checkpoint that it committed before it stopped on request"""
+    """Step of the checkpoint that it committed before it stopped on request."""
 
 
 def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int = 0) -> Cause:
-    """The cause of a failed attempt; `pods` are those that are still there, finished or not. `short_in_a_row` counts
-    the short attempts just before it.
+    """The cause of a failed attempt; `pods` are those that still exist, finished or not. `short_in_a_row` counts the
+    short attempts just before it.
 
-    When nobody failed of its own accord, a follower may have lost a pod that somebody deleted (free of charge), or it
-    ended for want of a peer and the Job controller deleted that peer because of it (counted: nobody is at fault but the
-    network or the job). The Job controller leaves no trace of which came first, except:
+    If no pod failed by itself, either somebody deleted a follower's peer (a disruption, not counted as a restart), or
+    the follower failed without its peer and the Job controller then deleted that peer (counted: the network or the job
+    is at fault). The Job controller does not record which came first, except:
 
-    - a peer that is still there: its deletion was asked for before the follower ended, or after it;
-    - a follower that waited in vain for the whole time limit: had its peer been deleted meanwhile, the Job would have
-      failed within seconds and the follower been asked to stop, long before its limit;
-    - repetition: pods that are deleted by hand or by a drain end in an orderly stop or with a condition, nearly always.
-      After FREE_SHORT_ATTEMPTS short attempts in a row the benefit of the doubt ends, so that no attempt is repeated
-      for ever free of charge.
+    - a peer that still exists: its deletion was requested before or after the follower ended;
+    - a follower that waited for its whole time limit: had its peer been deleted meanwhile, the Job would have failed
+      within seconds and the follower been stopped long before its limit;
+    - repetition: pods deleted by hand or by a drain nearly always stop on request or have a condition. After
+      FREE_SHORT_ATTEMPTS short attempts in a row the end counts as a restart, so that no attempt is repeated
+      indefinitely without being counted.
     """
     there = tuple(pods)
     own = sorted((pod for pod in there if _failed_by_itself(pod)), key=_precedence)
@@ -94,17 +94,17 @@ def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int 
         return Cause(POD_DELETED, f"the pod of node {min(missing)} was deleted")
     if followers:
         return _own_failure(followers[0])
-    return Cause(RANK_CRASHED, "the attempt's Job failed, and no pod says why")
+    return Cause(RANK_CRASHED, "the attempt's Job failed, and no pod shows the cause")
 
 
 def saved_step(pods: Iterable[PodObject]) -> int | None:
-    """The step of the checkpoint that the attempt committed before it stopped on request; None when no pod says so."""
+    """The step of the checkpoint that the attempt committed before it stopped on request; None if no pod has one."""
     said = (read_termination(pod.ending).saved_step for pod in pods if pod.ending is not None)
     return max((step for step in said if step is not None), default=None)
 
 
 def read_termination(ending: ContainerEnding) -> Termination:
-    """What the trainer said, when it is JSON of a known version and speaks of this exit code."""
+    """The trainer's message; mostly empty unless it is JSON of a known version and has this exit code."""
     said = json_object(ending.message[:LONGEST_TERMINATION]) or {}
     if said.get("v") not in (TERMINATION_VERSION - 1, TERMINATION_VERSION) or isinstance(said.get("v"), bool):
         return Termination()
@@ -130,8 +130,8 @@ def _exit_code(pod: PodObject) -> int:
 
 
 def _is_out_of_memory(pod: PodObject) -> bool:
-    """For its own limit: of a pod that the kubelet evicted because its node ran out, the kernel may have killed a
-    process for the same want, and says so in the same word."""
+    """Whether it exceeded its own memory limit. When the kubelet evicts a pod because its node is out of memory, the
+    kernel may also have killed a process, and the reason is OOMKilled, too."""
     of_the_node = pod.status_reason == EVICTED and bool(pod.disruption)
     return pod.ending is not None and pod.ending.reason == OOM_KILLED and not of_the_node
 
@@ -141,7 +141,7 @@ def _is_disrupted(pod: PodObject) -> bool:
 
 
 def _exceeded_its_disk(pod: PodObject) -> bool:
-    """The kubelet marks an eviction for want of space on the node as a disruption; this pod exceeded its own limit."""
+    """Whether it was evicted for exceeding its own limit: evictions for lack of space on the node are disruptions."""
     return pod.status_reason == EVICTED and not pod.disruption
 
 
@@ -150,8 +150,8 @@ def _stopped_on_request(pod: PodObject) -> bool:
 
 
 def _was_taken_first(pod: PodObject, followers: Sequence[PodObject]) -> bool:
-    """Taken away, and not because a follower had ended and the Job failed of it. Within the same second it counts as
-    the reason of the follower's end."""
+    """Whether it was disrupted before any follower ended, which would make the Job fail. Within the same second it
+    counts as before."""
     if not _is_disrupted(pod):
         return False
     if not followers or pod.disruption or pod.status_reason:
@@ -167,7 +167,7 @@ def _waited_in_vain(pod: PodObject) -> bool:
 
 
 def _failed_by_itself(pod: PodObject) -> bool:
-    """Ended with a failure of its own: not a follower, and not killed from outside before it could say anything."""
+    """Whether it ended with a failure of its own: not a follower, and not killed from outside without a message."""
     if pod.ending is None or (not pod.ending.exit_code and not _is_out_of_memory(pod)):
         return False
     if _is_out_of_memory(pod):
@@ -180,12 +180,12 @@ def _failed_by_itself(pod: PodObject) -> bool:
 
 
 def _precedence(pod: PodObject) -> tuple[str, bool, bool, int]:
-    """The earliest first; within its second out of memory first, an orderly stop last."""
+    """Sort key: the earliest first; within the same second out of memory first, a stop on request last."""
     assert pod.ending is not None
     return (pod.ending.finished_at, not _is_out_of_memory(pod), _stopped_on_request(pod), pod.index)
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def _own_failure(pod: PodObject) -> Cause:
@@ -196,7 +196,7 @@ def _own_failure(pod: PodObject) -> Cause:
         return Cause(
             OOM_KILLED,
             f"{where}: the kernel killed a process, because the pod reached its memory limit (exit code "
-            f"{ending.exit_code}); lower spec.memory.budget.host, or the batch, so that less is held",
+            f"{ending.exit_code}); lower spec.memory.budget.host or the batch size",
             pod.node,
         )
     termination = read_termination(ending)
@@ -207,7 +207,7 @@ def _own_failure(pod: PodObject) -> Cause:
         said = termination.message or f"exit code {ending.exit_code}"
         message = clean(f"{where}{f' ({place})' if place else ''}: {said}")
         return Cause(termination.reason, message, pod.node, termination.rank)
-    message = clean(f"{where}: the trainer ended with exit code {ending.exit_code}{_last_words(ending)}")
+    message = clean(f"{where}: the trainer exited with code {ending.exit_code}{_last_words(ending)}")
     return Cause(RANK_CRASHED, message, pod.node)
 
 
@@ -221,19 +221,19 @@ def _disruption(pod: PodObject) -> Cause:
     if _exceeded_its_disk(pod):
         return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}"), pod.node)
     how = pod.disruption or pod.status_reason or "deleted"
-    return Cause(POD_DELETED, clean(f"{where}: taken away ({how}){because}"), pod.node)
+    return Cause(POD_DELETED, clean(f"{where}: removed ({how}){because}"), pod.node)
 
 
 def _last_words(ending: ContainerEnding) -> str:
-    """Of a process that left no message of ours: the last line that the kubelet kept of its log."""
+    """For a process that left no message of ours: the last line of its log that the kubelet kept."""
     said = (json_object(ending.message[:LONGEST_TERMINATION]) or {}).get("message")
     text = said if isinstance(said, str) else ending.message[-LONGEST_TERMINATION:]
     lines = [line for line in (clean(line, 300) for line in text.splitlines()) if line]
-    return f"; it last said: {lines[-1]}" if lines else ""
+    return f"; last log line: {lines[-1]}" if lines else ""
 
 
 def _seconds(time: str) -> float | None:
-    """Unix seconds of an RFC 3339 time; None for what is none."""
+    """Unix seconds of an RFC 3339 time; None if it is invalid."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:

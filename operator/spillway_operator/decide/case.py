@@ -1,4 +1,4 @@
-"""Case: the state of one decision about one TrainingJob. Times and numbers as in status and spec."""
+"""Case: one TrainingJob while a decision about it is made, with helpers to read its spec and status."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .conditions import Finding
 from .observed import AttemptObject, Observed
 
 NO_REPORT_SECONDS = 300.0
-"""without a report of a step; every step is reported, at most every 15 s"""
+"""A report is overdue after this time; steps are reported at most every 15 s."""
 PATIENT_STEPS = 3.0
-"""predicted steps that are waited for in any case: one may take half an hour"""
+"""A report is never overdue before this many predicted steps: one step may take half an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One look: what was seen, and the status as far as it is worked out."""
+    """One look: what was observed, and the status decided so far."""
 
     observed: Observed
     now: str
     spec: dict[str, Any]
-    """as found; read with `given`, because it may be wrong"""
+    """Not validated: read it with `given`."""
     before: TrainingJobStatus
     status: TrainingJobStatus
     place: Place
     findings: tuple[Finding, ...] = ()
-    """over the status' conditions"""
+    """These replace conditions of the status; later ones win."""
     because: str = ""
-    """why the last attempt ended, when another one follows"""
+    """Why the last attempt ended, if another one follows."""
 
     @property
     def attempts(self) -> Attempts:
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def owned(self) -> tuple[AttemptObject, ...]:
-        """Jobs of ours, newest first."""
+        """The TrainingJob's own Jobs, newest first."""
         own = (attempt for attempt in self.observed.attempts if attempt.owner_uid == self.observed.job.uid)
         return tuple(sorted(own, key=lambda attempt: -attempt.attempt))
 
@@ -75,12 +75,12 @@ class Case:
 
     @property
     def last_step_time(self) -> str | None:
-        """As this attempt reported it; None before its first report."""
+        """Time of this attempt's last reported step; None before its first report."""
         return self.status.progress.last_step_time if self.status.progress is not None else None
 
     @property
     def predicted_seconds(self) -> float:
-        """Of a step; 0 when nothing is predicted."""
+        """Predicted seconds per step; 0 when nothing is predicted."""
         try:
             predicted = float(self.status.plan.step_seconds) if self.status.plan is not None else 0.0
         except ValueError:
@@ -89,36 +89,36 @@ class Case:
 
     @property
     def patience_seconds(self) -> float:
-        """From one report of a step to the next."""
+        """How long to wait for the next report of a step."""
         return max(NO_REPORT_SECONDS, PATIENT_STEPS * self.predicted_seconds)
 
     @property
     def report_due_seconds(self) -> float:
-        """Until a report of a step is overdue; negative after that."""
+        """Seconds until a report of a step is overdue; negative after that."""
         return self.patience_seconds - (self.seconds_now - seconds_of(self.last_step_time or self.now))
 
     @property
     def trainer_was_heard(self) -> bool:
-        """A report of this attempt or of an earlier one came: its pods can reach the operator."""
+        """Whether this or an earlier attempt has reported: its pods can reach the operator."""
         return self.last_step_time is not None or self.status.memory is not None
 
     @property
     def ending(self) -> Cause | None:
-        """Why the operator ends the present attempt, as it said before it began to."""
+        """Why the operator ends the current attempt, as written to the status beforehand."""
         running = self._known(c.RUNNING)
         return Cause(running.reason, running.message) if running and running.reason in c.ENDINGS else None
 
     def lifecycle_seconds(self, field: str, default: int = 0) -> int:
-        """As the spec says now, whatever the attempt was made with."""
+        """The current spec's value, which may differ from the attempt's."""
         return min(whole(given(self.spec, f"lifecycle.{field}"), default), MAX_COUNT)
 
     @property
     def count_is_lost(self) -> bool:
-        """status.attempts is there and cannot be: somebody else wrote it, and an older CRD let it through."""
+        """Whether status.attempts exists but is invalid: somebody else wrote it, and an older CRD accepted it."""
         return self.before.attempts is None and b'"attempts"' in self.observed.job.status
 
     def reason(self, type_: str) -> str:
-        """Of a condition as far as it is worked out; empty when nothing is known of it."""
+        """The condition's reason as decided so far; empty if it does not exist."""
         known = self._known(type_)
         return known.reason if known else ""
 
@@ -141,7 +141,7 @@ class Case:
 
 
 def num_steps(spec: dict[str, Any]) -> int:
-    """Of a sweep: of all members, as long as no round stops one."""
+    """Steps of the job; for a sweep those of all members, unless successive halving stops some."""
     own = whole(given(spec, "training.steps"), 0)
     overrides = [given(member, "overrides") for member in _members(spec)]
     of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
@@ -159,17 +159,17 @@ def _steps_of_member(overrides: dict[str, Any], own: int) -> int:
 
 
 def is_over(status: TrainingJobStatus) -> bool:
-    """Complete and Failed are for ever."""
+    """Whether the job is Complete or Failed, which is permanent."""
     return c.holds(status.conditions, c.COMPLETE) or c.holds(status.conditions, c.FAILED)
 
 
 def known_seconds(time: str | None) -> float | None:
-    """Unix seconds of an RFC 3339 time; None for what is none."""
+    """Unix seconds of an RFC 3339 time; None if it is invalid."""
     return seconds_of(time or "") or None
 
 
 def seconds_of(time: str) -> float:
-    """Unix seconds of an RFC 3339 time; 0 for what is none."""
+    """Unix seconds of an RFC 3339 time; 0 if it is invalid."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except (ValueError, OverflowError):
@@ -177,7 +177,7 @@ def seconds_of(time: str) -> float:
 
 
 def is_corrected(spec: dict[str, Any]) -> bool:
-    """Live corrections are carried out; with mode Advise they are only told."""
+    """Whether live corrections are applied; with mode Advise they are only reported."""
     return given(spec, "memory.mode") in (None, "Auto")
 
 

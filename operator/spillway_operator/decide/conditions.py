@@ -1,8 +1,8 @@
-"""Conditions of a TrainingJob: types, reasons and their meaning; merging findings; messages.
+"""Conditions of a TrainingJob: all types and reasons with their meaning, and how findings become conditions and events.
 
     findings of one look -> merged into the list -> kstatus summary (Ready, Reconciling, Stalled), state, events
 
-docs/conditions.md is this table; a test holds them in step.
+docs/conditions.md has the same table; a test compares them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STALLED = "Stalled"
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 STOPPING = "Stopping"
-"""the attempt was asked to stop; its pods may still be writing a checkpoint"""
+"""The attempt was asked to stop; its pods may still be writing a checkpoint."""
 RESTARTING = "Restarting"
 EVICTED_BY_QUEUE = "EvictedByQueue"
 UNSUPPORTED = "Unsupported"
@@ -52,52 +52,53 @@ JOB_GONE = "JobGone"
 PODS_REFUSED = "PodsRefused"
 
 CAUSES: dict[str, str] = {
-    RANK_CRASHED: "a rank ended with an exit code that no page lists, or was killed by a signal",
+    RANK_CRASHED: "a rank exited with an undocumented code, or was killed by a signal",
     ExitCode.USER_ERROR.reason: "a wrong field, corpus or claim, found by the trainer (exit code 64)",
     ExitCode.DEVICE_OUT_OF_MEMORY.reason: "the device budget was exceeded (70)",
-    ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the least loss scale (71)",
-    ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has no room for the slab (72)",
-    ExitCode.SPILL_IO_ERROR.reason: "the spill volume failed a read or write (73)",
-    ExitCode.CHECKPOINT_CORRUPT.reason: "no checkpoint of the job verifies (74)",
+    ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the lowest loss scale (71)",
+    ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has too little space for the slab (72)",
+    ExitCode.SPILL_IO_ERROR.reason: "a read or write on the spill volume failed (73)",
+    ExitCode.CHECKPOINT_CORRUPT.reason: "no checkpoint of the job is intact (74)",
     ExitCode.PREEMPTED.reason: "stopped on request, after a committed checkpoint (75)",
     ExitCode.HOST_OUT_OF_MEMORY.reason: "an allocation of host memory failed (76)",
     ExitCode.FENCED.reason: "a newer attempt owned the run (77)",
-    ExitCode.DEVICE_FAULT.reason: "a device failed, or gave other bits than the CPU before the first step (78)",
+    ExitCode.DEVICE_FAULT.reason: "a device failed, or its results differed from the CPU's before the first step (78)",
     retries.OOM_KILLED: "the kernel killed a process, because the pod's memory limit was reached",
     retries.NODE_LOST: "the node was lost or shut down",
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
-    retries.EVICTED: "the kubelet evicted a pod, because it used more disk than it asked for",
-    retries.JOB_DELETED: "somebody deleted the attempt's Job",
-    retries.GANG_YIELDED: "only some of its pods had nodes, and they were given back for an older job, or in time",
-    retries.STALLED: "no step came for lifecycle.stallSeconds",
+    retries.EVICTED: "the kubelet evicted a pod, because it used more disk than its limit",
+    retries.JOB_DELETED: "the attempt's Job was deleted",
+    retries.GANG_YIELDED: "only some of its pods had nodes, and they were released for an older job, or after a time "
+    "limit",
+    retries.STALLED: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
-    retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says what was "
-    "in the way",
+    retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
 
 ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED, retries.GANG_YIELDED)
-"""reasons of Running while the operator ends an attempt: said before it is done, and true whatever happens then"""
+"""Reasons of Running while the operator ends an attempt; they are written before the attempt is ended."""
 
 REASONS: dict[str, dict[str, str]] = {
     ACCEPTED: {
-        "Valid": "the spec can be carried out",
-        USED_LATER: "the spec was changed, and the attempt that lives goes on as it was; the message names the fields",
-        CONTRACT_NOT_READ: "the attempt that lives was begun by a newer operator, or its ConfigMap was made by hand: "
-        "it goes on, and changes of the spec are not compared with it",
+        "Valid": "the spec can be run",
+        USED_LATER: "the spec was changed; the current attempt continues with the old values; the message names the "
+        "fields",
+        CONTRACT_NOT_READ: "the current attempt was created by a newer operator, or its ConfigMap was made by hand: it "
+        "continues, and is not compared with changes of the spec",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
-        UNSUPPORTED: "False: fields ask for what does not work yet; the message says what works instead",
-        NAME_CONFLICT: "False: an object of somebody else has the name of one of the attempt's; nothing was created",
+        UNSUPPORTED: "False: fields ask for unsupported features; the message names alternatives",
+        NAME_CONFLICT: "False: a foreign object has the name of one of the attempt's objects; nothing was created",
     },
     PLANNED: {
-        "Planned": "a memory plan was made; the message says where it should run, and why",
-        "NoNode": "False: no node could carry a pod of this job now; looked at again",
-        "DoesNotFit": "False: no plan fits the nodes that are there; the message has the missing bytes and the nearest "
-        "configuration that fits; looked at again, because nodes come and go",
-        CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names is not there; waited for",
+        "Planned": "a memory plan was made; the message says where the attempt should run, and why",
+        "NoNode": "False: no node can run a pod of this job now; retried",
+        "DoesNotFit": "False: no plan fits the existing nodes; the message has the missing bytes and the nearest "
+        "configuration that fits; retried, because nodes change",
+        CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names does not exist; retried",
         CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
-        CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, and it can only be read",
-        CONTRACT_TOO_LARGE: "False: spec and plan do not fit a ConfigMap (1 MiB)",
+        CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, but it is read-only",
+        CONTRACT_TOO_LARGE: "False: spec and plan do not fit in a ConfigMap (1 MiB)",
         NO_NUMBER: "False: somebody wrote a status.attempts that leaves no number for another attempt",
     },
     QUOTA_RESERVED: {
@@ -106,26 +107,29 @@ REASONS: dict[str, dict[str, str]] = {
         EVICTED_BY_QUEUE: "False: the queue took the quota back; the attempt ends and a new one queues",
     },
     SCHEDULED: {
-        "Waiting": "Unknown: the attempt was created, its pods not looked at yet",
+        "Waiting": "Unknown: the attempt was created, its pods are not examined yet",
         "Scheduled": "every pod has a node",
         "NoPods": "False: the attempt's Job has no pods yet; its events say why",
-        PODS_REFUSED: "False: the API server refuses pods of the attempt (quota, LimitRange, Pod Security, another "
-        "policy); the message is its own; the Job controller tries again",
-        "Unschedulable": "False: the scheduler finds no node; the message is its own",
-        "Refused": "False: the API server refused an object of the attempt; the message is its own",
-        "NoAttempt": "False: no attempt lives",
+        PODS_REFUSED: "False: the API server rejects pods of the attempt (quota, LimitRange, Pod Security, another "
+        "policy); the message is the server's; the Job controller tries again",
+        "Unschedulable": "False: the scheduler finds no node; the message is the scheduler's",
+        "Refused": "False: the API server rejected an object of the attempt; the message is the server's",
+        "NoAttempt": "False: there is no current attempt",
     },
     RUNNING: {
         "Starting": "False: the attempt was created",
         "Running": "every pod runs",
         "ContainerWaiting": "False: a container cannot start, for example because its image cannot be pulled",
-        "PodsNotReady": "False: a pod has a node and does not run (yet, or any more)",
-        retries.STALLED: "no step came for lifecycle.stallSeconds: the attempt is being ended, and another one follows",
-        retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is over: the attempt writes a checkpoint and ends",
-        retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is over: the attempt is withdrawn",
-        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it gives them back, and another one "
+        "PodsNotReady": "False: a pod has a node but is not running (yet, or any more)",
+        retries.STALLED: "no step was reported for lifecycle.stallSeconds: the attempt is being ended, and another one "
         "follows",
-        JOB_GONE: "False: the attempt's Job was deleted and a pod of it was left behind; the message says which",
+        retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is exceeded: the attempt writes a checkpoint and "
+        "ends",
+        retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is exceeded: the attempt is "
+        "withdrawn",
+        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it releases them, and another one "
+        "follows",
+        JOB_GONE: "False: the attempt's Job was deleted and one of its pods was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",
         "NotStarted": "False: no attempt was started yet",
@@ -135,21 +139,21 @@ REASONS: dict[str, dict[str, str]] = {
     PROGRESSING: {
         "Waiting": "Unknown: the attempt has not reported a step yet",
         "Stepping": "steps are reported",
-        NO_REPORT: "Unknown: no step was reported for five minutes and for three times as long as a step should take; "
-        "or nothing for lifecycle.stallSeconds where nobody is heard, or by a job that never was",
+        NO_REPORT: "Unknown: no step was reported for five minutes and three predicted steps; or for "
+        "lifecycle.stallSeconds while no job reports, or by a job that never reported",
         "NoProgress": "False: no step for lifecycle.stallSeconds",
-        "NotRunning": "False: no attempt lives",
+        "NotRunning": "False: there is no current attempt",
     },
     CHECKPOINTS_DURABLE: {
-        "NoClaim": "False: checkpoint.claim is not given, so checkpoints end with the pod",
+        "NoClaim": "False: checkpoint.claim is not set, so checkpoints are lost with the pod",
         "NoCheckpoint": "Unknown: the job has not reported a checkpoint yet",
-        "Committed": "a checkpoint lies on the claim",
+        "Committed": "there is a checkpoint on the claim",
     },
     METRICS_AVAILABLE: {
-        "Fresh": "live metrics were used for the placement of the present attempt",
-        "Stale": "False: they were too old, or none could be had; the attempt was placed without them",
+        "Fresh": "live metrics were used for the placement of the current attempt",
+        "Stale": "False: they were too old or not available; the attempt was placed without them",
         "NotConfigured": "False: the operator has no source of metrics; the attempt was placed without them",
-        "NoNodeView": "False: the operator may not see nodes; the plan comes from the catalog",
+        "NoNodeView": "False: the operator may not list nodes; the plan comes from the catalog",
     },
     SUSPENDED: {
         SUSPENDED_BY_USER: "spec.suspend is true and nothing runs",
@@ -160,32 +164,31 @@ REASONS: dict[str, dict[str, str]] = {
         "Completed": "every step was trained",
         "NotComplete": "False: steps are left, or the job failed",
     },
-    FAILED: {"NotFailed": "False: nothing final happened", **CAUSES},
+    FAILED: {"NotFailed": "False: the job has not failed", **CAUSES},
     READY: {
-        "Running": "every pod runs and is not about to be ended, or the job is complete or suspended: nothing is "
-        "waited for",
-        "NotReady": "False: something is waited for, or the job failed",
+        "Running": "every pod runs and is not about to be ended, or the job is complete or suspended",
+        "NotReady": "False: the job waits for something, or failed",
     },
     RECONCILING: {
-        "InProgress": "the operator, the queue or the scheduler is at work",
-        "Settled": "False: nothing is waited for",
+        "InProgress": "the operator, the queue or the scheduler is working on it",
+        "Settled": "False: the job waits for nothing",
     },
     STALLED: {
         "Failed": "the job failed",
-        "Refused": "the spec is refused; nothing goes on until it changes",
-        "NotStalled": "False: nothing is in the way for good",
+        "Refused": "the spec is rejected; the job does not continue until it changes",
+        "NotStalled": "False: nothing blocks the job permanently",
     },
 }
-"""type -> reason -> meaning; "False:" or "Unknown:" where the reason comes with that. In the order of the list."""
+"""Type -> reason -> meaning, in the order of the list. A prefix names the reason's status unless it is True."""
 
 Truth = Literal["True", "False", "Unknown"]
 LONGEST_MESSAGE = 1024
-"""characters; what others wrote can be long"""
+"""Longest message, in characters; those from other programs can be longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look found out about one type."""
+    """A condition's new status, as found by one look."""
 
     type: str
     status: Truth
@@ -209,7 +212,7 @@ def unknown(type_: str, reason: str, message: str = "") -> Finding:
 
 
 def clean(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """One printable line of at most `longest` characters, whoever wrote it."""
+    """`text` as one printable line of at most `longest` characters."""
     words = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * longest]).split()
     line = " ".join(words)
     return line if len(line) <= longest else line[: longest - 1] + "…"
@@ -231,7 +234,7 @@ def holds(conditions: Iterable[Condition], type_: str, reason: str | None = None
 
 
 def merge(old: tuple[Condition, ...], findings: Iterable[Finding], generation: int, now: str) -> tuple[Condition, ...]:
-    """The list after a look: findings over what was there, summarised; lastTransitionTime moves with status only."""
+    """The new list: findings replace old conditions, plus the summary. lastTransitionTime changes only with status."""
     before = {condition.type: condition for condition in old}
     held = {c.type: Finding(c.type, c.status, c.reason, c.message) for c in old if c.reason in REASONS.get(c.type, ())}
     held |= {finding.type: finding for finding in findings}
@@ -254,7 +257,7 @@ def _condition(finding: Finding, before: Condition | None, generation: int, now:
 
 
 def _summary(held: dict[str, Finding]) -> tuple[Finding, ...]:
-    """kstatus: Ready, Reconciling and Stalled from the others, for tools that know no TrainingJob."""
+    """kstatus: Ready, Reconciling and Stalled from the other conditions, for tools that do not know TrainingJobs."""
 
     def is_(type_: str, status: Truth = "True") -> bool:
         return type_ in held and held[type_].status == status
@@ -300,13 +303,13 @@ _ACTIONS = {
 }  # fmt: skip
 _QUIET = {"Valid", "Waiting", "Starting", "NotStarted", "NotSuspended", "NotComplete", "NotFailed", "NoAttempt",
           "Ended", "Queued", "Suspended", "Scheduled", STOPPING}  # fmt: skip
-"""reasons that say nothing new beside the others"""
+"""Reasons that emit no event."""
 _BAD = {FAILED}
-"""types that are bad news when True"""
+"""Types that are bad when True."""
 
 
 def notes(old: tuple[Condition, ...], new: tuple[Condition, ...]) -> tuple[EventNote, ...]:
-    """One event for each condition whose status or reason changed, as far as it is news."""
+    """One event for each condition whose status or reason changed, except quiet ones."""
     before = {condition.type: (condition.status, condition.reason) for condition in old}
     return tuple(
         _note(condition)

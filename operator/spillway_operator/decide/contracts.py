@@ -1,4 +1,4 @@
-"""Reads the files of attempts (job.json, plan.json, decision) from observed ConfigMaps."""
+"""Reads the contracts (ConfigMaps) of a job's attempts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .planning import belongs_to
 
 
 def newest_contract(case: Case) -> int:
-    """The last of those that follow the known attempts without a gap: the operator leaves none, and a number that
-    somebody made up must not become an epoch. 0 when there is none."""
+    """The highest attempt that follows the known ones without a gap, or 0. The operator leaves no gap, so a number that
+    somebody made up is not used."""
     numbers = {contract.attempt for contract in contracts_of(case)}
     newest = case.attempts.total
     while newest + 1 in numbers:
@@ -30,7 +30,7 @@ def contracts_of(case: Case) -> list[Contract]:
 
 
 def read_files(case: Case, attempt: int) -> AttemptFiles | None:
-    """The files of that attempt; None when there are none that can be read."""
+    """The files of that attempt; None if there are none or they cannot be read."""
     for contract in contracts_of(case):
         if contract.attempt == attempt:
             files = manifests.read_contract(contract)
@@ -39,7 +39,7 @@ def read_files(case: Case, attempt: int) -> AttemptFiles | None:
 
 
 def not_read(case: Case, attempt: int) -> Finding | None:
-    """What to say of a contract that is there and that this operator cannot read."""
+    """The finding for a contract that exists but that this operator cannot read."""
     for contract in contracts_of(case):
         if contract.attempt == attempt and manifests.read_contract(contract) is None:
             return true(c.ACCEPTED, c.CONTRACT_NOT_READ, manifests.why_not_read(contract))
@@ -47,7 +47,7 @@ def not_read(case: Case, attempt: int) -> Finding | None:
 
 
 def newest_begun(case: Case) -> AttemptFiles | None:
-    """The files of the newest attempt that was begun and can be read."""
+    """The files of the newest attempt that was started and whose contract can be read."""
     begun = [contract.attempt for contract in contracts_of(case) if contract.attempt <= case.attempts.total]
     for number in sorted(begun, reverse=True):
         files = read_files(case, number)
@@ -57,7 +57,7 @@ def newest_begun(case: Case) -> AttemptFiles | None:
 
 
 def memory_failures(case: Case) -> tuple[MemoryFailure, ...]:
-    """Attempts that ran out of memory, as far as their contracts can be read."""
+    """Attempts that ran out of memory and whose contracts can be read."""
     found = (memory_failure(case, one.attempt, one.reason) for one in case.status.escalations)
     return tuple(failure for failure in found if failure is not None)
 
@@ -70,5 +70,5 @@ def memory_failure(case: Case, attempt: int, reason: str) -> MemoryFailure | Non
 
 
 def missing(case: Case, *names: str) -> frozenset[str]:
-    """Those of "contracts", "pods", "claims" that were not observed."""
+    """Those of `names` ("contracts", "pods", "claims") that were not observed."""
     return frozenset(name for name in names if getattr(case.observed, name) is None)

@@ -1,9 +1,8 @@
-"""Deadlines: how long a job ran, waited or made no progress, and which limit that exceeds.
+"""Deadlines: how long a job was active, pending and silent, and whether that exceeds a limit.
 
-Every second of a job that is not suspended is one of three: active (from the moment when all pods of an attempt first
-ran, to the attempt's end), pending (it waits for that: for nodes, claims, quota, images), or a pause of the operator's
-between attempts. Kueue counts an attempt's time from its admission and batch/v1 from the Job's start, waiting pods
-included; here they have a deadline of their own, so that no second counts for both.
+Every second of a job that is not suspended is active (from when all pods of an attempt first run to the attempt's end),
+pending (waiting for that: for nodes, claims, quota, images), or a pause between attempts. Kueue and batch/v1 count
+waiting pods as running; here they have a separate deadline, so that no second counts twice.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from .attempt_end import Cause
 from .case import PATIENT_STEPS, Case, is_over, known_seconds
 
 LEAST_STALL_SECONDS = 15.0
-"""a stall is at least that long, because a healthy trainer posts every five seconds and may miss a post"""
+"""Shortest stall: a healthy trainer posts every five seconds and may miss a post."""
 
 
 def active(case: Case) -> Case:
-    """All pods run: the attempt is active from now on, and the job does not wait any more."""
+    """Marks the attempt as active from now on, because all pods run."""
     known = case.attempts
     if known.active_time is not None and known.pending_time is None:
         return case
     since = case.now
     if case.before.attempts is not None and case.before.attempts.total == known.total:
-        # Of an attempt that an earlier version of the operator saw run.
+        # An attempt that ran under an earlier version of the operator.
         running = c.find(case.before.conditions, c.RUNNING)
         since = running.last_transition_time or since if running is not None and running.status == "True" else since
     changes = {"active_time": known.active_time or since, "pending_time": None}
@@ -35,34 +34,34 @@ def active(case: Case) -> Case:
 
 
 def pending(case: Case) -> Case:
-    """The job waits for an attempt whose pods all run: since now, unless it did already."""
+    """Marks the job as pending since now, unless it is already pending or active."""
     if case.attempts.pending_time is not None or case.attempts.active_time is not None:
         return case
     return case.changed(attempts=case.attempts.model_copy(update={"pending_time": case.now}))
 
 
 def active_seconds(case: Case, until: str = "") -> float:
-    """Of all attempts; of the present one until the RFC 3339 time `until`, or until now."""
+    """Active seconds of all attempts; the current one counts until the RFC 3339 time `until`, or until now."""
     since = known_seconds(case.attempts.active_time)
     present = 0.0 if since is None else min(known_seconds(until) or case.seconds_now, case.seconds_now) - since
     return min(float(MAX_COUNT), case.attempts.active_seconds + max(0.0, present))
 
 
 def overrun(case: Case) -> Cause | None:
-    """The active deadline, once it is over."""
+    """The cause if the active deadline is exceeded."""
     limit, active = case.lifecycle_seconds("activeDeadlineSeconds"), active_seconds(case)
     if not limit or active < limit:
         return None
     ran = f"the attempts of the job ran for {active:.0f} s"
-    return Cause(DEADLINE_EXCEEDED, f"lifecycle.activeDeadlineSeconds = {limit} is over: {ran}")
+    return Cause(DEADLINE_EXCEEDED, f"lifecycle.activeDeadlineSeconds = {limit} is exceeded: {ran}")
 
 
 def expired(case: Case, obstacle: str) -> Cause | None:
-    """The pending deadline, once it is over; `obstacle` is what is in the way."""
+    """The cause if the pending deadline is exceeded; `obstacle` says what the job waits for."""
     limit, waited = case.lifecycle_seconds("pendingDeadlineSeconds"), waited_seconds(case)
     if not limit or waited < limit:
         return None
-    over = f"lifecycle.pendingDeadlineSeconds = {limit} is over: no attempt ran for {waited:.0f} s"
+    over = f"lifecycle.pendingDeadlineSeconds = {limit} is exceeded: no attempt ran for {waited:.0f} s"
     return Cause(PENDING_DEADLINE_EXCEEDED, f"{over}; {obstacle}")
 
 
@@ -72,15 +71,15 @@ def waited_seconds(case: Case) -> float:
 
 
 def silent_seconds(case: Case) -> float | None:
-    """Since a step of the running attempt was heard of, or since its pods run; None when none could be heard.
+    """Seconds since the running attempt last reported a new step, or since its pods run; None if it cannot report.
 
-    By the operator's clock: that of the node may be wrong. And by step: a trainer that posts and does not step is
-    silent. Only the time in which this process could hear counts: after an outage each job has its whole time again.
+    Uses the operator's clock, because the node's may be wrong. A trainer that posts without making steps is silent.
+    Only time in which this process could receive reports counts: after an outage each job has its full time again.
     """
     hearing, progress = case.observed.hearing_seconds, case.status.progress
     advanced = None if progress is None else progress.advance_time
     if hearing is None or (case.last_step_time is not None and advanced is None):
-        return None  # also where an older CRD drops advanceTime, and until the first report after an upgrade
+        return None  # also if an older CRD drops advanceTime, and before the first report after an upgrade
     running = c.find(case.before.conditions, c.RUNNING)
     since = running.last_transition_time if running is not None and running.status == "True" else case.now
     times = (since, case.attempts.active_time, advanced)
@@ -89,13 +88,13 @@ def silent_seconds(case: Case) -> float | None:
 
 
 def others_are_silent_too(case: Case, silent: float) -> bool:
-    """Other attempts run, and none of them was heard in a time of silence: where nobody is heard, nobody is ended."""
+    """Whether other attempts run but none of them reported for `silent` seconds: then no attempt is ended."""
     others = case.observed.others_silent_seconds
     return others is not None and others >= silent
 
 
 def stall_seconds(case: Case) -> float:
-    """Silence that ends an attempt: as the spec says, but never less than some predicted steps. Infinite for never."""
+    """The silence that ends an attempt: the spec's, but at least PATIENT_STEPS predicted steps. Infinite = never."""
     limit = case.lifecycle_seconds("stallSeconds", DEFAULT_STALL_SECONDS)
     return max(limit, LEAST_STALL_SECONDS, PATIENT_STEPS * case.predicted_seconds) if limit else float("inf")
 
@@ -104,13 +103,11 @@ def stalled(case: Case, silent: float) -> Cause:
     limit = case.lifecycle_seconds("stallSeconds", DEFAULT_STALL_SECONDS)
     step = case.status.progress.step if case.status.progress is not None else 0
     what = f"no step after step {step} for {silent:.0f} s"
-    return Cause(
-        STALLED, f"{what} (lifecycle.stallSeconds = {limit}): the trainer hangs, or was cut off from the operator"
-    )
+    return Cause(STALLED, f"{what} (lifecycle.stallSeconds = {limit}): the trainer hangs, or cannot reach the operator")
 
 
 def due_seconds(case: Case) -> float | None:
-    """Until a deadline of the job is over; None when there is none, or when it is over already."""
+    """Seconds until the next deadline of the job; None if there is none, or it has passed."""
     attempts, dues = case.attempts, []
     if case.wants_suspension or is_over(case.status):
         return None
@@ -125,7 +122,7 @@ def due_seconds(case: Case) -> float | None:
 
 
 def end_seconds(case: Case) -> float | None:
-    """Unix seconds; None when neither completionTime nor a condition says."""
+    """When the job ended, in Unix seconds; None if neither completionTime nor a condition says."""
     ends = [found.last_transition_time for found in case.status.conditions
             if found.type in (c.COMPLETE, c.FAILED) and found.status == "True"]  # fmt: skip
     known = [time for time in map(known_seconds, (*ends, case.status.completion_time)) if time is not None]

@@ -1,8 +1,8 @@
 """The children of one attempt as plain data: ConfigMap, Service (more than one node), Indexed Job.
 
-    TrainingJob + plan + Decision -> AttemptFiles (what the ConfigMap holds) -> its three manifests
+    TrainingJob + plan + Decision -> AttemptFiles (the ConfigMap's content) -> its three manifests
 
-The ConfigMap is written first and never changed: the other two are built from what it holds, also by a later operator.
+The ConfigMap is written first and never changed; the other two are built from its content, maybe by a later operator.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ TOKEN_FILE = "token"  # noqa: S105
 TOKEN_SECONDS = 3600
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 USER_ID = 1000
+"""User and group of the pod and its volumes; the image has this user."""
 NODE_LOST_SECONDS = 60
-"""from the taint of a node that does not answer to the deletion of its pods"""
+"""Time from the taint of a node that does not answer to the deletion of its pods."""
 NODE_LOST_TAINTS = tuple(Taint(f"node.kubernetes.io/{key}", "", "NoExecute") for key in ("not-ready", "unreachable"))
-"""of user, group and volumes; the image has it"""
 LARGEST_CONTRACT = 1_000_000
-"""bytes of a ConfigMap's data; the API server refuses 1 MiB"""
+"""Most bytes of a ConfigMap's data; the API server rejects 1 MiB."""
 
 
 class Preferred(BaseModel):
@@ -78,30 +78,30 @@ class MetricsSeen(BaseModel):
 
 
 class Decision(BaseModel):
-    """attempt.json: what a later look needs of this one beside the plan, so that it is repeated, not made again."""
+    """attempt.json: a decision without its plan, so that a later look repeats it instead of deciding again."""
 
     model_config = ConfigDict(frozen=True)
 
     attempts: Attempts
-    """status.attempts once the attempt exists: how the ones before it ended is in it"""
+    """status.attempts once the attempt exists; it includes how earlier attempts ended."""
     preferences: tuple[Preferred, ...] = ()
     required_labels: dict[str, str] = {}
-    """of the node class that the plan is made for"""
+    """Labels of the node class that the plan is for."""
     metrics: MetricsSeen | None = None
     because: str = ""
-    """why the attempt before ended, when this one restarts it"""
+    """Why the previous attempt ended, if this one is a restart."""
     escalations: tuple[Escalation, ...] = ()
-    """status.escalations once the attempt exists"""
+    """status.escalations once the attempt exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFiles:
-    """What an attempt's ConfigMap holds."""
+    """The content of an attempt's ConfigMap."""
 
     job: JobFile
     plan: MemoryPlan
     plan_status: PlanStatus
-    """what status.plan says of it"""
+    """The attempt's status.plan."""
     decision: Decision
 
     @property
@@ -120,13 +120,13 @@ class AttemptFiles:
 
     @property
     def spared_bytes(self) -> int:
-        """Of what is counted for a pod, which it does not get."""
+        """Bytes that are counted for a pod but not requested, because of evidence from earlier pods."""
         return self.counted.memory_bytes - self.resources.memory_bytes
 
 
 def decided_memory(counted_bytes: int, decided_bytes: int) -> int:
-    """What a pod gets of the bytes that are counted for it: less, where evidence says so (pod_evidence.py). More than
-    is counted is in the plan, and less than a quarter is nobody's decision."""
+    """Memory of a pod: `decided_bytes` if evidence (pod_evidence.py) lowered the counted bytes. Larger values are
+    ignored, as are those below LEAST_PLAUSIBLE of the counted bytes, which no operator decides."""
     is_less = LEAST_PLAUSIBLE * counted_bytes <= decided_bytes < counted_bytes
     return decided_bytes if is_less else counted_bytes
 
@@ -175,19 +175,20 @@ def attempt_files(
 
 
 def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
-    """On the claim a directory of the job's own, so that a namesake never resumes a stranger; else in the pod."""
+    """A directory of the job's own on the claim, so that a later job of the same name does not resume it; else in the
+    pod."""
     if spec.checkpoint.claim is None:
         return f"{WORK_DIRECTORY}/checkpoints"
     return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
 
 
 def text_claims(spec: TrainingJobSpec) -> dict[str, str]:
-    """Claims that hold text to train or evaluate on, each with the first field that names it."""
+    """Claim with text to train or evaluate on -> the first field that names it."""
     return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.texts.items()) if place.claim}
 
 
 def read_contract(contract: Contract) -> AttemptFiles | None:
-    """The files of a contract; None when they are not ones that this operator can read."""
+    """The files of a contract; None if this operator cannot read them."""
     try:
         return AttemptFiles(
             JobFile.model_validate_json(contract.job_json),
@@ -200,7 +201,7 @@ def read_contract(contract: Contract) -> AttemptFiles | None:
 
 
 def why_not_read(contract: Contract) -> str:
-    """A sentence about a contract that `read_contract` does not read."""
+    """Why `read_contract` cannot read the contract."""
     for name, text, version in (
         (JOB_KEY, contract.job_json, JOB_VERSION),
         (PLAN_KEY, contract.plan_json, PLAN_VERSION),
@@ -211,17 +212,17 @@ def why_not_read(contract: Contract) -> str:
             continue
         if isinstance(said, int) and said > version:
             return (
-                f"ConfigMap {contract.name}: {name} has version {said}, and this operator reads up to {version}; a "
-                "newer one began the attempt, which goes on. Upgrade again before it is to be changed"
+                f"ConfigMap {contract.name}: {name} has version {said}, but this operator reads up to {version}; a "
+                "newer operator created the attempt, which continues. Upgrade the operator before changing the job"
             )
-    return f"ConfigMap {contract.name} does not hold what an operator writes; the attempt goes on"
+    return f"ConfigMap {contract.name} was not written by an operator; the attempt continues"
 
 
 # --- ConfigMap, Service, Job ------------------------------------------------------------------------------------------
 
 
 def children(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> tuple[Manifest, ...]:
-    """In the order in which they must be created. Raises UserError when the files do not fit a ConfigMap."""
+    """The manifests in the order of creation. Raises UserError when the files do not fit in a ConfigMap."""
     made: list[Manifest] = [config_map(files, owner, facts)]
     if files.job.num_nodes > 1:
         made.append(service(files, owner))
@@ -239,8 +240,8 @@ def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> M
     size = sum(len(key) + len(text.encode()) for key, text in data.items())
     if size > LARGEST_CONTRACT:
         raise UserError(
-            f"spec and plan are {format_bytes(size)} as JSON, and a ConfigMap holds 1 MiB: shorten spec.env, or put "
-            "what is long into a Secret and refer to it"
+            f"spec and plan are {format_bytes(size)} as JSON, but a ConfigMap holds 1 MiB: shorten spec.env, or move "
+            "long values to a Secret"
         )
     return {
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(files, owner), "immutable": True, "data": data,
@@ -248,7 +249,7 @@ def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> M
 
 
 def service(files: AttemptFiles, owner: JobObject) -> Manifest:
-    """Gives the pods their host names; also before they are ready, because they meet in order to become ready."""
+    """Gives the pods their host names, even before they are ready: they need each other to become ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -263,9 +264,9 @@ def service(files: AttemptFiles, owner: JobObject) -> Manifest:
 
 
 def indexed_job(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> Manifest:
-    """One try of every pod: a failure ends the attempt, and restarts belong to the operator.
+    """Runs every pod once: a failure ends the attempt, and the operator decides about restarts.
 
-    With a queue it is born suspended and never written again: the queue resumes it.
+    With a queue it is created suspended and never written again: the queue resumes it.
     """
     scheduling = files.job.spec.scheduling
     queue = scheduling.queue_name
@@ -288,8 +289,8 @@ def indexed_job(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> 
 
 
 def _metadata(files: AttemptFiles, owner: JobObject) -> dict[str, Any]:
-    # Blocking the owner's deletion takes the right to update trainingjobs/finalizers where the API server runs the
-    # admission plugin OwnerReferencesPermissionEnforcement; nothing here needs a foreground deletion to wait.
+    # blockOwnerDeletion would need the right to update trainingjobs/finalizers if the API server runs the admission
+    # plugin OwnerReferencesPermissionEnforcement; nothing here needs it.
     return {
         "name": files.name,
         "namespace": owner.namespace,
@@ -313,7 +314,7 @@ def own_labels(files: AttemptFiles) -> dict[str, str]:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a label or annotation is not the job's to set."""
+    """Whether a label or annotation is reserved for the operator."""
     return key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES)
 
 
@@ -329,7 +330,7 @@ def _pod_metadata(files: AttemptFiles) -> dict[str, Any]:
 
 
 def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
-    """Pod Security `restricted`; no API token but the one for progress; request = limit where exceeding it kills."""
+    """The pod: Pod Security `restricted`, no API token except for progress, request = limit if exceeding it kills."""
     spec, resources = files.job.spec, files.resources
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -376,14 +377,14 @@ def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFact
             "capabilities": {"drop": ["ALL"]},
         },
         "terminationMessagePath": TERMINATION_MESSAGE_PATH,
-        # A process that dies without a message of ours leaves the end of its log.
+        # A process that dies without our termination message leaves the end of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [mount for _, mount in _volumes(files, resources, facts)],
     }
 
 
 def _environment(spec: TrainingJobSpec, facts: OperatorFacts) -> list[dict[str, Any]]:
-    """The job's variables, then ours: of two with one name the last counts."""
+    """The job's variables, then ours, which take precedence."""
     given = [variable.model_dump(mode="json", exclude_none=True) for variable in spec.env]
     own = {"TMPDIR": SCRATCH_DIRECTORY, "HOME": SCRATCH_DIRECTORY}
     if facts.progress_url:
@@ -464,11 +465,12 @@ def _spill_volume(spec: TrainingJobSpec, resources: PodResources) -> dict[str, A
 
 
 def _scheduling(files: AttemptFiles) -> dict[str, Any]:
-    """The user's selector, tolerations and the node class bind; live headroom only prefers, because figures age.
+    """The user's selector, tolerations and the node class are required; live headroom is only a preference, because it
+    changes.
 
-    A pod whose node stops answering is given up after NODE_LOST_SECONDS, not after the five minutes that the API
-    server would add: its peers wait for it, and a checkpoint is there to go on from. What the user says of these
-    taints stands alone, because of two tolerations the shorter one counts.
+    A pod on a node that stops answering is deleted after NODE_LOST_SECONDS, not after the API server's five minutes:
+    its peers wait for it, and a checkpoint exists. The user's own tolerations of these taints replace ours, because
+    otherwise the shorter one would apply.
     """
     scheduling = files.job.spec.scheduling
     found: dict[str, Any] = {}
@@ -505,5 +507,5 @@ def _scheduling(files: AttemptFiles) -> dict[str, Any]:
 
 
 def same_content(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether two ConfigMaps hold the same contract."""
+    """Whether two ConfigMaps have the same contract."""
     return all(one.get(key) == other.get(key) for key in (JOB_KEY, PLAN_KEY, DECISION_KEY, ATTEMPT_KEY))

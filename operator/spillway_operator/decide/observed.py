@@ -1,7 +1,7 @@
-"""What the operator saw, as frozen projections: everything that `reconcile` may look at, and nothing else.
+"""Observed and Desired: the whole input and output of `reconcile`, as frozen values.
 
-An API object is kept as the few fields that decisions need. `Desired` is the answer: objects to create (never to
-change), objects to delete, the whole status, events. Effects live in observe.py and apply.py.
+API objects are reduced to the few fields that decisions need. `Desired` holds objects to create (never to change),
+objects to delete, the whole status, events. observe.py and apply.py make the requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spillway.api.status import Escalation
 from spillway.placement.cluster_view import ClusterView
 
 Manifest = Mapping[str, Any]
-"""an API object as plain data"""
+"""An API object as plain data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class JobObject:
     resource_version: int
     creation_time: str
     spec: bytes
-    """canonical JSON"""
+    """Canonical JSON."""
     status: bytes
-    """canonical JSON; {} when there is none"""
+    """Canonical JSON; {} if there is none."""
     deleting: bool = False
 
     @property
@@ -48,7 +48,7 @@ class AttemptObject:
     namespace: str
     resource_version: int
     owner_uid: str
-    """uid of the controlling TrainingJob; another one's, or empty, for a foreign namesake"""
+    """Uid of the controlling TrainingJob; another one's, or empty, for a foreign object of the same name."""
     owner_name: str
     attempt: int
     creation_time: str
@@ -58,14 +58,14 @@ class AttemptObject:
     succeeded: int = 0
     failed: int = 0
     outcome: Literal["", "Complete", "Failed"] = ""
-    """the terminal condition that is True"""
+    """The terminal condition that is True."""
     reason: str = ""
-    """its reason"""
+    """Reason of that condition."""
     outcome_time: str = ""
-    """when that condition became True"""
+    """When that condition became True."""
     deleting: bool = False
     deletion_time: str = ""
-    """deletionTimestamp: when its deletion was asked for"""
+    """deletionTimestamp: when its deletion was requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,44 +74,44 @@ class ContainerEnding:
     reason: str
     """Error, Completed, OOMKilled, ContainerCannotRun, ..."""
     message: str
-    """the termination message, as found"""
+    """The termination message, not validated."""
     finished_at: str
     started_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PodObject:
-    """One pod of an attempt; listed only when its Job failed or is not ready in time."""
+    """One pod of an attempt; listed only if its Job failed or is not ready in time."""
 
     name: str
     uid: str
     index: int
-    """node rank: completion index of the Job"""
+    """Node rank: the Job's completion index."""
     node: str
     phase: str
     ready: bool = False
     deleting: bool = False
     deletion_time: str = ""
-    """deletionTimestamp: when it should be gone, its grace period included"""
+    """deletionTimestamp: the end of its grace period."""
     grace_seconds: int = 0
-    """of its deletion: that much earlier it was asked for"""
+    """Grace period of its deletion: its deletion was requested this much before `deletion_time`."""
     orphaned: bool = False
-    """nobody controls it: its Job was deleted and it was left behind"""
+    """It has no controller: its Job was deleted and it was left behind."""
     status_reason: str = ""
-    """Evicted, NodeLost, ... of the pod's status"""
+    """Evicted, NodeLost, ... from the pod's status."""
     status_message: str = ""
     disruption: str = ""
-    """reason of the condition DisruptionTarget, when True"""
+    """Reason of the condition DisruptionTarget, if True."""
     unschedulable: str = ""
-    """the scheduler's message while it finds no node"""
+    """The scheduler's message while it finds no node."""
     waiting: str = ""
-    """reason and message of a container that cannot start: "ImagePullBackOff: ..." """
+    """Reason and message of a container that cannot start, such as "ImagePullBackOff: ..."."""
     ending: ContainerEnding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """An attempt's immutable ConfigMap: the commit point of the decision."""
+    """An attempt's immutable ConfigMap: creating it commits the decision."""
 
     attempt: int
     name: str
@@ -119,9 +119,9 @@ class Contract:
     job_json: str
     plan_json: str
     decision_json: str
-    """what status.plan says of it (PlanStatus as JSON), so that a new operator repeats it"""
+    """PlanStatus as JSON: the attempt's status.plan, so that a new operator writes the same."""
     attempt_json: str = ""
-    """manifests.Decision as JSON: what status.attempts says once it exists, and which nodes its pods prefer"""
+    """manifests.Decision as JSON: status.attempts once it exists, the nodes that its pods prefer, and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +130,21 @@ class Claim:
 
     name: str
     exists: bool
-    """True also when the operator may not look"""
+    """Also True if the operator may not read it."""
     access_modes: tuple[str, ...] = ()
-    """empty = not known"""
+    """Empty = not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorFacts:
-    """What the operator's settings add to every job."""
+    """What the operator's settings contribute to every job."""
 
     trainer_image: str
     image_pull_policy: str = "IfNotPresent"
     progress_url: str = ""
-    """https://SERVICE.NAMESPACE.svc:PORT/progress; empty = no progress endpoint"""
+    """https://SERVICE.NAMESPACE.svc:PORT/progress; empty = no progress endpoint."""
     progress_ca: str = ""
-    """PEM"""
+    """Certificate authority of that endpoint, in PEM."""
     metrics_port: int = 9400
     master_port: int = 29500
 
@@ -158,7 +158,7 @@ class WaitingGang:
     uid: str
     creation_time: str
     since: str
-    """when its condition Scheduled became False"""
+    """When its condition Scheduled became False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,38 +167,38 @@ class Observed:
 
     job: JobObject
     attempts: tuple[AttemptObject, ...]
-    """Jobs that carry one of its attempts' names or labels, foreign ones included"""
+    """Jobs with the name or labels of one of its attempts, including foreign ones."""
     facts: OperatorFacts
     cluster: ClusterView
     contracts: tuple[Contract, ...] | None = None
-    """ConfigMaps of its attempts. None = not asked for, because an attempt lives or the job has ended. When they are
-    given, they, `job` and `attempts` were read from the API server after the question, not taken from a watch: what is
-    missing then is gone, and a new attempt may follow."""
+    """ConfigMaps of its attempts. None = not requested, because an attempt is running or the job has ended. Otherwise
+    they, `job` and `attempts` were just read from the API server, not taken from a watch: what is missing does not
+    exist, and a new attempt may follow."""
     pods: tuple[PodObject, ...] | None = None
-    """of the newest attempt, by label, also when its Job is gone; None = not asked for"""
+    """Pods of the newest attempt, by label, even if its Job was deleted; None = not requested."""
     pods_refusal: str = ""
-    """why the API server let the Job controller create no pod (quota, LimitRange, Pod Security, a policy): the newest
-    event of the Job that says so; asked for with `pods`, where some are missing"""
+    """Why the API server rejects the attempt's pods (quota, LimitRange, Pod Security, a policy), from the Job's newest
+    event; read with `pods` if some are missing."""
     claims: tuple[Claim, ...] | None = None
-    """None = not asked for"""
+    """None = not requested."""
     conflict: str = ""
-    """a child could not be created because a foreign object has its name: "Job demo-1" """
+    """The child, such as "Job demo-1", that could not be created because a foreign object has its name."""
     refusal: str = ""
-    """the API server's sentence when it refused a child (Pod Security, quota, ...)"""
+    """The API server's message when it rejected a child (Pod Security, quota, ...)."""
     progress: ProgressReport | None = None
-    """newest accepted report that is not in the status yet"""
+    """Newest accepted report that is not in the status yet."""
     progress_time: str = ""
-    """when it came, RFC 3339"""
+    """When it arrived, RFC 3339."""
     hearing_seconds: float | None = None
-    """how long this process could hear trainers without a break; None = it has no progress endpoint. Only a silence
-    within that time says something about a trainer."""
+    """How long this process could receive reports without interruption; None = it has no progress endpoint. Only a
+    silence within that time says something about a trainer."""
     queue_says: str | None = None
-    """why the queue has not admitted the newest attempt, in its own words; None = not asked for"""
+    """The queue's own message why it has not admitted the newest attempt; None = not requested."""
     waiting_gangs: tuple[WaitingGang, ...] | None = None
-    """all that the watches know of; None = not asked for"""
+    """All that the watches know; None = not requested."""
     others_silent_seconds: float | None = None
-    """since a trainer of another job was heard; None = no other attempt runs. When nobody is heard, the fault may be
-    ours."""
+    """Seconds since a trainer of another job reported; None = no other attempt runs. If no job reports, the operator
+    may be at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +206,9 @@ class Deletion:
     kind: Literal["Job", "TrainingJob"]
     name: str
     uid: str
-    """precondition. In the foreground: the object is seen until its children are gone."""
+    """Precondition. Deletion is in the foreground: the object exists until its children are deleted."""
     resource_version: int = 0
-    """precondition, too: what was decided on; 0 = any"""
+    """Precondition, too: the version that the decision is based on; 0 = any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +221,20 @@ class EventNote:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What to do now; empty when everything is as it should be."""
+    """What to do now; empty if nothing has to change."""
 
     creates: tuple[Manifest, ...] = ()
-    """in this order; each is created or, when it exists and is ours, left alone. A ConfigMap of ours with other
-    content ends the application: it is the commit point of another decision, to be read first ("contracts")."""
+    """Created in this order; an object of ours that exists is left alone. If it is a ConfigMap with other content,
+    creation stops: it commits another decision, which must be read first ("contracts")."""
     deletes: tuple[Deletion, ...] = ()
     status: dict[str, Any] | None = None
-    """the whole status to apply; None = as it is"""
+    """The whole status to apply; None = unchanged."""
     events: tuple[EventNote, ...] = ()
     ran_out: tuple[Escalation, ...] = ()
-    """ends for want of memory that the status accounts for the first time: what MemoryProfiles remember"""
+    """Out-of-memory ends that the status accounts for the first time: MemoryProfiles record them."""
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """what must be observed before the next decision: "contracts", "pods", "claims", "queue_says",
-    "waiting_gangs" """
+    """Fields of Observed needed for the decision: contracts, pods, claims, queue_says, waiting_gangs."""
 
     @property
     def changes_nothing(self) -> bool:

@@ -1,4 +1,4 @@
-"""Planning: an accepted job and the cluster -> the files of its next attempt, or a finding that explains why not."""
+"""Planning: an accepted job and the cluster -> the files of its next attempt, or a finding that says why not."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from .manifests import AttemptFiles, Decision, MetricsSeen, Preferred, attempt_f
 from .observed import JobObject, OperatorFacts
 
 LONGEST_TEXT = 1024
-"""characters of a text in the status"""
+"""Longest text in the status, in characters."""
 MOST_NODES = 16
-"""preferred nodes that the status names"""
+"""Most preferred nodes in the status."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """What the attempts so far say to the next one."""
+    """What the next attempt needs to know about earlier ones."""
 
     attempts: Attempts
-    """status.attempts once the next one exists"""
+    """status.attempts once the next one exists."""
     threads: int | None = None
-    """of the attempt before, because the rounding of a matrix product depends on them; None for the first"""
+    """Threads of the previous attempt, because the rounding of a matrix product depends on them; None for the first."""
     because: str = ""
     escalations: tuple[Escalation, ...] = ()
     failures: tuple[MemoryFailure, ...] = ()
-    """that ran out of memory, and whose contracts can be read"""
+    """Attempts that ran out of memory and whose contracts can be read."""
     last: MemoryPlan | None = None
-    """of the attempt before"""
+    """Plan of the previous attempt."""
     peaks: dict[Tier, int] = field(default_factory=dict)
-    """that it held"""
+    """Peak bytes of the previous attempt."""
     trained_seconds: float = 0.0
-    """by it, all pods running, when it did not run out of memory; else 0"""
+    """Seconds in which all pods of the previous attempt ran; 0 if it ran out of memory."""
 
 
 def plan_attempt(
     job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: AttemptHistory, place: Place
 ) -> AttemptFiles | Finding:
-    """The attempt that `past.attempts` ends with."""
+    """Plans the last attempt in `past.attempts`."""
     device = past.last.device if past.last is not None else None
     cluster = replace(cluster, trainer_image=facts.trainer_image, device=device)
     try:
@@ -64,12 +64,12 @@ def plan_attempt(
     except UserError as error:
         return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
     except Exception as error:
-        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+        why = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
         return false(c.PLANNED, "NoNode", why)
     if isinstance(placed, Unplaceable):
         return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
     if repeats(past.failures, placed.plan, placed.pod.memory_bytes):
-        return false(c.PLANNED, "DoesNotFit", "every plan that fits asks for as much of what ran out")
+        return false(c.PLANNED, "DoesNotFit", "every plan that fits needs as much of the memory that ran out")
     decision = Decision(
         attempts=past.attempts,
         preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),
@@ -85,14 +85,14 @@ def plan_attempt(
 
 
 def _placed(job: TrainingJob, cluster: ClusterView, past: AttemptHistory, place: Place) -> Placement | Unplaceable:
-    """Under what the failures say. After a long attempt that had much room to spare, under what was seen of it, where
-    that gives a plan which is clearly faster."""
+    """Places the attempt with corrections from its memory failures. After a long attempt with much headroom, uses its
+    peaks instead if that gives a clearly faster plan."""
     careful = corrections_after(past.failures)
     placed = place(job, replace(cluster, corrections=careful))
     if not past.failures or past.last is None or isinstance(placed, Unplaceable):
         return placed
     reasons = [failure.reason for failure in past.failures]
-    if next_failure_may_be_last(reasons, past.attempts.memory_errors):  # should it run out again
+    if next_failure_may_be_last(reasons, past.attempts.memory_errors):  # do not risk running out again
         return placed
     seen = relaxed(past.failures, past.last, past.peaks, past.trained_seconds)
     if seen == careful:
@@ -106,7 +106,7 @@ def _placed(job: TrainingJob, cluster: ClusterView, past: AttemptHistory, place:
 def told(
     escalations: tuple[Escalation, ...], failures: tuple[MemoryFailure, ...], after: MemoryPlan
 ) -> tuple[Escalation, ...]:
-    """With what the next attempt does differently, where that is not said yet."""
+    """The escalations, with the changes of the next attempt's plan filled in where they are missing."""
     plans = {failure.attempt: failure.plan for failure in failures}
     return tuple(
         one if one.change or one.attempt not in plans
@@ -116,7 +116,7 @@ def told(
 
 
 def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure, ...], place: Place) -> str:
-    """What mode Auto would do after `failures`, for a job that asks for advice alone."""
+    """What mode Auto would do after `failures`, for a job in mode Advise."""
     memory = job.spec.memory.model_copy(update={"mode": "Auto"})
     as_auto = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
     try:
@@ -126,11 +126,11 @@ def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure
         return f"mode Auto would find no plan: {type(error).__name__}: {error}"
     if isinstance(placed, Unplaceable):
         return c.clean(f"mode Auto would find no plan: {placed.message}", LONGEST_TEXT)
-    return c.clean(f"mode Auto would take: {change(failures[-1].plan, placed.plan)}", LONGEST_TEXT)
+    return c.clean(f"mode Auto would replan: {change(failures[-1].plan, placed.plan)}", LONGEST_TEXT)
 
 
 def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
-    """What status.plan says of a placement."""
+    """The status.plan of a placement."""
     plan, room = placed.plan, placed.headroom
     return PlanStatus(
         node=c.clean(placed.node.name, 64),
@@ -151,8 +151,8 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
 
 
 def _quantities(device: int | None, host: int | None, nvme: int | None) -> TierQuantities | None:
-    """Never below zero: reservations can exceed what is free. Never more than the API server can hold: what a mode
-    other than Auto asks for has no bound."""
+    """Quantities between zero and the API server's largest: reservations can exceed what is free, and without mode Auto
+    plans have no upper bound."""
     known = {"device": device, "host": host, "nvme": nvme}
     found = {tier: min(max(0, free), LARGEST_QUANTITY) for tier, free in known.items() if free is not None}
     return TierQuantities(**found) if found else None
@@ -169,20 +169,20 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def metrics_seen(cluster: ClusterView) -> MetricsSeen:
-    """Whether live metrics had a say in the placement."""
+    """Whether live metrics were used for the placement."""
     if cluster.nodes is None:
         return MetricsSeen(status="False", reason="NoNodeView", message="the operator may not list nodes")
     problem = c.clean(cluster.metrics_problem)
     if not cluster.metrics_source and cluster.metrics_age_seconds is None:
         return MetricsSeen(status="False", reason="NotConfigured", message=problem)
     if cluster.metrics_problem or cluster.metrics_age_seconds is None:
-        return MetricsSeen(status="False", reason="Stale", message=problem or "there were none yet")
+        return MetricsSeen(status="False", reason="Stale", message=problem or "no metrics yet")
     age = format_seconds(cluster.metrics_age_seconds)
     return MetricsSeen(status="True", reason="Fresh", message=f"{cluster.metrics_source}, {age} old")
 
 
 def as_decided(files: AttemptFiles) -> tuple[Finding, ...]:
-    """What the conditions say of an attempt's decision."""
+    """The conditions of a new attempt."""
     decision, planned = files.decision, files.plan_status
     found = [
         true(c.ACCEPTED, "Valid"),
@@ -203,16 +203,16 @@ def next_attempts(known: Attempts, number: int, now: str) -> Attempts:
 
 
 def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:
-    """Whether a contract is what its name says."""
+    """Whether a contract's content matches the job and attempt in its name."""
     found = (files.job.uid, files.job.namespace, files.job.name, files.job.epoch, files.decision.attempts.total)
     return found == (job.uid, job.namespace, job.name, attempt, attempt)
 
 
 def is_ours(files: AttemptFiles, job: TrainingJob, uid: str, facts: OperatorFacts) -> bool:
-    """Whether the operator would have written this job.json for the accepted job; only the plan is taken as found.
+    """Whether the operator would write the same job.json for the accepted job; only the plan is not checked.
 
-    Whoever may create ConfigMaps can copy an ownerReference: a contract with another image or ServiceAccount, or of a
-    spec that changed since, is never carried out.
+    Whoever may create ConfigMaps can copy an ownerReference: a contract with another image or ServiceAccount, or of an
+    outdated spec, must not be used.
     """
     threads = files.job.compute_threads
     return attempt_files(job, uid, files.plan, files.plan_status, files.decision, threads, facts).job == files.job

@@ -1,4 +1,4 @@
-"""Findings from the pods of an attempt."""
+"""Findings about an attempt from its pods."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from .conditions import Finding, false, true, unknown
 from .observed import AttemptObject, PodObject
 
 TERMINATION_SLACK_SECONDS = 30.0
-"""a pod that long after its grace period will not end by itself: its node is lost"""
+"""A pod that exists this long after its grace period will not end by itself: its node is lost."""
 
 
 def pod_findings(
     pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject, refusal: str
 ) -> tuple[Finding, ...]:
     if refusal and len(pods) < num_nodes:
-        why = f"Job {attempt.name} may not create {'its' if not pods else 'more'} pods: {refusal}"
+        why = f"Job {attempt.name} cannot create {'its' if not pods else 'more'} pods: {refusal}"
         return false(c.SCHEDULED, c.PODS_REFUSED, why), false(c.RUNNING, "Starting")
     if not pods:
-        why = f"the attempt's Job has no pods yet; kubectl describe job {attempt.name} -n {attempt.namespace} says why"
+        why = f"the attempt's Job has no pods yet; see kubectl describe job {attempt.name} -n {attempt.namespace}"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")
     all_have_nodes = len(pods) >= num_nodes and all(pod.node for pod in pods)
     scheduled = true(c.SCHEDULED, "Scheduled") if all_have_nodes else unknown(c.SCHEDULED, "Waiting")
-    # One that has a node was schedulable, whatever the scheduler said of it before.
+    # A pod with a node was schedulable, even if its condition still says otherwise.
     unschedulable = next((pod for pod in pods if pod.unschedulable and not pod.node), None)
     if unschedulable is not None:
         scheduled = false(c.SCHEDULED, "Unschedulable", f"{unschedulable.name}: {unschedulable.unschedulable}")
     waiting = next((pod for pod in pods if pod.waiting), None)
     if waiting is not None:
         corrected = "spec.image" if "image" in waiting.waiting.partition(":")[0].lower() else "spec"
-        mend = f"a corrected {corrected} is used by the next attempt: kubectl delete job {attempt.name} -n " + (
+        mend = f"correct {corrected}, then start a new attempt: kubectl delete job {attempt.name} -n " + (
             attempt.namespace
         )
         said = c.clean(waiting.waiting, c.LONGEST_MESSAGE - len(waiting.name) - len(mend) - 4)
         return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {said}; {mend}")
     if unschedulable is not None:
         return scheduled, false(c.RUNNING, "Starting")
-    behind = next((f"{pod.name} does not run" for pod in pods if not pod.ready), "not every pod runs")
+    behind = next((f"{pod.name} is not running" for pod in pods if not pod.ready), "not every pod is running")
     return scheduled, false(c.RUNNING, "PodsNotReady", behind)
 
 
@@ -45,13 +45,13 @@ def is_finished(pod: PodObject) -> bool:
 
 
 def is_lost(pod: PodObject, now: float) -> bool:
-    """Long past its grace period: the kubelet that should end it does not answer."""
+    """Whether it is long past its grace period: the kubelet that should end it does not answer."""
     if is_finished(pod) or not (pod.deleting and pod.deletion_time):
         return False
     return now > seconds_of(pod.deletion_time) + TERMINATION_SLACK_SECONDS
 
 
 def wait_for_ever(pods: tuple[PodObject, ...], now: float) -> bool:
-    """Whether the Job waits for pods on lost nodes and for nothing else."""
+    """Whether the Job only waits for pods on lost nodes."""
     lost = [pod for pod in pods if is_lost(pod, now)]
     return bool(lost) and all(is_finished(pod) or is_lost(pod, now) for pod in pods)

@@ -1,5 +1,4 @@
-"""Applies a progress report to status.progress, .memory, .checkpoint and .members: bounded, monotonic,
-readable."""
+"""Updates status.progress, .memory, .checkpoint and .members from a progress report: bounded, never backwards."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ from .conditions import clean
 from .observed import EventNote
 
 MOST_MEMBER_NOTES = 8
-"""events about members, of one status"""
+"""Most events about members per status update."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedStatus:
-    """The parts of the status that reports write."""
+    """The parts of the status that come from reports."""
 
     progress: Progress | None
     memory: MemoryStatus | None
     checkpoint: CheckpointStatus | None
     members: tuple[MemberStatus, ...] = ()
-    """of a sweep, in the order of the report"""
+    """Members of a sweep, in the order of the report."""
     best_member: str = ""
 
 
@@ -61,9 +60,9 @@ def with_report(
     is_corrected: bool = True,
     planned_activations: int | None = None,
 ) -> ReportedStatus:
-    """After a report that came at `time` (RFC 3339); one that speaks of another attempt changes nothing, and neither
-    does one whose figures do not fit the status. `members`: names that the spec gives; what is said of others is left
-    out. `planned_activations`: of status.plan. Never raises: no report may keep a job from being looked after."""
+    """The status after a report that arrived at `time` (RFC 3339). Reports of another attempt, or with figures that do
+    not fit the status, change nothing. `members`: the names in the spec; others are ignored. `planned_activations`:
+    from status.plan. Never raises: a bad report must not block a job."""
     try:
         after = _with_report(before, report, attempt, steps, time, members)
         own = report.spillway
@@ -95,7 +94,7 @@ def _with_report(
 
 
 def with_saved_step(before: ReportedStatus, step: int, attempt: int, steps: int) -> ReportedStatus:
-    """After an attempt that says it committed a checkpoint of `step` before it stopped: never behind it."""
+    """The status after an attempt that committed a checkpoint of `step` before it stopped: at least that step."""
     step = min(step, steps)
     progress, known = before.progress or Progress(steps=steps), before.checkpoint
     if step > progress.step:
@@ -108,7 +107,7 @@ def with_saved_step(before: ReportedStatus, step: int, attempt: int, steps: int)
 
 
 def at_the_start(before: Progress | None, steps: int) -> Progress:
-    """Of an attempt that has not reported yet: how far the ones before it came, and no rate.
+    """Progress of an attempt that has not reported yet: the step of earlier attempts, without a rate.
 
     `lastStepTime` is missing until its first report, which may go back to the checkpoint that it resumed from.
     """
@@ -117,7 +116,7 @@ def at_the_start(before: Progress | None, steps: int) -> Progress:
 
 
 def at_the_end(before: Progress | None, steps: int) -> Progress:
-    """Of a job that is complete: exit code 0 means that the last of `steps` was trained."""
+    """Progress of a complete job: exit code 0 means that the last of `steps` was trained."""
     known = before or Progress()
     return known.model_copy(update={"step": steps, "steps": steps, "display": percent(steps, steps), "eta": "0s"})
 
@@ -138,7 +137,7 @@ def _member(said: MemberProgress) -> MemberStatus:
 
 
 def at_rest(members: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
-    """When the attempt has ended: nobody's turn it is."""
+    """The members after the attempt has ended: none is Running."""
     return tuple(
         one.model_copy(update={"state": MemberState.PARKED.value}) if one.state == MemberState.RUNNING else one
         for one in members
@@ -146,14 +145,14 @@ def at_rest(members: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
 
 
 def member_notes(before: tuple[MemberStatus, ...], after: tuple[MemberStatus, ...]) -> tuple[EventNote, ...]:
-    """An event for each member that failed or was stopped since; of many the first few, and how many more."""
+    """An event for each member that newly failed or was stopped; if there are many, one event lists the rest."""
     states = {one.name: one.state for one in before}
     ended = [
         one
         for one in after
         if one.state in (MemberState.FAILED, MemberState.STOPPED) and states.get(one.name) != one.state
     ]
-    ended.sort(key=lambda one: one.state != MemberState.FAILED)  # the bad news first
+    ended.sort(key=lambda one: one.state != MemberState.FAILED)  # failures first
     notes = tuple(_member_note(one) for one in ended[:MOST_MEMBER_NOTES])
     rest = ended[MOST_MEMBER_NOTES:]
     if not rest:
@@ -191,7 +190,7 @@ def _progress(
 
 
 def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, time: str) -> Progress | None:
-    """From a script that speaks Kubeflow's protocol only: a percentage and metrics."""
+    """Progress from a script that only uses Kubeflow's protocol: a percentage and metrics."""
     said = report.trainer_status
     if said.progress_percentage is None:
         return before
@@ -220,7 +219,7 @@ def _memory(before: MemoryStatus | None, own: TrainingProgress) -> MemoryStatus 
 
 
 def _was_heard(before: ReportedStatus) -> bool:
-    """By the present attempt."""
+    """Whether the current attempt has reported."""
     return before.progress is not None and before.progress.last_step_time is not None
 
 
@@ -232,8 +231,8 @@ def _with_correction(
     *,
     is_corrected: bool,
 ) -> MemoryStatus:
-    """What activations may take of the spill volume: as reported, less what is corrected now. It only falls, from what
-    is planned, or was `told` of the same attempt; less than LEAST_BYTES is not told."""
+    """Sets the bytes of the spill volume for activations: the reported ones, lowered by a correction. They only fall
+    within an attempt, starting from the plan or `told`; a change below LEAST_BYTES is not reported."""
     if volume is None:
         return memory.model_copy(update={"activations": None, "correction": ""})
     told = told or MemoryStatus()
@@ -242,17 +241,17 @@ def _with_correction(
     left = volume.activations if decided is None else min(decided, volume.activations)
     if known - left < LEAST_BYTES:
         return memory.model_copy(update={"activations": known, "correction": told.correction})
-    what = f"take {short_bytes(left)} of each rank's spill file instead of {short_bytes(known)}"
+    what = f"use {short_bytes(left)} of each rank's spill file instead of {short_bytes(known)}"
     does = f"activations {what}, the rest stays in host memory"
     would = f"mode Auto would let activations {what}"
-    sentence = f"others fill the spill volume: {does if is_corrected else would}"
+    sentence = f"other data fills the spill volume: {does if is_corrected else would}"
     return memory.model_copy(update={"activations": left, "correction": sentence})
 
 
 def correction_notes(
     before: MemoryStatus | None, after: MemoryStatus | None, *, is_corrected: bool
 ) -> tuple[EventNote, ...]:
-    """An event for each live correction; with mode Advise, for each that Auto would make."""
+    """An event for each live correction, or in mode Advise for each that Auto would make."""
     if after is None or not after.correction or (before is not None and before.correction == after.correction):
         return ()
     if is_corrected:
@@ -287,7 +286,7 @@ def duration(seconds: float) -> str:
 
 
 def short_bytes(num_bytes: int) -> str:
-    """Two or three figures as a quantity: 76235669504 -> "71Gi", 1610612736 -> "1.5Gi"."""
+    """A short quantity: 76235669504 -> "71Gi", 1610612736 -> "1.5Gi"."""
     for suffix, size in (("Ti", TIB), ("Gi", GIB), ("Mi", MIB), ("Ki", KIB)):
         if num_bytes >= size:
             value = num_bytes / size
@@ -300,7 +299,7 @@ def _figure(loss: float | None) -> str:
 
 
 def _eta(said: int | None, step_seconds: float, left: int) -> str:
-    """Empty while steps are left and none was measured."""
+    """Remaining time; empty before a step was measured."""
     if left and not said and not step_seconds:
         return ""
     seconds = left * step_seconds if said is None else float(said)
@@ -308,14 +307,14 @@ def _eta(said: int | None, step_seconds: float, left: int) -> str:
 
 
 def _rate(tokens_per_second: float) -> str:
-    """Empty before the first step was measured."""
+    """Tokens per second; empty before the first step was measured."""
     if not tokens_per_second:
         return ""
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
 
 
 def _timestamp(unix_seconds: float) -> str | None:
-    """None for 0, which stands for no time."""
+    """RFC 3339; None for 0, which means no time."""
     if not unix_seconds:
         return None
     bounded = min(unix_seconds, 253402300799.0)  # the end of the year 9999

@@ -1,17 +1,17 @@
-"""reconcile: what was observed of one TrainingJob -> what to do now. Total and pure; the whole lifecycle.
+"""reconcile: what was observed of one TrainingJob -> what to do now. Total and pure: the whole life of a job.
 
-    an attempt lives             -> watch it: queued, starting, running, stopping
-    it ended                     -> why, what that is charged to, and whether another one follows
-    none lives                   -> suspended; or the next attempt: accepted, planned, created
-    the job is complete, failed  -> nothing, for ever; deleted when its time to live is over
+    an attempt exists            -> watch it: queued, starting, running, stopping
+    it ended                     -> find the cause, count it, decide whether another attempt follows
+    no attempt exists            -> suspended; or the next attempt: accepted, planned, created
+    the job is complete, failed  -> nothing; deleted when its time to live is over
 
-What the operator ends by itself (a deadline, a stall) is written into the status first and done then: the decision
-outlives a crash, and the newest report is asked before it is made.
+When the operator itself ends an attempt (a deadline, a stall), it first writes that to the status: the decision
+survives a crash, and takes the newest report into account.
 
 An attempt is one immutable ConfigMap (its contract), a Service for more than one node, and one Indexed Job, created in
-this order before the status says so. Its number is its epoch. Whatever a crash leaves behind is carried on by the same
-rules: a contract that has no Job yet gets the Job that it describes, and is never planned again; a Job that the status
-does not know is adopted with what its contract says; a Job that is gone ends its attempt.
+this order before the status is written. After a crash the same rules apply: a contract without a Job gets the Job that
+it describes and is not planned again; a Job that the status does not know is adopted with its contract's values; a
+deleted Job ends its attempt.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from .progress_status import as_fields, at_rest, at_the_end, reported, with_repo
 from .starting import begun, durability, start, waits_for_quota
 
 SLOWEST_POD_LOOK_SECONDS = 30.0
-"""while pods do not run: no watch reports them, and why they do not may change"""
+"""Longest interval between looks at pods that are not running: no watch reports them, and the cause may change."""
 SHORT_ATTEMPT_SECONDS = 600.0
-"""an attempt that ends sooner makes the next pause longer"""
+"""An attempt that ends sooner makes the next pause longer."""
 LONGEST_PAUSE_SECONDS = 300.0
 COMPLETED = ExitCode.COMPLETED.reason
 SUSPENDED_REASON = "Suspended"
-"""attempts.lastReason after spec.suspend"""
+"""attempts.lastReason after spec.suspend."""
 NOTHING = Desired()
 
 
 def reconcile(observed: Observed, now: str, place: placement.Place | None = None) -> Desired:
-    """What to do now; `now` is RFC 3339. Never raises for anything that the API server can hold."""
+    """What to do now; `now` is RFC 3339. Never raises, whatever the objects in the API server contain."""
     case = case_of(observed, now, place or placement.place)
     if observed.job.deleting or case.spec.get("managedBy", MANAGER) != MANAGER:
         return NOTHING
@@ -88,8 +88,8 @@ def reconcile(observed: Observed, now: str, place: placement.Place | None = None
 
 
 def _surplus(case: Case) -> tuple[Deletion, ...]:
-    """Jobs that must not run: all but the newest, and every one whose attempt is accounted for. And ended ones that
-    hold a volume: with a storage class, a pod's spill claim is deleted with the pod, so only the newest is kept."""
+    """Jobs to delete: running ones that are not the newest, or whose attempt is accounted for as ended; and old ended
+    ones that hold a volume (with a storage class, a pod's spill claim is only deleted with the pod)."""
     newest = max((attempt.attempt for attempt in case.owned), default=0)
     ended = newest if is_over(case.status) else case.attempts.ended
     holds_a_volume = bool(given(case.spec, "spill.storageClassName"))
@@ -109,10 +109,10 @@ def _deletion(attempt: AttemptObject) -> Deletion:
     return Deletion("Job", attempt.name, attempt.uid)
 
 
-# --- an attempt lives -------------------------------------------------------------------------------------------------
+# --- an attempt exists ------------------------------------------------------------------------------------------------
 
 
-def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per thing that can be so
+def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per case
     is_news = case.observed.job.generation != case.before.observed_generation
     if (attempt.attempt > case.attempts.total or is_news) and case.observed.contracts is None:
         return Desired(needs=frozenset({"contracts"}))
@@ -135,7 +135,7 @@ def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - on
 
 
 def _lives(case: Case, attempt: AttemptObject) -> Desired:
-    """Nobody wants it to end."""
+    """Handles an attempt that should go on: queued, starting or running."""
     if attempt.suspended:
         return _queued(pending(case), attempt)
     if case.reason(c.QUOTA_RESERVED) == "Waiting":
@@ -164,7 +164,7 @@ def _running(case: Case) -> Desired:
 
 
 def _end(case: Case, cause: Cause) -> Desired:
-    """Say that the operator ends the attempt, and why. The next round does it."""
+    """Writes to the status that the operator ends the attempt, and why. The next round deletes its Job."""
     running = true if case.attempts.active_time is not None else false
     return write(case.found(running(c.RUNNING, cause.reason, cause.message)))
 
@@ -175,19 +175,19 @@ _STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and 
 _NOBODY_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,
-    "no step was reported for lifecycle.stallSeconds, and no other job was heard meanwhile: the fault may be the "
-    "operator's (its Service, its certificate, the network), so that no attempt is ended",
+    "no step was reported for lifecycle.stallSeconds, and no other job reported meanwhile: the operator may be at "
+    "fault (its Service, its certificate, the network), so no attempt is ended",
 )
 _NEVER_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,
-    "all pods run, and no report of this job ever came: the trainer hangs, or cannot reach the operator; see its log. "
-    "lifecycle.stallSeconds ends no attempt of a job that was never heard",
+    "all pods run, but this job has never reported: the trainer hangs, or cannot reach the operator; see its log. "
+    "lifecycle.stallSeconds does not apply to a job that has never reported",
 )
 
 
 def _adopted(case: Case, attempt: AttemptObject) -> Case:
-    """An attempt that a crash kept from the status: its contract says what the status would."""
+    """Adds an attempt that is missing in the status because of a crash, with its contract's values."""
     files = read_files(case, attempt.attempt)
     if files is not None:
         return begun(case, files)
@@ -200,7 +200,7 @@ def _adopted(case: Case, attempt: AttemptObject) -> Case:
 
 
 def _with_report(case: Case) -> Case:
-    """With the newest progress report, when there is one that is not in the status yet."""
+    """The case with the newest progress report, if it is not in the status yet."""
     report, time = case.observed.progress, case.observed.progress_time or case.now
     if report is not None:
         after = with_report(
@@ -215,13 +215,13 @@ def _with_report(case: Case) -> Case:
 
 
 def _no_report(case: Case) -> Finding:
-    """Without a word that changes with time: it is written once."""
+    """The finding for an overdue report. Its text does not change with time, so that it is written once."""
     what = f"no step was reported since {case.last_step_time}, for more than {format_seconds(case.patience_seconds)}"
     return unknown(c.PROGRESSING, c.NO_REPORT, f"{what}: the trainer hangs, or cannot reach the operator; see its log")
 
 
 def _queued(case: Case, attempt: AttemptObject) -> Desired:
-    """The queue's to resume. One that it took back has run: its epoch is used up, and a new attempt queues."""
+    """Handles a suspended attempt, which the queue resumes. An evicted one has run: a new attempt replaces it."""
     has_run = case.reason(c.QUOTA_RESERVED) in ("Admitted", c.EVICTED_BY_QUEUE)
     if has_run or attempt.active or attempt.ready:
         evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
@@ -237,8 +237,8 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
     return write(case.found(*waits), look_again=patience(waited) if in_a_queue else None)
 
 
-def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per thing that can be so
-    """Not every pod runs, yet or any more: after a while the pods say why."""
+def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per case
+    """Handles an attempt whose pods do not all run: after PATIENCE_SECONDS, examines them."""
     waited = case.seconds_now - _began_seconds(case, attempt)
     if _is_young(waited):
         return write(case, look_again=min(PATIENCE_SECONDS, PATIENCE_SECONDS - waited))
@@ -246,7 +246,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 
     if pods is None:
         return Desired(needs=frozenset({"pods"}))
     if any(is_lost(pod, case.seconds_now) for pod in pods):
-        # It will not end by itself: the Job waits for a pod whose node does not answer, and its peers for a rank.
+        # The attempt would never end: the Job waits for a pod on a lost node, and the other pods for its rank.
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or is_finished(pod) for pod in pods):
         return write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
@@ -254,7 +254,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 
     case = case.found(*found)
     if case.attempts.active_time is None:
         case = pending(case)
-        obstacle = next((finding.message for finding in found if finding.message), "not every pod runs")
+        obstacle = next((finding.message for finding in found if finding.message), "not every pod is running")
         if gangs.holds_in_part(case, pods) and case.observed.waiting_gangs is None:
             return Desired(needs=frozenset({"waiting_gangs"}))
         over = expired(case, obstacle) or gangs.yields(case, pods)
@@ -265,7 +265,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 
 
 
 def _began_seconds(case: Case, attempt: AttemptObject) -> float:
-    """When its pods could begin: when the Job was created, or the queue admitted it."""
+    """When its pods could start: when the Job was created, or the queue admitted it."""
     admitted = c.find(case.status.conditions, c.QUOTA_RESERVED)
     created = seconds_of(attempt.creation_time)
     if admitted is None or admitted.status != "True" or admitted.last_transition_time is None:
@@ -274,7 +274,7 @@ def _began_seconds(case: Case, attempt: AttemptObject) -> float:
 
 
 def _stopping(case: Case, attempt: AttemptObject) -> Desired:
-    """Its Job is being deleted, by us or by somebody else: over when it is gone, or when its pods cannot live."""
+    """Handles a Job that is being deleted: it ends when it is gone, or when its remaining pods are on lost nodes."""
     if case.wants_suspension:
         case = case.found(_STOPPING)
     waited = case.seconds_now - seconds_of(attempt.deletion_time or case.now)
@@ -289,14 +289,14 @@ def _stopping(case: Case, attempt: AttemptObject) -> Desired:
     return _ended(case, Cause(NODE_LOST, "a pod did not end within its grace period: its node is lost"))
 
 
-# --- it is over -------------------------------------------------------------------------------------------------------
+# --- the job has ended ------------------------------------------------------------------------------------------------
 
 
 def _after_the_end(case: Case) -> Desired:
-    """Complete or Failed: nothing but its deletion, when the spec gives it a time to live.
+    """Deletes a Complete or Failed job after its time to live, if the spec has one.
 
-    The time runs from the latest end that anything tells of, so that a completionTime that somebody wrote cannot
-    shorten it; where nothing tells, it runs from now.
+    The time starts at the latest end in the status, so that a completionTime that somebody wrote cannot shorten it;
+    without any, it starts now.
     """
     if given(case.spec, "lifecycle.ttlSecondsAfterFinished") is None:
         return write(case)
@@ -310,13 +310,13 @@ def _after_the_end(case: Case) -> Desired:
     return Desired(deletes=(Deletion("TrainingJob", job.name, job.uid, job.resource_version),))
 
 
-# --- it ended ---------------------------------------------------------------------------------------------------------
+# --- the attempt ended ------------------------------------------------------------------------------------------------
 
 
 def _completed(case: Case, attempt: AttemptObject) -> Desired:
     case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
     total, known = case.attempts.total, case.status.progress
-    # Of a sweep as many as were reported: rounds may have stopped members.
+    # For a sweep as many as were reported: successive halving may have stopped members.
     steps = known.steps if case.status.members and known is not None else case.steps
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
     trained = f"{steps} steps in {total} attempt{'s' if total > 1 else ''}"
@@ -335,7 +335,7 @@ def _failed(case: Case, attempt: AttemptObject) -> Desired:
 
 
 def _vanished(case: Case) -> Desired:
-    """The status knows an attempt whose Job is gone; it is over when its pods are, too."""
+    """Handles an attempt in the status whose Job was deleted; it ends when its pods have ended, too."""
     needs = missing(case, "pods", "contracts")
     if needs:
         return Desired(needs=needs)
@@ -351,30 +351,30 @@ def _vanished(case: Case) -> Desired:
 
 
 def _job_gone(case: Case, left: PodObject) -> Finding:
-    """Deleted with --cascade=orphan: nobody else will end this pod."""
+    """The finding after a deletion with --cascade=orphan: nothing else will end this pod."""
     job, namespace = case.observed.job.name, case.observed.job.namespace
     gone = manifests.attempt_name(job, case.attempts.total)
     mend = f"delete it (kubectl delete pod {left.name} -n {namespace})"
-    return false(c.RUNNING, c.JOB_GONE, f"Job {gone} is gone and pod {left.name} still runs: {mend}")
+    return false(c.RUNNING, c.JOB_GONE, f"Job {gone} was deleted, but pod {left.name} is still running: {mend}")
 
 
 def _with_what_pods_say(case: Case) -> Case:
-    """With the checkpoint that they say they committed last: a report of it may not have come. And with the time at
-    which the last of them began, where no look came while all of them ran."""
+    """The case with the last checkpoint that the pods committed, in case its report was lost, and with the start of the
+    last pod, in case no look saw all pods running."""
     pods = case.observed.pods or ()
     begun = [pod.ending.started_at for pod in pods if pod.ending is not None]
     if case.attempts.active_time is None and len(begun) >= case.num_nodes and all(map(known_seconds, begun)):
         known = {"active_time": max(begun, key=seconds_of), "pending_time": None}
         case = case.changed(attempts=case.attempts.model_copy(update=known))
     saved = saved_step(pods)
-    if saved is None or case.members:  # a sweep's members have checkpoints of their own, which their reports tell
+    if saved is None or case.members:  # a sweep's members report their own checkpoints
         return case
     after = with_saved_step(reported(case.status), saved, case.attempts.total, case.steps)
     return case.changed(**as_fields(after))
 
 
 def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
-    """Account for the end of the present attempt, at the time `end` or now, and go on with what follows from it."""
+    """Accounts for the end of the current attempt, at the time `end` or now, and decides what follows."""
     cause = case.ending or cause
     known, retry = case.attempts, retry_of(cause.reason)
     if case.wants_suspension and retry is not Retry.NEVER:
@@ -389,14 +389,14 @@ def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
     if retry is Retry.COUNTED:
         limit = whole(given(case.spec, "lifecycle.maxRestarts"), DEFAULT_RESTARTS)
         if known.restarts >= limit:
-            return give_up(case, Cause(cause.reason, f"lifecycle.maxRestarts = {limit} is used up; {cause.message}"))
+            return give_up(case, Cause(cause.reason, f"lifecycle.maxRestarts = {limit} is reached; {cause.message}"))
         case = case.changed(attempts=case.attempts.model_copy(update={"restarts": known.restarts + 1}))
     message = f"attempt {known.total} ended: {cause.message}"
     return _between_attempts(replace(case, because=message).found(*none_lives(c.RESTARTING, message)))
 
 
 def _replanned(case: Case, cause: Cause) -> Desired:
-    """Memory ran out: another attempt under another plan, where the planner may choose one and tries are left."""
+    """Starts another attempt under another plan after an out-of-memory end, if the mode allows it and tries remain."""
     mode, tries = given(case.spec, "memory.mode") or "Auto", case.attempts.memory_errors - 1
     if mode == "Advise":
         case = _advised(case)
@@ -406,13 +406,13 @@ def _replanned(case: Case, cause: Cause) -> Desired:
         used_up = f"{tries} other plans were tried (status.escalations)"
         return give_up(case, Cause(cause.reason, c.clean(f"{used_up}; {cause.message}"), cause.node, cause.rank))
     if memory_failure(case, case.attempts.total, cause.reason) is None:
-        return give_up(case, cause)  # nobody knows any more what was not enough
+        return give_up(case, cause)  # the plan that ran out is not known
     message = f"attempt {case.attempts.total} ended: {cause.message}"
     return _between_attempts(replace(case, because=message).found(*none_lives(c.RESTARTING, message)))
 
 
 def _advised(case: Case) -> Case:
-    """With what mode Auto would do, for people: mode Advise changes nothing."""
+    """The case with what mode Auto would do, for people: mode Advise changes nothing."""
     outcome, failed = accept(case.observed.job), memory_failures(case)
     if isinstance(outcome, Refusal) or not failed or failed[-1].attempt != case.attempts.total:
         return case
@@ -422,7 +422,7 @@ def _advised(case: Case) -> Case:
 
 
 def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
-    """What status.attempts says of an attempt that ended. Counts only grow, whatever follows."""
+    """The case with the ended attempt counted in status.attempts."""
     known, is_free, seconds = case.attempts, retry_of(cause.reason) is Retry.FREE, int(active_seconds(case, end))
     changes = {
         "ended": known.total,
@@ -443,7 +443,7 @@ def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
     return case.changed(attempts=known.model_copy(update=changes), members=at_rest(case.status.members))
 
 
-# --- none lives -------------------------------------------------------------------------------------------------------
+# --- no attempt exists ------------------------------------------------------------------------------------------------
 
 
 def _between_attempts(case: Case) -> Desired:
@@ -457,13 +457,13 @@ def _between_attempts(case: Case) -> Desired:
     if known.end_time is not None:
         pause = pause_seconds(known.short_in_a_row)
         rest = pause - (case.seconds_now - seconds_of(known.end_time))
-        if 0 < rest <= 2 * pause:  # more: the clock was set back, and nothing says how long ago the attempt ended
+        if 0 < rest <= 2 * pause:  # more: the clock was set back, and it is not known when the attempt ended
             return write(case, look_again=min(rest, pause))
     return _hold(case) if known.last_reason == GANG_YIELDED else start(pending(case))
 
 
 def _hold(case: Case) -> Desired:
-    """It yielded: the older jobs that wait for nodes go first, for a while."""
+    """Lets older jobs that wait for nodes go first, for up to LONGEST_HOLD_SECONDS, after this one yielded."""
     if case.observed.waiting_gangs is None:
         return Desired(needs=frozenset({"waiting_gangs"}))
     held = case.seconds_now - seconds_of(case.attempts.end_time or case.now)
@@ -473,12 +473,13 @@ def _hold(case: Case) -> Desired:
 
 
 def pause_seconds(short_in_a_row: int) -> float:
-    """Between attempts: none after one short attempt, then 1, 2, 4 ... 300 s, whatever the attempts ended of."""
+    """Pause between attempts: none after one short attempt, then 1, 2, 4 ... 300 s, whatever the cause."""
     return min(LONGEST_PAUSE_SECONDS, 2.0 ** min(short_in_a_row - 2, 16)) if short_in_a_row > 1 else 0.0
 
 
 def _suspended(case: Case) -> Desired:
-    """Nothing runs. What was decided is void: spec.memory may change now, and the next attempt is planned anew."""
+    """Reports the suspension. Contracts that have not run are void: spec.memory may change, and the next attempt is
+    planned again."""
     if case.observed.contracts is None:
         return Desired(needs=frozenset({"contracts"}))
     total = max(case.attempts.total, newest_contract(case))
@@ -488,7 +489,7 @@ def _suspended(case: Case) -> Desired:
         case = case.found(false(c.QUOTA_RESERVED, "Waiting", "spec.suspend is true"))
     outcome = accept(case.observed.job)
     accepted = outcome.finding() if isinstance(outcome, Refusal) else true(c.ACCEPTED, "Valid")
-    suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, "set spec.suspend to false to go on from the last checkpoint")
+    suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, "set spec.suspend to false to resume from the last checkpoint")
     return write(case.found(accepted, suspended, *none_lives("Suspended")))
 
 
@@ -499,7 +500,7 @@ def case_of(observed: Observed, now: str, place: placement.Place) -> Case:
 
 
 def _status(found: bytes) -> TrainingJobStatus:
-    """The status as far as this version understands it: what another version wrote must not stop a job."""
+    """The fields of the status that this version understands: a status of another version must not block a job."""
     try:
         return TrainingJobStatus.model_validate_json(found)
     except ValidationError:
@@ -512,7 +513,7 @@ def _status(found: bytes) -> TrainingJobStatus:
 
 
 def _with_changes(case: Case, attempt: AttemptObject) -> Case:
-    """With what the spec says otherwise than the attempt that lives, which goes on as it was made."""
+    """The case with a finding about spec changes that the current attempt does not use."""
     files, outcome = read_files(case, attempt.attempt), accept(case.observed.job)
     unread = not_read(case, attempt.attempt) if files is None else None
     if unread is not None:
@@ -523,11 +524,11 @@ def _with_changes(case: Case, attempt: AttemptObject) -> Case:
     if not fields:
         return case.found(true(c.ACCEPTED, "Valid"))
     goes_on = (
-        f"attempt {attempt.attempt} goes on with what ConfigMap {files.name} says; the next one uses the new value"
+        f"attempt {attempt.attempt} continues with the values in ConfigMap {files.name}; the next one uses the new ones"
     )
     return case.found(true(c.ACCEPTED, c.USED_LATER, f"{', '.join(fields)} changed: {goes_on}"))
 
 
 def _is_young(waited: float) -> bool:
-    """Whether it happened a moment ago. Far in the future is no such thing: the clock was set back."""
+    """Whether it happened less than PATIENCE_SECONDS ago. Far in the future means that the clock was set back."""
     return -PATIENCE_SECONDS <= waited < PATIENCE_SECONDS

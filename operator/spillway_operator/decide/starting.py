@@ -1,4 +1,4 @@
-"""No attempt is running: plan and create the next one, or record what the job waits for."""
+"""Plans and creates the next attempt when none exists, or reports what it waits for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .progress_status import at_the_start
 
 
 def start(case: Case) -> Desired:
-    """The next attempt: its contract, then the children that the contract describes."""
+    """Creates the next attempt: its contract, then the children that the contract describes."""
     outcome = accept(case.observed.job)
     if isinstance(outcome, Refusal):
         return _refuse(case, outcome)
@@ -38,7 +38,7 @@ def start(case: Case) -> Desired:
     if obstacle is not None:
         return _wait(case, obstacle)
     committed = newest_contract(case)
-    # Without a count nobody knows whether the newest contract has run: its number counts as used.
+    # If status.attempts is lost, the newest contract may already have run: its number counts as used.
     files = read_files(case, committed) if committed > case.attempts.total and not case.count_is_lost else None
     uid, facts, cluster = case.observed.job.uid, case.observed.facts, case.observed.cluster
     if files is not None and is_ours(files, outcome, uid, facts):
@@ -51,7 +51,7 @@ def start(case: Case) -> Desired:
 
 
 def _past(case: Case, number: int) -> AttemptHistory:
-    """For attempt `number`."""
+    """The history for attempt `number`."""
     begun, known = newest_begun(case), case.attempts
     memory = case.status.memory
     peak = memory.peak if memory is not None else None
@@ -59,7 +59,7 @@ def _past(case: Case, number: int) -> AttemptHistory:
     has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier one's
     return AttemptHistory(
         attempts=next_attempts(known, number, case.now),
-        threads=begun.job.compute_threads if begun is not None else None,  # so that a resumed run rounds as it did
+        threads=begun.job.compute_threads if begun is not None else None,  # a resumed run must round as before
         because=c.clean(case.because or _why_restarting(case)),
         escalations=case.status.escalations,
         failures=memory_failures(case),
@@ -70,7 +70,7 @@ def _past(case: Case, number: int) -> AttemptHistory:
 
 
 def _not_planned(case: Case, found: Finding) -> Desired:
-    """Waits; but where memory ran out and no other plan fits, that was the last rung."""
+    """Waits; but gives up after an out-of-memory end if no other plan fits."""
     known = case.attempts
     if found.reason != "DoesNotFit" or known.last_reason not in MEMORY_ERRORS:
         return _wait(case, found)
@@ -80,13 +80,13 @@ def _not_planned(case: Case, found: Finding) -> Desired:
 
 
 def _why_restarting(case: Case) -> str:
-    """What an earlier look, before the pause, said of the attempt that ended."""
+    """The message of an earlier look, before the pause, about the attempt that ended."""
     running = c.find(case.before.conditions, c.RUNNING)
     return running.message if running is not None and running.reason == c.RESTARTING else ""
 
 
 def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
-    """What others have to mend before the attempt can be created."""
+    """What others must correct before the attempt can be created."""
     if case.observed.conflict:
         return _conflicts(case.observed.conflict)
     if case.observed.refusal:
@@ -97,21 +97,21 @@ def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
 
 
 def _conflicts(child: str) -> Finding:
-    sentence = f"{child} belongs to somebody else: remove it, or give the TrainingJob another name"
+    sentence = f"{child} exists but does not belong to this job: delete it, or give the TrainingJob another name"
     return false(c.ACCEPTED, c.NAME_CONFLICT, sentence)
 
 
 def _refuse(case: Case, refusal: Refusal) -> Desired:
-    """Until the spec changes, which is an event; or until the pending deadline."""
+    """Reports the refusal; the job waits for a change of its spec, or for the pending deadline."""
     case = case.found(refusal.finding())
     over = expired(case, refusal.finding().message)
     return write(case) if over is None else give_up(case, over)
 
 
 def _wait(case: Case, obstacle: Finding) -> Desired:
-    """Nothing is created until the obstacle is gone; looked at again, ever more seldom.
+    """Creates nothing until the obstacle is gone; looks again at growing intervals.
 
-    Also when no plan fits: nodes are added and freed, so that is no verdict on the job.
+    This includes plans that do not fit, because nodes may be added or freed.
     """
     over = expired(case, obstacle.message)
     if over is not None:
@@ -132,9 +132,9 @@ def _create(case: Case, files: AttemptFiles) -> Desired:
 
 
 def begun(case: Case, files: AttemptFiles) -> Case:
-    """What the status says once the attempt exists. Its contract counts the end before it as it was seen when the
-    contract was made; where a refused child kept the status from being written then, and a later look wrote that end
-    as it saw it, the status stands: an end is counted once."""
+    """The status once the attempt exists. Its contract also accounts for the previous attempt's end. If a rejected
+    child prevented that status from being written, and a later look accounted for the end, the status takes precedence:
+    an end is counted once."""
     known, attempts = case.attempts, files.decision.attempts
     if known.ended >= attempts.ended:
         since = known.pending_time or attempts.pending_time
@@ -152,7 +152,7 @@ def begun(case: Case, files: AttemptFiles) -> Case:
 
 
 def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> tuple[Escalation, ...]:
-    """One for each attempt, with the sentence of whichever has it."""
+    """One escalation for each attempt, with its sentence if either has one."""
     found = {one.attempt: one for one in known}
     found |= {one.attempt: one for one in decided if one.change or one.attempt not in found}
     return tuple(found[attempt] for attempt in sorted(found))[-MOST_ESCALATIONS:]
@@ -161,14 +161,14 @@ def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> t
 _NO_NUMBER = false(
     c.PLANNED,
     c.NO_NUMBER,
-    f"status.attempts leaves no number for another attempt (at most {MAX_ATTEMPTS}): somebody else wrote it; put it "
-    "right with `kubectl edit --subresource=status`",
+    f"status.attempts leaves no number for another attempt (at most {MAX_ATTEMPTS}): somebody else wrote it; correct "
+    "it with `kubectl edit --subresource=status`",
 )
 
 
 def durability(case: Case) -> Finding:
     if not given(case.spec, "checkpoint.claim"):
-        return false(c.CHECKPOINTS_DURABLE, "NoClaim", "checkpoint.claim is not given: checkpoints end with the pod")
+        return false(c.CHECKPOINTS_DURABLE, "NoClaim", "checkpoint.claim is not set: checkpoints are lost with the pod")
     if case.status.checkpoint is None:
         return unknown(c.CHECKPOINTS_DURABLE, "NoCheckpoint")
     return true(c.CHECKPOINTS_DURABLE, "Committed")
@@ -176,9 +176,9 @@ def durability(case: Case) -> Finding:
 
 def waits_for_quota(case: Case) -> tuple[Finding, ...]:
     queue = given(case.spec, "scheduling.queueName")
-    why = f"waits for quota in the queue {queue}" if queue else "somebody suspended the attempt's Job"
+    why = f"waiting for quota in the queue {queue}" if queue else "the attempt's Job was suspended by somebody else"
     said = case.observed.queue_says
-    if queue and said is None:  # not asked this time: what it said last stands
+    if queue and said is None:  # not asked this time: keep its last message
         known = c.find(case.before.conditions, c.QUOTA_RESERVED)
         why = known.message if known is not None and known.message.startswith(why) else why
     elif queue and said:

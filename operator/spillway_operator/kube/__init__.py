@@ -1,1 +1,1 @@
-"""The API server: watches, lists, the work queue, writes, the lease."""
+"""Access to the API server: watches, lists, the work queue, writes, the Lease."""

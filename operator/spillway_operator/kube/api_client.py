@@ -1,7 +1,7 @@
 """ApiClient: requests to the API server over one aiohttp session; the hot path of the operator.
 
-Answers are plain data. Errors carry the server's sentence, one class per way of reacting. Only 429 is repeated here,
-after the time that the server asked for; everything else is repeated by the key queue, from a new observation.
+Answers are plain data. Errors carry the server's message; there is one class per kind of reaction. Only 429 is retried
+here, after the time that the server asks for; everything else is retried by the key queue, from a new observation.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .credentials import Credentials
 NUM_CONNECTIONS = 16
 TIMEOUT_SECONDS = 30.0
 MOST_TRIES = 6
-"""of a request that is answered with 429"""
+"""Most tries of a request that is answered with 429."""
 LONGEST_WAIT_SECONDS = 10.0
-"""that a Retry-After is obeyed for"""
+"""Longest Retry-After that is respected."""
 PAGE_SIZE = 50
-"""of objects that are ten times as large decoded as they are sent, and then projected to a few fields"""
+"""Objects per page: decoded, they are ten times as large as in transit, before they are projected to a few fields."""
 MOST_LISTINGS = 3
-"""of one list, when its pages expire meanwhile"""
+"""Most tries of a list whose pages expire meanwhile."""
 UNDECLARED = re.compile(r"(\.[\w.\[\]=\"-]+): field not declared in schema")
-"""what server-side apply says to a field that an older CRD does not have; it names one or some of them"""
+"""Error of server-side apply for fields that an older CRD does not have; it names one or some of them."""
 MOST_UNDECLARED = 32
-"""tries to apply one object without the fields that were named"""
+"""Most tries to apply an object without the named fields."""
 UNDECLARED_SECONDS = 300.0
-"""for which they are left out from the start; then newer CRDs may be there"""
+"""How long these fields are left out from the start; newer CRDs may be installed meanwhile."""
 FIELD_MANAGER = "spillway-operator"
 JSON_TYPE = "application/json"
 APPLY_TYPE = "application/apply-patch+yaml"
@@ -47,7 +47,7 @@ Answer = dict[str, Any]
 
 
 class ApiError(Exception):
-    """The API server did not do it. `code` is the HTTP status, 0 when there was no answer; `reason` is CamelCase."""
+    """A failed request. `code` is the HTTP status, 0 without an answer; `reason` is CamelCase."""
 
     def __init__(self, request: str, code: int, reason: str, message: str) -> None:
         super().__init__(f"{request}: {code or 'no answer'} {reason}: {message}")
@@ -65,11 +65,11 @@ class Conflict(ApiError):
 
 
 class Expired(ApiError):
-    """410: the pages of a list are too old to go on."""
+    """410: the remaining pages of a list have expired."""
 
 
 class RequestRejected(ApiError):
-    """400, 403, 405, 413, 422: the same request would be refused again until something else changes."""
+    """400, 403, 405, 413, 415, 422: the same request would be rejected again until something else changes."""
 
 
 class Unavailable(ApiError):
@@ -91,29 +91,30 @@ ERRORS: dict[int, type[ApiError]] = {
 
 @dataclass(frozen=True, slots=True)
 class ApiResource:
-    """A kind as its URLs and RBAC rules name it."""
+    """A kind, as named in URLs and RBAC rules."""
 
     prefix: str
     plural: str
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
-        """`namespace` "" for all namespaces, and for what has none. Raises Refused for what no object is called."""
+        """The URL path. `namespace` "" means all namespaces, or a cluster-scoped kind. Raises RequestRejected for an
+        invalid name."""
         scope = ["namespaces", _segment(namespace)] if namespace else []
         below = [_segment(part) for part in (name, subresource) if part]
         return "/".join([self.prefix, *scope, self.plural, *below])
 
 
 def _segment(name: str) -> str:
-    """`name` as one part of a path. The API server takes an escaped slash for a slash, so that it is no way out."""
+    """`name` as one part of a path. The API server unescapes slashes, so escaping them would not help."""
     if not is_path_segment(name):
         raise RequestRejected(
-            "not sent", 0, "InvalidName", f"{name[:253]!r} names no object: '.', '..', '/' and '%' do not occur"
+            "not sent", 0, "InvalidName", f"{name[:253]!r} is not a valid name: '.', '..', '/' and '%' are not allowed"
         )
     return quote(name, safe="")
 
 
 def is_path_segment(name: str) -> bool:
-    """Whether an object can have this name, as far as paths go: the API server's own rule."""
+    """Whether the name is valid as a path segment, by the API server's own rule."""
     return name not in ("", ".", "..") and "/" not in name and "%" not in name
 
 
@@ -133,20 +134,20 @@ ENDPOINT_SLICES = ApiResource("/apis/discovery.k8s.io/v1", "endpointslices")
 TOKEN_REVIEWS = ApiResource("/apis/authentication.k8s.io/v1", "tokenreviews")
 
 RESOURCE_OF = {"ConfigMap": CONFIG_MAPS, "Service": SERVICES, "Job": JOBS, "TrainingJob": TRAINING_JOBS}
-"""kinds that a TrainingJob's children have"""
+"""Resources of TrainingJobs and their children, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[T]):
-    """All objects of one kind, as they were at one resourceVersion."""
+    """All objects of one kind at one resourceVersion."""
 
     resource_version: int
     items: tuple[T, ...]
 
 
 class ApiClient:
-    """`count(verb, resource, code)` is called once per request that went out. `seconds_left()` is the time for which
-    writing is allowed: a write is not sent after it, and given up at its end."""
+    """Sends requests. `count(verb, resource, code)` is called once per request that was sent. `seconds_left()` is the
+    time for which writing is allowed: later writes are not sent, and those in progress are given up at its end."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class ApiClient:
         self._seconds_left = seconds_left
         self._session: aiohttp.ClientSession | None = None
         self._undeclared: dict[str, tuple[float, frozenset[str]]] = {}
-        """plural -> until when these fields are left out of what is applied"""
+        """Plural -> (time until which these fields are left out when applying, fields)."""
 
     async def __aenter__(self) -> ApiClient:
         secure = self._credentials.server.startswith("https:")
@@ -181,7 +182,7 @@ class ApiClient:
         return await self._request("get", resource, "GET", resource.path(namespace, name))
 
     async def read(self, path: str) -> Answer:
-        """A path that is no resource, such as a discovery document."""
+        """Reads a path that is not a resource, such as a discovery document."""
         return await self._request("get", ApiResource("", path), "GET", path)
 
     async def list(
@@ -192,7 +193,7 @@ class ApiClient:
         label_selector: str = "",
         field_selector: str = "",
     ) -> Listing[T]:
-        """Every object, page by page; each is projected as its page arrives, so that no whole list is ever held."""
+        """Lists all objects; each is projected when its page arrives, so that the whole list is never in memory."""
         selectors = {"labelSelector": label_selector, "fieldSelector": field_selector}
         query = {name: selector for name, selector in selectors.items() if selector}
         for listing in range(1, MOST_LISTINGS + 1):
@@ -208,12 +209,12 @@ class ApiClient:
         return await self._request("create", resource, "POST", resource.path(namespace), body, query)
 
     async def replace(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
-        """The whole object; `metadata.resourceVersion` in `body` is a precondition."""
+        """Replaces the whole object; `metadata.resourceVersion` in `body` is a precondition."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("update", resource, "PUT", resource.path(namespace, name), body, query)
 
     async def apply(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
-        """Server-side apply of an object that is the operator's own."""
+        """Server-side apply of an object that belongs to the operator."""
         return await self._apply(resource, resource.path(namespace, name), body)
 
     async def apply_status(self, resource: ApiResource, namespace: str, name: str, body: Mapping[str, Any]) -> Answer:
@@ -221,7 +222,7 @@ class ApiClient:
         return await self._apply(resource, resource.path(namespace, name, "status"), body)
 
     async def _apply(self, resource: ApiResource, path: str, body: Mapping[str, Any]) -> Answer:
-        """Without the fields that the installed CRD does not declare: other writes lose those, an apply is refused."""
+        """Applies without fields that the installed CRD does not declare: other writes drop them, apply is rejected."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         until, left_out = self._undeclared.get(resource.plural, (0.0, frozenset[str]()))
         if monotonic() > until:
@@ -241,8 +242,8 @@ class ApiClient:
     async def delete(
         self, resource: ApiResource, namespace: str, name: str, uid: str, resource_version: int = 0
     ) -> Answer:
-        """The object stays, marked, until all that it owns is gone; only the one with this uid, and only as it was
-        at this resourceVersion (0 = any)."""
+        """Deletes in the foreground: the object remains, marked, until its dependents are deleted. Preconditions: the
+        uid, and the resourceVersion (0 = any)."""
         version = {"resourceVersion": str(resource_version)} if resource_version else {}
         body = {
             "apiVersion": "v1",
@@ -264,7 +265,7 @@ class ApiClient:
                 return Listing(int(page["metadata"]["resourceVersion"]), tuple(items))
             query = query | {"continue": following}
             del page
-            await asyncio.sleep(0)  # a long list does not hold up the loop
+            await asyncio.sleep(0)  # do not block the loop with a long list
 
     async def _request(
         self,
@@ -285,7 +286,7 @@ class ApiClient:
         for left in reversed(range(MOST_TRIES)):
             seconds = min(TIMEOUT_SECONDS, self._seconds_left() if method != "GET" else TIMEOUT_SECONDS)
             if seconds <= 0:
-                raise Unavailable(where, 0, "NotLeading", "not sent: another operator may lead by now")
+                raise Unavailable(where, 0, "NotLeading", "not sent: another operator may be the leader now")
             try:
                 async with self._session.request(
                     method, self._credentials.server + path, json=body, params=query, headers=headers,
@@ -320,14 +321,14 @@ def _checked(where: str, code: int, found: bytes) -> Answer:
     if 200 <= code < 300:
         if answer is not None:
             return answer
-        # A proxy's page, for example: nothing is known of the cluster.
-        raise Unavailable(where, code, "NotKubernetes", f"no answer of an API server: {said['message']}")
+        # For example a proxy's page, which says nothing about the cluster.
+        raise Unavailable(where, code, "NotKubernetes", f"not an API server's answer: {said['message']}")
     reason, message = (str(said.get(name) or "") for name in ("reason", "message"))
     raise ERRORS.get(code, Unavailable)(where, code, reason, message)
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """Seconds; the header may also hold a date, which the API server never sends."""
+    """Seconds to wait. The header may also hold a date, which the API server never sends."""
     try:
         return min(LONGEST_WAIT_SECONDS, max(0.0, float(response.headers.get("Retry-After", "1"))))
     except ValueError:

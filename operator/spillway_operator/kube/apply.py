@@ -1,9 +1,8 @@
-"""Applies what `reconcile` desires. The only writer of child objects and of TrainingJob status.
+"""Applier: turns Desired into requests. The only writer of children and of TrainingJob status.
 
-Children are created, never changed. A child that exists already is ours only if the uid of its controller is the job's;
-then it is the result of an earlier try to create it, whose answer was lost. Answers enter the store, so that the next
-look sees what was just written.
-"""
+Children are created, never changed. An existing child is ours only if its controller's uid is the job's; then an
+earlier request created it and its answer was lost. Answers enter the store, so that the next look sees what was
+written."""
 
 from __future__ import annotations
 
@@ -26,32 +25,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What came of creating children; empty strings when all of them exist now."""
+    """Result of creating children; equals DONE if all exist now."""
 
     conflict: str = ""
-    """a foreign object has the name of a child: "Job demo-1" """
+    """The child, such as "Job demo-1", whose name a foreign object has."""
     refusal: str = ""
-    """the API server's sentence"""
+    """The API server's message if it rejected a child."""
     superseded: bool = False
-    """the ConfigMap of this attempt exists with another decision in it, which must be read first"""
+    """The attempt's ConfigMap exists with another decision, which must be read first."""
 
 
 DONE = Applied()
 
 
 class Applier:
-    """Errors that another look can mend (`Unavailable`, and conflicts that vanish) are raised as ApiError."""
+    """Makes the requests. Errors that may be temporary (`Unavailable`, conflicts) are raised as ApiError."""
 
     def __init__(self, client: ApiClient, store: Store) -> None:
         self._client = client
         self._store = store
         self._written: dict[Key, tuple[bytes, bytes]] = {}
-        """digests of the status that was sent last, and of what the server made of it"""
+        """Digests of the status that was last sent, and of the server's version of it."""
         self._warned: set[Key] = set()
-        """jobs whose status the server does not keep whole"""
+        """Jobs about which `_warn_of_lost` has warned."""
 
     async def create(self, job: JobObject, manifests: tuple[Manifest, ...]) -> Applied:
-        """Create the children in this order, up to the first that cannot be had."""
+        """Creates the children in this order, until one fails."""
         for manifest in manifests:
             applied = await self._create(job, manifest)
             if applied != DONE:
@@ -66,17 +65,17 @@ class Applier:
             resource = RESOURCE_OF[deletion.kind]
             try:
                 found = await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
-            except (NotFound, Conflict):  # gone, or another one of that name
+            except (NotFound, Conflict):  # deleted, or replaced by another one
                 self._gone(deletion)
                 continue
-            if found.get("kind") == deletion.kind:  # marked; without this the next round would delete it once more
+            if found.get("kind") == deletion.kind:  # only marked: remember it, or the next round deletes it again
                 self._store.put_attempt(project_attempt(found))
             else:
                 self._gone(deletion)
             logger.info("deleted %s %s", deletion.kind, deletion.name, extra=about(job.key))
 
     async def _delete_training_job(self, job: JobObject, deletion: Deletion) -> None:
-        """Raises Conflict when it is not what was decided on any more: the next look decides again."""
+        """Deletes the TrainingJob. Raises Conflict if it changed since the decision: the next look decides again."""
         try:
             found = await self._client.delete(
                 TRAINING_JOBS, job.namespace, deletion.name, deletion.uid, deletion.resource_version
@@ -87,10 +86,10 @@ class Applier:
             self._store.put_job(project_job(found))
         else:
             self._store.remove_job(job)
-        logger.info("deleted TrainingJob %s: lifecycle.ttlSecondsAfterFinished is over", job.name, extra=about(job.key))
+        logger.info("deleted TrainingJob %s: lifecycle.ttlSecondsAfterFinished passed", job.name, extra=about(job.key))
 
     async def write_status(self, job: JobObject, status: Mapping[str, Any]) -> bool:
-        """Whether anything was written: a status that says the same is left alone."""
+        """Writes the status unless it is the same; returns whether it was written."""
         wanted = canonical(status)
         if wanted == job.status or self._written.get(job.key) == (_digest(wanted), _digest(job.status)):
             return False
@@ -102,7 +101,7 @@ class Applier:
         }
         try:
             found = await self._client.apply_status(TRAINING_JOBS, job.namespace, job.name, body)
-        except (NotFound, Conflict):  # deleted meanwhile, or a namesake with another uid: an event will say so
+        except (NotFound, Conflict):  # deleted or replaced meanwhile: a watch event will follow
             return False
         answer = project_job(found)
         self._store.put_job(answer)
@@ -120,7 +119,7 @@ class Applier:
             self._store.remove_attempt(known)
 
     def _warn_of_lost(self, key: Key, sent: Mapping[str, Any], kept: object) -> None:
-        """Fields that a CRD of an older version does not know are not kept: decisions that rest on them fail."""
+        """Logs fields that the server dropped because its CRD is older: decisions that rely on them fail."""
         lost = list(_lost(sent, kept, "status"))
         if lost and key not in self._warned:
             self._warned.add(key)
@@ -148,7 +147,7 @@ class Applier:
 
 
 def _lost(sent: object, kept: object, path: str) -> Iterator[str]:
-    """Fields that were sent and not kept."""
+    """Yields the fields that were sent but not kept."""
     if isinstance(sent, Mapping):
         for name, value in sent.items():
             if not isinstance(kept, Mapping) or name not in kept:

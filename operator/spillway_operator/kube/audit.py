@@ -1,8 +1,8 @@
-"""Audit: complete lists, page by page, that verify the watches.
+"""Audit: verifies the watches with complete lists, page by page.
 
-A watch that was interrupted may have missed a deletion for ever (its relist does not report what is gone), and a dead
-one misses everything. What a list knows better than the store is compared again a moment later, because the watch may
-just be on its way; then it counts, and the store is put right.
+An interrupted watch may have missed a deletion permanently (its relist does not report it), and a dead one misses
+everything. Differences between a list and the store are checked again after a moment, because the watch may be about to
+deliver them; what remains is counted and corrected in the store.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .watched import Watched
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""for the watch to deliver what a list shows already"""
+"""Time for the watch to deliver what a list already shows."""
 SOON_SECONDS = 30.0
-"""to the next audit, after one that found something"""
+"""Interval to the next audit after one with differences."""
 DEAD_AFTER = 2
-"""audits in a row that found something: the watch is dead"""
+"""After this many audits with differences in a row, the watch counts as dead."""
 
 T = TypeVar("T", bound=Named)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference(Generic[T]):
-    """What a list of one kind knows better than the store."""
+    """Differences between a list of one kind and the store."""
 
     kind: Watched[T]
     missed: tuple[T, ...] = ()
-    """newer, or not known at all"""
+    """Objects that the store does not have in this or a newer version."""
     ghosts: tuple[T, ...] = ()
-    """known, and gone"""
+    """Objects in the store that no longer exist."""
 
     @property
     def is_empty(self) -> bool:
         return not (self.missed or self.ghosts)
 
     def that_remains(self) -> Difference[T]:
-        """Without what the watch has reported since."""
+        """The difference without what the watch has reported since."""
         table = self.kind.table
         return Difference(
             self.kind,
@@ -57,18 +57,18 @@ class Difference(Generic[T]):
 
 @dataclass(slots=True)
 class Audit:
-    """`enqueue(key)` is called for every TrainingJob that a list tells something new about."""
+    """Compares lists with the store; calls `enqueue(key)` for every TrainingJob with a difference."""
 
     client: ApiClient
     kinds: Sequence[Watched[Any]]
     namespaces: Sequence[str]
-    """("",) = all"""
+    """("",) = all."""
     enqueue: Callable[[Key], None]
     exporter: OperatorExporter
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
     last_time: float | None = field(default=None, init=False)
-    """monotonic seconds of the last complete list; None before the first"""
+    """Monotonic seconds of the last complete list; None before the first."""
     corrections_in_a_row: int = field(default=0, init=False)
 
     @property
@@ -76,20 +76,20 @@ class Audit:
         return self.corrections_in_a_row >= DEAD_AFTER
 
     async def first(self) -> None:
-        """The start: everything that there is enters the store. Raises ApiError."""
+        """Fills the store at the start. Raises ApiError."""
         self._correct(await self._differences())
 
     async def run(self, seconds: float) -> None:
-        """Check every `seconds`, for ever; sooner after a check that found something."""
+        """Checks every `seconds`, endlessly; sooner after a check with differences."""
         while True:
             await self.sleep(min(seconds, SOON_SECONDS) if self.corrections_in_a_row else seconds)
             try:
                 await self.check()
             except ApiError as error:
-                logger.warning("the complete list is put off: %s", error)
+                logger.warning("the complete list is postponed: %s", error)
 
     async def check(self) -> None:
-        """Compare, wait for the watch, compare again, and put right what remains. Raises ApiError."""
+        """Compares, waits for the watch, compares again and corrects what remains. Raises ApiError."""
         found = await self._differences()
         if not all(difference.is_empty for difference in found):
             await self.sleep(GRACE_SECONDS)
@@ -98,7 +98,7 @@ class Audit:
         ghosts = sum(len(difference.ghosts) for difference in found)
         self.corrections_in_a_row = self.corrections_in_a_row + 1 if missed or ghosts else 0
         if missed or ghosts:
-            logger.warning("the watch had missed %d changes and %d deletions", missed, ghosts)
+            logger.warning("the watch missed %d changes and %d deletions", missed, ghosts)
             self.exporter.correction("missed", missed)
             self.exporter.correction("ghost", ghosts)
         self._correct(found)

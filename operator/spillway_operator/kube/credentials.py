@@ -1,6 +1,6 @@
-"""Credentials for the API server: address, trust and token, found by the Kubernetes client library's loaders.
+"""Credentials for the API server: address, certificates and token, found by the Kubernetes client library's loaders.
 
-A ServiceAccount's token is renewed on disk while the process lives; the library's hook reads it again every minute.
+A ServiceAccount's token is renewed on disk while the process runs; the library's hook reads it again every minute.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spillway.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Of one cluster."""
+    """Credentials for one cluster."""
 
     configuration: Any
-    """kubernetes.client.Configuration"""
+    """A kubernetes.client.Configuration."""
 
     @property
     def server(self) -> str:
@@ -32,25 +32,25 @@ class Credentials:
 
     @property
     def token(self) -> str:
-        """The bearer token of this moment; empty when a client certificate says who we are."""
+        """The current bearer token; empty with a client certificate."""
         found = self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
         return str(found).split(" ", 1)[-1].strip() if found else ""
 
     @property
     def authority(self) -> str | None:
-        """file of the certificates to trust"""
+        """File with the trusted certificates."""
         return self.configuration.ssl_ca_cert or None
 
     @property
     def client_certificate(self) -> tuple[str, str] | None:
-        """files: certificate, key"""
+        """Files with the certificate and its key."""
         found = self.configuration.cert_file, self.configuration.key_file
         return found if all(found) else None
 
     @property
     def account(self) -> dict[str, str] | None:
-        """The ServiceAccount that the token is of, as an ownerReference; None for who is none. Not verified: it says
-        nothing about anybody else."""
+        """The token's ServiceAccount as an ownerReference; None if it has none. The token is our own, so its signature
+        is not verified."""
         try:
             payload = self.token.split(".")[1]
             claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
@@ -70,7 +70,7 @@ class Credentials:
 
 
 def load_credentials(kubeconfig: str) -> Credentials:
-    """From the file, or the pod's ServiceAccount when it is empty. Raises UserError when there is neither."""
+    """Credentials from the file, or if empty from the pod's ServiceAccount. Raises UserError if there are none."""
     configuration = Configuration()
     try:
         if kubeconfig:

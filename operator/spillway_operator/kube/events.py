@@ -1,7 +1,7 @@
-"""Events of TrainingJobs (events.k8s.io/v1), as shown by `kubectl describe`.
+"""Events of TrainingJobs (events.k8s.io/v1), which `kubectl describe` shows.
 
-They are for people: posted behind the decision's back, one at a time, never repeated within a while, and a failure is
-logged and forgotten.
+They are for people: posted in the background, one at a time, not repeated within REPEAT_SECONDS; failures are only
+logged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .api_client import EVENTS, ApiClient, ApiError
 logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 600.0
-"""the same note about the same job is left out for that long"""
+"""The same note about the same job is not repeated within this time."""
 MOST_REMEMBERED = 4096
 MOST_WAITING = 1000
 LONGEST_NOTE = 1024
-"""bytes that the API server accepts"""
+"""Longest note that the API server accepts, in bytes."""
 
 
 class EventPoster:
-    """`count(result)` is told of each event: posted, repeated, failed."""
+    """Posts events; calls `count(result)` for each: posted, repeated, failed."""
 
     def __init__(
         self, client: ApiClient, count: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -44,7 +44,7 @@ class EventPoster:
         self._posted: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     def note(self, job: JobObject, event: EventNote) -> None:
-        """Post `event` when there is time; one that was posted lately, or that finds the queue full, is left out."""
+        """Queues `event` for posting, unless it was posted recently or the queue is full."""
         same, now = (job.uid, event.reason, event.note), self._clock()
         if now - self._posted.get(same, -REPEAT_SECONDS) < REPEAT_SECONDS:
             self._count("repeated")
@@ -56,7 +56,7 @@ class EventPoster:
         try:
             self._waiting.put_nowait((job, event))
         except asyncio.QueueFull:
-            self._failed(job, event, f"{MOST_WAITING} events are waiting already")
+            self._failed(job, event, f"{MOST_WAITING} events are already queued")
 
     async def run(self) -> None:
         while True:

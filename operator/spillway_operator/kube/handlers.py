@@ -1,6 +1,6 @@
-"""kopf handlers: watches that update the store. kopf decides and writes nothing here.
+"""Watches through kopf, which only feed the store: kopf writes nothing and decides nothing here.
 
-kopf is imported with this module, before the event loop runs: it takes a second, which a running loop would feel.
+kopf is imported with this module, before the event loop runs: it takes a second, which would block a running loop.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .watched import Watched
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 290
-"""of one watch request; the API server ends them between 5 and 10 minutes otherwise"""
+"""Duration of one watch request; otherwise the API server ends it after 5 to 10 minutes."""
 IDLE_SECONDS = 0.2
-"""until the task that kopf keeps for each object ends; at its default of 5 s a relist of thousands fills the memory"""
+"""How long kopf keeps a task per object; with its default of 5 s, a relist of thousands would fill the memory."""
 
 KOPF_SECONDS = 2.0
-"""for kopf to end its tasks"""
+"""Time for kopf to end its tasks."""
 
 Heard = Callable[[str], None]
-"""is told the plural of the kind that an event came of"""
+"""Called with the plural of each event's kind."""
 
 IDENTITY: Any = "spillway-operator"
-"""for kopf's peering, which is not used; without it kopf asks for the user's name, and a pod's uid has none"""
+"""For kopf's peering, which is not used; without it kopf looks up the user's name, and a pod's uid may have none."""
 
 
 async def watch(
@@ -42,7 +42,7 @@ async def watch(
     heard: Heard,
     ready: asyncio.Event,
 ) -> None:
-    """Feed the store from watches, for ever; `ready` is set once kopf runs. Raises what ends kopf."""
+    """Feeds the store from watches, endlessly; sets `ready` once kopf runs. Raises what ends kopf."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(_login(credentials))
     for kind in kinds:
@@ -64,8 +64,8 @@ async def watch(
 
 
 async def _until_one_ends(tasks: Collection[asyncio.Task[Any]], whole: asyncio.Task[None]) -> None:
-    """As `whole` ends, which ends all others when one of its `tasks` does; but it waits for ever for a watch that is
-    being asked for just then (kopf's stream() cannot cancel that request), and we would be alive and deaf."""
+    """Waits until `whole` or one of its `tasks` ends. `whole` should end with them, but it hangs if a watch is just
+    being requested (kopf's stream() cannot cancel that), and the process would run without watches."""
     try:
         ended, _ = await asyncio.wait([whole, *tasks], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait([whole], timeout=KOPF_SECONDS)
@@ -91,13 +91,13 @@ def _settings(kinds: Sequence[Watched[Any]]) -> kopf.OperatorSettings:
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.chunk_size = PAGE_SIZE
     for kind in kinds:
-        if kind.label_selector:  # by item: another mapping in its place would end every watch
+        if kind.label_selector:  # set single items: replacing the mapping would end every watch
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.label_selector
     return settings
 
 
 def _login(credentials: Credentials) -> Callable[..., Any]:
-    """kopf asks again when the API server answers 401, and has a session of its own."""
+    """kopf's login handler: kopf has its own session and calls this again after a 401."""
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
         certificate, key = credentials.client_certificate or (None, None)

@@ -1,7 +1,7 @@
-"""KeyQueue: which TrainingJobs need a look. A key waits at most once, is worked on by one worker at a time, and comes
-back later when it failed or asked to.
+"""KeyQueue: the TrainingJobs that need a look. A key is queued at most once, is processed by one worker at a time, and
+returns later if it failed or asked for it.
 
-Events for a key that is being worked on are kept as one: `done` queues it again.
+Events for a key that is being processed are merged into one: `done` queues it again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 FIRST_RETRY_SECONDS = 0.4
 LONGEST_RETRY_SECONDS = 60.0
 LONGEST_UNANSWERED_SECONDS = 15.0
-"""while the API server does not answer: as often as a job's progress is written anyway, so that what was missed is told
-soon after it is back"""
+"""Longest back-off while the API server does not answer: as often as progress is written anyway, so that missed updates
+are written soon after it is back."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,11 +37,11 @@ class KeyQueue(Generic[K]):
         self._clock = clock
         self._ready: asyncio.Queue[K] = asyncio.Queue()
         self._waiting: set[K] = set()
-        """to be worked on: in _ready, or waiting for its worker to end"""
+        """Keys to process: in _ready, or waiting for their current worker."""
         self._working: set[K] = set()
         self._timers: dict[K, Timer] = {}
         self._failures: dict[K, tuple[bool, int]] = {}
-        """in a row: whether unanswered, how many"""
+        """Key -> (whether unanswered, failures in a row)."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -60,7 +60,7 @@ class KeyQueue(Generic[K]):
             self._ready.put_nowait(key)
 
     def add_after(self, key: K, seconds: float) -> None:
-        """Add `key` in `seconds`, unless it comes earlier anyway."""
+        """Adds `key` in `seconds`, unless an earlier time is already set."""
         clock = self._clock or asyncio.get_running_loop()
         when = clock.time() + seconds
         if (timer := self._timers.get(key)) is not None:
@@ -70,10 +70,11 @@ class KeyQueue(Generic[K]):
         self._timers[key] = clock.call_at(when, self._due, key)
 
     def retry(self, key: K, *, unanswered: bool = False) -> float:
-        """Add `key` after its back-off, which doubles with every failure of its kind in a row; the seconds until then.
+        """Adds `key` after its back-off, which doubles with every failure of the same kind in a row; returns its
+        seconds.
 
-        `unanswered`: by the API server. What it answers then (403, in its first second) is the first failure of another
-        kind, else an outage would make that pause the longest.
+        `unanswered`: the API server did not answer. Rejections are another kind, so that a 403 just after an outage
+        does not get the longest back-off.
         """
         known, failures = self._failures.get(key, (unanswered, 0))
         failures = failures + 1 if known == unanswered else 1
@@ -87,17 +88,17 @@ class KeyQueue(Generic[K]):
         self._failures.pop(key, None)
 
     def forget(self, key: K) -> None:
-        """The job is gone: no back-off and no delay of it stay behind."""
+        """Forgets back-off and delay of a deleted job."""
         self._failures.pop(key, None)
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """`get` gives no more keys: what is being worked on is the last."""
+        """Makes `get` return no more keys."""
         self._open.clear()
 
     async def get(self) -> K:
-        """The next key; it is the caller's alone until `done`."""
+        """The next key; no other caller gets it until `done`."""
         key = await self._ready.get()
         await self._open.wait()
         self._waiting.discard(key)

@@ -1,10 +1,10 @@
-"""Leader election: the operator that holds the Lease (coordination.k8s.io/v1) leads.
+"""Leader election: among several operators, the leader holds a Lease (coordination.k8s.io/v1).
 
     Lease as last seen, own identity, monotonic time -> decide -> acquire | renew | wait | lost
 
-Clocks of two machines are never compared. Who waits counts from when it saw the record change; who leads counts from
-when it sent its last renewal that succeeded, which is earlier, and writes nothing once GIVE_UP_SECONDS are over, three
-seconds before anybody else may begin. A lease that is lost ends the process: what it knows may be old.
+Clocks of two machines are never compared. A standby counts from when it saw the record change; the leader counts from
+when it sent its last successful renewal, which is earlier, and stops writing after GIVE_UP_SECONDS, three seconds
+before anybody else may begin. A lost Lease ends the process: its data may be out of date.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .api_client import LEASES, ApiClient, ApiError, NotFound
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15
-"""without a change of the record, after which another one may take it"""
+"""After this time without a change of the record, another operator may take the Lease."""
 RENEW_SECONDS = 4.0
 GIVE_UP_SECONDS = 12.0
-"""since the last renewal: from then on nothing is written, and the process ends"""
+"""After this time since the last renewal, the leader writes nothing more and the process ends."""
 LOOK_SECONDS = 1.0
-"""between two looks of who waits, and between two tries to renew when one failed"""
+"""Interval between reads by a standby, and between tries after a failed renewal."""
 REQUEST_SECONDS = 5.0
 UNSEEN_SECONDS = GIVE_UP_SECONDS - RENEW_SECONDS
-"""without a look at the record: who led may have had no API server to renew at, either, and comes first again"""
+"""After this time without a read, the wait restarts: the leader may also have been unable to reach the API server."""
 
 
 def boot_seconds() -> float:
-    """Monotonic, and goes on while the machine sleeps: a lease runs out meanwhile."""
+    """Monotonic seconds, including time while the machine sleeps, in which a Lease expires."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class LeaseLost(Exception):
-    """This process may not write any more; the message says why."""
+    """This process may no longer write; the message says why."""
 
 
 class LeaseStep(Enum):
@@ -56,20 +56,20 @@ class LeaseView:
 
     identity: str
     holder: str | None = None
-    """"" when it was handed back; None when there is no Lease"""
+    """Empty if the Lease was released; None if it does not exist."""
     version: str = ""
-    """resourceVersion of the record"""
+    """resourceVersion of the record."""
     changed: float = float("-inf")
-    """when it was first seen as it is; after UNSEEN_SECONDS without a look, when it was seen again"""
+    """When the present version was first read; after UNSEEN_SECONDS without a read, when it was read again."""
     looked: float = float("-inf")
-    """when it was last seen"""
+    """When it was last read."""
     lasts: float = LEASE_SECONDS
-    """its leaseDurationSeconds"""
+    """Its leaseDurationSeconds."""
     renewed: float | None = None
-    """when the last renewal that succeeded was sent; None for who does not lead"""
+    """When the last successful renewal was sent; None for a standby."""
 
     def seconds_left(self, now: float) -> float:
-        """For which this process may still write."""
+        """Time for which this process may still write."""
         return 0.0 if self.renewed is None else max(0.0, self.renewed + GIVE_UP_SECONDS - now)
 
 
@@ -78,14 +78,14 @@ def decide(standing: LeaseView, now: float) -> LeaseStep:
     if standing.renewed is not None:
         holds = standing.holder == standing.identity and standing.seconds_left(now) > 0
         return LeaseStep.RENEW if holds else LeaseStep.LOST
-    # A container that is started anew in the same pod takes its pod's lease: the one before it has ended.
+    # A restarted container takes its pod's Lease: the previous container has ended.
     is_free = standing.holder in ("", standing.identity) or now > standing.changed + standing.lasts
     return LeaseStep.ACQUIRE if is_free else LeaseStep.WAIT
 
 
 def seen(standing: LeaseView, found: Mapping[str, Any] | None, now: float) -> LeaseView:
-    """After the Lease was read, with the answer at `now`. One that somebody deleted (None) is waited for as long as if
-    it were there: its holder may not have noticed."""
+    """The view after reading the Lease at `now`. After a deletion (None) the wait is the same as before, because the
+    holder may not have noticed."""
     if found is None:
         return replace(standing, holder=None, looked=now)
     spec, version = found.get("spec") or {}, str(found["metadata"]["resourceVersion"])
@@ -101,13 +101,13 @@ def seen(standing: LeaseView, found: Mapping[str, Any] | None, now: float) -> Le
 
 
 def first(name: str, owner: Mapping[str, str] | None) -> dict[str, Any]:
-    """A Lease that nobody holds; it goes with its owner, so that an uninstalled release leaves none."""
+    """A new Lease without a holder; it is deleted with its owner, so that an uninstalled release leaves none."""
     metadata = {"name": name} | ({"ownerReferences": [owner]} if owner else {})
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
 
 
 def taken(found: Mapping[str, Any], identity: str, now: datetime) -> dict[str, Any]:
-    """The Lease to write for `identity`, made of what was found; "" hands it back."""
+    """The Lease to write for `identity`, based on the one found; "" releases it."""
     time_now = now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = dict(found.get("spec") or {})
     holder = before.pop("holderIdentity", None)
@@ -122,7 +122,8 @@ def taken(found: Mapping[str, Any], identity: str, now: datetime) -> dict[str, A
 
 @dataclass(slots=True)
 class Election:
-    """`client` is this one's own, so that a renewal never waits behind other requests. `run` ends by LeaseLost only."""
+    """Takes part in leader election. `client` must not be shared: a renewal must not wait for other requests. `run`
+    only ends by raising LeaseLost."""
 
     client: ApiClient
     namespace: str
@@ -133,17 +134,17 @@ class Election:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     leads: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     has_looked: bool = field(default=False, init=False)
-    """the Lease could be read: who stands by is ready"""
+    """The Lease has been read, which makes a standby ready."""
     _standing: LeaseView = field(init=False)
     _found: Mapping[str, Any] | None = field(default=None, init=False)
     _is_known: bool = field(default=False, init=False)
-    """nothing went wrong since the record was read or written"""
+    """No request has failed since the record was read or written."""
 
     def __post_init__(self) -> None:
         self._standing = LeaseView(self.identity)
 
     def seconds_left(self) -> float:
-        """For which this process may still write: the fence of its other requests."""
+        """Time for which this process may still write; it limits its other requests."""
         return self._standing.seconds_left(self.clock())
 
     async def run(self) -> None:
@@ -159,7 +160,8 @@ class Election:
             await self.sleep(RENEW_SECONDS if self.leads.is_set() and self._is_known else LOOK_SECONDS)
 
     async def release(self) -> None:
-        """Hand it back, so that another one leads within a second. Nothing is written by this process after that."""
+        """Releases the Lease, so that another operator leads within a second. This process must not write after
+        that."""
         if not self.seconds_left():
             return
         self._standing = replace(self._standing, renewed=None)
@@ -169,9 +171,9 @@ class Election:
                     await self._read()
                 if self._standing.holder == self.identity:
                     await self._write("")
-                    logger.info("Lease %s/%s is handed back", self.namespace, self.name)
+                    logger.info("Lease %s/%s released", self.namespace, self.name)
         except (ApiError, TimeoutError) as error:
-            logger.warning("Lease %s/%s was not handed back: %s", self.namespace, self.name, str(error) or "no answer")
+            logger.warning("Lease %s/%s was not released: %s", self.namespace, self.name, str(error) or "no answer")
 
     async def _look(self) -> None:
         if not (self.leads.is_set() and self._is_known):
@@ -182,7 +184,7 @@ class Election:
         await self._write(self.identity)
         self._standing = replace(self._standing, renewed=sent)
         if not self.leads.is_set():
-            logger.info("Lease %s/%s is held by this pod (%s): it leads", self.namespace, self.name, self.identity)
+            logger.info("Lease %s/%s: this pod (%s) is the leader", self.namespace, self.name, self.identity)
             self.leads.set()
 
     async def _read(self) -> None:
@@ -194,7 +196,7 @@ class Election:
         self._standing = seen(self._standing, self._found, self.clock())
         self._is_known = self.has_looked = True
         if self._standing.holder not in (before, "", None, self.identity):
-            logger.info("stands by: pod %s leads", self._standing.holder)
+            logger.info("standing by: pod %s leads", self._standing.holder)
 
     async def _write(self, holder: str) -> None:
         body = taken(self._found or first(self.name, self.owner), holder, datetime.now(UTC))
@@ -210,6 +212,4 @@ class Election:
             return f"{lease} was deleted"
         if holder != self.identity:
             return f"{lease} is held by {holder or 'nobody'}"
-        return (
-            f"{lease} was not renewed for {GIVE_UP_SECONDS:g} s: the API server did not answer, or this process stood"
-        )
+        return f"{lease} was not renewed for {GIVE_UP_SECONDS:g} s: the API server did not answer, or this process hung"

@@ -1,9 +1,7 @@
-"""Store: known TrainingJobs and attempts as frozen projections. API objects are not kept.
+"""Store: the known TrainingJobs and attempts, as frozen projections; API objects are not kept.
 
-Whoever reports an object (watch, list, the answer to our own write) puts it here; the newest resourceVersion wins. They
-are integers that the API server lets clients compare. A deleted object leaves its resourceVersion behind, so that a
-late event cannot bring it back.
-"""
+Watches, lists and answers to our own writes put objects here; the newest resourceVersion wins (an integer, which
+clients may compare). The resourceVersion of a deleted object is kept, so that a late event cannot restore it."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from ..decide.manifests import ATTEMPT_LABEL, JOB_LABEL, MANAGED_BY_LABEL
 from ..decide.observed import AttemptObject, JobObject
 
 Key = tuple[str, str]
-"""namespace and name of a TrainingJob"""
+"""Namespace and name of a TrainingJob."""
 
 MANAGED_BY = f"{MANAGED_BY_LABEL}=spillway"
-"""label selector of everything that the operator creates"""
+"""Label selector of all objects that the operator creates."""
 MOST_TOMBSTONES = 20_000
 
 
@@ -47,7 +45,7 @@ class Table(Generic[T]):
         self._found: dict[Key, T] = {}
         self._by_uid: dict[str, T] = {}
         self._tombstones: dict[str, int] = {}
-        """uid -> resourceVersion of its end"""
+        """Uid -> resourceVersion of the deletion."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -62,7 +60,7 @@ class Table(Generic[T]):
         return self._by_uid.get(uid)
 
     def put(self, seen: T) -> bool:
-        """Whether it is news; an older or the same object is not."""
+        """Stores the object if it is newer than the known one; returns whether it is."""
         key = (seen.namespace, seen.name)
         if self.knows(seen):
             return False
@@ -74,14 +72,14 @@ class Table(Generic[T]):
         return True
 
     def knows(self, seen: T) -> bool:
-        """This state of the object, a newer one, or its end."""
+        """Whether this version of the object, a newer one or its deletion is known."""
         known = self._found.get((seen.namespace, seen.name))
         if known is not None and known.resource_version >= seen.resource_version:
             return True
         return self._tombstones.get(seen.uid, -1) >= seen.resource_version
 
     def remove(self, gone: T) -> bool:
-        """Whether it was known until now."""
+        """Removes the object; returns whether it was known."""
         key = (gone.namespace, gone.name)
         known = self._found.get(key)
         if known is not None and known.uid == gone.uid and known.resource_version > gone.resource_version:
@@ -99,13 +97,13 @@ class Table(Generic[T]):
 
 
 class Store:
-    """What is known now; `put_*` and `remove_*` say which TrainingJobs need a look because of it."""
+    """All known objects; `put_*` and `remove_*` return the TrainingJobs that need a look."""
 
     def __init__(self) -> None:
         self.jobs: Table[JobObject] = Table()
         self.attempts: Table[AttemptObject] = Table()
         self._attempts_of: dict[Key, set[str]] = {}
-        """names of the Jobs that carry a TrainingJob's label or are owned by it"""
+        """TrainingJob -> names of the Jobs that have its label or are owned by it."""
         self._owner_of: dict[Key, Key] = {}
 
     def put_job(self, seen: JobObject) -> set[Key]:
@@ -136,18 +134,18 @@ class Store:
         return {owner}
 
     def attempts_of(self, key: Key) -> tuple[AttemptObject, ...]:
-        """In the order of their names."""
+        """The attempts of a TrainingJob, ordered by name."""
         found = (self.attempts.get((key[0], name)) for name in sorted(self._attempts_of.get(key, ())))
         return tuple(attempt for attempt in found if attempt is not None)
 
 
 def canonical(value: object) -> bytes:
-    """JSON that is equal when the values are."""
+    """Canonical JSON: equal values give equal bytes."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
 
 
 def controller(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ownerReference that controls the object; {} when nothing does."""
+    """The controlling ownerReference; {} if there is none."""
     return next((owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")), {})
 
 
@@ -168,7 +166,7 @@ def project_job(found: Mapping[str, Any]) -> JobObject:
 
 
 def project_attempt(found: Mapping[str, Any]) -> AttemptObject:
-    """A batch/v1 Job as the API server sent it. Labels may be anybody's: only the controller's uid makes it ours."""
+    """A batch/v1 Job as the API server sent it. Anybody may set labels: only the controller's uid makes it ours."""
     metadata, spec, status = found["metadata"], found.get("spec") or {}, found.get("status") or {}
     labels = metadata.get("labels") or {}
     owner = controller(metadata)
@@ -201,13 +199,13 @@ def project_attempt(found: Mapping[str, Any]) -> AttemptObject:
 
 
 def attempt_number(labels: Mapping[str, Any]) -> int:
-    """0 when the label is missing or no number."""
+    """The attempt's number; 0 if the label is missing or not a number."""
     written = str(labels.get(ATTEMPT_LABEL, ""))
     return int(written) if written.isascii() and written.isdigit() and len(written) <= len(str(MAX_ATTEMPTS)) else 0
 
 
 def known_attempts(job: JobObject) -> int:
-    """status.attempts.total; 0 for what is none, whoever wrote it."""
+    """status.attempts.total; 0 if it is missing or invalid."""
     attempts = json.loads(job.status).get("attempts")
     total = attempts.get("total") if isinstance(attempts, dict) else 0
     return total if isinstance(total, int) and 0 <= total <= MAX_ATTEMPTS else 0

@@ -1,4 +1,4 @@
-"""The two kinds the operator watches: TrainingJobs and its own Jobs."""
+"""The two kinds that the operator watches: TrainingJobs and their Jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Watched(Generic[T]):
     version: str
     resource: ApiResource
     label_selector: str
-    """applied by the API server; empty = all"""
+    """Applied by the API server; empty = all."""
     project: Callable[[Answer], T]
     table: Table[T]
     put: Callable[[T], set[Key]]

@@ -1,1 +1,1 @@
-"""What is known of nodes and pods: live memory, profiles, reservations."""
+"""Measurements of nodes and pods: live memory, profiles, reservations."""

@@ -1,7 +1,6 @@
-"""Cluster: nodes with profiles and live memory, and observed needs of models, as placement sees them.
+"""Cluster: nodes, their profiles and live bytes, and models' observed memory, as input for placement.
 
-Objects are listed when a plan needs them, and then kept for a while; live figures come from the metrics that are read
-in the background.
+Objects are listed when a plan needs them and cached for a while; live figures are read in the background.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from .reservations import Reservations
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 30.0
-"""between two lists of the same objects, while plans are made"""
+"""Age at which cached objects are listed again."""
 OLDEST_NODES_SECONDS = 300.0
-"""a list that is used while no newer one can be had"""
+"""Oldest list of nodes that is used if a new one fails."""
 OLDEST_PEAKS_SECONDS = 300.0
-"""of a namespace in which nothing is planned"""
+"""How long profiles of a namespace in which nothing is planned are kept."""
 
 N = TypeVar("N", int, float)
 Peaks = Mapping[str, Mapping[str, int]]
-"""fingerprint of a model's memory -> tier -> bytes"""
+"""Fingerprint of a model's memory -> tier -> bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Of the MemoryProfiles of a namespace."""
+    """The content of a namespace's MemoryProfiles."""
 
     listed: float = float("-inf")
-    """monotonic seconds"""
+    """When they were listed, in monotonic seconds."""
     is_current: bool = True
-    """none of them was written since"""
+    """None was written since."""
     peaks: Peaks = field(default_factory=dict)
     corrections: Mapping[str, Corrections] = field(default_factory=dict)
-    """fingerprint of a model -> what its profiles say of predictions"""
+    """Fingerprint of a model -> corrections of its predictions."""
     pods: Mapping[str, PodEvidence] = field(default_factory=dict)
-    """fingerprint of a model's memory -> what its pods took"""
+    """Fingerprint of a model's memory -> peaks of its pods."""
 
 
 class Cluster:
@@ -75,19 +74,19 @@ class Cluster:
         self._nodes: tuple[NodeView, ...] | None = None
         self._nodes_time = float("-inf")
         self._known: dict[str, Known] = {}
-        """of each namespace"""
+        """By namespace."""
         self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
-        """nodes and snapshot, and what became of them"""
+        """Cache: nodes, snapshot, and the nodes with live bytes."""
 
     async def refresh(self, namespace: str) -> None:
-        """List anew what is older than FRESH_SECONDS, or was written since. Raises ApiError when nodes may be listed
-        and never could."""
+        """Lists what is older than FRESH_SECONDS or was written since. Raises ApiError if nodes should be listed but no
+        recent list exists."""
         async with self._listing:
             await self._refresh_nodes()
             await self._refresh_profiles(namespace)
 
     def profile_written(self, namespace: str) -> None:
-        """The next plan in the namespace lists its profiles anew, however fresh those of now are."""
+        """Makes the next plan in the namespace list its profiles again."""
         if known := self._known.get(namespace):
             self._known[namespace] = replace(known, is_current=False)
 
@@ -99,15 +98,15 @@ class Cluster:
             self._nodes = await self._list_nodes()
             self._nodes_time = self._clock()
         except RequestRejected as error:
-            logger.warning("nodes cannot be listed, plans come from the catalog: %s", error)
+            logger.warning("cannot list nodes, plans use the catalog: %s", error)
             self._nodes, self._nodes_time = None, self._clock()
         except ApiError as error:
             if age > OLDEST_NODES_SECONDS:
                 raise
-            logger.warning("nodes of %.0f s ago are used: %s", age, error)
+            logger.warning("using nodes listed %.0f s ago: %s", age, error)
 
     async def _refresh_profiles(self, namespace: str) -> None:
-        """Those of a moment ago, or none, do where they cannot be listed: plans are as predicted then."""
+        """Lists the profiles. If that fails, the old ones, or none, are used: plans are then less corrected."""
         known = self._known.get(namespace, Known())
         now = self._clock()
         if known.is_current and now - known.listed < FRESH_SECONDS:
@@ -116,12 +115,12 @@ class Cluster:
             listed = await self._client.list(MEMORY_PROFILES, namespace, _memory_profile)
             known = _known([profile for profile in listed.items if profile is not None])
         except ApiError as error:
-            logger.warning("memory profiles cannot be listed: %s", error)
+            logger.warning("cannot list memory profiles: %s", error)
         kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
         self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
 
     def view(self, key: Key) -> ClusterView:
-        """As of now, for the job `key`."""
+        """The cluster as of now, for the job `key`."""
         now = self._clock()
         snapshot = self._metrics.snapshot(now)
         known = self._known.get(key[0], Known())
@@ -147,15 +146,15 @@ class Cluster:
         nodes = await self._client.list(NODES, "", project_node)
         try:
             listed = await self._client.list(NODE_PROFILES, "", _node_profile)
-        except (NotFound, RequestRejected) as error:  # the kind is not installed, or not ours to see
-            logger.warning("node profiles cannot be listed, rates come from the catalog: %s", error)
+        except (NotFound, RequestRejected) as error:  # the kind is not installed, or not permitted
+            logger.warning("cannot list node profiles, using the catalog's rates: %s", error)
             return nodes.items
         profiles = dict(listed.items)
         return tuple(_with_profile(node, profiles.get(node.name)) for node in nodes.items)
 
 
 def _live_bytes(node: NodeView, snapshot: MetricsSnapshot) -> LiveBytes | None:
-    """What Prometheus says is free; without it, what the node can allocate less what our own pods hold there."""
+    """Free bytes from Prometheus; without it, the node's allocatable memory minus what our own pods hold."""
     if snapshot.held_host_bytes is None:
         return snapshot.nodes.get(node.name)
     free = node.allocatable_memory_bytes - snapshot.held_host_bytes.get(node.name, 0)
@@ -189,7 +188,7 @@ def project_node(found: Mapping[str, Any]) -> NodeView:
 
 
 def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
-    """None for what is missing or no quantity: one odd node must not keep jobs from the others."""
+    """None if missing or not a quantity: one odd node must not block the others."""
     try:
         return parse(str(found))
     except ValueError:
@@ -197,17 +196,17 @@ def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
 
 
 def is_extended_resource(name: str) -> bool:
-    """nvidia.com/gpu, not cpu, hugepages-2Mi or attachable-volumes-csi-..."""
+    """True for nvidia.com/gpu; False for cpu, hugepages-2Mi, attachable-volumes-csi-..."""
     return "/" in name and not name.startswith("kubernetes.io/")
 
 
 def _node_profile(found: Mapping[str, Any]) -> tuple[str, NodeProfileSpec | None]:
-    """Of the node of that name; None when it is written in the words of another version."""
+    """The node's name and profile; None if the profile is of another version."""
     name = found["metadata"]["name"]
     try:
         return name, NodeProfileSpec.model_validate(found.get("spec") or {})
     except ValidationError as error:
-        logger.warning("NodeProfile %s is left aside: %s", name, error.errors()[0]["msg"])
+        logger.warning("NodeProfile %s is not used: %s", name, error.errors()[0]["msg"])
         return name, None
 
 
@@ -225,7 +224,7 @@ def _memory_profile(found: Mapping[str, Any]) -> MemoryProfileSpec | None:
 def _known(profiles: Sequence[MemoryProfileSpec]) -> Known:
     models: dict[str, list[MemoryProfileSpec]] = {}
     for profile in profiles:
-        if profile.model_fingerprint:  # none: written by an earlier version
+        if profile.model_fingerprint:  # empty: written by an earlier version
             models.setdefault(profile.model_fingerprint, []).append(profile)
     corrections = {model: observed_corrections(found) for model, found in models.items()}
     pods = {fingerprint: seen for found in models.values() for fingerprint, seen in observed_pods(found).items()}

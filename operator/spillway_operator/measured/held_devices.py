@@ -1,4 +1,4 @@
-"""Devices held by our other jobs, and for how much longer."""
+"""Devices that other TrainingJobs hold, and their remaining time by their status."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Holders:
-    """What each job holds is read once for each of its states: a plan is made for every one of a thousand jobs."""
+    """Finds held devices. Each version of a job is parsed once, because plans may be made for a thousand jobs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, tuple[int, HeldDevices | None]] = {}
-        """of the jobs whose attempt lived when it was asked last: resourceVersion, and what"""
+        """Uid -> (resourceVersion, devices) of the jobs that had a current attempt at the last call."""
 
     def besides(self, job: JobObject) -> tuple[HeldDevices, ...]:
-        """Of every other TrainingJob on GPUs whose attempt lives, pods that still wait included."""
+        """Devices of all other TrainingJobs on GPUs with a current attempt, including waiting pods."""
         attempts = self._store.attempts
         owners = {one.owner_uid for one in attempts if one.owner_uid and not one.outcome and not one.suspended}
         found = (self._store.jobs.by_uid(uid) for uid in owners)
@@ -43,7 +43,7 @@ class Holders:
 
 
 def _held(job: JobObject) -> HeldDevices | None:
-    """None for a job on CPUs."""
+    """The job's devices; None for a job on CPUs."""
     spec, status = json.loads(job.spec), json.loads(job.status)
     plan = _read(PlanStatus, status.get("plan"))
     if (plan.device or given(spec, "parallelism.device")) != "Cuda":
@@ -59,7 +59,7 @@ def _held(job: JobObject) -> HeldDevices | None:
 
 
 def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
-    """At the rate that it reports, else as planned."""
+    """Remaining time at the reported rate, else at the planned one."""
     left = max(0, (progress.steps or num_steps(spec)) - progress.step)
     tokens = whole(given(spec, "training.globalBatchSize"), 0) * whole(given(spec, "training.sequenceLength"), 0)
     rate = _number(progress.tokens_per_second)
@@ -75,7 +75,7 @@ def _number(text: str) -> float | None:
 
 
 def _read(kind: type[M], found: object) -> M:
-    """Without anything where it is missing, or in the words of another version."""
+    """The model; with defaults if it is missing or of another version."""
     try:
         return kind.model_validate(found or {})
     except ValidationError:

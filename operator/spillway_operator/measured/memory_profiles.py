@@ -1,9 +1,8 @@
-"""MemoryProfiles: peaks that trainers report become objects that outlive the jobs (feedback.profiles decides what).
+"""MemoryProfiles: writes reported peaks to objects that outlive the jobs (feedback.profiles decides their content).
 
-Written behind the decision's back: at most once per profile and 30 s, also when an operator follows another one, and
-only when a report says something new. What all jobs of a profile have to say meanwhile goes into that one write. A
-failure is logged, whatever it is: ConfigMaps and profiles may be anybody's work. The next higher peak, or the next
-attempt, is another chance.
+Profiles are written in the background, at most once per profile and 30 s, also after a change of operator, and only if
+a report has news. All jobs of a profile share that write. Every failure is only logged, because ConfigMaps and profiles
+may be written by anybody; the next higher peak or attempt tries again.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from ..progress.outbox import Received
 logger = logging.getLogger(__name__)
 
 PROFILE_SECONDS = 30.0
-"""between two writes of one profile"""
+"""Shortest interval between writes of one profile."""
 LOOK_SECONDS = 5.0
 PEAK_STEP = 1.01
-"""between two peaks of a pod that are news; PodEvidence's margins are wider"""
+"""Smallest factor by which a pod's peak must grow to be news; PodEvidence's margins are wider."""
 MOST_CONTRACTS = 256
-"""held, of some 30 KiB each; another is read again when its attempt has something to say"""
+"""Contracts kept in memory, some 30 KiB each; others are read again when needed."""
 
 Peaks = Mapping[str, int]
-"""tier -> bytes of the fullest rank"""
+"""Tier -> bytes of the rank that holds most."""
 Profile = tuple[str, str]
-"""namespace and name of a MemoryProfile"""
+"""Namespace and name of a MemoryProfile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class ReportedPeaks:
 
 @dataclass(frozen=True, slots=True)
 class RanOut:
-    """An attempt ended because memory ran out."""
+    """An attempt that ended because it ran out of memory."""
 
     job_uid: str
     attempt: int
@@ -78,17 +77,17 @@ News = ReportedPeaks | RanOut
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ContractFiles:
-    """What peaks are measured against: the same object for all attempts whose contracts say the same."""
+    """The part of a contract that peaks are compared with; attempts with equal contracts share one object."""
 
     profile: str
-    """name of the MemoryProfile"""
+    """Name of the MemoryProfile."""
     spec: TrainingJobSpec
     plan: MemoryPlan
     ranks_per_node: int
     decided_bytes: int = 0
-    """memory of a pod, by status.plan; 0 = what is counted"""
+    """Memory of a pod by status.plan; 0 = the counted bytes."""
     image: str = ""
-    """of the trainer; none: the contract is of before images were written down"""
+    """The trainer's image; empty if the contract is from before images were recorded."""
 
     def failure(self, attempt: int, reason: str) -> MemoryFailure:
         counted = self.counted_bytes
@@ -97,11 +96,11 @@ class ContractFiles:
 
     @property
     def counted_bytes(self) -> int:
-        """Of a pod, with what is known to come beside its plan."""
+        """Counted memory of a pod, including known needs in addition to its plan."""
         return pod_resources(self.spec, self.plan, self.ranks_per_node).memory_bytes
 
     def pod(self, said: PodMemory) -> PodPeak | None:
-        """None where the trainer does not say."""
+        """The pod's peak; None if the trainer does not report it."""
         if not said.peak:
             return None
         counted = self.counted_bytes
@@ -116,7 +115,7 @@ class ContractFiles:
 
 @dataclass(frozen=True, slots=True)
 class Contracted:
-    """The contract of an attempt, as long as it is held."""
+    """Weak reference to an attempt's contract."""
 
     job_uid: str
     attempt: int
@@ -125,7 +124,7 @@ class Contracted:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What an attempt has to say to its profile, once it is the profile's turn."""
+    """An attempt's news that will be written to its profile."""
 
     key: Key
     news: News
@@ -136,22 +135,22 @@ class Waiting:
 class MemoryProfiles:
     client: ApiClient
     written: Callable[[str], None] = lambda _: None
-    """is told the namespace of each profile that is written"""
+    """Called with the namespace of each written profile."""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
-    """Unix seconds, as in MemoryProfile.spec.observedTime"""
+    """Unix seconds, as in MemoryProfile.spec.observedTime."""
     _waiting: dict[Key, ReportedPeaks] = field(default_factory=dict, init=False)
-    """what no profile holds yet"""
+    """Peaks that are not in a profile yet."""
     _ended: dict[Key, RanOut] = field(default_factory=dict, init=False)
-    """lower bounds that no profile holds yet"""
+    """Out-of-memory ends (lower bounds) that are not in a profile yet."""
     _seen: dict[Key, ReportedPeaks] = field(default_factory=dict, init=False)
     _contracts: dict[Key, Contracted] = field(default_factory=dict, init=False)
     _shared: WeakValueDictionary[str, ContractFiles] = field(default_factory=WeakValueDictionary, init=False)
-    """by profile: a thousand jobs of one model hold its spec and plan once"""
+    """Contracts by profile: a thousand jobs of one model share its spec and plan."""
     _held: dict[int, ContractFiles] = field(default_factory=dict, init=False)
-    """by id, the one that was asked for last at the end"""
+    """Strong references by id, the most recently used last."""
     _written: dict[Profile, float] = field(default_factory=dict, init=False)
-    """monotonic seconds of the last write, for PROFILE_SECONDS"""
+    """Monotonic seconds of the last write, kept for PROFILE_SECONDS."""
 
     def reported(self, key: Key, received: Received) -> None:
         if received.report.spillway is None:
@@ -162,7 +161,7 @@ class MemoryProfiles:
             self._seen[key] = self._waiting[key] = reported
 
     def ran_out(self, job: JobObject, ended: Iterable[Escalation]) -> None:
-        """Of the attempts of one job the last is kept until it is written."""
+        """Records out-of-memory ends; the last one of each job is kept until it is written."""
         for one in ended:
             self._ended[job.key] = RanOut(job.uid, one.attempt, one.reason)
 
@@ -178,7 +177,7 @@ class MemoryProfiles:
             await self.write()
 
     async def write(self) -> None:
-        """Bring each profile up to all that waits for it, in one write, unless it was written a moment ago. Never
+        """Writes each profile's news in one request, unless it was written less than PROFILE_SECONDS ago. Never
         raises."""
         for profile, waiting in (await self._by_profile()).items():
             written = self._written.get(profile, float("-inf"))
@@ -187,7 +186,7 @@ class MemoryProfiles:
                     self._done(one.key, one.news)
 
     async def _by_profile(self) -> dict[Profile, list[Waiting]]:
-        """Lower bounds first."""
+        """The waiting news by profile, out-of-memory ends first."""
         found: dict[Profile, list[Waiting]] = {}
         everything: list[tuple[Key, News]] = [*self._ended.items(), *self._waiting.items()]
         for key, news in everything:
@@ -199,14 +198,14 @@ class MemoryProfiles:
         return found
 
     def _done(self, key: Key, news: News) -> None:
-        """Unless something newer came meanwhile."""
+        """Removes written news, unless something newer arrived meanwhile."""
         if self._waiting.get(key) == news:
             del self._waiting[key]
         if self._ended.get(key) == news:
             del self._ended[key]
 
     async def _contract(self, key: Key, news: News) -> ContractFiles | None:
-        """Of the attempt's ConfigMap; None when there is none to be had, and the log says why where it should be."""
+        """The contract of the attempt; None if it cannot be read, which is logged if it is an error."""
         known = self._contracts.get(key)
         is_its = known is not None and (known.job_uid, known.attempt) == (news.job_uid, news.attempt)
         if known is not None and is_its and (held := known.contract()) is not None:
@@ -214,7 +213,7 @@ class MemoryProfiles:
         try:
             found = await self._read_contract(key, news)
         except ApiError as error:
-            logger.warning("a memory profile was not written: %s", error, extra=about(key, news.attempt))
+            logger.warning("memory profile was not written: %s", error, extra=about(key, news.attempt))
             return None
         if found is not None and (key in self._seen or key in self._ended):  # not forgotten meanwhile
             self._contracts[key] = Contracted(news.job_uid, news.attempt, ref(self._hold(found)))
@@ -228,7 +227,7 @@ class MemoryProfiles:
         return contract
 
     async def _read_contract(self, key: Key, news: News) -> ContractFiles | None:
-        """None when it is gone, another job's, or in the words of another version. Raises ApiError."""
+        """The ConfigMap's contract; None if it is missing, another job's or of another version. Raises ApiError."""
         try:
             found = await self.client.get(CONFIG_MAPS, key[0], attempt_name(key[1], news.attempt))
             if controller(found["metadata"]).get("uid") != news.job_uid:
@@ -243,7 +242,7 @@ class MemoryProfiles:
         return read
 
     async def _written_to(self, profile: Profile, waiting: Sequence[Waiting]) -> bool:
-        """Whether there is nothing more to be done about it."""
+        """Writes the profile; returns whether the news is settled, also after an error."""
         try:
             return await self._update(profile, waiting)
         except ApiError as error:
@@ -253,7 +252,7 @@ class MemoryProfiles:
         return True
 
     async def _update(self, profile: Profile, waiting: Sequence[Waiting]) -> bool:
-        """False when another operator wrote it a moment ago."""
+        """Updates the profile; returns False if another operator wrote it less than PROFILE_SECONDS ago."""
         namespace, name = profile
         existing = await self._existing(namespace, name)
         if profile not in self._written and (age := self._age(existing)) < PROFILE_SECONDS:
@@ -263,7 +262,7 @@ class MemoryProfiles:
         for one in waiting:
             if (changed := self._with(known, one)) is not None:
                 known = updated = changed
-            await asyncio.sleep(0)  # a thousand reports do not hold up the loop
+            await asyncio.sleep(0)  # do not block the loop with a thousand reports
         if updated is None:
             return True
         body = {
@@ -274,7 +273,7 @@ class MemoryProfiles:
         }
         try:
             await self.client.apply(MEMORY_PROFILES, namespace, name, body)
-        finally:  # it may have been written, answered or not
+        finally:  # it may have been written even without an answer
             now = self.clock()
             recent = {other: at for other, at in self._written.items() if now - at < PROFILE_SECONDS}
             self._written = recent | {profile: now}
@@ -282,7 +281,7 @@ class MemoryProfiles:
         return True
 
     def _with(self, existing: MemoryProfileSpec | None, waiting: Waiting) -> MemoryProfileSpec | None:
-        """The profile with what one attempt says; None when that is nothing new, or cannot be understood."""
+        """The profile with one attempt's news; None if nothing changes or the news is invalid."""
         contract, news, key = waiting.contract, waiting.news, waiting.key
         now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         try:
@@ -293,12 +292,12 @@ class MemoryProfiles:
             pod = contract.pod(news.pod)
             return profile_update(existing, contract.spec, contract.plan, news.peaks, source, now, pod)
         except Exception:
-            logger.exception("a memory profile was not written", extra=about(key, news.attempt))
+            logger.exception("memory profile was not written", extra=about(key, news.attempt))
             return None
 
     def _age(self, existing: MemoryProfileSpec | None) -> float:
-        """Seconds since it was written, which is known to the second: never more than it is. Infinite when that was
-        never, or lies ahead by this clock."""
+        """Lower bound of the seconds since it was written, whose time has no fraction. Infinite if it was never
+        written, or in the future by this clock."""
         written = None if existing is None else known_seconds(existing.observed_time)
         age = float("inf") if written is None else self.wall_clock() - written
         return age - 1.0 if age >= 0 else float("inf")
@@ -312,14 +311,15 @@ class MemoryProfiles:
 
 
 def is_news(reported: ReportedPeaks, seen: ReportedPeaks | None) -> bool:
-    """A pod's peak rises with every page that is cached: it is news once the run was whole, in steps of 1 %."""
+    """Whether the peaks differ. A pod's peak grows with the page cache, so it only counts once the run was whole, and
+    in steps of PEAK_STEP."""
     if seen is None or replace(reported, pod=seen.pod) != seen:
         return True
     return reported.pod.is_whole and (not seen.pod.is_whole or reported.pod.peak > PEAK_STEP * seen.pod.peak)
 
 
 def _read(data: Mapping[str, str]) -> ContractFiles:
-    """Its plan without the job's name, so that it equals those of other jobs."""
+    """The contract in a ConfigMap; its plan has no job name, so that it equals those of other jobs."""
     job = JobFile.model_validate_json(data.get(JOB_KEY, ""))
     plan = MemoryPlan.model_validate_json(data.get(PLAN_KEY, "")).model_copy(update={"job": ""})
     planned = PlanStatus.model_validate_json(data.get(DECISION_KEY) or "{}")

@@ -1,13 +1,13 @@
-"""MetricsSource: reads live memory of nodes and pods in the background; decisions use the last snapshot.
+"""MetricsSource: reads live memory of nodes and our pods in the background; decisions use the last snapshot.
 
     Prometheus   instant queries every interval: free device, host and NVMe bytes and stalled memory per node, tier
                  bytes per trainer pod
-    Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is what it can allocate less
+    Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is its allocatable memory minus
                  what they hold there (cluster.py), and other tiers have no figures
 
-Reading never raises into the caller and nothing waits for it: a failure leaves the last snapshot, which grows older and
-says what is wrong. A series belongs to the node or pod that its scrape target names, never to one that a payload
-names. A figure that is no byte count is as if it were not there.
+Reading never raises into the caller, and nothing waits for it: after a failure the last snapshot remains, with its age
+and the problem. A series belongs to the node or pod that its scrape target names, never to one named in a payload.
+Figures that are not byte counts are ignored.
 """
 
 from __future__ import annotations
@@ -50,50 +50,50 @@ TIMEOUT_SECONDS = 10.0
 LONGEST_ANSWER = 16 * MIB
 LONGEST_PAGE = MIB
 NUM_SCRAPES = 16
-"""pods that are scraped at the same time"""
+"""Pods that are scraped at the same time."""
 FORGET_SECONDS = 600.0
-"""figures that old are given up"""
+"""Older figures are not used."""
 
 PodKey = tuple[str, str]
-"""namespace and name"""
+"""Namespace and name."""
 Labels = Mapping[str, str]
 Figure = TypeVar("Figure")
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """A trainer pod of ours."""
+    """One of our trainer pods."""
 
     namespace: str
     pod: str
     url: str
-    """of its /metrics"""
+    """URL of its /metrics."""
     node: str = ""
     device_is_host_memory: bool = True
-    """a pod without devices of its own: its device tier is host memory, too"""
+    """The pod has no discrete device, so its device tier is host memory, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """What was last known, and how old it is."""
+    """The last known figures and their age."""
 
     nodes: Mapping[str, LiveBytes] = field(default_factory=lambda: MappingProxyType({}))
-    """free bytes"""
+    """Free bytes."""
     pods: Mapping[PodKey, TierFigures] = field(default_factory=lambda: MappingProxyType({}))
-    """bytes held per tier, all ranks of the pod together"""
+    """Bytes held per tier, summed over the pod's ranks."""
     held_host_bytes: Mapping[str, int] | None = None
-    """node -> host memory that our pods hold there; None where Prometheus says what is free"""
+    """Node -> host memory that our pods hold there; None if Prometheus reports free memory."""
     taken_at: float | None = None
-    """monotonic seconds of the last complete reading; None = there never was one"""
+    """Monotonic seconds of the last complete reading; None = none yet."""
     age_seconds: float | None = None
     problem: str = ""
-    """why the last reading gave nothing or less than it should; empty = all is well"""
+    """Why the last reading failed or was incomplete; empty = no problem."""
     source: str = ""
-    """Prometheus, Scrape, or empty when nothing is configured"""
+    """Prometheus, Scrape, or empty if nothing is configured."""
 
 
 class _Unreadable(Exception):
-    """A reading failed; the message is the problem's sentence."""
+    """A reading failed; the message is the snapshot's problem."""
 
 
 class MetricsSource:
@@ -115,7 +115,7 @@ class MetricsSource:
         self._last = MetricsSnapshot(source=source, problem="no reading yet" if source else "")
 
     def snapshot(self, now: float | None = None) -> MetricsSnapshot:
-        """What is known at monotonic time `now`; mappings are the same objects until a new reading."""
+        """The figures as of monotonic time `now`; mappings are the same objects until a new reading."""
         last = self._last
         if last.taken_at is None:
             return last
@@ -125,7 +125,7 @@ class MetricsSource:
         return replace(last, age_seconds=age)
 
     async def run(self) -> None:
-        """Read for ever; returns at once when nothing is configured."""
+        """Reads endlessly; returns at once if nothing is configured."""
         if not self._last.source:
             return
         timeout = aiohttp.ClientTimeout(total=min(TIMEOUT_SECONDS, max(1.0, self._interval)))
@@ -135,12 +135,12 @@ class MetricsSource:
                 await asyncio.sleep(self._interval)
 
     async def read(self, session: aiohttp.ClientSession) -> None:
-        """One reading; what goes wrong becomes the snapshot's problem."""
+        """Reads once; an error becomes the snapshot's problem."""
         try:
             self._last = await self._reading(session)
         except _Unreadable as error:
             self._fail(str(error))
-        except Exception as error:  # nobody waits for this task: it must go on
+        except Exception as error:  # this background task must continue
             logger.exception("reading metrics failed")
             self._fail(f"reading metrics failed: {type(error).__name__}: {error}")
 
@@ -153,7 +153,7 @@ class MetricsSource:
         started, held = self._clock(), None
         if self._url:
             nodes, pods = await read_prometheus(session, self._url)
-            problem = "" if nodes else f"{_place(self._url)} has no series {HOST_SERIES} with a label node"
+            problem = "" if nodes else f"{_place(self._url)} has no series {HOST_SERIES} with the label node"
         else:
             assert self._targets is not None
             nodes, targets = {}, await self._targets()
@@ -201,21 +201,21 @@ async def _query(
     try:
         answer = json.loads(body)
         if answer["status"] != "success":
-            raise _Unreadable(f"{_place(url)} refused a query: {str(answer.get('error', ''))[:200]}")
+            raise _Unreadable(f"{_place(url)} rejected a query: {str(answer.get('error', ''))[:200]}")
         samples = list(_samples(answer["data"]["result"], figure))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _Unreadable(f"{_place(url)} does not answer as Prometheus does: {body[:60]!r}") from error
+        raise _Unreadable(f"{_place(url)} is not a Prometheus server: {body[:60]!r}") from error
     now = time.time()
     age = max((now - evaluated for evaluated, _, _ in samples), default=0.0)
     if age > OLDEST_SAMPLE_SECONDS:
-        raise _Unreadable(f"{_place(url)} answers with what was true {format_seconds(round(age))} ago, by its clock")
+        raise _Unreadable(f"{_place(url)} answers with data of {format_seconds(round(age))} ago; check its clock")
     return [(labels, found) for _, labels, found in samples]
 
 
 def _samples(
     result: Iterable[Mapping[str, object]], figure: Callable[[object], Figure | None]
 ) -> Iterator[tuple[float, Labels, Figure]]:
-    """When Prometheus evaluated it (Unix seconds), labels and figure of each series that has one."""
+    """Yields evaluation time (Unix seconds), labels and figure of each series with a valid figure."""
     for series in result:
         labels, value = series["metric"], series["value"]
         if not isinstance(labels, Mapping):
@@ -228,7 +228,7 @@ def _samples(
 
 
 def _number(value: object) -> float | None:
-    """Zero or more; None for what is no such number."""
+    """A number of zero or more; else None."""
     try:
         number = float(str(value))
     except ValueError:
@@ -237,13 +237,13 @@ def _number(value: object) -> float | None:
 
 
 def byte_count(value: object) -> int | None:
-    """Bytes of a sample, at most MAX_BYTES; None for what no free or held memory can be."""
+    """Bytes of a sample, at most MAX_BYTES; None if it is not a byte count."""
     number = _number(value)
     return None if number is None else int(min(number, MAX_BYTES))
 
 
 def time_share(value: object) -> float | None:
-    """Share of the time of a sample, at most 1; None for what none can be."""
+    """Share of time of a sample, at most 1; None if it is not one."""
     number = _number(value)
     return None if number is None else min(number, 1.0)
 
@@ -296,7 +296,7 @@ def _pod_figures(samples: Iterable[tuple[Labels, int]]) -> dict[PodKey, TierFigu
 async def scrape(
     session: aiohttp.ClientSession, targets: Sequence[ScrapeTarget]
 ) -> tuple[dict[PodKey, TierFigures], str]:
-    """Bytes held by each pod that answered, and a sentence about those that did not."""
+    """Bytes held by each pod that answered, and a message about those that did not."""
     limit = asyncio.Semaphore(NUM_SCRAPES)
 
     async def read(target: ScrapeTarget) -> TierFigures | str:
@@ -318,7 +318,7 @@ async def scrape(
 
 
 def held_per_node(targets: Iterable[ScrapeTarget], pods: Mapping[PodKey, TierFigures]) -> dict[str, int]:
-    """Host memory that the scraped pods hold on each node."""
+    """Node -> host memory that the scraped pods hold there."""
     held: dict[str, int] = {}
     for target in targets:
         figures = pods.get((target.namespace, target.pod))
@@ -329,7 +329,7 @@ def held_per_node(targets: Iterable[ScrapeTarget], pods: Mapping[PodKey, TierFig
 
 
 def held_bytes(page: bytes) -> TierFigures:
-    """Bytes per tier on a trainer's /metrics page, all ranks together."""
+    """Bytes per tier on a trainer's /metrics page, summed over ranks."""
     held = dict.fromkeys((tier.value for tier in Tier), 0)
     try:
         for family in text_string_to_metric_families(page.decode()):
@@ -346,7 +346,7 @@ def held_bytes(page: bytes) -> TierFigures:
 
 
 async def _get(session: aiohttp.ClientSession, url: str, longest: int, query: Mapping[str, str] | None = None) -> bytes:
-    """The body of a 200. Raises _Unreadable for everything else."""
+    """The body of a 200 response. Raises _Unreadable for everything else."""
     try:
         async with session.get(url, params=query, allow_redirects=False) as response:
             body = await _bounded(response, longest)
@@ -369,5 +369,5 @@ async def _bounded(response: aiohttp.ClientResponse, longest: int) -> bytes:
 
 
 def _place(url: str) -> str:
-    """Host and port, without credentials that a URL may hold."""
+    """Host and port, without credentials in the URL."""
     return urlsplit(url).netloc.rpartition("@")[2]

@@ -1,7 +1,7 @@
-"""Reservations: bytes of placed attempts that metrics do not show yet.
+"""Reservations: bytes that placed attempts will use, until the metrics show them.
 
-An attempt is debited from its decision on; a while after all its pods are ready the node's own figures include it. Only
-the operator's memory holds them: after a restart they are learned again from the status of attempts that are under way.
+An attempt is debited from its decision until a while after all its pods are ready, when the node's figures include it.
+Reservations are only in memory: after a restart they are rebuilt from the status of current attempts.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..decide.observed import AttemptObject, JobObject, Manifest
 from ..kube.store import Key, attempt_number
 
 WARM_UP_SECONDS = 60.0
-"""from ready pods to the first steps' peak, and"""
+"""Time from ready pods to the peak of the first steps."""
 READINGS = 2
-"""readings of the metrics after that, before observation takes over"""
+"""Readings of the metrics after that, before the debit ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debit:
-    """Of one attempt."""
+    """The reservations of one attempt."""
 
     attempt: int
     reservations: tuple[Reservation, ...]
     ready_since: float | None = None
-    """monotonic seconds"""
+    """Monotonic seconds."""
 
 
 class Reservations:
@@ -41,20 +41,20 @@ class Reservations:
         self._takeover_seconds = WARM_UP_SECONDS + READINGS * metrics_interval_seconds
         self._debits: dict[Key, Debit] = {}
         self._settled: dict[Key, int] = {}
-        """the attempt that observation shows already"""
+        """Job -> the attempt that the metrics already include."""
 
     def __len__(self) -> int:
         return len(self._debits)
 
     def decided(self, job: JobObject, manifests: Iterable[Manifest]) -> None:
-        """An attempt is about to be created: its ConfigMap carries the decision."""
+        """Reserves for an attempt that is about to be created; its ConfigMap has the decision."""
         for manifest in manifests:
             if manifest["kind"] == "ConfigMap":
                 attempt = attempt_number(manifest["metadata"].get("labels") or {})
                 self._debit(job, attempt, _decided_plan(manifest["data"].get(DECISION_KEY, "")))
 
     def settle(self, job: JobObject, attempts: Iterable[AttemptObject], now: float) -> None:
-        """Bring the debit of `job` up to what its attempts look like at monotonic time `now`."""
+        """Updates the debit of `job` to the state of its attempts at monotonic time `now`."""
         live = [found for found in attempts if found.owner_uid == job.uid and not found.outcome]
         if not live:
             self.forget(job.key)
@@ -76,7 +76,7 @@ class Reservations:
         self._settled.pop(key, None)
 
     def of_others(self, key: Key, now: float) -> tuple[Reservation, ...]:
-        """Everything that is debited, but for the job itself: its next attempt takes the place of the last one."""
+        """All reservations except the job's own, whose next attempt replaces the last one."""
         return tuple(
             reservation
             for other, debit in self._debits.items()
@@ -89,7 +89,7 @@ class Reservations:
         return debit
 
 
-# A plan in the words of another version reserves nothing: its bytes show in the metrics as soon as they are used.
+# A plan of another version reserves nothing: its bytes appear in the metrics as soon as they are used.
 
 
 def _decided_plan(decision_json: str) -> PlanStatus | None:
@@ -107,7 +107,7 @@ def _known_plan(job: JobObject) -> PlanStatus | None:
 
 
 def _reservations(job: JobObject, plan: PlanStatus) -> tuple[Reservation, ...]:
-    """One per node of the job, on the nodes that the decision prefers; none where it prefers none."""
+    """One per node of the job, on the preferred nodes; none without preferences."""
     if plan.bytes is None:
         return ()
     ranks_per_node = _parallelism(job).get("devicesPerNode") or 1

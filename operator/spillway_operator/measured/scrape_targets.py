@@ -1,4 +1,4 @@
-"""Our trainer pods as scrape targets, for clusters without Prometheus."""
+"""Finds our trainer pods as scrape targets, for operators without Prometheus; lists pods once per reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScrapeTargets:
         self._namespaces = namespaces
 
     async def __call__(self) -> tuple[ScrapeTarget, ...]:
-        """Running pods of attempts; none while the API server does not answer, because metrics can wait."""
+        """Running pods of attempts; none if the API server does not answer, because metrics can wait."""
         found: list[ScrapeTarget | None] = []
         try:
             for namespace in self._namespaces:
@@ -33,7 +33,7 @@ class ScrapeTargets:
 
 
 def target_of(pod: Mapping[str, Any]) -> ScrapeTarget | None:
-    """None for a pod that has no address or does not run."""
+    """The pod's target; None if it has no address or is not running."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     address, containers = status.get("podIP"), spec.get("containers") or ()
     ports = [

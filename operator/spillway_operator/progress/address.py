@@ -1,7 +1,6 @@
-"""Publishes the leader's address behind the progress Service, in an EndpointSlice.
+"""Points the progress Service to the leader's pod, through an EndpointSlice that only the leader writes.
 
-The Service selects no pod, so that no post reaches an operator that stands by. The slice belongs to the Service and
-goes with it.
+The Service has no selector, so that no post reaches a standby. The slice is owned by the Service and deleted with it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from ..kube.api_client import ENDPOINT_SLICES, FIELD_MANAGER, SERVICES, ApiClien
 logger = logging.getLogger(__name__)
 
 PORT_NAME = "progress"
-"""of the Service's port"""
+"""Name of the Service's port."""
 LOOK_SECONDS = 30.0
-"""between two looks whether the slice still says what it should"""
+"""Interval between checks of the slice."""
 RETRY_SECONDS = 1.0
 
 
@@ -34,16 +33,16 @@ class ProgressAddress:
 
     @property
     def name(self) -> str:
-        """One for each family: a slice never changes its own."""
+        """The slice's name, one per IP family, because a slice cannot change its family."""
         return f"{self.service}-leader-ipv{ipaddress.ip_address(self.pod_address).version}"
 
     async def run(self) -> None:
-        """Keep this pod's address there, for ever."""
+        """Keeps this pod's address in the slice, endlessly."""
         while True:
             try:
                 if not self._is_there(await self._read()):
                     await self._write((self.pod_address,))
-                    logger.info("progress goes to this pod: Service %s/%s", self.namespace, self.service)
+                    logger.info("Service %s/%s now points to this pod", self.namespace, self.service)
             except ApiError as error:
                 logger.warning("EndpointSlice %s/%s: %s", self.namespace, self.name, error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -51,7 +50,7 @@ class ProgressAddress:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def withdraw(self) -> None:
-        """Who posts before another one leads is refused at once, instead of waiting for an answer that cannot come."""
+        """Removes the address, so that posts fail at once until another operator leads, instead of timing out."""
         try:
             await self._write(())
         except ApiError as error:

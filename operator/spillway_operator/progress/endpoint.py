@@ -1,8 +1,8 @@
-"""The HTTPS endpoint to which rank 0 of each job posts its progress (spillway.api.progress).
+"""The progress endpoint: HTTPS, where rank 0 of each job posts its progress (spillway.api.progress).
 
-A post is answered at once with the present epoch; the newest report of each job is kept and written a few times a
-minute (progress_outbox.py). Everything that a stranger can send is bounded: bodies at 64 KiB, unknown tokens at so many
-a second, and posts of one job too.
+A post is answered at once with the current attempt's number; the newest report of each job is kept and written a few
+times a minute (outbox.py). Everything that a client can send is limited: bodies to 64 KiB, unknown tokens and posts per
+job by rate.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from .token_reviews import Forbidden, Sender, TokenReviews, TooManyReviews, Unau
 logger = logging.getLogger(__name__)
 
 POSTS_PER_SECOND = 2.0
-"""of one job, and"""
+"""Sustained rate of posts per job."""
 MOST_POSTS_AT_ONCE = 10.0
+"""Largest burst of posts per job."""
 BODY_SECONDS = 10.0
-"""for the whole body to arrive"""
+"""Time for the whole body to arrive."""
 RELOAD_SECONDS = 10.0
-"""between two looks at the certificate's files"""
+"""Interval between checks of the certificate's files."""
 KEEP_ALIVE_SECONDS = 75.0
-"""longer than the trainer's posting interval, so that a job keeps its connection"""
+"""Longer than the trainer's posting interval, so that a job keeps its connection."""
 MOST_KEPT = 256
-"""connections; one is 60 KiB of TLS. Of more jobs some begin a new one with each post: a millisecond"""
+"""Connections kept open, 60 KiB of TLS state each. With more jobs, some reconnect for each post, in a millisecond."""
 TLS_BUFFER_BYTES = 16 * 1024
-"""for what a connection reads: a TLS record. asyncio takes 256 KiB for each, 250 MB for a thousand trainers"""
+"""Read buffer of a connection: one TLS record. asyncio's 256 KiB would be 250 MB for a thousand trainers."""
 END_SECONDS = 1.0
-"""for posts under way when the endpoint ends"""
+"""Time for posts in progress when the endpoint ends."""
 
 
 class _Refusal(Exception):
-    """A post is not accepted: HTTP status, a sentence, and seconds after which it may be repeated."""
+    """A rejected post: HTTP status, message, and seconds after which it may be repeated."""
 
     def __init__(self, code: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -64,10 +65,10 @@ class _Refusal(Exception):
 
 
 class Certificate:
-    """Certificate and key of the endpoint, and the authority that pods shall trust; read again when they change."""
+    """The endpoint's certificate and key, and the authority that pods trust; read again when they change."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError when the files do not make a certificate."""
+        """Raises UserError when the files are not a valid certificate."""
         self._directory = directory
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.authority = ""
@@ -85,14 +86,14 @@ class Certificate:
             self.reload()
 
     def reload(self) -> None:
-        """New connections use what the files say now; half-written ones are left for the next look."""
+        """Makes new connections use the current files; half-written ones are retried at the next check."""
         try:
             found = self._read()
             if found != self._seen:
                 self._load(found)
-                logger.info("the certificate in %s changed and is in use", self._directory)
+                logger.info("the certificate in %s changed and was reloaded", self._directory)
         except (OSError, ValueError) as error:
-            logger.warning("%s: %s; the certificate in use stays", self._directory, error)
+            logger.warning("%s: %s; keeping the current certificate", self._directory, error)
 
     def _read(self) -> tuple[bytes, ...]:
         return tuple((self._directory / name).read_bytes() for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY))
@@ -104,7 +105,7 @@ class Certificate:
 
 
 class PostLimit:
-    """Posts that each job may still send: a bucket that fills with time."""
+    """Limits the posts of each job: a token bucket."""
 
     def __init__(self) -> None:
         self._left: dict[Key, tuple[float, float]] = {}
@@ -120,9 +121,9 @@ class PostLimit:
 
 
 class ProgressEndpoint:
-    """`enqueue(key)` is called when a report of `key` may be written, `accepted` with each one that is believed,
-    `count(code)` once per post. Until `knows_attempts()` nobody is told that it belongs to none. Only a job that
-    `is_corrected` is answered with live corrections."""
+    """Receives reports. Calls `enqueue(key)` when a report of `key` may be written, `accepted` with each accepted one,
+    `count(code)` once per post. Before `knows_attempts()`, posts are answered with 503. Only jobs for which
+    `is_corrected` holds are answered with live corrections."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class ProgressEndpoint:
         self._num_connections: Callable[[], int] = lambda: 0
         self._hears_since: float | None = None
         self._last_heard: tuple[tuple[Key, float], ...] = ()
-        """the job that was heard last, and the last one before that was another"""
+        """The job that reported last, and the last other job before it, with times."""
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=LONGEST_REPORT, middlewares=[self._counted])
@@ -156,8 +157,8 @@ class ProgressEndpoint:
         return application
 
     async def serve(self, port: int, context: ssl.SSLContext | None) -> web.AppRunner:
-        """Start answering. Raises UserError when the port cannot be had."""
-        SSLProtocol.max_size = TLS_BUFFER_BYTES  # of all connections of this process: no parameter leads there
+        """Starts the server. Raises UserError when the port is not available."""
+        SSLProtocol.max_size = TLS_BUFFER_BYTES  # for all connections of this process: there is no parameter for it
         runner = web.AppRunner(
             self.application(), access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=END_SECONDS
         )
@@ -173,16 +174,16 @@ class ProgressEndpoint:
         return runner
 
     def hearing_seconds(self) -> float | None:
-        """How long posts could arrive and be believed without a break; None when nothing is served. A post that was
-        turned away for a reason of ours (no API server to check its token) ends such a time."""
+        """How long posts could be received and checked without interruption; None if nothing is served. A post that
+        failed with a 5xx (for example, the API server could not check its token) is an interruption."""
         return None if self._hears_since is None else self._clock() - self._hears_since
 
     def others_silent_seconds(self, key: Key) -> float:
-        """Since a trainer of another job was heard; infinite when none was."""
+        """Seconds since a trainer of another job reported; infinite if none has."""
         return next((self._clock() - when for heard, when in self._last_heard if heard != key), float("inf"))
 
     async def flush(self) -> None:
-        """Release reports as the limits allow, for ever."""
+        """Releases reports as the limits allow, endlessly."""
         while True:
             self._arrived.clear()
             now = self._clock()
@@ -209,7 +210,7 @@ class ProgressEndpoint:
             response = _Refusal(error.status, error.reason).response()
         except Exception:
             logger.exception("a progress post failed")
-            response = _Refusal(500, "an error of the operator; its log says which").response()
+            response = _Refusal(500, "internal error of the operator; see its log").response()
         if response.status >= 500 and self._hears_since is not None:
             self._hears_since = self._clock()
         if self._num_connections() > MOST_KEPT:
@@ -220,7 +221,7 @@ class ProgressEndpoint:
     async def _post(self, request: web.Request) -> web.Response:
         try:
             if not self._knows_attempts():
-                raise _Refusal(503, "the operator has only begun; try again", retry_after=1)
+                raise _Refusal(503, "the operator is starting; try again", retry_after=1)
             sender = await self._reviews.sender(_bearer(request))
             if not self._limit.allows(sender.key, self._clock()):
                 raise _Refusal(429, f"more than {POSTS_PER_SECOND:g} posts a second", retry_after=1)
@@ -234,7 +235,7 @@ class ProgressEndpoint:
         except TooManyReviews as error:
             return _Refusal(429, str(error), retry_after=1).response()
         except ApiError as error:
-            logger.warning("a token could not be checked: %s", error)
+            logger.warning("cannot check a token: %s", error)
             return _Refusal(503, "the API server did not answer; try again", retry_after=5).response()
 
     def _accept(self, sender: Sender, body: bytes) -> web.Response:
@@ -247,7 +248,7 @@ class ProgressEndpoint:
                 422, f"spillway.epoch = {report.spillway.epoch}: the pod belongs to attempt {sender.attempt}"
             )
         activations = None
-        if sender.attempt == sender.present_attempt:  # a zombie is told the present epoch, and not believed
+        if sender.attempt == sender.present_attempt:  # else only answered with the current attempt's number
             received = Received(report, sender.job_uid, sender.attempt, _now())
             now = self._clock()
             self._last_heard = ((sender.key, now), *(last for last in self._last_heard if last[0] != sender.key))[:2]
@@ -256,13 +257,13 @@ class ProgressEndpoint:
             self._arrived.set()
             activations = self._correction(sender.key, report)
         else:
-            logger.info("a report of an attempt that is over", extra=about(sender.key, sender.attempt))
+            logger.info("ignored a report of an old attempt", extra=about(sender.key, sender.attempt))
         answer = ProgressAnswer(epoch=sender.present_attempt, activations=activations)
         text = answer.model_dump_json(by_alias=True, exclude_none=True)
         return web.Response(text=text, content_type="application/json")
 
     def _correction(self, key: Key, report: ProgressReport) -> int | None:
-        """Of this report alone: an answer that is lost is given again to the next one."""
+        """The live correction for this report alone: if the answer is lost, the next report gets it again."""
         volume = None if report.spillway is None else report.spillway.spill_volume
         left = None if volume is None else lowered(volume)
         return left if left is not None and self._is_corrected(key) else None
@@ -271,7 +272,7 @@ class ProgressEndpoint:
 def _bearer(request: web.Request) -> str:
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip() or not token.isascii():
-        raise Unauthenticated("send Authorization: Bearer TOKEN, with the token that is mounted into the pod")
+        raise Unauthenticated("send Authorization: Bearer TOKEN, with the token mounted into the pod")
     return token.strip()
 
 
@@ -280,15 +281,15 @@ async def _body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise _Refusal(413, f"a report has at most {LONGEST_REPORT} bytes") from None
+        raise _Refusal(413, f"report too long: at most {LONGEST_REPORT} bytes") from None
     except TimeoutError:
         raise _Refusal(408, f"the report did not arrive in {BODY_SECONDS:g} s") from None
-    except (ConnectionError, web.RequestPayloadError, HttpProcessingError):  # the sender's end, or not what it says
-        raise _Refusal(400, "the report broke off, or is not encoded as its headers say") from None
+    except (ConnectionError, web.RequestPayloadError, HttpProcessingError):  # incomplete, or wrongly encoded
+        raise _Refusal(400, "the report is incomplete, or not encoded as its headers say") from None
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Never the value: it may be as long as the body."""
+    """The first problem, without the value, which may be as long as the body."""
     problem = error.errors(include_input=False, include_url=False)[0]
     where = ".".join(map(str, problem["loc"]))[:200]
     return f"{where}: {problem['msg']}"[:500] if where else str(problem["msg"])[:500]

@@ -1,7 +1,7 @@
 """ProgressOutbox: the latest report of each job, and when to write it. Pure: time is an argument.
 
-At most one write per job and 15 s, and ten per second in all; who waits longest goes first. Three reports of an attempt
-do not wait for their job's turn: the first, the first after a step of it, and the one after its last step.
+At most one write per job and 15 s, and ten per second in total; the job that waits longest goes first. Three reports of
+an attempt do not wait for the job's interval: the first one, the first after a step, and the one after its last step.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from spillway.api.progress import ProgressReport
 from ..kube.store import Key
 
 JOB_SECONDS = 15.0
-"""between two writes of one job: 4 a minute"""
+"""Interval between writes of one job: 4 per minute."""
 TOTAL_SECONDS = 0.1
-"""between two writes of all jobs: 10 a second"""
+"""Interval between writes of all jobs: 10 per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     report: ProgressReport
     job_uid: str
-    """of the TrainingJob"""
+    """Uid of the TrainingJob."""
     attempt: int
     time: str
-    """RFC 3339"""
+    """RFC 3339."""
 
 
 @dataclass(slots=True)
 class Mailbox:
-    """Of one job; a namesake with another uid gets a new one."""
+    """The reports of one job; a new job of the same name gets a new mailbox."""
 
     newest: Received
     released: bool = False
-    """the newest report may be written now"""
+    """The newest report may be written now."""
     turn: int = 0
-    """its entry in the queue; 0 = it does not wait. Other entries of the job are void"""
+    """Its valid entry in the queue; 0 = none."""
     last_release: float = float("-inf")
     hurried: tuple[int, int] = (0, 0)
-    """attempt, and how many of its three reports that do not wait went out"""
+    """Attempt, and how many of its three immediate reports were sent."""
 
 
 class ProgressOutbox:
     def __init__(self) -> None:
         self._mailboxes: dict[Key, Mailbox] = {}
         self._queue: list[tuple[float, int, Key]] = []
-        """(earliest time, turn, key)"""
+        """(earliest time, turn, key)."""
         self._turns = 0
         self._last_release = float("-inf")
 
@@ -55,7 +55,7 @@ class ProgressOutbox:
         return len(self._mailboxes)
 
     def put(self, key: Key, received: Received, now: float) -> None:
-        """Keep `received` instead of what was there, and queue its job."""
+        """Replaces the job's report by `received`, and queues the job."""
         mailbox = self._mailboxes.get(key)
         if mailbox is None or mailbox.newest.job_uid != received.job_uid:
             mailbox = self._mailboxes[key] = Mailbox(received)
@@ -66,7 +66,7 @@ class ProgressOutbox:
             mailbox.turn = self._push(key, max(now, mailbox.last_release + JOB_SECONDS))
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Until `release` has something to give; None when nothing waits."""
+        """Seconds until `release` returns a job; None if none is queued."""
         if not self._queue:
             return None
         return max(0.0, self._queue[0][0] - now, self._last_release + TOTAL_SECONDS - now)
@@ -76,7 +76,7 @@ class ProgressOutbox:
         while self._queue and self.seconds_to_next(now) == 0.0:
             _, turn, key = heapq.heappop(self._queue)
             mailbox = self._mailboxes.get(key)
-            if mailbox is None or mailbox.turn != turn:  # gone, or written meanwhile
+            if mailbox is None or mailbox.turn != turn:  # forgotten, or written meanwhile
                 continue
             mailbox.turn, mailbox.released, mailbox.last_release = 0, True, now
             self._last_release = now
@@ -89,12 +89,12 @@ class ProgressOutbox:
         return mailbox.newest if mailbox is not None and mailbox.released else None
 
     def newest(self, key: Key) -> Received | None:
-        """The newest report that is not written yet: a status that is written anyway carries it."""
+        """The newest report that is not written yet, to be included in a status that is written anyway."""
         mailbox = self._mailboxes.get(key)
         return mailbox.newest if mailbox is not None and (mailbox.released or mailbox.turn) else None
 
     def written(self, key: Key, received: Received, now: float) -> None:
-        """`received` is in the status; a newer one that came meanwhile waits for its turn."""
+        """Marks `received` as written; a newer one that arrived meanwhile waits for its turn."""
         mailbox = self._mailboxes.get(key)
         if mailbox is None:
             return
@@ -112,7 +112,7 @@ class ProgressOutbox:
 
 
 def _hurry(mailbox: Mailbox, received: Received) -> bool:
-    """Whether `received` is one of the three of its attempt that do not wait; once each."""
+    """Whether `received` is one of its attempt's three immediate reports; once each."""
     training = received.report.spillway
     stage = 1
     if training is not None and training.last_step_time:

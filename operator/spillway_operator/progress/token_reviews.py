@@ -1,11 +1,10 @@
-"""TokenReviews: which attempt of which TrainingJob a bearer token belongs to.
+"""TokenReviews: finds the TrainingJob and attempt that a bearer token belongs to.
 
     token -> TokenReview (audience) -> pod name and uid -> pod -> its Job's uid -> TrainingJob and attempt
 
-The API server vouches for the pod in the token; everything after that is followed by uid, never by a label. Answers are
-kept for a minute, refusals shorter, so that a post costs no request. A token that was accepted before is looked at
-again whatever strangers send meanwhile, and by one request: until its answer is there, the last one holds.
-"""
+The API server certifies the token's pod; from there everything is found by uid, never by label. Results are cached for
+a minute, rejections shorter, so that most posts cost no request. A token that was accepted before is checked again with
+a single request, outside the rate limit for unknown tokens; until the answer arrives, the last result is used."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from ..kube.store import Key, Store, controller
 ACCEPTED_SECONDS = 60.0
 REFUSED_SECONDS = 10.0
 RENEWAL_SECONDS = 10.0
-"""that an accepted token stays accepted while it is looked at again"""
+"""How long an accepted token stays accepted while it is checked again."""
 MOST_CACHED = 8192
 REVIEWS_PER_SECOND = 50.0
-"""of tokens that were not seen before: strangers cost the API server no more"""
+"""Rate limit for checks of unknown tokens, which protects the API server."""
 POD_NAME, POD_UID = "authentication.kubernetes.io/pod-name", "authentication.kubernetes.io/pod-uid"
 ACCOUNT = "system:serviceaccount:"
 
@@ -36,41 +35,41 @@ V = TypeVar("V")
 
 
 class Unauthenticated(Exception):
-    """No token, or one that is not for us."""
+    """No token, or one for another audience."""
 
 
 class Forbidden(Exception):
-    """A good token of something that is no attempt of a TrainingJob."""
+    """A valid token that does not belong to an attempt of a TrainingJob."""
 
 
 class TooManyReviews(Exception):
-    """More unknown tokens than are looked at in a second."""
+    """More unknown tokens than may be checked per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodIdentity:
-    """As the API server certifies it."""
+    """A pod as certified by the API server."""
 
     namespace: str
     name: str
     uid: str
     job_uid: str
-    """uid of the Job that controls it"""
+    """Uid of the Job that controls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
     key: Key
     job_uid: str
-    """of the TrainingJob"""
+    """Uid of the TrainingJob."""
     attempt: int
-    """that the pod belongs to"""
+    """The pod's attempt."""
     present_attempt: int
-    """that the operator regards as the present one"""
+    """The current attempt, as known by the operator."""
 
 
 class Cache(Generic[V]):
-    """Bounded; the oldest entry leaves first."""
+    """A bounded cache; the oldest entry is removed first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -84,7 +83,7 @@ class Cache(Generic[V]):
         return known[1] if known is not None and now < known[0] else None
 
     def last(self, key: bytes) -> V | None:
-        """Also when it has expired."""
+        """The entry, even if it has expired."""
         known = self._entries.get(key)
         return known[1] if known is not None else None
 
@@ -104,12 +103,13 @@ class TokenReviews:
         self._allowance, self._allowance_time = REVIEWS_PER_SECOND, clock()
 
     async def sender(self, token: str) -> Sender:
-        """Raises Unauthenticated, Forbidden, TooManyReviews, or ApiError when the API server does not answer."""
+        """The token's job and attempt. Raises Unauthenticated, Forbidden, TooManyReviews, or ApiError if the API server
+        does not answer."""
         pod = await self._pod(token)
         attempt = self._store.attempts.by_uid(pod.job_uid)
         job = None if attempt is None else self._store.jobs.get((attempt.namespace, attempt.owner_name))
         if attempt is None or job is None or attempt.owner_uid != job.uid or attempt.namespace != pod.namespace:
-            raise Forbidden(f"pod {pod.namespace}/{pod.name} belongs to no attempt of a TrainingJob")
+            raise Forbidden(f"pod {pod.namespace}/{pod.name} does not belong to an attempt of a TrainingJob")
         return Sender(job.key, job.uid, attempt.attempt, _present(self._store.attempts_of(job.key), job.uid))
 
     async def _pod(self, token: str) -> PodIdentity:
@@ -144,21 +144,21 @@ class TokenReviews:
         extra = user.get("extra") or {}
         account, names, uids = str(user.get("username", "")), extra.get(POD_NAME) or [], extra.get(POD_UID) or []
         if not account.startswith(ACCOUNT) or len(names) != 1 or len(uids) != 1:
-            raise Forbidden("the token is bound to no pod: use the one that is mounted into the trainer's pod")
+            raise Forbidden("the token is not bound to a pod: use the one mounted into the trainer's pod")
         namespace = account.removeprefix(ACCOUNT).split(":")[0]
         return await self._bound_pod(namespace, str(names[0]), str(uids[0]))
 
     async def _bound_pod(self, namespace: str, name: str, uid: str) -> PodIdentity:
         if all(attempt.namespace != namespace for attempt in self._store.attempts):
-            # Where nothing is served pods may not even be looked at: that refusal would be taken for an outage.
-            raise Forbidden(f"pod {namespace}/{name} belongs to no attempt of a TrainingJob")
+            # In namespaces that are not served pods may not be read; that rejection would look like an outage.
+            raise Forbidden(f"pod {namespace}/{name} does not belong to an attempt of a TrainingJob")
         try:
             metadata = (await self._client.get(PODS, namespace, name))["metadata"]
         except NotFound:
-            raise Forbidden(f"pod {namespace}/{name} is gone") from None
+            raise Forbidden(f"pod {namespace}/{name} does not exist") from None
         owner: Mapping[str, Any] = controller(metadata)
         if metadata.get("uid") != uid or owner.get("kind") != "Job":
-            raise Forbidden(f"pod {namespace}/{name} belongs to no attempt of a TrainingJob")
+            raise Forbidden(f"pod {namespace}/{name} does not belong to an attempt of a TrainingJob")
         return PodIdentity(namespace, name, uid, str(owner.get("uid", "")))
 
     def _take_allowance(self, now: float) -> None:

@@ -42,7 +42,7 @@ def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: P
     assert "device: Cpu, as in the attempts before" in said
     code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_gpu, devices=0)
     assert code == 64
-    assert "the run began on a GPU, and no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
+    assert "the run began on a GPU, but no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
 
 
 def test_memory_that_runs_out_on_the_device_costs_tries_and_no_bit(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_memory_that_runs_out_on_the_device_costs_tries_and_no_bit(tmp_path: Pat
     heavy = {"training": training, "memory": {"budget": {"device": "320Mi", "host": "2Gi"}}}
     code, said, found = fake_cuda.run(device_runs.run, job(tmp_path, **heavy), tmp_path / "gpu")
     assert code == 0, said
-    assert "another plan: " in said
+    assert "replanned: " in said
     plain = {"training": training, "memory": {"mode": "Disabled", "budget": {"host": "2Gi"}}}
     code, said, then = fake_cuda.run(device_runs.run, job(tmp_path, **plain), tmp_path / "cpu", devices=0)
     assert code == 0, said
@@ -76,5 +76,5 @@ def test_ranks_take_a_gpu_each_with_the_bits_of_ranks_on_cpus(tmp_path: Path) ->
     assert "device: Cuda, Fake CUDA device" in said
     code, said, then = fake_cuda.run(device_runs.run, two, tmp_path / "cpus", *ranks)
     assert code == 0, said
-    assert "device: Cpu, 2 ranks need a GPU each, and there are 1" in said
+    assert "device: Cpu, 2 ranks need a GPU each, but there are 1" in said
     device_attempts.assert_same(found, then)

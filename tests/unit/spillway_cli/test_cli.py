@@ -280,7 +280,7 @@ def test_full_disk_names_the_directory_and_leaves_no_folder(
 
     monkeypatch.setattr(local_run, "write_atomic", full)
     assert cli.run_app(["run", str(job_file), "--output", str(tmp_path / "out")]) == ExitCode.USER_ERROR
-    wanted = f"spillway: --output {tmp_path / 'out'}: No space left on device; make room"
+    wanted = f"spillway: --output {tmp_path / 'out'}: No space left on device; free space"
     assert wanted in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -325,7 +325,7 @@ def test_device_budget_of_zero_is_refused_as_in_the_job(
     command: list[str], job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run_app([*command, str(job_file), "--device", "0"]) == ExitCode.USER_ERROR
-    assert "--device: 0 is too little" in capsys.readouterr().err
+    assert "--device: 0 must be more than 0" in capsys.readouterr().err
 
 
 def test_metrics_port_in_use_is_refused_before_anything_starts(
@@ -340,7 +340,7 @@ def test_metrics_port_in_use_is_refused_before_anything_starts(
 
 def test_spill_directory_that_cannot_be_written_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(job_file, "--spill", str(job_file / "spill")) == ExitCode.USER_ERROR
-    assert f"--spill {job_file / 'spill'}: cannot write there" in capsys.readouterr().err
+    assert f"--spill {job_file / 'spill'}: not writable" in capsys.readouterr().err
 
 
 def test_spill_directory_that_is_missing_is_refused_and_not_made(
@@ -348,7 +348,7 @@ def test_spill_directory_that_is_missing_is_refused_and_not_made(
 ) -> None:
     slip = job_file.parent / "nvmee" / "spill"
     assert run(job_file, "--spill", str(slip)) == ExitCode.USER_ERROR
-    assert f"--spill {slip}: there is no such directory; correct it, or make it on" in capsys.readouterr().err
+    assert f"--spill {slip}: no such directory; correct it, or create it on" in capsys.readouterr().err
     assert not slip.parent.exists()
 
 
@@ -403,7 +403,7 @@ def test_spill_directory_that_is_given_twice_is_refused(job_file: Path, capsys: 
     fast = job_file.parent / "fast"
     fast.mkdir()
     assert run(job_file, "--spill", str(fast), "--spill", f"{fast}/../fast") == ExitCode.USER_ERROR
-    assert f"--spill {fast}: is given twice; name each volume's directory once" in capsys.readouterr().err
+    assert f"--spill {fast}: given twice; name each volume's directory once" in capsys.readouterr().err
 
 
 def test_vocabulary_too_small_for_text_is_refused_before_anything_starts(
@@ -444,7 +444,7 @@ def test_demo_refuses_a_directory_of_somebody_else(tmp_path: Path, capsys: pytes
     [
         (["corpus"], "write NAME=DIRECTORY"),
         (["=x"], "write NAME=DIRECTORY"),
-        (["corpus=/does/not/exist"], "is no directory"),
+        (["corpus=/does/not/exist"], "is not a directory"),
         (["corpus=/", "corpus=/"], "given twice"),
     ],
 )
@@ -581,7 +581,7 @@ def test_text_that_a_start_was_rejected_for_may_be_corrected(tmp_path: Path) -> 
 
 def test_a_checkpoint_binds_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-4.e1").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds a run that this job does not continue"):
+    with pytest.raises(UserError, match="contains a run that this job does not continue"):
         local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
 
 
@@ -591,13 +591,13 @@ def test_directory_of_another_run_lists_every_field_and_both_values(tmp_path: Pa
     with pytest.raises(UserError) as refused:
         local_run.refuse_another_run(trained(tmp_path), other, job_json(tiny_job()))
     first, *fields, last = str(refused.value).splitlines()
-    assert first.endswith("holds a run that this job does not continue:") and "name another directory" in last
+    assert first.endswith("contains a run that this job does not continue:") and "name another directory" in last
     assert [field.strip() for field in fields] == [
-        "spec.model.config.hiddenSize was 256 and is 512 now",
-        "spec.model.config.numLayers was 6 and is 4 now",
-        "spec.training.globalBatchSize was 8 and is 16 now",
-        "spec.training.seed was 0 and is 7 now",
-        "spec.training.sequenceLength was 256 and is 128 now",
+        "spec.model.config.hiddenSize was 256, is now 512",
+        "spec.model.config.numLayers was 6, is now 4",
+        "spec.training.globalBatchSize was 8, is now 16",
+        "spec.training.seed was 0, is now 7",
+        "spec.training.sequenceLength was 256, is now 128",
     ]
 
 
@@ -607,11 +607,11 @@ CHANGES = "optimizer: {learningRate: '2e-3'}, schedule: {name: Linear, warmupSte
 def test_steps_schedule_and_rate_may_change_and_are_said(tmp_path: Path) -> None:
     extended = tiny_job(("steps: 80", f"steps: 90, {CHANGES}"))
     assert local_run.refuse_another_run(trained(tmp_path), extended, job_json(tiny_job())) == [
-        "spec.training.optimizer.learningRate was 0.0003 and is 0.002 now",
-        "spec.training.schedule.finalFraction was 0.1 and is 0.0 now",
-        "spec.training.schedule.name was Cosine and is Linear now",
-        "spec.training.schedule.warmupSteps was 0 and is 2 now",
-        "spec.training.steps was 80 and is 90 now",
+        "spec.training.optimizer.learningRate was 0.0003, is now 0.002",
+        "spec.training.schedule.finalFraction was 0.1, is now 0.0",
+        "spec.training.schedule.name was Cosine, is now Linear",
+        "spec.training.schedule.warmupSteps was 0, is now 2",
+        "spec.training.steps was 80, is now 90",
     ]
 
 
@@ -623,7 +623,7 @@ def test_fewer_steps_than_are_trained_are_rejected(tmp_path: Path, trace: str) -
     else:
         (run.checkpoints / "step-40.e1").mkdir(parents=True)
     local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 40")), job_json(tiny_job()))
-    with pytest.raises(UserError, match=r"spec\.training\.steps is 39, and 40 are trained"):
+    with pytest.raises(UserError, match=r"spec\.training\.steps is 39, but 40 are trained"):
         local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 39")), job_json(tiny_job()))
 
 
@@ -637,12 +637,12 @@ def test_interrupted_run_whose_checkpoints_are_gone_is_rejected(
     (output / "job.json").write_text(job_json(tiny_job()).model_dump_json())
     (output / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in attempt_lines(1, 1, 7)))
     assert run(job_file) == ExitCode.CHECKPOINT_CORRUPT
-    assert "the checkpoint of step 4 was here and is gone; put it back" in " ".join(capsys.readouterr().err.split())
+    assert "the checkpoint of step 4 is missing; restore it" in " ".join(capsys.readouterr().err.split())
     assert not (output / "attempts").exists()
 
 
 def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metadata\.name was other and is tiny now"):
+    with pytest.raises(UserError, match=r"metadata\.name was other, is now tiny"):
         local_run.refuse_another_run(trained(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
 
 
@@ -673,11 +673,9 @@ def trained_sweep(directory: Path, *events: str) -> RunDirectory:
 
 def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> None:
     run, earlier = trained_sweep(tmp_path, member_event("a", "parked", 3)), job_json(sweep_job("ab"))
-    with pytest.raises(
-        UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate was 1e-3 and is 2e-3 now"
-    ):
+    with pytest.raises(UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate was 1e-3, is now 2e-3"):
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
-    with pytest.raises(UserError, match=r"spec\.objective\.halving was 0 and is 5 now"):
+    with pytest.raises(UserError, match=r"spec\.objective\.halving was 0, is now 5"):
         local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
 
 
@@ -702,7 +700,7 @@ def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path
     run = trained_sweep(tmp_path, member_event("a", "started", 0), member_event("a", "failed", 0))
     local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
     (tmp_path / "checkpoints" / "members" / "a" / "step-1.e1").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds a run that this job does not continue"):
+    with pytest.raises(UserError, match="contains a run that this job does not continue"):
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
 
 
@@ -726,12 +724,12 @@ def test_a_sweep_without_rounds_may_be_given_more_steps(tmp_path: Path) -> None:
     run = trained_sweep(tmp_path, member_event("a", "completed", 80), member_event("b", "completed", 80), end + "\n")
     extended, earlier = longer(sweep_job("ab"), 90), job_json(sweep_job("ab"))
     changed = local_run.refuse_another_run(run, extended, earlier)
-    assert changed == ["spec.training.steps was 80 and is 90 now"]
+    assert changed == ["spec.training.steps was 80, is now 90"]
     assert local_run.is_complete(run, sweep_job("ab")) and not local_run.is_complete(run, extended)
-    with pytest.raises(UserError, match="steps of member a is 70, and 80 are trained"):
+    with pytest.raises(UserError, match="steps of member a is 70, but 80 are trained"):
         local_run.refuse_another_run(run, longer(sweep_job("ab"), 70), earlier)
     rounds = job_json(sweep_job("ab", halving=5))
-    with pytest.raises(UserError, match="steps was 80 and is 90 now"):
+    with pytest.raises(UserError, match="steps was 80, is now 90"):
         local_run.refuse_another_run(run, longer(sweep_job("ab", halving=5), 90), rounds)
 
 
@@ -759,19 +757,19 @@ def test_job_file_reads_back_as_the_same_job(tmp_path: Path) -> None:
 
 def test_job_file_of_another_version_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"version": 99}')
-    with pytest.raises(UserError, match="no job file of this version"):
+    with pytest.raises(UserError, match="not a job file of this version"):
         local_run.read_job_file(tmp_path / "job.json")
 
 
 def test_output_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write there"):
+    with pytest.raises(UserError, match="not writable"):
         create_run_directory(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("option", ["--output", "--spill"])
 def test_directory_whose_name_is_no_text_is_a_sentence(option: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{option} .*not UTF-8"):
+    with pytest.raises(UserError, match=rf"{option} .*not valid UTF-8"):
         create_run_directory(tmp_path / "bad\udcff", option)
     assert not list(tmp_path.iterdir())
 
@@ -875,8 +873,8 @@ def test_summary_without_a_step_shows_no_figures(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (Attempt(1, 64, "UserError", "no text."), "ended: UserError: no text. The log is "),
-        (Attempt(1, 75, "Preempted", "stopped"), "stopped before the first step; the same command starts again"),
+        (Attempt(1, 64, "UserError", "no text."), "ended: UserError: no text. Log: "),
+        (Attempt(1, 75, "Preempted", "stopped"), "stopped before the first step; run the same command to start again"),
     ],
 )
 def test_closing_sentence_is_well_formed(attempt: Attempt, sentence: str, tmp_path: Path) -> None:
@@ -984,8 +982,8 @@ def test_container_without_its_own_cgroup_namespace_uses_the_mount(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("limit", "said"), [
-    (f"{500 * 2**20}", "the memory limit of this container leaves 500 MiB, and the trainer itself takes"),
-    ("max", "free on this machine are 500 MiB, and the trainer itself takes"),
+    (f"{500 * 2**20}", "this container's memory limit leaves 500 MiB, but the trainer itself needs"),
+    ("max", "this machine has free 500 MiB, but the trainer itself needs"),
 ])  # fmt: skip
 def test_memory_below_the_trainers_own_need_is_named_with_its_limit(limit: str, said: str, tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": f"{limit}\n", "sys/fs/cgroup/memory.current": "0\n"}

@@ -48,7 +48,7 @@ def test_a_crd_that_was_deleted_is_named_in_a_line(error: Exception, caplog: pyt
 def test_any_other_end_is_said_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert ends_of(ZeroDivisionError("oops")) == 1
     (record,) = caplog.records
-    assert record.getMessage() == "watches ended, and the process with it: oops"
+    assert record.getMessage() == "task watches ended, so the process ends: oops"
     assert "exception" in JsonFormatter().format(record)
 
 

@@ -14,7 +14,7 @@ from spillway_operator.observe import project_workload
 
 QUEUED = {"spec.scheduling": {"queueName": "team", "workloadPriorityClassName": "urgent"}}
 SAID = "couldn't assign flavors to pod set main: insufficient unused quota for memory in flavor any, 1Gi more needed"
-WAITS = "waits for quota in the queue team"
+WAITS = "waiting for quota in the queue team"
 
 
 def waiting(message: str = WAITS, since: str = "2026-11-21T10:00:10Z", **more: Any) -> Observed:
@@ -68,7 +68,7 @@ def test_where_kueue_is_not_there_or_not_ours_to_see_the_job_just_waits(answer: 
     world.operator.client.list = list_  # type: ignore[method-assign]
     rounds(world, 20)
     assert world.status["state"] == "Queued"
-    assert world.condition("QuotaReserved")["message"] == "waits for quota in the queue team"
+    assert world.condition("QuotaReserved")["message"] == "waiting for quota in the queue team"
 
 
 def test_the_job_carries_the_queue_and_the_priority_class_of_the_queue() -> None:

@@ -42,11 +42,11 @@ def test_an_empty_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("SPILLWAY_TRAINER_IMAGE", "", "SPILLWAY_TRAINER_IMAGE is not set: Image of the trainer"),
+        ("SPILLWAY_TRAINER_IMAGE", "", "SPILLWAY_TRAINER_IMAGE is not set: Trainer image"),
         ("SPILLWAY_WORKERS", "many", "SPILLWAY_WORKERS = 'many': input should be a valid integer"),
         ("SPILLWAY_WORKERS", "0", "SPILLWAY_WORKERS = '0': input should be greater than or equal to 1"),
         ("SPILLWAY_IMAGE_PULL_POLICY", "Sometimes", "SPILLWAY_IMAGE_PULL_POLICY = 'Sometimes'"),
-        ("SPILLWAY_PROMETHEUS_URL", "prometheus:9090", "write a whole URL"),
+        ("SPILLWAY_PROMETHEUS_URL", "prometheus:9090", "write a full URL"),
         ("SPILLWAY_PROGRESS_URL", "http://operator/progress", "must begin with https://"),
         ("SPILLWAY_PROGRESS_URL", "https://operator/progress", "SPILLWAY_PROGRESS_URL needs SPILLWAY_TLS_DIRECTORY"),
         ("SPILLWAY_LEASE_NAME", "spillway", "SPILLWAY_LEASE_NAME needs SPILLWAY_POD_NAMESPACE, which is not set"),
@@ -76,7 +76,7 @@ def test_a_certificate_directory_must_hold_all_its_files(monkeypatch: pytest.Mon
     monkeypatch.setenv("SPILLWAY_PROGRESS_URL", "https://operator/progress")
     monkeypatch.setenv("SPILLWAY_TLS_DIRECTORY", str(tmp_path))
     (tmp_path / "tls.crt").touch()
-    with pytest.raises(UserError, match=r"has no file tls\.key"):
+    with pytest.raises(UserError, match=r"file tls\.key is missing"):
         load_settings()
 
 

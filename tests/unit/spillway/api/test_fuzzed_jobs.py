@@ -22,7 +22,7 @@ from spillway_operator.decide.observed import Desired
 NUM_JOBS, SEED = at(20, 60, 10_000), 20261122
 MOST_CANDIDATES = 1_000_000
 """that are tried for one job: more are a search without end; the longest of hundreds of jobs tries 130,000"""
-UNCLEAR = ("which is a defect", "Traceback", "Error:")
+UNCLEAR = ("which is a bug", "Traceback", "Error:")
 
 
 def outcome(desired: Desired) -> str:

@@ -482,6 +482,7 @@ def test_nearly_as_fast_plan_without_writes_beats_one_that_wears_drives(
     assert (chosen.candidate is sparing.candidate) == spares
 
 
+@pytest.mark.ci
 def test_what_a_plan_wears_is_its_part_of_the_allowance() -> None:
     for limit in ("1e6", "2e6"):
         question = ask(job(WEARING | {"spec.memory.endurance": {"driveWritesPerDay": limit}}), SLOW)
@@ -745,6 +746,7 @@ def test_a_job_that_fits_without_streaming_is_not_streamed() -> None:
         assert not plan(budget(device)).parameters.streams
 
 
+@pytest.mark.ci
 def test_plans_without_streaming_are_the_best_of_those_without() -> None:
     for changes in ({}, budget("100Mi"), budget("70Mi"), SMALL_HEAD | budget("80Mi", host="120Mi")):
         free, resident = plan(changes), plan(changes | {"spec.memory.parameters": {"placement": "Resident"}})
@@ -765,6 +767,7 @@ def test_tied_embedding_and_head_have_the_same_home() -> None:
         assert not homes or homes[0] is homes[-1]
 
 
+@pytest.mark.ci
 def test_more_memory_makes_more_segments_resident() -> None:
     counts = [sum(home is Tier.DEVICE for home in plan(DEEP | budget(f"{size}Mi")).parameters.homes) or 14
               for size in (8, 14, 40)]  # fmt: skip
@@ -880,6 +883,7 @@ def test_the_search_finds_what_trying_everything_finds(
         assert search.nearest_miss().weighted_missing == min(one.weighted_missing for one in tried)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("changes", [budget("100Mi", host="1Gi"), *at([], [{}, budget("1Gi")], [{}, budget("1Gi")])])
 def test_a_very_deep_model_is_planned_in_seconds(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are what planning takes its time for: the number that it tries is bounded."""

@@ -127,7 +127,7 @@ def test_another_output_says_how_it_is_used(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("steps", "threads", "sentence"),
-    [(6, CORES, "5 are needed"), (12, 8, "trained with 8 threads, and 2 cores")],
+    [(6, CORES, "5 are needed"), (12, 8, "trained with 8 threads, but 2 cores")],
 )
 def test_a_run_that_tells_nothing_is_refused_and_nothing_is_written(
     steps: int, threads: int, sentence: str, tmp_path: Path, own_state: Path, capsys: pytest.CaptureFixture[str]
@@ -231,12 +231,12 @@ def test_a_probe_becomes_a_profile(
     assert spec.bfloat16_values_per_second is None, "nothing was left to price"
     assert spec.source == "Probe"
     shown = capsys.readouterr().out
-    assert "250 GFLOP/s" in shown and "part of the FLOP rates" in shown and "noise" in shown
+    assert "250 GFLOP/s" in shown and "included in the FLOP rates" in shown and "noise" in shown
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"load": 9.0}, "the machine was busy"), ({"backend": "threads+buffered"}, "knows no O_DIRECT")],
+    [({"load": 9.0}, "the machine was busy"), ({"backend": "threads+buffered"}, "does not support O_DIRECT")],
 )
 def test_what_makes_figures_doubtful_is_said(
     changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -268,7 +268,7 @@ def test_a_directory_in_memory_is_said_to_be_no_disk(
     monkeypatch.setattr(volumes, "read_text", lambda _: "tmpfs / tmpfs rw 0 0")
     calibrate("-o", "json")
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("lies in memory (tmpfs)" in note for note in notes)
+    assert any("is in memory (tmpfs)" in note for note in notes)
 
 
 def test_cells_with_copies_count_as_one_sample_with_their_waiting() -> None:
@@ -316,4 +316,4 @@ def test_options_of_the_probe_are_refused_beside_runs(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate("--from", str(run_directory(tmp_path / "run", 3.0)), *words) == ExitCode.USER_ERROR
-    assert f"{words[0]}: --from measures nothing" in capsys.readouterr().err
+    assert f"{words[0]}: has no effect with --from" in capsys.readouterr().err

@@ -126,8 +126,8 @@ def test_with_a_file_nothing_is_written_into_the_cluster(server: FakeApiServer, 
     [
         ('{"error": {"exitCode": 3, "message": "/spill: 1GiB free"}}', FAILED, "1GiB free"),
         ("Traceback\nNo module named spillway_cli", FAILED, "No module named"),
-        ("", ended("Failed", "DeadlineExceeded", "Job was active longer"), "it printed nothing"),
-        ('{"nodeProfile": {"spec": {"deviceKind": "Tpu"}}}', ended("Complete"), "cannot be understood"),
+        ("", ended("Failed", "DeadlineExceeded", "Job was active longer"), "no output"),
+        ('{"nodeProfile": {"spec": {"deviceKind": "Tpu"}}}', ended("Complete"), "are not valid"),
         ('{"nodeProfile": {"spec": {"deviceKind": "Cpu"}}}', ended("Complete"), "no rate"),
         (json.dumps({"nodeProfile": {"spec": {**SPEC, "numCores": 2}}}), ended("Complete"), "2 of the node's 7 cores"),
         ("hello", ended("Complete"), "hello"),
@@ -158,7 +158,7 @@ def test_a_pod_that_never_ran_says_what_the_scheduler_said(
 def test_a_node_that_is_not_there_is_one_sentence(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["calibrate", "nowhere", "--image", "x"]) == 64
     (line,) = capsys.readouterr().err.splitlines()
-    assert "node nowhere: the cluster has none of that name" in line
+    assert "node nowhere: not found in the cluster" in line
     assert sent(server, "POST", JOBS) == []
 
 
@@ -175,10 +175,10 @@ def test_ctrl_c_deletes_the_job(server: FakeApiServer, monkeypatch: pytest.Monke
     ("arguments", "said"),
     [
         ([NODE], "--image"),
-        ([NODE, "--image", "x", "--directory", "."], "--directory: is for this machine"),
-        ([NODE, "--image", "x", "--from", "run"], "--from: is for this machine"),
+        ([NODE, "--image", "x", "--directory", "."], "--directory: only applies to this machine"),
+        ([NODE, "--image", "x", "--from", "run"], "--from: only applies to this machine"),
         (["--image", "x"], "name it"),
-        (["-n", "team-a"], "--namespace: is for a node"),
+        (["-n", "team-a"], "--namespace: only applies to a cluster node"),
     ],
 )
 def test_options_of_a_node_and_of_this_machine_are_not_mixed(

@@ -130,12 +130,12 @@ def test_the_namespace_is_the_contexts(server: FakeApiServer) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (refusal(401, "Unauthorized", "Unauthorized"), "does not know you"),
-        (refusal(403, "Forbidden", "trainingjobs is forbidden"), "does not allow it: trainingjobs is forbidden"),
+        (refusal(401, "Unauthorized", "Unauthorized"), "not authenticated"),
+        (refusal(403, "Forbidden", "trainingjobs is forbidden"), "not permitted: trainingjobs is forbidden"),
         (refusal(404, "NotFound", "the server could not find the requested resource"), "install Spillway first"),
         (refusal(500, "InternalError", "etcd is away"), "cannot answer now: etcd is away"),
         (refusal(429, "TooManyRequests", "slow down."), "cannot answer now: slow down; try again later"),
-        (refusal(422, "Invalid", "no such thing"), "refused: no such thing"),
+        (refusal(422, "Invalid", "no such thing"), "rejected the request: no such thing"),
     ],
 )
 def test_what_the_server_refuses_is_a_sentence(
@@ -182,7 +182,7 @@ def test_a_job_that_exists_is_refused_with_its_state(
 ) -> None:
     server.jobs["team-a", "tiny"] = job(**RUNNING)
     assert run_app(["submit", manifest]) == 64
-    assert "TrainingJob tiny exists in namespace team-a (Running)" in capsys.readouterr().err
+    assert "TrainingJob tiny already exists in namespace team-a (Running)" in capsys.readouterr().err
 
 
 def test_what_the_server_refuses_is_said_field_by_field(
@@ -279,7 +279,7 @@ def test_a_job_is_shown_with_what_a_person_wants(server: FakeApiServer, capsys: 
 def test_a_job_that_nobody_looked_at_is_shown_too(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.jobs["team-a", "tiny"] = {"metadata": {"name": "tiny", "namespace": "team-a"}, "spec": {}}
     assert run_app(["status", "tiny"]) == 0
-    assert capsys.readouterr().out == "tiny in team-a: not looked at by the operator yet\n"
+    assert capsys.readouterr().out == "tiny in team-a: not processed by the operator yet\n"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_status_of_a_job_that_restarts_is_fine(server: FakeApiServer) -> None:
 
 def test_a_job_that_is_not_there_is_a_sentence(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["status", "gone"]) == 64
-    assert "TrainingJob gone: there is none in namespace team-a" in capsys.readouterr().err
+    assert "TrainingJob gone: not found in namespace team-a" in capsys.readouterr().err
 
 
 def test_json_is_the_object_itself(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +437,7 @@ def test_lines_of_several_pods_carry_their_node(server: FakeApiServer, capfdbina
 def test_no_pod_is_a_sentence(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.jobs["team-a", "tiny"] = job(state="Queued")
     assert run_app(["logs", "tiny"]) == 64
-    assert "TrainingJob tiny (Queued): no pod is there" in capsys.readouterr().err
+    assert "TrainingJob tiny (Queued): no pod found" in capsys.readouterr().err
 
 
 def test_following_goes_on_through_a_restart_to_the_end(server: FakeApiServer, capfdbinary: Any) -> None:
@@ -505,7 +505,7 @@ def test_the_log_of_an_ended_pod_whose_node_is_gone_is_given_up_in_words(
 
     server.before = node_is_gone
     assert run_app(["logs", "tiny", "-f"]) == 0
-    assert b"pod tiny-1-0: the rest of its log cannot be read" in capfdbinary.readouterr().err
+    assert b"pod tiny-1-0: cannot read the rest of its log" in capfdbinary.readouterr().err
 
 
 def send_as_they_are(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -576,7 +576,7 @@ def test_an_attempt_that_does_not_exist_is_a_sentence(
     server.add_pod("tiny-2-0", "tiny", 2, 0, "Running", ["two"])
     assert run_app(["logs", "tiny", "--attempt", "7", *follow]) == 64
     assert capsys.readouterr().err == (
-        "spillway: TrainingJob tiny (Running): no pod of attempt 7 is there; its newest attempt is 2\n"
+        "spillway: TrainingJob tiny (Running): no pod of attempt 7 found; its newest attempt is 2\n"
     )
 
 
@@ -633,7 +633,7 @@ def test_a_name_that_would_lead_to_another_path_is_never_sent(
     """As kubectl's `tjob/tiny`: the server's 404 would be taken for a cluster without Spillway."""
     assert run_app(arguments) == 64
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no name has a slash" in line and server.requests == []
+    assert "contains a slash" in line and server.requests == []
 
 
 # --- what is no API server --------------------------------------------------------------------------------------------
@@ -650,7 +650,7 @@ def test_a_page_that_no_api_server_wrote_is_one_sentence(
     assert run_app([*arguments, "-n", "team-a"]) == 64
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
-    assert line.startswith("spillway: what answers at http://127.0.0.1") and output.out == ""
+    assert line.startswith("spillway: http://127.0.0.1") and output.out == ""
 
 
 @pytest.mark.parametrize("items", ['["a", 3]', "[{}]", '{"a": 1}', '[{"metadata": {"name": 3}}]', '[{"metadata": []}]'])
@@ -661,7 +661,7 @@ def test_a_list_of_what_are_no_objects_is_one_sentence(
     for path in (cluster.jobs_path("team-a"), cluster.jobs_path(None)):
         server.pages[path] = f'{{"items": {items}}}'
     assert run_app([*arguments, "-o", "json"]) == 64
-    assert "no objects" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "list of objects" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_a_list_without_items_is_an_empty_one(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:

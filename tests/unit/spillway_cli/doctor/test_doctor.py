@@ -94,7 +94,7 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "spillway_trainer.kernels.native",
         ),
         ({"native": Missing("took more than 7 s")}, "warning", "took more than 7 s", "again on an idle machine"),
-        ({"disk": Disk("/spill", GIB // 2, True)}, "warning", "only 512 MiB free", "make room"),
+        ({"disk": Disk("/spill", GIB // 2, True)}, "warning", "only 512 MiB free", "free space"),
         ({"disk": Disk("/spill", 9 * GIB, False)}, "warning", "no O_DIRECT", "ext4 or xfs"),
         ({"disk": Disk("/spill", 0, False, True, "Permission denied")}, "error", "Permission denied", "--directory"),
         ({"disk": Disk(".", 0, False, False, "Permission denied")}, "warning", "Permission denied", "--directory"),
@@ -102,10 +102,15 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         (
             {"memory": MachineMemory(64 * GIB, GIB // 4, True)},
             "warning",
-            "a cgroup limit binds",
+            "limited by a cgroup",
             "container's memory limit",
         ),
-        ({"memory": MachineMemory(64 * GIB, GIB // 4, False)}, "warning", "256 MiB available", "end what holds it"),
+        (
+            {"memory": MachineMemory(64 * GIB, GIB // 4, False)},
+            "warning",
+            "256 MiB available",
+            "end processes that use much memory",
+        ),
         (
             {"memlock_bytes": 8 << 20, "gpus": Gpus((RTX,), "550.1", "12.4")},
             "note",
@@ -113,7 +118,7 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
             "ulimit -l",
         ),
         ({"huge_pages": "never"}, "warning", "huge pages are off", "madvise"),
-        ({"cores": Cores(2, 8, "16")}, "warning", "OMP_NUM_THREADS=16, and 2 cores", "unset"),
+        ({"cores": Cores(2, 8, "16")}, "warning", "OMP_NUM_THREADS=16, but only 2 cores", "unset"),
         ({"profile": Profile("/p", False)}, "note", "not measured", "spillway calibrate"),
         (
             {"profile": Profile("/p", True, "", "measured with 4 cores")},
@@ -131,10 +136,15 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         (
             {"gpus": Gpus((replace(RTX, free_bytes=14 * GIB, num_processes=2),))},
             "warning",
-            "10.0 GiB are taken by 2 computing processes",
+            "10.0 GiB used by 2 computing processes",
             "nvidia-smi",
         ),
-        ({"gpus": Gpus((replace(RTX, free_bytes=14 * GIB),))}, "warning", "by the display, or others", "nvidia-smi"),
+        (
+            {"gpus": Gpus((replace(RTX, free_bytes=14 * GIB),))},
+            "warning",
+            "by the display or other programs",
+            "nvidia-smi",
+        ),
         (
             {"gpus": Gpus((replace(RTX, pcie=(4, 8, 16)),))},
             "warning",
@@ -326,18 +336,18 @@ LABELLED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restr
     ("changes", "severity", "words", "fix"),
     [
         ({"version": Missing("no cluster answers at https://api")}, "error", "no cluster answers", "KUBECONFIG"),
-        ({"version": {"gitVersion": "v1.29.3"}}, "error", "needs 1.31", "newer cluster"),
+        ({"version": {"gitVersion": "v1.29.3"}}, "error", "needs 1.31", "upgrade the cluster"),
         ({"resources": ["trainingjobs"]}, "error", "not installed: MemoryProfile, NodeProfile", "helm"),
         ({"schemas": without("spec.memory.endurance")}, "error", "lack TrainingJob spec.memory.endurance", "crds"),
-        ({"schemas": with_field("later")}, "warning", "does not know TrainingJob spec.later", "install"),
-        ({"schemas": FORBIDDEN}, "note", "cannot be seen", "ask"),
+        ({"schemas": with_field("later")}, "warning", "lacks TrainingJob spec.later", "install"),
+        ({"schemas": FORBIDDEN}, "note", "you may not read", "ask"),
         ({"deployments": []}, "error", "no Deployment of the operator", "helm"),
-        ({"deployments": FORBIDDEN}, "note", "cannot be seen with your rights", "ask"),
+        ({"deployments": FORBIDDEN}, "note", "you may not read the operator's Deployment", "ask"),
         ({"deployments": deployed(spec={"replicas": 0})}, "error", "scaled to 0", "kubectl scale"),
         ({"deployments": deployed(status={})}, "error", "no replica is ready", "kubectl logs"),
         (
             {"deployments": deployed(metadata={**DEPLOYMENT["metadata"], "labels": {VERSION_LABEL: "0.2"}})},
-            "warning", "version 0.2, and this client is 0.1.0", "spillway-training 0.2 here",
+            "warning", "version 0.2, but this client is 0.1.0", "spillway-training 0.2 here",
         ),
         ({"rights": denied_rights("create trainingjobs")}, "warning", "`spillway submit`: you may not", "=edit"),
         ({"rights": denied_rights("list trainingjobs")}, "error", "`spillway status`: you may not", "=view"),
@@ -345,7 +355,7 @@ LABELLED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restr
         ({"rights": denied_rights("get pods/proxy")}, "note", "shows no rates", "=edit"),
         ({"node_profiles": []}, "note", "no NodeProfile", "spillway calibrate"),
         ({"node_profiles": [PROFILE, OLD_PROFILE]}, "warning", "older than 90 days: node-b", "spillway calibrate"),
-        ({"namespace_object": ABSENT}, "error", "there is no namespace team-a", "kubectl create namespace"),
+        ({"namespace_object": ABSENT}, "error", "namespace team-a does not exist", "kubectl create namespace"),
         (
             {"namespace_object": LABELLED, "pod_refusal": 'violates PodSecurity "restricted:latest"'},
             "error", "Pod Security enforces restricted: violates", "policy",
@@ -422,11 +432,11 @@ def claim(phase: str, *modes: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "severity", "words"),
     [
-        ({"claims": {"kept": ABSENT}}, "error", "spec.checkpoint.claim = kept: there is no such claim in team-a"),
+        ({"claims": {"kept": ABSENT}}, "error", "spec.checkpoint.claim = kept: claim not found in team-a"),
         ({"claims": {"kept": claim("Pending", "ReadWriteMany")}}, "note", "Pending"),
         ({"claims": {"kept": claim("Lost", "ReadWriteMany")}}, "error", "lost"),
-        ({"claims": {"kept": FORBIDDEN}}, "note", "cannot be seen"),
-        ({"storage_classes": {"fast": ABSENT}}, "error", "spec.spill.storageClassName = fast: there is no such"),
+        ({"claims": {"kept": FORBIDDEN}}, "note", "you may not read"),
+        ({"storage_classes": {"fast": ABSENT}}, "error", "spec.spill.storageClassName = fast: StorageClass not found"),
     ],
 )
 def test_volumes_of_the_job_are_looked_for(changes: dict[str, Any], severity: str, words: str) -> None:
@@ -490,7 +500,7 @@ def documents(out: str) -> dict[str, dict[str, Any]]:
 def test_without_a_cluster_one_line_says_so_and_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert out.count("kubeconfig") == 2 and "what belongs to a cluster was not looked at" in out
+    assert out.count("kubeconfig") == 2 and "the cluster was not examined" in out
     assert out.splitlines()[-1].startswith("0 errors, ")
 
 
@@ -539,7 +549,7 @@ def test_a_job_is_asked_for_its_claims_in_its_namespace(
 ) -> None:
     (tmp_path / "job.yaml").write_text(CLAIMING)
     assert run_app(["doctor", "--job", "job.yaml", "-o", "json"]) == 1
-    assert "kept: there is no such claim in team-a" in documents(capsys.readouterr().out)["volumes"]["message"]
+    assert "kept: claim not found in team-a" in documents(capsys.readouterr().out)["volumes"]["message"]
     server.objects["/api/v1/namespaces/team-a/persistentvolumeclaims/kept"] = claim("Bound", "ReadWriteMany")
     assert run_app(["doctor", "--job", "job.yaml", "-o", "json"]) == 0
 

@@ -47,9 +47,9 @@ def test_the_visible_gpus_are_those_that_cuda_shows_in_its_order(listed: str | N
         ((1, 1, 13000, "13.0"), ""),
         ((1, 1, 12040, None), ""),
         ((0, 0, 13000, "13.0"), "the driver finds no GPU"),
-        ((2, 0, 13000, "13.0"), "CUDA_VISIBLE_DEVICES hides all 2 of them"),
+        ((2, 0, 13000, "13.0"), "CUDA_VISIBLE_DEVICES hides all 2 GPUs"),
         ((1, 1, 13000, ""), "torch is built without CUDA"),
-        ((1, 1, 12040, "13.0"), "the driver knows CUDA 12.4, torch is built for 13.0"),
+        ((1, 1, 12040, "13.0"), "the driver supports CUDA 12.4, torch is built for 13.0"),
     ],
 )
 def test_why_no_gpu_can_be_used_is_said(facts: tuple[int, int, int, str | None], problem: str) -> None:
@@ -59,7 +59,7 @@ def test_why_no_gpu_can_be_used_is_said(facts: tuple[int, int, int, str | None],
 def test_a_machine_without_a_driver_or_with_a_silent_one_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for code, problem in (
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, NO_DRIVER.problem),
-        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "NVIDIA's driver does not answer: Driver Not Loaded"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "the NVIDIA driver does not answer: Driver Not Loaded"),
     ):
         monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(code)))
         assert find_gpus().problem == problem
@@ -105,6 +105,6 @@ def test_a_job_that_names_a_gpu_is_refused_where_none_can_be_used() -> None:
     spec = job({"spec.parallelism.device": "Cuda"}).spec
     with pytest.raises(UserError, match=r"device = Cuda: no GPU can be used here: no NVIDIA driver"):
         local_devices(spec, NO_DRIVER, 1)
-    with pytest.raises(UserError, match="3 ranks need a GPU each, and there are 2"):
+    with pytest.raises(UserError, match="3 ranks need a GPU each, but there are 2"):
         local_devices(spec, TWO, 3)
     assert local_devices(spec, TWO, 2) == [("Cuda", "")]

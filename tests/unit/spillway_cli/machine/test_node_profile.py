@@ -96,11 +96,11 @@ def test_a_profile_of_other_cores_is_left_aside_aloud(state: Path) -> None:
     written(state)
     own = own_profile(8)
     assert own.spec is None
-    assert "left aside" in own.sentence and "2 cores, and 8 can be used" in own.sentence
+    assert "not used" in own.sentence and "2 cores, but 8 are usable" in own.sentence
 
 
 def test_a_profile_of_other_cores_is_refused_when_it_was_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="measured with 2 cores, and 8"):
+    with pytest.raises(UserError, match="measured with 2 cores, but 8"):
         own_profile(8, given=written(tmp_path / "node.yaml"))
 
 
@@ -112,11 +112,11 @@ def test_a_profile_of_a_gpu_node_is_not_about_this_cpu(tmp_path: Path) -> None:
 def test_a_profile_without_a_rate_is_no_measurement(state: Path) -> None:
     state.parent.mkdir(parents=True)
     state.write_text(HEAD)
-    with pytest.raises(UserError, match="holds no rate, so nothing was measured"):
+    with pytest.raises(UserError, match="contains no measured rate"):
         own_profile(2, given=state)
     own = own_profile(2)
     assert own.spec is None
-    assert own.sentence.startswith("left aside") and own.sentence.endswith("Rates of the catalog")
+    assert own.sentence.startswith("profile not used") and own.sentence.endswith("Using catalog rates")
 
 
 def test_what_was_not_measured_is_named(state: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_hostile_figure_is_refused_by_name_and_left_aside_at_home(line: str, s
         own_profile(2, given=state)
     own = own_profile(2)
     assert own.spec is None
-    assert "left aside" in own.sentence and "\n" not in own.sentence
+    assert "not used" in own.sentence and "\n" not in own.sentence
 
 
 FILES = {
@@ -217,14 +217,14 @@ def test_a_file_that_is_no_profile_is_left_aside(content: bytes, state: Path) ->
     state.write_bytes(content)
     own = own_profile(2)
     assert own.spec is None
-    assert "left aside" in own.sentence
+    assert "not used" in own.sentence
     with pytest.raises(UserError):
         own_profile(2, given=state)
 
 
 def test_a_directory_in_its_place_is_left_aside(state: Path) -> None:
     state.mkdir(parents=True)
-    assert "left aside" in own_profile(2).sentence
+    assert "not used" in own_profile(2).sentence
 
 
 def test_a_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_plan_for_this_machine_says_where_its_rates_come_from(
     (tmp_path / "job.yaml").write_text(text())
     assert run_app(["plan", str(tmp_path / "job.yaml")]) in {0, 3}
     shown = capsys.readouterr()
-    assert "this machine: rates of the catalog" in shown.err
+    assert "this machine: catalog rates" in shown.err
     assert "step: about " in shown.out and "(uncalibrated: run `spillway calibrate`)" in shown.out
 
 

@@ -204,4 +204,4 @@ def test_reference_path_is_reported_only_without_the_native_library(isa: str, is
     console = plain()
     with ProgressReporter(console, 10, BUDGET) as progress:
         progress.event(Start(0.0, 1, 0, isa, "none", 1), RunLog())
-    assert ("reference path" in " ".join(said(console))) == is_said
+    assert ("plain torch" in " ".join(said(console))) == is_said

@@ -142,15 +142,15 @@ def test_run_says_a_line_for_every_event_of_a_member(run: RunDirectory) -> None:
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
         "3 members take turns: a, b, c",
-        "member a: step 0/8, begins",
-        "member a: step 4/8, loss 2, waits",
+        "member a: step 0/8, starts",
+        "member a: step 4/8, loss 2, paused",
         "best so far: a (evaluation loss 2.25)",
-        "member b: step 0/8, begins",
-        "member b: step 4/8, loss 2, waits",
-        "member c: step 0/8, begins",
-        f"member c: step 2/8, loss 4, FAILED alone: {FAILURE}",
+        "member b: step 0/8, starts",
+        "member b: step 4/8, loss 2, paused",
+        "member c: step 0/8, starts",
+        f"member c: step 2/8, loss 4, FAILED, the others continue: {FAILURE}",
         f"member b: step 4/8, loss 2, {STOPPED}",
-        "member a: step 4/8, goes on",
+        "member a: step 4/8, continues",
     ]
 
 

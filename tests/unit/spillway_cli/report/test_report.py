@@ -173,7 +173,7 @@ def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None
     found = summarize(log, plan(), log.curve)
     assert (found.num_skipped, found.num_overflowed) == (2, 1)
     assert (found.attempt_seconds, found.training_seconds) == (17.0, 4907.0)
-    assert left_out(found) == "2, whose loss or gradients were not finite (1 overflowed float16 at their loss scale)"
+    assert left_out(found) == "2: loss or gradients not finite (1 overflowed float16 at their loss scale)"
     assert time_of(found) == "17 s in 2 attempts, 1h21m from first to last"
     assert found.as_json()["skippedSteps"] == 2
 

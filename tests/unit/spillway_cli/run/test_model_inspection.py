@@ -87,7 +87,7 @@ def test_an_inspection_that_takes_a_second_says_so_on_a_terminal(
     monkeypatch.setattr(model_inspection.subprocess, "run", look)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     inspected_shape(FILE, job(SOURCE), {})
-    said = "building the model without memory, to learn its sizes ...\n"
+    said = "building the model without allocating it, to find its sizes ...\n"
     assert capsys.readouterr().err == (said if is_terminal else "")
     assert timers[0].cancelled
 
@@ -103,11 +103,11 @@ def test_a_refusal_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.Monk
     [
         (
             (1, "", "Traceback ...\nKeyError: 'x'\n"),
-            "job.yaml ended with code 1 and no answer: KeyError: 'x'; run",
+            "job.yaml exited with code 1 and no result: KeyError: 'x'; run",
         ),
-        ((-9, "", ""), "ended with code -9 and no answer; run it"),
-        ((0, "", "bye\n"), "ended with code 0 and no answer: bye; run it"),
-        ((0, '{"blocks": 3}', ""), "ended with code 0 and no answer; run it"),
+        ((-9, "", ""), "exited with code -9 and no result; run it"),
+        ((0, "", "bye\n"), "exited with code 0 and no result: bye; run it"),
+        ((0, '{"blocks": 3}', ""), "exited with code 0 and no result; run it"),
     ],
 )
 def test_an_inspection_without_an_answer_is_told_with_its_last_words(

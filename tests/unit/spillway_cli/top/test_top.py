@@ -176,7 +176,7 @@ CRASH = Attempt(1, 137, "RankCrashed", "killed by SIGKILL")
         (Life(False, 0, None, False), "NotStarted", "no attempt was ever started here"),
         (Life(False, 1, None, True), "Killed", "attempt 1 was killed after step 7"),
         (Life(False, 1, Attempt(1, 0, "Completed", ""), True), "Complete", ""),
-        (Life(False, 1, Attempt(1, 75, "Preempted", "stopped"), True), "Stopped", "goes on from the last checkpoint"),
+        (Life(False, 1, Attempt(1, 75, "Preempted", "stopped"), True), "Stopped", "resume from the last checkpoint"),
         (Life(False, 1, CRASH, True), "Failed", "attempts/attempt-1/trainer.log"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_directory_that_is_no_run_is_an_error_with_advice(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     assert run_app(["top", "corpus"]) == 64
-    assert "for the TrainingJob corpus give its --namespace" in capsys.readouterr().err
+    assert "for the TrainingJob corpus, give its --namespace" in capsys.readouterr().err
     assert run_app(["status", "corpus"]) == 64
     assert "`spillway top corpus` shows a local run" in capsys.readouterr().err
     assert run_app(["top", "./nowhere"]) == 64
@@ -410,9 +410,9 @@ def test_the_view_of_a_job_ends_with_it_and_outlives_the_api_server(
     server.before = trouble
     assert run_app(["top", "tiny", "--interval", "0.1"]) == 0
     text = capsys.readouterr().out
-    assert "shutting down; try again later; this is what was seen last" in text
+    assert "shutting down; try again later; showing the last known state" in text
     last = text[text.rindex("tiny in team-a") :]
-    assert "Complete=True (Completed)" in last and "seen last" not in last
+    assert "Complete=True (Completed)" in last and "last known" not in last
 
 
 def test_a_job_that_is_deleted_ends_the_view(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,7 +469,7 @@ def test_without_the_right_to_pods_the_planned_node_is_shown_as_such(
     server.objects["/api/v1/namespaces/team-a/pods"] = refusal(403, "Forbidden", "pods is forbidden")
     assert run_app(["top", "--once"]) == 0
     text = capsys.readouterr().out
-    assert "~node-b" in text and "not known: where the pods are" in text and "pods is forbidden" in text
+    assert "~node-b" in text and "not known: the pods' nodes" in text and "pods is forbidden" in text
 
 
 def test_json_of_the_fleet_is_one_document(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_the_message_of_the_version_before_is_read() -> None:
 
 def test_the_last_line_of_the_log_explains_a_crash_without_message() -> None:
     cause = cause_of_end([pod(0, ending(1, "Traceback ...\nValueError: bad\n\n"))], 1)
-    assert cause.message.endswith("the trainer ended with exit code 1; it last said: ValueError: bad")
+    assert cause.message.endswith("the trainer exited with code 1; last log line: ValueError: bad")
 
 
 @pytest.mark.parametrize("code", [137, 3, 70, 0])

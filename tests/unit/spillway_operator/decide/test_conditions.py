@@ -39,8 +39,10 @@ def test_the_page_lists_every_type_and_reason_and_no_other() -> None:
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[2:]
     found = {}
     for section in sections:
-        rows = re.findall(r"^\| (\w+) \| (True|False|Unknown) \| (.*) \|$", section, flags=re.MULTILINE)
-        found[section.split("\n", 1)[0]] = {reason: (status, meaning) for reason, status, meaning in rows}
+        items = re.findall(r"^- `(\w+)` \((True|False|Unknown)\): (.*(?:\n  .*)*)$", section, flags=re.MULTILINE)
+        found[section.split("\n", 1)[0]] = {
+            reason: (status, meaning.replace("\n  ", " ")) for reason, status, meaning in items
+        }
     assert found == {
         type_: {reason: status_of(meaning) for reason, meaning in reasons.items()}
         for type_, reasons in c.REASONS.items()

@@ -206,7 +206,7 @@ def told(found: ReportedStatus) -> tuple[int | None, str]:
     return found.memory.activations, found.memory.correction
 
 
-SENTENCE = "others fill the spill volume: activations take 28Mi of each rank's spill file instead of 48Mi, the rest stays in host memory"  # noqa: E501
+SENTENCE = "other data fills the spill volume: activations use 28Mi of each rank's spill file instead of 48Mi, the rest stays in host memory"  # noqa: E501
 
 
 def test_a_live_correction_is_told_once() -> None:
@@ -239,8 +239,8 @@ def test_advice_is_told_once_and_again_only_when_less_would_be_left() -> None:
     found, _ = memory(NOTHING, VOLUME, is_corrected=False)
     found, events = memory(found, LOW, is_corrected=False)
     sentence = (
-        "others fill the spill volume: mode Auto would let activations take 28Mi of each rank's spill file instead of "
-        "48Mi"
+        "other data fills the spill volume: mode Auto would let activations use 28Mi of each rank's spill file instead "
+        "of 48Mi"
     )
     assert (told(found), events) == ((28 * MIB, sentence), ["SpillVolumeLow"])
     for free in (20, 21, 40, 100):

@@ -146,7 +146,7 @@ def test_restarts_end_with_their_budget() -> None:
     fail(world, 1, "ValueError: again")
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "RankCrashed")
-    assert "lifecycle.maxRestarts = 1 is used up" in failed["message"]
+    assert "lifecycle.maxRestarts = 1 is reached" in failed["message"]
     assert "ValueError: again" in failed["message"]
 
 
@@ -305,7 +305,7 @@ def test_a_queued_job_is_never_written_again() -> None:
     world = World(queue="team-a")
     rounds(world)
     assert world.status["state"] == "Queued"
-    assert world.condition("QuotaReserved")["message"] == "waits for quota in the queue team-a"
+    assert world.condition("QuotaReserved")["message"] == "waiting for quota in the queue team-a"
     world.admit(world.attempts()[0])
     rounds(world)
     assert world.status["state"] == "Running"
@@ -457,7 +457,7 @@ def test_wrong_image_is_fixed_by_deleting_the_job_the_message_names() -> None:
     world.operator.deliver_all()
     world.look()
     message = world.condition("Running")["message"]
-    assert message.endswith("a corrected spec.image is used by the next attempt: kubectl delete job demo-1 -n team")
+    assert message.endswith("correct spec.image, then start a new attempt: kubectl delete job demo-1 -n team")
     world.job["spec"]["image"] = "mended"
     world.job["metadata"]["generation"] += 1
     world.server.put("trainingjobs", world.job)
@@ -486,7 +486,7 @@ def test_a_pod_that_a_deleted_job_left_behind_is_named(suspended: bool) -> None:
     name = pod["metadata"]["name"]
     assert said["reason"] == "JobGone"
     assert said["message"] == (
-        f"Job demo-1 is gone and pod {name} still runs: delete it (kubectl delete pod {name} -n team)"
+        f"Job demo-1 was deleted, but pod {name} is still running: delete it (kubectl delete pod {name} -n team)"
     )
     assert world.status["state"] == "Running"
     before = len(writes(world))
@@ -957,7 +957,7 @@ def test_a_container_that_cannot_start_is_shown() -> None:
     assert condition(desired, "Scheduled")["status"] == "True"
     assert condition(desired, "Running")["reason"] == "ContainerWaiting"
     assert condition(desired, "Running")["message"] == (
-        "demo-1-0-x: ImagePullBackOff: not found; a corrected spec.image is used by the next attempt: "
+        "demo-1-0-x: ImagePullBackOff: not found; correct spec.image, then start a new attempt: "
         "kubectl delete job demo-1 -n team"
     )
 
@@ -965,7 +965,7 @@ def test_a_container_that_cannot_start_is_shown() -> None:
 def test_the_advice_stays_whole_after_the_longest_sentence() -> None:
     pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting="CreateContainerConfigError: " + "x" * 4000)
     message = condition(not_ready((pod,)), "Running")["message"]
-    assert message.endswith("a corrected spec is used by the next attempt: kubectl delete job demo-1 -n team")
+    assert message.endswith("correct spec, then start a new attempt: kubectl delete job demo-1 -n team")
 
 
 def test_the_pod_that_is_not_ready_is_named() -> None:
@@ -974,7 +974,7 @@ def test_the_pod_that_is_not_ready_is_named() -> None:
         PodObject("demo-1-1-y", "q", 1, "node-1", "Running"),
     )
     running = condition(not_ready(pods), "Running")
-    assert (running["reason"], running["message"]) == ("PodsNotReady", "demo-1-1-y does not run")
+    assert (running["reason"], running["message"]) == ("PodsNotReady", "demo-1-1-y is not running")
 
 
 def test_an_attempt_without_pods_is_shown() -> None:
@@ -988,7 +988,7 @@ def test_rejected_pods_give_a_warning_and_a_condition_with_the_message() -> None
     scheduled = condition(desired, "Scheduled")
     assert (scheduled["status"], scheduled["reason"]) == ("False", "PodsRefused")
     assert scheduled["message"] == (
-        "Job demo-1 may not create its pods: exceeded quota: small, requested: limits.memory=2Gi"
+        "Job demo-1 cannot create its pods: exceeded quota: small, requested: limits.memory=2Gi"
     )
     assert condition(desired, "Running")["reason"] == "Starting"
     assert ("Warning", "PodsRefused") in {(note.type, note.reason) for note in desired.events}
@@ -999,7 +999,7 @@ def test_one_pod_that_came_through_hides_no_refusal_of_the_other() -> None:
     pod = PodObject("demo-1-0-x", "p", 0, "", "Pending", unschedulable="no room")
     seen = observed(pair, status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=(pod,))
     scheduled = condition(decide(replace(seen, pods_refusal="exceeded quota"), "2026-11-21T10:00:30Z"), "Scheduled")
-    assert scheduled["message"] == "Job demo-1 may not create more pods: exceeded quota"
+    assert scheduled["message"] == "Job demo-1 cannot create more pods: exceeded quota"
 
 
 def test_a_refusal_of_long_ago_says_nothing_once_every_pod_is_there() -> None:

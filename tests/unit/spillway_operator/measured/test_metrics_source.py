@@ -232,7 +232,7 @@ def test_an_answer_of_another_kind_is_a_problem_and_no_figures(
 ) -> None:
     prometheus.raw = raw
     found = snapshot(prometheus, clock)
-    assert "does not answer as Prometheus does" in found.problem
+    assert "is not a Prometheus server" in found.problem
     assert (found.nodes, found.pods, found.age_seconds) == ({}, {}, None)
 
 
@@ -252,7 +252,7 @@ def test_labels_of_another_form_are_no_node(prometheus: FakePrometheus, clock: C
 
 def test_a_refused_query_says_what_prometheus_said(prometheus: FakePrometheus, clock: Clock) -> None:
     prometheus.raw = b'{"status": "error", "error": "parse error: unexpected end"}'
-    assert "refused a query: parse error: unexpected end" in snapshot(prometheus, clock).problem
+    assert "rejected a query: parse error: unexpected end" in snapshot(prometheus, clock).problem
 
 
 def test_an_error_status_is_said(prometheus: FakePrometheus, clock: Clock) -> None:
@@ -270,7 +270,7 @@ def test_a_huge_answer_is_not_read_to_its_end(
 
 def test_a_prometheus_without_our_series_is_a_problem(prometheus: FakePrometheus, clock: Clock) -> None:
     found = snapshot(prometheus, clock)
-    assert "has no series node_memory_MemAvailable_bytes with a label node" in found.problem
+    assert "has no series node_memory_MemAvailable_bytes with the label node" in found.problem
     assert found.age_seconds == 0.0
 
 
@@ -304,7 +304,7 @@ def test_an_answer_of_ten_minutes_ago_is_no_reading(prometheus: FakePrometheus, 
 
     found = with_source(prometheus, clock, kept).snapshot()
     assert (found.nodes["node-a"].host, found.age_seconds) == (int(12.5 * GIB), 42.0)
-    assert found.problem.endswith("answers with what was true 10m00s ago, by its clock")
+    assert found.problem.endswith("answers with data of 10m00s ago; check its clock")
 
 
 def test_an_answer_of_two_minutes_ago_is_one(prometheus: FakePrometheus, clock: Clock) -> None:

@@ -55,7 +55,7 @@ def test_active_deadline_ends_the_job_after_its_attempt_checkpointed() -> None:
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "DeadlineExceeded")
     assert failed["message"].startswith(
-        "lifecycle.activeDeadlineSeconds = 60 is over: the attempts of the job ran for 6"
+        "lifecycle.activeDeadlineSeconds = 60 is exceeded: the attempts of the job ran for 6"
     )
     assert not world.attempts() and not world.pods()
     assert attempts_of(world)["lastReason"] == "DeadlineExceeded"
@@ -173,7 +173,7 @@ def test_pending_deadline_fails_the_job_and_says_what_was_in_the_way() -> None:
     course(world, 30)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "PendingDeadlineExceeded")
-    assert "lifecycle.pendingDeadlineSeconds = 60 is over: no attempt ran for 6" in failed["message"]
+    assert "lifecycle.pendingDeadlineSeconds = 60 is exceeded: no attempt ran for 6" in failed["message"]
     assert "exceeded quota" in failed["message"]
 
 
@@ -181,7 +181,7 @@ def test_a_pending_deadline_withdraws_an_attempt_that_waits_in_a_queue() -> None
     world = World(queue="team-a", lifecycle={"pendingDeadlineSeconds": 60})
     course(world, 80)
     assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
-    assert "waits for quota in the queue team-a" in world.condition("Failed")["message"]
+    assert "waiting for quota in the queue team-a" in world.condition("Failed")["message"]
     assert not world.attempts()
     assert attempts_of(world)["activeSeconds"] == 0
 
@@ -283,7 +283,7 @@ def test_stalls_end_with_the_budget_of_restarts() -> None:
     course(world, 300)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "Stalled")
-    assert "lifecycle.maxRestarts = 1 is used up; no step after step 42 for" in failed["message"]
+    assert "lifecycle.maxRestarts = 1 is reached; no step after step 42 for" in failed["message"]
 
 
 def test_progress_is_a_new_step_not_a_post() -> None:
@@ -392,7 +392,7 @@ def test_where_nobody_is_heard_nobody_is_ended() -> None:
         desired = decide(seen)
         assert condition(desired, "Running")["reason"] == reason, others
         if reason == "Running":
-            assert "no other job was heard" in condition(desired, "Progressing")["message"]
+            assert "no other job reported" in condition(desired, "Progressing")["message"]
             assert desired.look_again_seconds == 30
 
 
@@ -604,7 +604,7 @@ def test_restart_counters_are_never_reset_by_suspend_and_resume() -> None:
     assert after["activeSeconds"] >= before["activeSeconds"] > 0
     fail(world, 1)
     fail(world, 1)
-    assert "lifecycle.maxRestarts = 2 is used up" in world.condition("Failed")["message"]
+    assert "lifecycle.maxRestarts = 2 is reached" in world.condition("Failed")["message"]
 
 
 def test_the_state_of_a_resumed_job_is_not_stale() -> None:
@@ -674,7 +674,7 @@ def test_what_is_used_is_said_where_a_running_job_was_changed(change: dict[str, 
     rounds(world)
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("True", "UsedLater")
-    assert accepted["message"].startswith(f"{named} changed: attempt 1 goes on with what ConfigMap demo-1 says")
+    assert accepted["message"].startswith(f"{named} changed: attempt 1 continues with the values in ConfigMap demo-1")
     assert attempts_of(world)["total"] == 1 and world.status["state"] == "Running"
     world.job["spec"] = before
     world.edit()
@@ -703,7 +703,7 @@ def test_what_never_changes_is_refused_where_an_older_crd_let_it_through(field: 
     rounds(world)
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
-    assert f"spec.{field}" in accepted["message"] and "put back what its ConfigMap says" in accepted["message"]
+    assert f"spec.{field}" in accepted["message"] and "restore the value in its ConfigMap" in accepted["message"]
     assert not world.attempts()
     world.job["spec"] = before
     world.edit()

@@ -124,7 +124,7 @@ def test_mode_advise_says_what_auto_would_do_and_changes_nothing() -> None:
     assert world.condition("Failed")["reason"] == "DeviceOutOfMemory"
     assert world.status["attempts"]["total"] == 1
     (one,) = escalations(world)
-    assert one["change"].startswith("mode Auto would take: ")
+    assert one["change"].startswith("mode Auto would replan: ")
     assert one["change"].endswith("a step predicted")
 
 

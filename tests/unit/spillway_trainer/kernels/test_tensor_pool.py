@@ -103,7 +103,7 @@ def test_a_child_process_goes_on_with_the_pool() -> None:
 
 def test_activations_that_were_spilled_occupy_nothing() -> None:
     """32 layers save 2 MiB each; 9 may stay, 16 may be on their way."""
-    assert found("on")["spilled_resident"] < 48 * MIB
+    assert found("on")["spilled_resident"] <= (9 + 16) * 2 * MIB
 
 
 def test_what_nothing_holds_goes_back_when_spilling_is_closed() -> None:
