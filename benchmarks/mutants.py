@@ -37,14 +37,16 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutants"
 SEED, NUMBER, MOST_SECONDS, NUM_WORKERS = 20261124, 150, 600.0, 2
-DECISIONS = "reconcile case deadlines manifests conditions observed attempt_end acceptance gangs progress_status"
-OPTIMIZER = "optimizer reference kernels master_halves loss_scale schedule"
+OPTIMIZER = (
+    "optimizer/plain", "optimizer/loss_scale", "optimizer/schedule", "kernels/dispatch", "kernels/reference",
+    "kernels/master_halves",
+)  # fmt: skip
 TECHNIQUES = ("optimizer_offload", "activation_spill", "model_spill")
 AREAS = {
     "domain": (50, [ROOT / "operator/spillway"]),
-    "decisions": (35, [ROOT / f"operator/spillway_operator/{name}.py" for name in DECISIONS.split()]),
+    "decisions": (35, [ROOT / "operator/spillway_operator/decide"]),
     "techniques": (40, [ROOT / "trainer_image/spillway_trainer" / name for name in TECHNIQUES]),
-    "optimizer": (25, [ROOT / f"trainer_image/spillway_trainer/{name}.py" for name in OPTIMIZER.split()]),
+    "optimizer": (25, [ROOT / f"trainer_image/spillway_trainer/{name}.py" for name in OPTIMIZER]),
 }
 """area -> how many of the mutants, and where"""
 OPERATORS = re.compile(

@@ -60,7 +60,7 @@ class Techniques(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Commits the run's state; checkpoint.py implements it."""
+    """Commits the run's state; checkpoints/tensors.py implements it."""
 
     def commit(self, progress: RunProgress) -> tuple[int, float]:
         """Write and commit a checkpoint of `progress`; returns its bytes and seconds."""

@@ -5,7 +5,6 @@
     records.py         one storage: source, copy, reload; the views of it
     transfer.py        one batch's copies: their order, their buffers, their way back
     needs.py           the order in which backward needs what left, seen in one step, foreseen in the next
-    choice.py          which single storages stay, are rebuilt, go to host memory or to NVMe: pure
     chooser.py         what forwards save and when it is needed, watched; the choice, agreed between ranks
     lean.py            what is cheaper rebuilt than moved, and how much of it is wanted
     rebuilding.py      sees the operators run, and runs them again in backward
