@@ -86,7 +86,7 @@ def drawn() -> list[Mutant]:
     rng = random.Random(SEED)
     found = []
     for area, (number, places) in AREAS.items():
-        files = sorted(path for place in places for path in ([place] if place.is_file() else place.glob("*.py")))
+        files = sorted(path for place in places for path in ([place] if place.is_file() else place.rglob("*.py")))
         sites = {(str(path.relative_to(ROOT)), *site): made for path in files for site, made in sites_of(path).items()}
         order = sorted(sites)
         rng.shuffle(order)

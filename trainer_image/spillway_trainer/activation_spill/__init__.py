@@ -1,14 +1,14 @@
-"""activation_spill: what autograd saves goes to host memory or NVMe in forward and is back before backward needs it.
+"""activation_spill: saved tensors leave for host memory or NVMe in forward and return before backward needs them.
 
-    saved_tensors.py   which saved tensors are activations, and each segment's answer
-    store.py           a batch a segment: dedup by storage, bounded bytes in flight
-    records.py         one storage: source, copy, reload; the views of it
-    transfer.py        one batch's copies: their order, their buffers, their way back
-    needs.py           the order in which backward needs what left, seen in one step, foreseen in the next
-    chooser.py         what forwards save and when it is needed, watched; the choice, agreed between ranks
-    lean.py            what is cheaper rebuilt than moved, and how much of it is wanted
-    rebuilding.py      sees the operators run, and runs them again in backward
-    alone.py           a context manager around any forward, without a plan
+    store.py           one batch per segment forward: deduplicates storages, bounds bytes in flight
+    records.py         one storage: source, copy, reload, and its views
+    transfer.py        the copies of one batch, out and back
+    reload_order.py    the order in which backward reads spilled storages, recorded for the next step
+    chooser.py         observes forwards and sets a policy per storage, agreed between ranks
+    lean.py            selective recomputation: what is cheaper to recompute than to move
+    rebuilding.py      records cheap operators and reruns them in backward
+    spill.py           ActivationPlan -> hooks around segments
+    alone.py           Spilling: a context manager around any forward, without a plan
 
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """

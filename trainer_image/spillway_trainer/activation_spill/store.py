@@ -16,8 +16,8 @@ from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .chooser import StoragePolicy
-from .needs import Needs
 from .records import Record, SpilledTensor
+from .reload_order import ReloadOrder
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
 ALIGNED_BYTES = 64
@@ -80,7 +80,7 @@ class SpillStore:
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
-        self._needs: dict[str, Needs] = {}
+        self._reload_order: dict[str, ReloadOrder] = {}
         """of the last batch of each segment that backward came to"""
 
     def open(
@@ -96,12 +96,14 @@ class SpillStore:
         """
         needs = None
         if self.ahead_bytes is not None:
-            needs = Needs(self._needs.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes)
+            needs = ReloadOrder(
+                self._reload_order.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes
+            )
         return SavedBatch(self, segment, answer, moved_bytes, kept_bytes, placement, needs)
 
-    def start_backward(self, segment: str, needs: Needs) -> None:
+    def start_backward(self, segment: str, needs: ReloadOrder) -> None:
         """Backward has come to a batch of `segment`: the next one's is expected to be as this one's."""
-        self._needs[segment] = needs
+        self._reload_order[segment] = needs
         self._bounces.give_pages_back()
 
     def move(self, segment: str, answer: Policy, records: list[Record]) -> Transfer | None:
@@ -177,18 +179,18 @@ class SavedBatch:
     __slots__ = (
         "__weakref__",
         "_answer",
-        "_herald",
         "_is_backward",
         "_kept",
         "_kept_bytes",
         "_limit_bytes",
         "_moved_bytes",
-        "_needs",
         "_pending",
         "_pending_bytes",
         "_placement",
+        "_reload_order",
         "_store",
         "_transfers",
+        "_trigger",
         "backward_label",
         "minimum_bytes",
         "offered_bytes",
@@ -203,10 +205,10 @@ class SavedBatch:
         moved_bytes: int | None,
         kept_bytes: int,
         placement: StoragePolicy | None,
-        needs: Needs | None = None,
+        needs: ReloadOrder | None = None,
     ) -> None:
         self._store = store
-        self._needs = needs
+        self._reload_order = needs
         """None: backward comes to the batch as a whole"""
         self._is_backward = False
         self._answer = answer
@@ -217,7 +219,7 @@ class SavedBatch:
         self._kept: set[int] = set()
         """storages that were offered and stay"""
         self._kept_bytes = 0
-        self._herald: int | None = None
+        self._trigger: int | None = None
         """the kept storage that backward comes to as far before what moved as reloads may run ahead"""
         self.offered_bytes = 0
         """of storages that could move, each once"""
@@ -244,14 +246,14 @@ class SavedBatch:
         record = known() if known is not None else None
         if record is None or not record.holds(tensor):
             if not self._takes(key, nbytes):
-                return Herald(self, tensor, store.ledger, storage) if key == self._herald else None
+                return PrefetchTrigger(self, tensor, store.ledger, storage) if key == self._trigger else None
             answer = self._answer if self._placement is None else self._placement.answer(storage)
             pending = self._pending.setdefault(answer, [])
             record = Record(store.lanes, store.ledger, self, len(pending), tensor, storage)
             store.records[key] = ref = weakref.ref(record)
             pending.append(ref)
-            if self._needs is not None:
-                self._needs.add(record, ref)
+            if self._reload_order is not None:
+                self._reload_order.add(record, ref)
             self._pending_bytes += nbytes
             limit_bytes = store.transfer_bytes
             if limit_bytes is not None and self._pending_bytes >= limit_bytes:
@@ -272,8 +274,8 @@ class SavedBatch:
             return True
         self._kept.add(key)
         self._kept_bytes += nbytes
-        if self._herald is None and self._kept_bytes > (self._store.ahead_bytes or 0):
-            self._herald = key
+        if self._trigger is None and self._kept_bytes > (self._store.ahead_bytes or 0):
+            self._trigger = key
         return False
 
     def know(self, tensor: Tensor, record: Record) -> None:
@@ -309,20 +311,24 @@ class SavedBatch:
             record.transfer = transfer
 
     def prefetch(self) -> None:
-        if self._herald is None:
+        if self._trigger is None:
             self.reload_last()
 
     def reload_last(self) -> None:
         """Backward comes to what was moved next."""
         self._start_backward()
-        if self._needs is None or not self._needs.run_ahead():
+        if self._reload_order is None or not self._reload_order.run_ahead():
             self._reload_before(len(self._transfers))
 
     def come_to(self, record: Record) -> None:
         """Backward needs `record` now: submit the reloads of what it needs next."""
         self._start_backward()
         transfer = record.transfer  # none where no tier took it
-        if (self._needs is not None and self._needs.come_to(record)) or transfer is None or transfer.is_entered:
+        if (
+            (self._reload_order is not None and self._reload_order.come_to(record))
+            or transfer is None
+            or transfer.is_entered
+        ):
             return
         transfer.is_entered = True
         self._reload_before(transfer.number)
@@ -330,9 +336,9 @@ class SavedBatch:
     def _start_backward(self) -> None:
         if not self._is_backward:
             self._is_backward = True
-            if self._needs is not None:
-                self._needs.foresee()
-                self._store.start_backward(self.segment, self._needs)
+            if self._reload_order is not None:
+                self._reload_order.foresee()
+                self._store.start_backward(self.segment, self._reload_order)
 
     def _reload_before(self, number: int) -> None:
         """Submit the reloads of the transfers before `number`, as far as they may run ahead of backward."""
@@ -348,9 +354,9 @@ class SavedBatch:
                     return  # no room yet: loaded at the first need, when what comes after it has left
 
 
-class Herald(KeptTensor):
-    """A kept tensor after which backward comes to those that were moved. Reloaded before, they would make the fullest
-    moment of the step fuller: all that is kept is still there when backward begins."""
+class PrefetchTrigger(KeptTensor):
+    """A kept tensor whose unpacking starts prefetching. Starting earlier would raise peak memory: when backward begins,
+    every kept tensor is still alive."""
 
     __slots__ = ("_batch",)
 

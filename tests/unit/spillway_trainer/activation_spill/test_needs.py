@@ -1,4 +1,4 @@
-"""activation_spill.needs: what reloads do when the order in which backward comes to storages is known."""
+"""activation_spill.reload_order: what reloads do when the order in which backward comes to storages is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from spillway_trainer.activation_spill.needs import ReloadGroup, foreseen
+from spillway_trainer.activation_spill.reload_order import ReloadGroup, foreseen
 
 
 def test_the_nearest_are_reloaded_first_in_groups() -> None:

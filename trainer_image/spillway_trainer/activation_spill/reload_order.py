@@ -1,11 +1,9 @@
-"""Needs: in which order backward comes to what left, seen in one step and foreseen in the next.
+"""ReloadOrder: records the order in which backward reads spilled storages, and prefetches in that order next step.
 
-Layer after layer that is the reverse of forward, but not where layers share something: an encoder's output or a table
-of biases is saved once, needed by every layer of a decoder, and long before its neighbours in forward. Reloads in the
-reverse order would bring those neighbours, too, and hold what is shared from its first need to its last.
-
-So the numbers of the storages that backward came to are kept, and the next step's reloads follow them: a few MiB
-ahead, the nearest first; and what is needed again only after much else is given up in between, and read again.
+The order is the reverse of forward except where layers share a tensor: an encoder's output or a bias table is saved
+once and read by every decoder layer, long before its neighbours. Reloading in reverse order would load those
+neighbours too early and hold the shared tensor from its first read to its last. A storage that is read again much
+later is dropped in between and reloaded.
 """
 
 from __future__ import annotations
@@ -76,10 +74,10 @@ def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, gro
     return Foreseen(list(came_to), groups, frozenset(leaves))
 
 
-class Needs:
+class ReloadOrder:
     """Of one batch: what its backward comes to, and what the last one's says that it will."""
 
-    def __init__(self, before: Needs | None, ahead_bytes: int, group_bytes: int) -> None:
+    def __init__(self, before: ReloadOrder | None, ahead_bytes: int, group_bytes: int) -> None:
         self._before = before
         self._ahead_bytes, self._group_bytes = ahead_bytes, group_bytes
         self.sizes: list[int] = []
