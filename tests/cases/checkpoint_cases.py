@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spillway_trainer.checkpoints.directory import Epoch
 from spillway_trainer.checkpoints.durable_files import DurableFiles
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint, TrainingState
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint, TrainingState
 
 
 def training_state(step: int, **changes: object) -> TrainingState:
@@ -25,7 +25,7 @@ def training_state(step: int, **changes: object) -> TrainingState:
     return TrainingState(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def commit(epoch: Epoch, step: int) -> CommittedCheckpoint:
+def commit(epoch: Epoch, step: int) -> StoredCheckpoint:
     """A checkpoint of two files with bytes of their own."""
     with epoch.pending(step) as pending:
         for number in range(2):

@@ -13,7 +13,7 @@ from harness.depth import FULL
 from harness.installed import Document, Installed, example
 from spillway.api.job_file import JobFile
 from spillway_trainer.checkpoints.directory import choose_resume
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint
 from testbed.layout import REPOSITORY
 
 SECONDS = 240.0
@@ -35,7 +35,7 @@ def divided(strategy: str, namespace: str) -> Document:
     )
 
 
-def last_checkpoint(directory: Path) -> CommittedCheckpoint:
+def last_checkpoint(directory: Path) -> StoredCheckpoint:
     found = choose_resume(directory).checkpoint
     assert found is not None, directory
     return found

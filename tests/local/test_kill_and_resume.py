@@ -17,7 +17,7 @@ from harness.patience import wait_until
 from spillway.api.load import parse_job
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoints.directory import choose_resume
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint
 
 TRIALS = at(2, 12, 100)
 
@@ -30,7 +30,7 @@ class Reference:
     corpus: Path
     losses: dict[int, float]
     evaluations: dict[int, float]
-    last: CommittedCheckpoint
+    last: StoredCheckpoint
     seconds: float
 
 
@@ -53,13 +53,13 @@ def curves(output: Path) -> tuple[dict[int, float], dict[int, float]]:
     return steps, evaluations
 
 
-def last_checkpoint(output: Path) -> CommittedCheckpoint:
+def last_checkpoint(output: Path) -> StoredCheckpoint:
     found = choose_resume(output / "checkpoints").checkpoint
     assert found is not None
     return found
 
 
-def tensor_hashes(checkpoint: CommittedCheckpoint) -> list[str]:
+def tensor_hashes(checkpoint: StoredCheckpoint) -> list[str]:
     return [entry.xxh3_128 for entry in checkpoint.manifest.files]
 
 

@@ -17,7 +17,7 @@ from harness.patience import wait_until
 from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoints.directory import choose_resume
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint
 
 CHANGES: Mapping[str, str] = {
     "steps: 4": "steps: 24",
@@ -51,13 +51,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(text, root / "corpus", job, rank_runs.losses(job), hashes(last_checkpoint(job)))
 
 
-def last_checkpoint(job: JobFile) -> CommittedCheckpoint:
+def last_checkpoint(job: JobFile) -> StoredCheckpoint:
     found = choose_resume(Path(job.checkpoint_directory)).checkpoint
     assert found is not None
     return found
 
 
-def hashes(checkpoint: CommittedCheckpoint) -> list[str]:
+def hashes(checkpoint: StoredCheckpoint) -> list[str]:
     return [entry.xxh3_128 for entry in checkpoint.manifest.files]
 
 

@@ -18,7 +18,7 @@ from spillway.errors import CheckpointCorrupt, UserError
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 from spillway_trainer.checkpoints.directory import Epoch
 from spillway_trainer.checkpoints.durable_files import describe_file
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint, TrainingState
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint, TrainingState
 from spillway_trainer.checkpoints.tensors import (
     check_same_run,
     load,
@@ -62,7 +62,7 @@ def canonical(
 SHAPES = {"a": (7, 5), "b": (3,), "c": (1, 1), "d": (40, 50), "e": (), "empty": (0, 3)}
 
 
-def saved(directory: Path, tensors: dict[str, Tensor], **state: object) -> CommittedCheckpoint:
+def saved(directory: Path, tensors: dict[str, Tensor], **state: object) -> StoredCheckpoint:
     return save(Epoch.start(directory, 1), training_state(10, **state), iter(tensors.items()))
 
 
@@ -228,7 +228,7 @@ class Run:
         self.step += 1
         return loss.item()
 
-    def save(self, epoch: Epoch) -> CommittedCheckpoint:
+    def save(self, epoch: Epoch) -> StoredCheckpoint:
         state = training_state(
             self.step,
             samples_consumed=self.samples,
@@ -250,7 +250,7 @@ class Run:
             "exp_avg_sq": self.exp_avg_sq,
         }
 
-    def load(self, checkpoint: CommittedCheckpoint) -> None:
+    def load(self, checkpoint: StoredCheckpoint) -> None:
         states = self.states()
         for full_name, value in load(checkpoint, {name: tuple(p.shape) for name, p in self.parameters.items()}):
             kind, name = full_name.split(".", 1)
@@ -280,7 +280,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path: Path, corpus: Corpus) ->
 
 
 @pytest.fixture
-def exported_from(tmp_path: Path, corpus: Corpus) -> CommittedCheckpoint:
+def exported_from(tmp_path: Path, corpus: Corpus) -> StoredCheckpoint:
     run = Run(corpus)
     run.train(1)
     state = training_state(
@@ -309,7 +309,7 @@ LLAMA_NAMES = {
 
 
 def test_export_has_the_names_and_shapes_of_llama(
-    tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint
+    tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint
 ) -> None:
     export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -318,7 +318,7 @@ def test_export_has_the_names_and_shapes_of_llama(
 
 
 def test_exported_float32_weights_are_the_masters(
-    tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint
+    tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint
 ) -> None:
     export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path, dtype="float32")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -331,7 +331,7 @@ def test_exported_float32_weights_are_the_masters(
 
 
 def test_exported_float16_weights_are_the_rounded_masters(
-    tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint
+    tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint
 ) -> None:
     for dtype in ("float16", "float32"):
         export(exported_from.path, tmp_path / dtype, tokenizer=corpus.tokenizer_path, dtype=dtype)
@@ -347,9 +347,7 @@ def test_what_float16_cannot_hold_is_refused_with_its_name() -> None:
     assert list(file.content(torch.bfloat16))
 
 
-def test_exported_config_describes_the_model(
-    tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint
-) -> None:
+def test_exported_config_describes_the_model(tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint) -> None:
     export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     expected = {
@@ -372,27 +370,27 @@ def test_tied_model_is_exported_without_a_second_embedding(tmp_path: Path, corpu
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_corrupt_checkpoint_is_not_exported(tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint) -> None:
+def test_corrupt_checkpoint_is_not_exported(tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint) -> None:
     flip_bit(exported_from.path / "tensors-00000.safetensors", 9999)
     with pytest.raises(CheckpointCorrupt, match="tensors-00000"):
         export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
     assert not (tmp_path / "hf").exists()
 
 
-def test_export_with_another_tokenizer_is_refused(tmp_path: Path, exported_from: CommittedCheckpoint) -> None:
+def test_export_with_another_tokenizer_is_refused(tmp_path: Path, exported_from: StoredCheckpoint) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not the tokenizer that step-1\.e1 was trained with"):
         export(exported_from.path, tmp_path / "hf", tokenizer=tmp_path / "tokenizer.json")
 
 
-def test_export_never_overwrites(tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint) -> None:
+def test_export_never_overwrites(tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint) -> None:
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="exists already"):
         export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
 
 
 def test_export_removes_nothing_beside_its_output(
-    tmp_path: Path, corpus: Corpus, exported_from: CommittedCheckpoint
+    tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint
 ) -> None:
     mine = tmp_path / "llama.tmp" / "notes"
     mine.parent.mkdir()

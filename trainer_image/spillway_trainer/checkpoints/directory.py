@@ -24,9 +24,9 @@ from .durable_files import DurableFiles, FileEntry
 from .manifest import (
     MANIFEST,
     CheckpointName,
-    CommittedCheckpoint,
     Manifest,
     Problem,
+    StoredCheckpoint,
     TensorEntry,
     TrainingState,
     open_checkpoint,
@@ -70,7 +70,7 @@ class CheckpointSummary:
 class Resume:
     """Where a new epoch begins."""
 
-    checkpoint: CommittedCheckpoint | None
+    checkpoint: StoredCheckpoint | None
     """None: from the start"""
     passed_over: tuple[Problem, ...]
     """what is wrong with the newer checkpoints that did not verify"""
@@ -146,7 +146,7 @@ class Pending:
         self.tensors: dict[str, TensorEntry] = {}
         self._epoch = epoch
 
-    def commit(self, state: TrainingState) -> CommittedCheckpoint:
+    def commit(self, state: TrainingState) -> StoredCheckpoint:
         """Make it a checkpoint. After the return it survives a power cut; before the rename it does not exist."""
         assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
         epoch, target = self._epoch, self._epoch.directory / str(self.name)
@@ -160,7 +160,7 @@ class Pending:
         self.files.rename(self.path, target)
         self.files.sync_directory(epoch.directory)
         epoch.parent = self.name
-        return CommittedCheckpoint(target, manifest)
+        return StoredCheckpoint(target, manifest)
 
 
 class Epoch:

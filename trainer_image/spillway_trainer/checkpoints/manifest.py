@@ -167,7 +167,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedCheckpoint:
+class StoredCheckpoint:
     """A committed checkpoint whose manifest is intact; `verify_checkpoint` says whether its files are, too."""
 
     path: Path
@@ -177,7 +177,7 @@ class CommittedCheckpoint:
         return str(self.manifest.name)
 
 
-def open_checkpoint(path: Path) -> CommittedCheckpoint:
+def open_checkpoint(path: Path) -> StoredCheckpoint:
     """The checkpoint in directory `path`, by its manifest alone. Raises Unsealed when there is no intact manifest."""
     try:
         with open_regular(path / MANIFEST) as file:
@@ -190,7 +190,7 @@ def open_checkpoint(path: Path) -> CommittedCheckpoint:
     name = CheckpointName.parse(path.name)
     if name is not None and name != manifest.name:
         raise Unsealed(f"the manifest of {manifest.name}")
-    return CommittedCheckpoint(path, manifest)
+    return StoredCheckpoint(path, manifest)
 
 
 def verify_checkpoint(path: Path) -> list[Problem]:
@@ -207,7 +207,7 @@ def verify_checkpoint(path: Path) -> list[Problem]:
     return [problem for problem in problems if problem is not None]
 
 
-def _verify_file(checkpoint: CommittedCheckpoint, expected: FileEntry) -> Problem | None:
+def _verify_file(checkpoint: StoredCheckpoint, expected: FileEntry) -> Problem | None:
     if not _FILE_NAME.fullmatch(expected.name):
         return Problem(str(checkpoint), MANIFEST, "file names without a path", repr(expected.name))
     try:

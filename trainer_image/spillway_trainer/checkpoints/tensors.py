@@ -23,7 +23,7 @@ from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
 from .directory import Epoch, Pending
-from .manifest import CommittedCheckpoint, TensorEntry, TrainingState
+from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
 FILE_BYTES = 64 * MIB
@@ -33,7 +33,7 @@ _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
                       torch.int64: "I64"}  # fmt: skip
 
 
-def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> CommittedCheckpoint:
+def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> StoredCheckpoint:
     """Commit one checkpoint. Raises CheckpointNotWritten (training can go on) or Fenced (it must end)."""
     with epoch.pending(state.step) as pending:
         write_tensors(pending, tensors)
@@ -112,7 +112,7 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]])
 
 
 def load(
-    checkpoint: CommittedCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases,
     `statistics` its running statistics, under their names there.
@@ -172,7 +172,7 @@ def restore_random_state(text: str) -> None:
 
 
 def _check_shapes(
-    checkpoint: CommittedCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]]
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]]
 ) -> None:
     state = checkpoint.manifest.state
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))

@@ -22,7 +22,7 @@ from torch import Tensor
 from spillway.errors import CheckpointCorrupt, UserError
 
 from ..checkpoints.durable_files import DurableFiles, describe_file
-from ..checkpoints.manifest import CommittedCheckpoint, TrainingState, open_checkpoint, verify_checkpoint
+from ..checkpoints.manifest import StoredCheckpoint, TrainingState, open_checkpoint, verify_checkpoint
 from ..checkpoints.tensors import bytes_of, safetensors_header
 from ..corpus.tokens import END_OF_TEXT_ID
 
@@ -91,7 +91,7 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     return [file.name for file in exported.weights]
 
 
-def _exported(checkpoint: CommittedCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
+def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
     state = checkpoint.manifest.state
     model = state.model
     if "lora" in model:
@@ -106,7 +106,7 @@ def _exported(checkpoint: CommittedCheckpoint, output: Path, dtype: ExportDtype)
     raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
 
 
-def _adapters(checkpoint: CommittedCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
+def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
     """The adapters; and the model below them, where that came from the seed and is nowhere else."""
     state = checkpoint.manifest.state
     adapters = _masters("adapter_model.safetensors", checkpoint, lambda name: [adapter_name(name)])
@@ -127,7 +127,7 @@ def _base_model(state: TrainingState) -> WeightFile:
     return _weight_file(f"{_BASE}/model.safetensors", shapes, initial, names_of)
 
 
-def _masters(file: str, checkpoint: CommittedCheckpoint, names_of: Callable[[str], Sequence[str]]) -> WeightFile:
+def _masters(file: str, checkpoint: StoredCheckpoint, names_of: Callable[[str], Sequence[str]]) -> WeightFile:
     """The checkpoint's masters, file by file."""
     tensors = checkpoint.manifest.tensors
     masters = [name for name in tensors if name.startswith(_MASTER)]
@@ -208,7 +208,7 @@ def adapter_name(name: str) -> str:
     return "base_model.model." + name.removeprefix(_PREFIX).replace(".default.", ".")
 
 
-def verified(path: Path) -> CommittedCheckpoint:
+def verified(path: Path) -> StoredCheckpoint:
     if problems := verify_checkpoint(path):
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointCorrupt(f"{path}: not exported, it is not as it was written\n{lines}")

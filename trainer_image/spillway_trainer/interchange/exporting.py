@@ -17,7 +17,7 @@ from spillway.errors import UserError
 from spillway.update_rules import MASTER
 
 from ..checkpoints.durable_files import DurableFiles
-from ..checkpoints.manifest import CommittedCheckpoint
+from ..checkpoints.manifest import StoredCheckpoint
 from ..kernels.reference import widened
 from ..optimizer.plain import Hyperparameters
 from .distributed import write_distributed
@@ -91,7 +91,7 @@ def export_states(
     return ExportedStates(len(names), state.step, num_updates)
 
 
-def _parameters(checkpoint: CommittedCheckpoint) -> list[str]:
+def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
     """Raises UserError for the states of a rule that these formats have no place for."""
     kinds: dict[str, set[str]] = {}
     for full_name in checkpoint.manifest.tensors:
@@ -106,7 +106,7 @@ def _parameters(checkpoint: CommittedCheckpoint) -> list[str]:
     return list(kinds)
 
 
-def _check_powers(checkpoint: CommittedCheckpoint, num_updates: int, betas: tuple[float, float] | None) -> None:
+def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[float, float] | None) -> None:
     """A step alone says the bias correction only if every update had the same betas."""
     scalars = checkpoint.manifest.state.scalars
     if betas is None:
@@ -120,7 +120,7 @@ def _check_powers(checkpoint: CommittedCheckpoint, num_updates: int, betas: tupl
         )
 
 
-def _values(checkpoint: CommittedCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
+def _values(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
     """(kind, name, value), file by file; moments widened to float32, which changes none, in their parameter's shape."""
     tensors = checkpoint.manifest.tensors
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
@@ -131,7 +131,7 @@ def _values(checkpoint: CommittedCheckpoint) -> Iterator[tuple[str, str, Tensor]
                 yield kind, name, value.view(tensors[f"{MASTER}.{name}"].shape)
 
 
-def _aliases(checkpoint: CommittedCheckpoint, names: Sequence[str]) -> Mapping[str, str]:
+def _aliases(checkpoint: StoredCheckpoint, names: Sequence[str]) -> Mapping[str, str]:
     """Names that a model's state_dict() has for tied parameters, beside the owner's."""
     model = checkpoint.manifest.state.model
     naming = class_names(model)

@@ -21,7 +21,7 @@ from spillway.errors import UserError
 from .. import config, run_job
 from ..checkpoints import tensors as checkpoint
 from ..checkpoints.directory import Epoch
-from ..checkpoints.manifest import CommittedCheckpoint, TrainingState
+from ..checkpoints.manifest import StoredCheckpoint, TrainingState
 from ..corpus.tokens import Corpus, prepare_corpus
 from ..models.build import build_model
 from ..models.chain import Chain
@@ -39,7 +39,7 @@ _LATEST = "latest"
 class Imported:
     """What became of a foreign checkpoint, for the command to say."""
 
-    checkpoint: CommittedCheckpoint
+    checkpoint: StoredCheckpoint
     foreign: Foreign
     num_parameters: int
 

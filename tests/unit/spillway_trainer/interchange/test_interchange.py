@@ -26,7 +26,7 @@ from spillway.errors import CheckpointCorrupt, UserError
 from spillway.update_rules import MomentType
 from spillway_trainer.checkpoints.directory import Epoch
 from spillway_trainer.checkpoints.durable_files import DurableFiles
-from spillway_trainer.checkpoints.manifest import CommittedCheckpoint
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint
 from spillway_trainer.checkpoints.tensors import save
 from spillway_trainer.interchange import exporting
 from spillway_trainer.interchange.distributed import find_keys
@@ -60,7 +60,7 @@ def test_zero_of_any_number_of_ranks_is_read_bit_by_bit(tmp_path: Path, stage: i
 # ---- our own, out and in again ----
 
 
-def our_checkpoint(directory: Path, **changes: Any) -> CommittedCheckpoint:
+def our_checkpoint(directory: Path, **changes: Any) -> StoredCheckpoint:
     state = training_state(4, **({"scalars": POWERS, "model": {"class": "any"}} | changes))
     tensors = ((f"{kind}.{name}", value) for (kind, name), value in states().items())
     return save(Epoch.start(directory / "checkpoints", 1), state, tensors)
