@@ -40,7 +40,6 @@ NUM_BUCKETS = 3074
 """SPILLWAY_NUM_BUCKETS"""
 LEAST_BUCKET = 0x33800000
 """the bits of 2^-24: no map tells what is below from 0, but for whether it is"""
-"""SPILLWAY_ENGINE_*, the one that `auto` prefers first: docs/adr/0006-io-engines.md has the measurement"""
 M_MMAP_THRESHOLD = -3
 """of malloc.h"""
 MMAP_THRESHOLD_BYTES = 2 * 2**20

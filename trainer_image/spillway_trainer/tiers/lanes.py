@@ -1,12 +1,11 @@
 """Lanes: all copies, CPU updates and disk transfers are submitted and ordered here.
 
-The law of ordering: an operation runs after the events in its `after`, after everything that the host had already
-waited for, and after nothing else. Two operations on one lane have no order unless an event gives them one. (CUDA
-streams order more than that; schedules must not rely on it: the lazy and the tracing lanes do not provide it.)
+The law of ordering: an operation runs after the events in its `after`, after everything the host has waited for, and
+after nothing else. Two operations on one lane have no order unless an event gives them one. CUDA streams order more;
+schedules must not rely on it. Tests hold them to the law by lanes that run operations as late as possible and by lanes
+that report races (tests/fakes/lazy_lanes.py, tests/fakes/tracing.py).
 
-    CpuLanes      one worker thread a lane; native copies and I/O release the GIL
-    LazyLanes     an operation runs as late as somebody waits for its event; poisons what must not be read
-    TracingLanes  virtual time at given rates; reports races by happens-before, and makespan against the bound
+CpuLanes runs one worker thread per lane; native copies and I/O release the GIL.
 """
 
 from __future__ import annotations
