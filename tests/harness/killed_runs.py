@@ -22,7 +22,7 @@ POINTS = {
     "the load of a base": ("spillway_trainer.sweep.shared_base", "", "load"),
     "parking": ("spillway_trainer.sweep.parking", "Parking", "park"),
     "attaching": ("spillway_trainer.sweep.attempt", "Sweep", "_attach"),
-    "a segment's forward": (f"{STREAMING}.weight_stationary", "Step", "_enter"),
+    "a segment's forward": (f"{STREAMING}.weight_stationary", "StepInFlight", "_enter"),
     "the last segment's backward": ("spillway_trainer.assemble", "Assembly", "start_backward"),
     "a segment's backward": (f"{STREAMING}.weight_stationary", "Passage", "backward"),
     "an evaluation": ("spillway_trainer.trainer", "", "evaluate"),
