@@ -13,6 +13,8 @@ from typing import Any
 from spillway_trainer import environment  # noqa: F401 - before torch is imported
 # isort: on
 
+import torch
+
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Overlap
 from spillway.planning.hardware import local_node
@@ -24,6 +26,7 @@ from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.probe import Cell
 from spillway_trainer.trainer import LoopSettings, Run, RunProgress, StopRequest, train_step
 
+CPU = torch.device("cpu")
 HUNDRED_MILLION = Cell(768, 12, 10240, 512, 1, num_micro_batches=1)
 """100.7 million parameters, 512 tokens a step"""
 
@@ -75,7 +78,7 @@ class MeasuredRuns:
         """One more run; `optimizer` and `techniques` wrap what the step loop is given."""
         optimizer_plan = self._plan.optimizer.model_copy(update={"overlap": overlap})
         plan = self._plan.model_copy(update={"optimizer": optimizer_plan})
-        assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1))
+        assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1, CPU))
         wrapped = optimizer(assembly.optimizer)
         run = probe.run_of(self._job, self._cell, assembly)
         run = replace(run, optimizer=wrapped, techniques=techniques(run.techniques))

@@ -204,7 +204,7 @@ def record(number: int, job: Recorded, directory: Path) -> dict[str, Any]:
         for use in summary.tiers if use.planned_bytes or use.peak_bytes
     }  # fmt: skip
     found |= {
-        "predicted_step_seconds": summary.predicted_step_seconds,
+        "predicted_step_seconds": summary.prediction.step_seconds,
         "step_seconds": summary.step_seconds,
         "num_steps": summary.num_steps,
     }
