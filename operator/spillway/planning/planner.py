@@ -88,17 +88,19 @@ def plan_run(
     if node.device_kind != "Cpu":
         return planned(job, node, overrides, explained=explained)
 
-    def split(device_share: float) -> MemoryPlan | Infeasible:
+    def split(device_share: float, *, explained: bool) -> MemoryPlan | Infeasible:
         shared = shared_memory(job, shared_bytes, num_local_ranks, device_share)
         both = replace(overrides, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
         return planned(job, node, both, explained=explained)
 
-    found = split(DEVICE_SHARE)
+    found = split(DEVICE_SHARE, explained=explained)
     is_split = bool(shared_bytes) and job.spec.memory.budget.device is None
     if isinstance(found, MemoryPlan) or not is_split or Tier.HOST not in found.missing_bytes:
         return found
-    other = split(1.0 - DEVICE_SHARE)
-    return found if isinstance(other, Infeasible) else other
+    other = split(1.0 - DEVICE_SHARE, explained=False)  # what would make it fit is worked out for one split only
+    if isinstance(other, Infeasible):
+        return found
+    return split(1.0 - DEVICE_SHARE, explained=True) if explained else other
 
 
 def run_strategy(spec: TrainingJobSpec) -> Strategy:

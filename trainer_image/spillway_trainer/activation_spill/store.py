@@ -80,7 +80,7 @@ class SpillStore:
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
-        self._reload_order: dict[str, ReloadOrder] = {}
+        self._reload_orders: dict[str, ReloadOrder] = {}
         """of the last batch of each segment that backward came to"""
 
     def open(
@@ -94,16 +94,16 @@ class SpillStore:
         """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
         all), and leaves at most `kept_bytes` where they are. `placement` answers for each storage instead of `answer`.
         """
-        needs = None
+        order = None
         if self.ahead_bytes is not None:
-            needs = ReloadOrder(
-                self._reload_order.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes
+            order = ReloadOrder(
+                self._reload_orders.get(segment), self.ahead_bytes, self.transfer_bytes or self.ahead_bytes
             )
-        return SavedBatch(self, segment, answer, moved_bytes, kept_bytes, placement, needs)
+        return SavedBatch(self, segment, answer, moved_bytes, kept_bytes, placement, order)
 
-    def start_backward(self, segment: str, needs: ReloadOrder) -> None:
+    def start_backward(self, segment: str, order: ReloadOrder) -> None:
         """Backward has come to a batch of `segment`: the next one's is expected to be as this one's."""
-        self._reload_order[segment] = needs
+        self._reload_orders[segment] = order
         self._bounces.give_pages_back()
 
     def move(self, segment: str, answer: Policy, records: list[Record]) -> Transfer | None:
@@ -205,10 +205,10 @@ class SavedBatch:
         moved_bytes: int | None,
         kept_bytes: int,
         placement: StoragePolicy | None,
-        needs: ReloadOrder | None = None,
+        reload_order: ReloadOrder | None = None,
     ) -> None:
         self._store = store
-        self._reload_order = needs
+        self._reload_order = reload_order
         """None: backward comes to the batch as a whole"""
         self._is_backward = False
         self._answer = answer
