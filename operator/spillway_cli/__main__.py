@@ -39,16 +39,16 @@ class Commands(TyperGroup):
     """Turns Ctrl-C into our Preempted error, before the library exits with its own code."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with said_interrupts():
+        with interrupts_reported():
             return super().make_context(*arguments, **options)
 
     def invoke(self, context: Any) -> Any:
-        with said_interrupts():
+        with interrupts_reported():
             return super().invoke(context)
 
 
 @contextlib.contextmanager
-def said_interrupts() -> Iterator[None]:
+def interrupts_reported() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:

@@ -73,7 +73,7 @@ def message_console() -> Console:
 
 
 @contextmanager
-def said_if_slow(doing: str) -> Iterator[None]:
+def status_if_slow(doing: str) -> Iterator[None]:
     """Prints `doing` on stderr, if that is a terminal, once the block has taken a second."""
     console = message_console()
     timer = threading.Timer(1.0, console.print, (f"{doing} ...",))

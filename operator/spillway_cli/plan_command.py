@@ -22,7 +22,7 @@ from spillway.planning.planner import Overrides, make_plan
 from spillway.units import format_bytes, format_rough_seconds
 from spillway_operator.decide.acceptance import refusal
 
-from .console import message_console, print_result, result_console, said_if_slow, table
+from .console import message_console, print_result, result_console, status_if_slow, table
 from .machine.local_node import probe
 from .machine.node_profile import named_node, own_profile
 from .run import local_run
@@ -54,7 +54,7 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
         resources = probe(Path())
         profiles = partial(own_profile, resources.cores)
         local = with_budget(job, BudgetOverrides(device, host, nvme))
-        with said_if_slow(SEARCHING):
+        with status_if_slow(SEARCHING):
             decided = decided_for_this_machine(local, resources, shape=shape, profiles=profiles)
         best, _ = local_devices(local.spec, resources.gpus, num_ranks=1)[0]
         own = profiles(decided.device if isinstance(decided, MemoryPlan) else best)
@@ -63,7 +63,7 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     else:
         overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
         named = named_node(node)
-        with said_if_slow(SEARCHING):
+        with status_if_slow(SEARCHING):
             rates, decided = named.rates, make_plan(job, named.node, overrides)
     if output == "json":
         print_result(decided.model_dump_json(indent=2) + "\n")

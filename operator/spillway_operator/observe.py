@@ -66,7 +66,7 @@ class Sight:
     """An attempt of the job lost the labels by which the watch selects."""
 
 
-class Ears(Protocol):
+class ProgressSource(Protocol):
     """The progress endpoint's record of when it could receive reports."""
 
     def hearing_seconds(self) -> float | None: ...
@@ -83,7 +83,7 @@ class Observer:
         reservations: Reservations,
         facts: Callable[[], OperatorFacts],
         clock: Callable[[], float] = time.monotonic,
-        ears: Ears | None = None,
+        progress: ProgressSource | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -91,7 +91,7 @@ class Observer:
         self._reservations = reservations
         self._facts = facts
         self._clock = clock
-        self._ears = ears
+        self._progress = progress
         self._holders = Holders(store)
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
@@ -121,7 +121,7 @@ class Observer:
                 pods=pods,
                 pods_refusal=await self._pods_refusal(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
-                hearing_seconds=None if self._ears is None else self._ears.hearing_seconds(),
+                hearing_seconds=None if self._progress is None else self._progress.hearing_seconds(),
                 queue_says=await self._queue_says(job, attempts) if "queue_says" in needs else None,
                 waiting_gangs=self._waiting_gangs(key) if "waiting_gangs" in needs else None,
                 others_silent_seconds=self._others_silent_seconds(key),
@@ -139,7 +139,7 @@ class Observer:
             attempt.ready and not attempt.outcome and (attempt.namespace, attempt.owner_name) != key
             for attempt in self._store.attempts
         )
-        return self._ears.others_silent_seconds(key) if self._ears is not None and others_run else None
+        return self._progress.others_silent_seconds(key) if self._progress is not None and others_run else None
 
     def _waiting_gangs(self, key: Key) -> tuple[WaitingGang, ...]:
         """Other gangs that wait for nodes. Searches the text before parsing: of thousands of jobs only a few wait."""
@@ -198,7 +198,7 @@ class Observer:
         newest = max(living, key=lambda attempt: attempt.attempt)
         selector = f"regarding.kind=Job,regarding.uid={newest.uid},reason=FailedCreate"
         try:
-            found = await self._client.list(EVENTS, job.namespace, _told_at, field_selector=selector)
+            found = await self._client.list(EVENTS, job.namespace, _event_time, field_selector=selector)
         except RequestRejected:
             return ""
         return max(found.items, default=("", ""))[1]
@@ -357,7 +357,7 @@ _NEW_POD = re.compile(
 """Begin of a FailedCreate message, removed because the pod's name changes with every try, and so would the status."""
 
 
-def _told_at(event: Mapping[str, Any]) -> tuple[str, str]:
+def _event_time(event: Mapping[str, Any]) -> tuple[str, str]:
     """When the event last happened (RFC 3339), and its message."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("deprecatedLastTimestamp"), event.get("eventTime"))

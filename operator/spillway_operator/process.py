@@ -104,7 +104,7 @@ class Operator:
         self._address = self._published()
         self._applier = Applier(self._client, self._store)
         observer = Observer(
-            self._client, self._store, self._cluster, self._reservations, self._facts, ears=self._progress
+            self._client, self._store, self._cluster, self._reservations, self._facts, progress=self._progress
         )
         self._worker = Worker(
             self._queue,

@@ -67,7 +67,7 @@ class Worker:
         outbox: ProgressOutbox,
         events: EventPoster,
         exporter: OperatorExporter,
-        told: JobCallbacks,
+        callbacks: JobCallbacks,
     ) -> None:
         self._queue = queue
         self._observer = observer
@@ -76,7 +76,7 @@ class Worker:
         self._outbox = outbox
         self._events = events
         self._exporter = exporter
-        self._told = told
+        self._callbacks = callbacks
         self._planning = asyncio.Lock()
         self._uids: dict[Key, str] = {}
         """Uids of the TrainingJobs that were processed."""
@@ -119,7 +119,7 @@ class Worker:
             sight = await self._observer.observe(key, left.needs)
             if sight is None:
                 self._uids.pop(key, None)
-                self._told.forget(key)
+                self._callbacks.forget(key)
                 return True
             self._meet(sight.observed.job)
             observed = self._answered(sight.observed, left.applied)
@@ -137,7 +137,7 @@ class Worker:
         """Forgets the state of a deleted job if another one now has its name."""
         if self._uids.setdefault(job.key, job.uid) != job.uid:
             self._uids[job.key] = job.uid
-            self._told.forget(job.key)
+            self._callbacks.forget(job.key)
 
     def _answered(self, observed: Observed, applied: Applied) -> Observed:
         """`observed` with the last round's errors and the report that may be written."""
@@ -184,7 +184,7 @@ class Worker:
         if newest is not None and newest.report is observed.progress:
             self._outbox.written(job.key, newest, time.monotonic())
         if written:
-            self._told.ran_out(job, desired.ran_out)
+            self._callbacks.ran_out(job, desired.ran_out)
             for event in desired.events:
                 self._events.note(job, event)
 

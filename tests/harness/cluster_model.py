@@ -284,8 +284,8 @@ class Operator:
         self.outbox = ProgressOutbox()
         applier = Applier(client, self.store)
         began = server.now
-        ears: Any = SimpleNamespace(hearing_seconds=lambda: server.now - began)
-        observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, ears)
+        progress: Any = SimpleNamespace(hearing_seconds=lambda: server.now - began)
+        observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, progress)
         self.queue: KeyQueue[Any] = KeyQueue(clock)
         self.ran_out: list[Escalation] = []
         """what MemoryProfiles are told"""

@@ -96,7 +96,7 @@ def is_text(path: Path) -> bool:
 
 
 @contextmanager
-def no_room_is_said(run: RunDirectory, *made: Path) -> Iterator[None]:
+def explained_if_disk_is_full(run: RunDirectory, *made: Path) -> Iterator[None]:
     """Turns an OSError into a UserError that names the directory; removes those folders of `made` that are empty."""
     try:
         yield

@@ -21,7 +21,7 @@ from typing import Protocol
 from spillway.errors import ExitCode
 
 from ..record.attempt_ends import NO_RUNG, Attempt, Rung, describe_end, record_end
-from ..record.directory import RunDirectory, next_epoch, no_room_is_said
+from ..record.directory import RunDirectory, explained_if_disk_is_full, next_epoch
 from ..record.follower import RunFollower
 from ..record.log import Event, RunLog
 
@@ -52,7 +52,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._told_pid: int | None = None
+        self._signalled_pid: int | None = None
 
     @property
     def requested(self) -> bool:
@@ -69,8 +69,8 @@ class StopSignals:
 
     def pass_on(self, process: subprocess.Popen[bytes], watcher: Watcher) -> None:
         """Asks this trainer to stop, once, if a stop was requested, even before it started."""
-        if self.signal_number is not None and process.pid != self._told_pid:
-            self._told_pid = process.pid
+        if self.signal_number is not None and process.pid != self._signalled_pid:
+            self._signalled_pid = process.pid
             watcher.stopping(self.signal_number, process.pid)
             process.send_signal(signal.SIGTERM)
 
@@ -99,7 +99,7 @@ class Trainer:
 
     def start(self, run: RunDirectory, epoch: int) -> subprocess.Popen[bytes]:
         directory = run.attempt(epoch)
-        with no_room_is_said(run, directory, run.attempts):
+        with explained_if_disk_is_full(run, directory, run.attempts):
             directory.mkdir(parents=True)
             self.prepare(epoch)
             log_file = (directory / "trainer.log").open("wb")

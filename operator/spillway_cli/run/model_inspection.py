@@ -13,7 +13,7 @@ from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway.planning.model_shape import ModelShape
 
-from ..console import said_if_slow
+from ..console import status_if_slow
 
 
 def needs_inspection(model: Model) -> bool:
@@ -33,7 +33,7 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     stands_for = [f"--claim={name}={directory}" for name, directory in claims.items()]
     # -P: files in the current directory must not shadow modules.
     command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]
-    with said_if_slow("building the model without allocating it, to find its sizes"):
+    with status_if_slow("building the model without allocating it, to find its sizes"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stderr.strip())

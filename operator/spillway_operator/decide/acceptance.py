@@ -114,7 +114,7 @@ def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str
     )
 
 
-def changed_for_ever(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
+def forbidden_change(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
     """A change of immutable fields, which an older CRD did not reject: the job's checkpoints would not fit."""
     problem = f"immutable, but changed since attempt {attempt}; restore the value in its ConfigMap, or create a new job"
     problems = [

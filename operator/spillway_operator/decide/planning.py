@@ -76,7 +76,7 @@ def plan_attempt(
         required_labels=dict(placed.required_labels),
         metrics=metrics_seen(cluster),
         because=past.because,
-        escalations=told(past.escalations, past.failures, placed.plan),
+        escalations=with_changes(past.escalations, past.failures, placed.plan),
     )
     threads = past.threads or placed.plan.optimizer.num_threads
     beside = {"gang": gangs.kind_of(job.spec), "image": job.spec.image or facts.trainer_image}
@@ -103,10 +103,10 @@ def _placed(job: TrainingJob, cluster: ClusterView, past: AttemptHistory, place:
     return cheaper if worth_relaxing(placed.plan, cheaper.plan) else placed
 
 
-def told(
+def with_changes(
     escalations: tuple[Escalation, ...], failures: tuple[MemoryFailure, ...], after: MemoryPlan
 ) -> tuple[Escalation, ...]:
-    """The escalations, with the changes of the next attempt's plan filled in where they are missing."""
+    """The escalations, completed by the changes of the next attempt's plan where they lack them."""
     plans = {failure.attempt: failure.plan for failure in failures}
     return tuple(
         one if one.change or one.attempt not in plans

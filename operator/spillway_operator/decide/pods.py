@@ -51,7 +51,7 @@ def is_lost(pod: PodObject, now: float) -> bool:
     return now > seconds_of(pod.deletion_time) + TERMINATION_SLACK_SECONDS
 
 
-def wait_for_ever(pods: tuple[PodObject, ...], now: float) -> bool:
+def waits_for_lost_nodes(pods: tuple[PodObject, ...], now: float) -> bool:
     """Whether the Job only waits for pods on lost nodes."""
     lost = [pod for pod in pods if is_lost(pod, now)]
     return bool(lost) and all(is_finished(pod) or is_lost(pod, now) for pod in pods)

@@ -54,7 +54,7 @@ from .deadlines import (
 )
 from .observed import AttemptObject, Deletion, Desired, Observed, PodObject
 from .planning import advice
-from .pods import is_finished, is_lost, pod_findings, wait_for_ever
+from .pods import is_finished, is_lost, pod_findings, waits_for_lost_nodes
 from .progress_status import as_fields, at_rest, at_the_end, reported, with_report, with_saved_step
 from .starting import begun, durability, start, waits_for_quota
 
@@ -282,7 +282,7 @@ def _stopping(case: Case, attempt: AttemptObject) -> Desired:
         return write(case, look_again=min(PATIENCE_SECONDS, PATIENCE_SECONDS - waited))
     if case.observed.pods is None:
         return Desired(needs=frozenset({"pods"}))
-    if not wait_for_ever(case.observed.pods, case.seconds_now):
+    if not waits_for_lost_nodes(case.observed.pods, case.seconds_now):
         return write(case, look_again=patience(waited))
     if case.observed.contracts is None:
         return Desired(needs=frozenset({"contracts"}))

@@ -12,7 +12,7 @@ from spillway.plan import Tier
 
 from . import conditions as c
 from . import manifests
-from .acceptance import Refusal, accept, changed_for_ever, claim_names, claim_problem, given
+from .acceptance import Refusal, accept, claim_names, claim_problem, forbidden_change, given
 from .answer import PATIENCE_SECONDS, give_up, patience, write
 from .attempt_end import Cause
 from .case import Case
@@ -92,7 +92,7 @@ def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
     if case.observed.refusal:
         return false(c.SCHEDULED, "Refused", case.observed.refusal)
     begun = newest_begun(case)
-    altered = begun and changed_for_ever(begun.job.spec, job.spec, begun.job.epoch)
+    altered = begun and forbidden_change(begun.job.spec, job.spec, begun.job.epoch)
     return altered.finding() if altered else claim_problem(job.spec, case.observed.claims or ())
 
 

@@ -37,14 +37,14 @@ DECISION = f'{{"configMap": "demo-1", "nodes": ["node-0"], "podMemory": "5Gi", "
 class Bench:
     """An observer on a fake cluster; `seconds` is its clock."""
 
-    def __init__(self, client: ApiClient, node_reader: bool = False, ears: Any = None) -> None:
+    def __init__(self, client: ApiClient, node_reader: bool = False, progress: Any = None) -> None:
         self.seconds = 1000.0
         self.store = Store()
         self.metrics = MetricsSource()
         self.reservations = Reservations(metrics_interval_seconds=15.0)
         self.cluster = Cluster(client, self.metrics, self.reservations, node_reader, lambda: self.seconds)
         self.observer = Observer(
-            client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds, ears
+            client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds, progress
         )
 
     async def look(self, *needs: str) -> Sight:
@@ -73,7 +73,9 @@ def test_while_an_attempt_lives_nothing_is_read() -> None:
 
 def test_what_was_heard_of_others_counts_only_while_others_run() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
-        bench = Bench(client, ears=SimpleNamespace(hearing_seconds=lambda: 7.0, others_silent_seconds=lambda key: 5.0))
+        bench = Bench(
+            client, progress=SimpleNamespace(hearing_seconds=lambda: 7.0, others_silent_seconds=lambda key: 5.0)
+        )
         bench.store.put_job(put_job(api))
         put_attempt(bench, api, active=1, ready=1)
         other = child("Job", 9, status={"ready": 0})

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -139,6 +139,10 @@ class StreamOperation(Operation):
             elif isinstance(event, QueuedOperation) and not event.done:
                 return event
         return None
+
+    def first_of(self, awaited: Mapping[Operation, object]) -> Operation | None:
+        """Its first predecessor that is in `awaited`."""
+        return next((event for event in self._after if isinstance(event, Operation) and event in awaited), None)
 
     def put_off(self) -> None:
         """It will be launched by another thread."""
@@ -357,6 +361,7 @@ class CudaLanes(CpuLanes):
                 while isinstance(blocker, QueuedOperation) and not blocker.is_awaited:
                     blocker.is_awaited = True
                     blocker = operation.blocker()  # the first may have ended before it saw that
+                blocker = blocker or operation.first_of(behind)  # nothing overtakes those that wait for the same
                 if blocker is None:
                     self._launch(operation)
                     ready.extend(behind.pop(operation, ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -269,15 +270,28 @@ def test_a_ready_copy_passes_one_that_waits_for_the_host() -> None:
 
 
 def test_copies_behind_one_update_keep_the_order_of_their_submission() -> None:
+    """Also one that the launcher comes to after the update has ended, and before it is told so."""
     host, ledger = host_and_ledger()
-    held, order = threading.Event(), list[int]()
+    before, held, order = threading.Event(), threading.Event(), list[int]()
     with recorded(host, ledger) as lanes:
+        gate = lanes.submit(Lane.CPU, lambda: assert_true(before.wait(60)))
         update = lanes.submit(Lane.CPU, lambda: assert_true(held.wait(60)))
-        events = [lanes.submit(Lane.H2D, partial(order.append, number), after=[update]) for number in range(20)]
-        held.set()
+        events = [lanes.submit(Lane.D2H, NOTHING, after=[gate])]
+        events += [lanes.submit(Lane.H2D, partial(order.append, number), after=[update]) for number in range(20)]
+        assert isinstance(update, QueuedOperation)
+        while not update.is_awaited:
+            os.sched_yield()
+        with lanes._launching[Lane.D2H]:  # the launcher stands here
+            before.set()
+            gate.wait()
+            events += [
+                lanes.submit(Lane.H2D, partial(order.append, number), after=[update]) for number in range(20, 40)
+            ]
+            held.set()
+            update.wait()
         for event in events:
             event.wait()
-    assert order == [*range(20)]
+    assert order == [*range(40)]
 
 
 def assert_true(found: bool) -> None:
