@@ -43,7 +43,7 @@ def reasons(search: Search, chosen: Timed) -> Iterator[str]:
     yield _optimizer_reason(question, chosen.candidate)
     if question.placement == "Auto" and chosen.candidate.optimizer.nvme_share:
         yield (
-            "host memory does not hold all that leaves the device: every update reads and writes "
+            "host memory cannot hold all offloaded bytes: every update reads and writes "
             f"{format_bytes(stored_states_bytes(chosen.candidate.work, chosen.candidate.optimizer))} of states on NVMe"
         )
     yield from _overlap_reasons(question, chosen)
@@ -58,11 +58,11 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
     yield from _not_as_asked(question, chosen.candidate)
     for tier, amount in chosen.candidate.missing.items():
-        yield f"{format_bytes(amount)} more than the {tier} budget are needed"
+        yield f"{format_bytes(amount)} more are needed than the {tier} budget"
     if question.mode == "Advise" and advised is None:
         yield "Auto: nothing fits these budgets"
     elif question.mode == "Advise" and advised is not None:
-        yield f"Auto would take {advised.prediction.step} a step:"
+        yield f"mode Auto would take {advised.prediction.step} per step:"
         said = {*_not_as_asked(question, chosen.candidate)}
         yield from (reason for reason in reasons(search, advised) if reason not in said)
 
@@ -72,27 +72,26 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
     strategy, asked = chosen.work.strategy, question.job.spec.parallelism.strategy
     if question.world_size == 1:
         if asked not in ("Auto", strategy):
-            yield f"strategy {strategy}: one rank has nothing to divide (the spec asks for {asked})"
+            yield f"strategy {strategy}: one rank has nothing to shard (the spec asks for {asked})"
     elif strategy != RUN_STRATEGY:
         yield from _why_not_run(strategy, asked, question.node.device_kind)
     if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
         yield "seconds: float16 is predicted with the rates of bfloat16; a CPU computes it more slowly"
     if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
         yield (
-            "overlap: none, for all states are resident and the device updates them itself (the spec asks for "
+            "overlap: none, because all states are on the device, which updates them itself (the spec asks for "
             f"{question.overlap})"
         )
 
 
 def _why_not_run(strategy: Strategy, asked: str, device: DeviceKind) -> Iterator[str]:
-    """A model is divided on CPUs alone so far, and there where the spec names the strategy."""
-    auto = f"a run would not take {strategy}: there Auto is {RUN_STRATEGY}"
+    """Sharded models run only on CPUs so far, and only if the spec names the strategy."""
     if asked == "Auto" and device == "Cuda":
-        yield f"{auto}, and on Cuda devices no other runs so far"
+        yield f"not runnable yet: only {RUN_STRATEGY} runs on Cuda devices, and Auto runs as {RUN_STRATEGY}"
     elif asked == "Auto":
-        yield f"{auto}; set spec.parallelism.strategy: {strategy} to run this plan"
+        yield f"Auto runs as {RUN_STRATEGY}; set spec.parallelism.strategy: {strategy} to run this plan"
     elif device == "Cuda":
-        yield f"a run refuses {strategy} on Cuda devices so far; use {RUN_STRATEGY}"
+        yield f"not runnable yet: {strategy} does not run on Cuda devices; use {RUN_STRATEGY}"
 
 
 def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
@@ -104,15 +103,15 @@ def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
 def _strategy_reason(search: Search, chosen: Timed) -> str:
     question, strategy = search.question, chosen.candidate.work.strategy
     if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
-        return f"strategy {strategy}: the only one that scales the loss of float16"
+        return f"strategy {strategy}: the only one with a loss scale for float16"
     if question.strategy == "Auto" and question.job.spec.training.optimizer.moments == "int8":
-        return f"strategy {strategy}: the only one that does not cut blocks of int8 moments"
+        return f"strategy {strategy}: the only one that keeps blocks of int8 moments whole"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
         return f"strategy {strategy}: {best_of}"
     asked = question.job.spec.parallelism.strategy == strategy
-    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "the one that a run takes")
+    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "what Auto runs as")
 
 
 def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -131,7 +130,7 @@ def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     if count < total:
         yield f"kept on device: {_resident(work, streaming)}"
     if streaming.num_slots == 1:
-        yield "the device has no room for a second slot: compute waits for each load"
+        yield "no device memory for a second slot: compute waits for each load"
     if work.num_micro_batches > 1:
         yield _order_reason(work, streaming)
     forced = forced_share(work, streaming)
@@ -148,7 +147,7 @@ def _resident(work: Workload, streaming: Streaming) -> str:
     sharing = ", ".join(shape.segments[index].name for index in stay if index in tied and 0 < index < last)
     parts = (
         (ends, "which would set the size of the slots"),
-        (sharing, "whose parameters are theirs, too"),
+        (sharing, "which share their parameters"),
         (
             "the last blocks" if any(index not in tied | {0, last} for index in stay) else "",
             "which backward needs first",
@@ -160,13 +159,13 @@ def _resident(work: Workload, streaming: Streaming) -> str:
 def _order_reason(work: Workload, streaming: Streaming) -> str:
     batches = work.num_micro_batches
     if streaming.order == "InOrder":
-        return f"order: one micro-batch after the other; each offloaded layer is loaded for each of {batches}"
+        return f"order: one micro-batch at a time; each offloaded layer is loaded for each of {batches}"
     stays = streaming.boundaries is Policy.KEEP
     held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
     where = "on the device" if stays else f"on {streaming.boundaries}"
     return (
-        f"order: weight-stationary, all {batches} micro-batches pass a layer while it is there: two loads a step "
-        f"instead of {2 * batches}; {held} of what one layer hands on to the next wait {where}"
+        f"order: weight-stationary, a layer runs all {batches} micro-batches while it is loaded: two loads per step "
+        f"instead of {2 * batches}; {held} of layer outputs are held {where}"
     )
 
 
@@ -185,8 +184,8 @@ def _optimizer_reason(question: Question, chosen: Candidate) -> str:
     used = [(f"{share:.0%}", share, where) for share, where in shares if share]
     parts = _counted(*used) if len(used) > 1 else used[0][2]
     states = states_bytes_per_parameter(chosen.work, on_cpu=False) * chosen.work.rank_parameters
-    balance = "; CPU and device end their parts together" if plan.streamed_share else ""
-    return f"optimizer states: {parts}{asked}{balance}; on the device all would take {format_bytes(ceil(states))}"
+    balance = "; CPU and device finish together" if plan.streamed_share else ""
+    return f"optimizer states: {parts}{asked}{balance}; all on the device would take {format_bytes(ceil(states))}"
 
 
 def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
@@ -196,28 +195,28 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
     asked = "" if question.overlap == "Auto" else f" (the spec asks for {question.overlap})"
     if candidate.optimizer.overlap == "None":
         why = asked or _why_not_overlapped(question, candidate)
-        yield f"overlap: none, forward begins when the update is done{why}"
+        yield f"overlap: none, forward begins after the update{why}"
         return
     if question.overlap == "Backward" and candidate.optimizer.overlap == "Forward":
-        asked = " (the spec asks for Backward, for which neither CPU nor host memory may be short)"
+        asked = " (the spec asks for Backward, which needs spare CPU time and host memory)"
     whole = update_seconds(candidate.work, rates_of(question), candidate.optimizer, candidate.streaming)
     hidden = whole - prediction.exposed_optimizer_seconds
     window, backward = candidate.optimizer.speculative_parameters, ""
     if window:
         early = window / (candidate.optimizer.updated_by_cpu * candidate.work.rank_parameters)
-        backward = f"backward updates {early:.0%} of what the CPU does, which counts where nothing is clipped; "
+        backward = f"{early:.0%} of the CPU's update runs during backward, and counts unless gradients are clipped; "
     yield (
-        f"overlap: {backward}each layer of the next forward waits for the update of its own "
-        f"parameters alone{asked}; that hides {prediction.format(hidden)} of {prediction.format(whole)}"
+        f"overlap: {backward}each layer of the next forward waits only for its own parameters' update{asked}; "
+        f"that hides {prediction.format(hidden)} of {prediction.format(whole)}"
     )
 
 
 def _why_not_overlapped(question: Question, chosen: Candidate) -> str:
     if rates_of(question).copies_use_cores:
-        return "; on a CPU both would take the same cores"
+        return "; on a CPU both use the same cores"
     if chosen.work.strategy in ZERO_STRATEGIES:
-        return "; it needs the updates of all ranks"
-    return "; loads of offloaded layers would queue behind what it sends up"
+        return "; forward needs the updates of all ranks"
+    return "; loads of offloaded layers would queue behind the update's uploads"
 
 
 def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -234,7 +233,7 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     yield f"activations of {blocks.num_layers} blocks {each}, first to last: {parts}{asked}"
     if blocks.moved and not work.sum_of("moved", 0, blocks.num_layers):
         smallest = format_bytes(work.minimum_bytes)
-        yield f"none of their tensors reaches {smallest}, so none is worth moving: all stay on the device"
+        yield f"all their tensors are smaller than {smallest}, too small to move: all are kept on the device"
         return
     if blocks.nvme and question.policy == "Auto":
         yield "host memory is filled first; NVMe takes the blocks that backward needs last"
@@ -243,9 +242,9 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     elif question.policy == "Auto" and blocks.kept < blocks.num_layers and question.node.device_kind == "Cpu":
         yield from _why_not_lean(question, work)
     if reserve := chosen.bytes[Tier.HOST].reserve:
-        yield f"{format_bytes(reserve)} of host memory stay empty for what a live correction moves there from NVMe"
+        yield f"host memory: {format_bytes(reserve)} reserved for activations that a live correction moves from NVMe"
     if blocks.moved and chosen.window_bytes == 0:
-        yield "the device has no room for copies in flight: forward waits for each"
+        yield "no device memory for copies in flight: forward waits for each"
 
 
 def _why_not_lean(question: Question, work: Workload) -> Iterator[str]:
@@ -258,14 +257,14 @@ def _lean_reason(chosen: Candidate) -> str:
     ends = ((0, blocks.moved), (blocks.moved + blocks.recomputed, blocks.num_layers))
     rebuilt, saved = (sum(work.sum_of(field, *each) for each in ends) for field in ("rebuilt", "saved"))
     return (
-        f"of {format_bytes(saved)} that blocks keep or move, {format_bytes(rebuilt)} are norms, activation functions "
-        "and products: not held, but rebuilt in backward from the rest"
+        f"{format_bytes(rebuilt)} of the {format_bytes(saved)} that blocks keep or move are norms, activation "
+        "functions and products: rebuilt in backward instead of held"
     )
 
 
 def _endurance_reason(chosen: Timed) -> str:
     prediction = chosen.prediction
-    written = f"NVMe: {format_bytes(prediction.nvme_written_bytes_per_day)} written a day at most"
+    written = f"NVMe: {format_bytes(prediction.nvme_written_bytes_per_day)} written per day at most"
     return f"{written}, {prediction.drive_writes_per_day:.2g} drive writes a day{rated(prediction)}"
 
 
@@ -396,7 +395,7 @@ def _too_large(question: Question) -> str:
     if largest.parameter_bytes <= budget:
         return ""
     held = format_bytes(largest.parameter_bytes)
-    return f"segment {largest.name} alone has {held} of parameters, and the device budget is {format_bytes(budget)}"
+    return f"segment {largest.name} alone has {held} of parameters; the device budget is {format_bytes(budget)}"
 
 
 def lacking(outcome: Infeasible, where: str) -> str:

@@ -142,7 +142,7 @@ def test_a_checkpoint_that_rank_0_cannot_write_is_missed_by_all(found: dict[str,
 
 def test_one_rank_has_nothing_to_divide(found: dict[str, Found]) -> None:
     assert found["one rank"].exit_codes == [[ExitCode.USER_ERROR]]
-    assert "one rank has nothing to divide" in found["one rank"].logs[0]
+    assert "one rank has nothing to shard" in found["one rank"].logs[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -59,7 +59,7 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     """Raises UserError for what FSDP2 cannot divide, before it has memory."""
     where = "spec.parallelism.strategy = Fsdp"
     if world.size == 1:
-        raise UserError(f"{where}: one rank has nothing to divide; use Auto or Ddp")
+        raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
     if plan.optimizer.overlap == "Backward":

@@ -59,7 +59,7 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     """Raises UserError for what a divided model cannot be, before it has memory."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
-        raise UserError(f"{where}: one rank has nothing to divide; use Auto or Ddp")
+        raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
     if plan.optimizer.overlap != "None":

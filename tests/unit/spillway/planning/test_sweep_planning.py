@@ -104,7 +104,7 @@ def test_segment_that_fits_no_device_is_named_with_its_member_and_size() -> None
     found = planned(sweep(wide, {}, **{"spec.memory.budget": {"device": 16 * MIB, "host": 4 * GIB, "nvme": 60 * GIB}}))
     assert isinstance(found, Infeasible)
     assert found.job == "member m0 of tiny"
-    assert found.segment == "segment head alone has 32.0 MiB of parameters, and the device budget is 16.0 MiB"
+    assert found.segment == "segment head alone has 32.0 MiB of parameters; the device budget is 16.0 MiB"
     assert found.segment in lacking(found, "this machine")
 
 

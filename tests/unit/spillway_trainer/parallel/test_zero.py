@@ -216,7 +216,7 @@ def mixed() -> Chain:
 
 PLAN = local_runs.disabled_plan().model_copy(update={"strategy": "Zero2"})
 REFUSED: dict[str, tuple[MemoryPlan, Chain, World]] = {
-    "one rank has nothing to divide": (PLAN, Tied(), World()),
+    "one rank has nothing to shard": (PLAN, Tied(), World()),
     "parameters cannot be streamed": (
         PLAN.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
         Tied(),
@@ -262,7 +262,7 @@ def scalar() -> Chain:
 
 FSDP = PLAN.model_copy(update={"strategy": "Fsdp"})
 REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
-    "one rank has nothing to divide": (FSDP, OfSegments(), World()),
+    "one rank has nothing to shard": (FSDP, OfSegments(), World()),
     "parameters cannot be streamed": (
         FSDP.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
         OfSegments(),

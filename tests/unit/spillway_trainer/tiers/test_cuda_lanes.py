@@ -284,9 +284,7 @@ def test_copies_behind_one_update_keep_the_order_of_their_submission() -> None:
         with lanes._launching[Lane.D2H]:  # the launcher stands here
             before.set()
             gate.wait()
-            events += [
-                lanes.submit(Lane.H2D, partial(order.append, number), after=[update]) for number in range(20, 40)
-            ]
+            late = [lanes.submit(Lane.H2D, partial(order.append, number), after=[update]) for number in range(20, 40)]
             held.set()
             update.wait()
         for event in (*events, *late):
