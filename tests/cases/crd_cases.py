@@ -445,7 +445,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.podOverrides.labels", 0): RuleCase(
         {"spec.podOverrides.labels": {"team": "a", "spillway.dev": "b"}},
         {"spec.podOverrides.labels": {"spillway.dev/job-uid": "another"}},
-        ("spec.podOverrides.labels", "spillway.dev/job-uid has a meaning of its own"),
+        ("spec.podOverrides.labels", "spillway.dev/job-uid is reserved"),
     ),
     (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
         {"spec.podOverrides.annotations": {"team": "a"}},

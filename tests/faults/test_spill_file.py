@@ -357,7 +357,7 @@ def test_file_larger_than_rlimit_fsize_is_rejected_and_leaves_nothing(tmp_path: 
     [
         (errno.ENOSPC, "free: free some, give another directory"),
         (errno.EDQUOT, "free: the quota of this user or project is used up, whatever is free"),
-        (errno.EFBIG, "free: the file system takes no file this large: divide it over more directories"),
+        (errno.EFBIG, "free: the file system allows no file this large: use more directories"),
     ],
 )
 def test_an_allocation_that_fails_says_what_helps(

@@ -366,8 +366,9 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
     """Raises UserError: each rank would have statistics of its own micro-batches."""
     if plan.world_size > 1 and (found := running_statistics.buffers(model)):
         raise UserError(
-            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of {plan.world_size} "
-            "ranks would keep one of its own micro-batches: train with one rank, or let the norm keep none "
+            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of "
+            f"{plan.world_size} ranks would compute its own from its own micro-batches: train with one "
+            "rank, or let the norm keep none "
             "(track_running_stats=False, or a GroupNorm)"
         )
 
@@ -379,7 +380,7 @@ def refuse_lean(plan: MemoryPlan) -> None:
     if plan.mode == "Disabled":
         why = "its mode is Disabled, which sees no saved tensors"
     elif plan.strategy not in LEAN_STRATEGIES:
-        why = f"its strategy is {plan.strategy}, under which parameters are whole for one segment at a time"
+        why = f"with strategy {plan.strategy} parameters are gathered for one segment at a time only"
     else:
         return
     raise UserError(
@@ -499,7 +500,8 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
     if plan.optimizer.updated_by_cpu < fraction - SHARE_TOLERANCE:
         raise UserError(
             f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update "
-            f"{plan.optimizer.updated_by_cpu:.4f} of them; those that are streamed are updated there: plan it again "
+            f"{plan.optimizer.updated_by_cpu:.4f} of them; streamed parameters must be updated by the CPU: "
+            "plan it again "
             "(spillway plan)"
         )
 

@@ -58,7 +58,7 @@ def faults() -> Iterator[None]:
         found = f"{type(error).__name__}: {error}"
         raise DeviceFault(
             f"the check of the device failed before the first step: {found}. Nothing was trained. Run the job on "
-            "another device; if it fails there, too, see that this version of the driver and of triton work together"
+            "another device; if it fails there, too, check that the versions of the driver and of triton are compatible"
         ) from error
 
 
@@ -90,7 +90,7 @@ def check_lanes(lanes: Lanes) -> None:
         for one in buffer:
             lanes.release(one, after=events)
     if wrong:
-        raise fault(f"chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with other values than it left with")
+        raise fault(f"chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with different values")
 
 
 def numbers(seed: int) -> Tensor:
@@ -188,7 +188,7 @@ def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str
         if bool(differing.any()):
             at = int(differing.nonzero()[0])
             raise fault(
-                f"{what}: {int(differing.sum())} of {theirs.numel()} values of {name} are other ones, the first "
+                f"{what}: {int(differing.sum())} of {theirs.numel()} values of {name} differ, the first "
                 f"{ours[at].item()!r} instead of {theirs[at].item()!r}"
             )
 
@@ -196,6 +196,6 @@ def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str
 def fault(found: str) -> DeviceFault:
     return DeviceFault(
         f"the device does not give the bits of the CPU: {found}. Nothing was trained. Run the job on another device; "
-        "if it says the same there, the driver, or the compiler of its kernels (triton), is not one that this trainer "
-        "works with: use another version of it"
+        "if it fails there, too, this version of the driver or of the kernel compiler (triton) does not "
+        "work with this trainer: use another version"
     )

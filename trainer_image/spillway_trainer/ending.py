@@ -68,7 +68,7 @@ def ending_of(error: BaseException) -> Ending:
         code = ExitCode.DEVICE_OUT_OF_MEMORY
         found = str(error).partition("\n")[0]
         return Ending(code.reason, code, f"an allocation on the device failed: {found} Lower "
-                      "spec.training.microBatchSize, or let more leave the device (spec.memory.activations.policy, "
+                      "spec.training.microBatchSize, or offload more (spec.memory.activations.policy, "
                       "spec.memory.optimizer.placement).")  # fmt: skip
     if is_device_fault(error):
         code = ExitCode.DEVICE_FAULT
@@ -78,7 +78,7 @@ def ending_of(error: BaseException) -> Ending:
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
-                      "spec.memory.budget so that less is held.")  # fmt: skip
+            "spec.memory.budget.")  # fmt: skip
     return Ending(RANK_CRASHED, CRASHED, f"{type(error).__name__}: {error}")
 
 

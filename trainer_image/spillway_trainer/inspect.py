@@ -48,7 +48,7 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"spec.model: built, but a micro-batch does not pass through it: {type(error).__name__}: {error}; mend the "
+            f"spec.model: built, but its forward fails on a micro-batch: {type(error).__name__}: {error}; mend the "
             "model"
         ) from error
 

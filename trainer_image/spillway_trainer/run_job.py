@@ -65,7 +65,10 @@ def run_job(
     config.check_plan(job, plan, len(model.segments))
     usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
     if usable != plan:
-        report(f"update threads: {usable.optimizer.num_threads}, the plan's {plan.optimizer.num_threads} are not here")
+        report(
+            f"update threads: {usable.optimizer.num_threads}, not the plan's {plan.optimizer.num_threads}, "
+            "which this process may not use"
+        )
     usable, device = on_device(usable, job.ranks_per_node, world)
     if world.size > 1:
         recorder.preparing(f"waiting for all {world.size} ranks")
@@ -251,7 +254,7 @@ def serve_metrics(exporter: Exporter, job: JobFile) -> None:
         try:
             exporter.serve(int(port), "127.0.0.1")
         except UserError as error:
-            report(f"training goes on without the metrics of this rank: {error}")
+            report(f"training continues without the metrics of this rank: {error}")
     elif job.metrics_port is not None:
         exporter.serve(job.metrics_port)
 

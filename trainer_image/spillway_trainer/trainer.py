@@ -178,7 +178,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if self.at_once:
-            raise Preempted("stopped on request before training went on")
+            raise Preempted("stopped on request before training resumed")
 
 
 class Stopwatch:
@@ -396,7 +396,7 @@ def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss
     is_the_scales = scale.rule is not None and math.isfinite(loss)
     if not (is_the_scales or settings.skip_non_finite):
         raise NonFinite(
-            f"{found}. Lower the learning rate, or set spec.training.nonFinite: SkipStep to leave such steps out.",
+            f"{found}. Lower the learning rate, or set spec.training.nonFinite: SkipStep to skip such steps.",
             step=step,
         )
 
@@ -405,12 +405,12 @@ def what_may_help(scale: LossScaler, loss: float) -> str:
     """What a run knows at the least scale: whether loss or gradients are at fault, and no more."""
     if not math.isfinite(loss):
         return (
-            "the loss itself is not finite, which no scale changes. Whether float16's range, 65504, is too small for "
-            "the model's values, a run with spec.model.precision.compute: bfloat16 tells."
+            "the loss itself is not finite, which no scale changes. Values of the model may exceed float16's "
+            "range (65504): try spec.model.precision.compute: bfloat16."
         )
     lower = "lower spec.training.lossScale.minimum, or " if scale.value > 1.0 else ""
     return (
-        "no smaller one is tried, and whether the gradients would be finite in a wider type is not known: "
+        "no smaller one is tried, and gradients may be finite in a wider type: "
         f"{lower}set spec.model.precision.compute: bfloat16, which has float32's range and needs no scale."
     )
 

@@ -94,8 +94,8 @@ def _no_reserved_keys() -> Schema:
     reserved += "".join(f" || key == '{key}'" for key in RESERVED_KEYS)
     return _rule(
         f"!self.exists(key, {reserved})",
-        f"keys with a meaning of their own are reserved: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}",
-        "%s has a meaning of its own; use another key",
+        f"reserved keys: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}",
+        "%s is reserved; use another key",
         f"self.filter(key, {reserved})[0]",
     )
 
@@ -205,7 +205,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         # The API server tries rules on the bare default, {}, too.
         _rule(
             "!has(self.mode) || self.mode != 'Disabled' || (has(self.budget) && has(self.budget.host))",
-            "required with mode Disabled, because nothing is planned",
+            "required with mode Disabled, which plans nothing",
             at=".budget.host",
         ),
     ],

@@ -79,7 +79,7 @@ def problems_of(job: TrainingJob) -> list[FieldProblem]:
     """What is wrong with the members of `job` and with its objective; nothing for a job without either."""
     spec = job.spec
     if not spec.members:
-        needless = "belongs to members, and there are none; leave it out"
+        needless = "applies to members, but there are none; leave it out"
         return [] if spec.objective is None else [FieldProblem("spec.objective", "{...}", needless)]
     return [*_names(spec), *_sweep(spec), *_overrides(spec)]
 
@@ -100,10 +100,10 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
         if count > 1:
             yield FieldProblem(f"spec.parallelism.{field}", str(count), one)
     if parallelism.strategy not in ("Auto", "Ddp"):
-        undivided = "members take turns on one device, where nothing is divided: use Ddp, or a job for each model"
+        undivided = "members take turns on one device, where nothing is sharded: use Ddp, or a job for each model"
         yield FieldProblem("spec.parallelism.strategy", parallelism.strategy, undivided)
     if reserve := spec.memory.activations.host_reserve:
-        fixed = "members have a plan each, and none of them is corrected while it runs: leave it out"
+        fixed = "plans of members are not corrected while they run; leave it out"
         yield FieldProblem("spec.memory.activations.hostReserve", format_quantity(reserve), fixed)
     if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:
         held_out = "needs held-out text: give data.evaluation, or use Loss"
@@ -135,11 +135,13 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 def _refused_path(member: Member, path: str) -> FieldProblem | None:
     section = path.partition(".")[0]
     if section not in SECTIONS:
-        why = f"members differ in {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]}; all else is the whole job's"
+        why = (
+            f"members differ in {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]}; all other fields apply to the whole job"
+        )
     elif path == section:
         why = f"name a field below it, for example {'training.seed' if section == 'training' else section + '.…'}"
     elif any(other != path and path.startswith(f"{other}.") for other in member.overrides):
-        why = "another override replaces the whole of which it is a part; keep one of them"
+        why = "another override replaces the field that contains it; keep one of them"
     else:
         return None
     return FieldProblem(_named(path), member.overrides[path], why)

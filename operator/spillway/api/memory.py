@@ -94,7 +94,7 @@ class ActivationMemory(Fields):
     @model_validator(mode="after")
     def _reserve_is_of_use(self) -> Self:
         if self.host_reserve and self.policy not in ("Auto", "Nvme"):
-            never = f"policy {self.policy} moves nothing to NVMe, from where it could come: leave it out, or use Nvme"
+            never = f"policy {self.policy} puts no activations on NVMe: leave it out, or use Nvme"
             refuse([("hostReserve", never)])
         return self
 
@@ -144,7 +144,7 @@ class Memory(Fields):
         problems = []
         if self.mode == "Disabled":
             if self.budget.host is None:
-                problems.append(("budget.host", "required with mode Disabled, because nothing is planned"))
+                problems.append(("budget.host", "required with mode Disabled, which plans nothing"))
             if self.optimizer.placement not in ("Auto", "Device"):
                 problems.append(("optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"))
             if self.optimizer.overlap in ("Forward", "Backward"):
@@ -152,7 +152,7 @@ class Memory(Fields):
             if self.activations.policy not in ("Auto", "Keep"):
                 problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))
             if self.activations.host_reserve:
-                kept = "mode Disabled keeps everything on the device, so that nothing can move there: leave it out"
+                kept = "mode Disabled keeps everything on the device, so nothing can move there; leave it out"
                 problems.append(("activations.hostReserve", kept))
         elif self.budget.host is not None and (self.activations.host_reserve or 0) > self.budget.host:
             most = f"at most budget.host ({format_quantity(self.budget.host)}), which it is part of"

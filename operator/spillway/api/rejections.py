@@ -50,9 +50,10 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
         (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
-         f"does not work with parallelism.strategy: {strategy}, which divides what is trained whole; use Ddp or Fsdp"),
+         f"does not work with parallelism.strategy: {strategy}, which shards only models trained as a "
+         "whole; use Ddp or Fsdp"),
         (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
-         "divides a model on CPUs alone so far; use Ddp on Cuda devices (`spillway plan` knows all of them)"),
+         "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     ]  # fmt: skip
     return [*_refused_fields(NOT_IN_CLUSTER, job), *_refused(found, job)]
 

@@ -17,7 +17,7 @@ def devices(
     if before is not None:
         return [(before, "as in the attempts before")]
     if num_ranks > 1 and strategy not in ("Auto", "Ddp"):
-        lacking = f"{strategy} divides a model on CPUs alone so far"
+        lacking = f"{strategy} runs on CPUs only so far"
     return [("Cpu", lacking)] if lacking else [("Cuda", has), ("Cpu", "")]
 
 

@@ -558,7 +558,7 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     if question.world_size == 1 or not divides:
         return ("Ddp",)  # what divides a model scales no loss, and cuts blocks
     if question.strategy == "Auto":
-        frozen = bool(spec.model.lora)  # ZeRO divides what is trained whole
+        frozen = bool(spec.model.lora)  # ZeRO shards only models trained as a whole
         return tuple(one for one in AUTO_STRATEGIES if not (frozen and one in ZERO_STRATEGIES))
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 

@@ -175,7 +175,7 @@ def test_forwards_of_changing_sizes_are_not_chosen_for() -> None:
         run.step(SIZE >> (step % 2))
     assert run.chooser.choice is None
     assert [told.reason for told in run.told] == [
-        "forwards save other storages from step to step or rank to rank: the plan's answers stand"
+        "the saved storages differ between steps or ranks: the plan's policies stay in force"
     ]
 
 

@@ -332,7 +332,7 @@ def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> 
     assert pipeline.host.held_bytes == 0
     assert [re.sub(r"\d+", "#", line) for line in pipeline.said] == [
         *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). Its bytes stay "
-          "in host memory, and that place is not used again"] * 3,
+          "in host memory, and that part of the file is not used again"] * 3,
         "spill: /spill takes no more writes; what it holds can still be read",
         "spill: activations of block#: goes to host memory, because a device failed (/spill: write of saved storage # "
         "of block# at offset #: Input/output error (errno #)); so does what follows",

@@ -572,7 +572,7 @@ def test_it_is_not_closed_under_a_graph_and_not_used_when_it_is_closed(tmp_path:
     spilling.close()
     spilling.close()
     assert open_files(tmp_path) == 0
-    with pytest.raises(UserError, match="this Spilling is closed, and its file is gone: make another one"):
+    with pytest.raises(UserError, match="this Spilling is closed, and its file is removed: make a new one"):
         spilling.__enter__()
 
 

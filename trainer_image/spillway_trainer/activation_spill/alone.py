@@ -51,7 +51,7 @@ NUM_IO_THREADS = 2
 HOST_BYTES = 1 << 30
 """addresses for staging and reloads; pages become resident as they are used, and the window bounds how many are"""
 REGION = "the forward"
-RAISE_NVME_BYTES = "Raise nvme_bytes: the file holds what a forward saves, and the first forward spills all of it."
+RAISE_NVME_BYTES = "Raise nvme_bytes: the first forward spills everything that it saves."
 
 
 class Spilling:
@@ -85,12 +85,11 @@ class Spilling:
     ) -> None:
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         if not str(directory):
-            raise UserError("the directory is empty: name one on the disk that is to hold what leaves")
+            raise UserError("the directory is empty: give one on the disk that is to hold spilled tensors")
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
                 raise UserError(
-                    f"{name} is on {tensor.device}: activation spilling on its own moves tensors of the CPU; move the "
-                    "model there"
+                    f"{name} is on {tensor.device}: Spilling supports CPU tensors only; move the model to the CPU"
                 )
         refuse_memory(Path(directory), f"Spilling in {directory}")
         self._module = module
@@ -129,7 +128,8 @@ class Spilling:
     def __enter__(self) -> Spilling:
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
             raise UserError(
-                "this Spilling is entered inside torch.compile: enter it around the call of what is compiled, or put "
+                "this Spilling is entered inside torch.compile: enter it around the call of the compiled "
+                "function, or put "
                 "torch.compiler.disable on the function that enters it"
             )
         num_outer = len(self._entered[threading.get_ident()])
@@ -143,7 +143,7 @@ class Spilling:
 
     def _enter(self) -> None:
         if not self._forgotten.alive:
-            raise UserError("this Spilling is closed, and its file is gone: make another one")
+            raise UserError("this Spilling is closed, and its file is removed: make a new one")
         if not self._is_torn and not self._visits and any(self.held_bytes().values()):
             with suppress(SpillwayError):  # of a graph that nobody refers to any more
                 self.store.drain()
@@ -235,8 +235,8 @@ class Spilling:
                     forget_failed_backward()
                 if self._visits and (held_bytes := sum(self.held_bytes().values())):
                     raise UserError(
-                        f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: go backward, or drop "
-                        "what refers to it (a loss, an output), before close()"
+                        f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: run "
+                        "backward, or delete what refers to it (a loss, an output), before close()"
                     )
             self._forgotten.detach()
             close_parts(self.lanes, self.nvme)

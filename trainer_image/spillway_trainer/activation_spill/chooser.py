@@ -243,7 +243,7 @@ class Chooser:
         everybody = self._agree(said)
         if not is_steady or any(list(other) != said for other in everybody):
             self.choice = None
-            return Chosen("forwards save other storages from step to step or rank to rank: the plan's answers stand")
+            return Chosen("the saved storages differ between steps or ranks: the plan's policies stay in force")
         own = [*times_of(counted), *self._rates()]
         every = self._agree(own)
         mean = [math.fsum(values) / len(values) for values in zip(*every, strict=True)]
@@ -253,7 +253,7 @@ class Chooser:
         found = choose(storages, limits)
         if isinstance(found, NoChoice):
             self.choice = None
-            return Chosen(f"{found.reason}: the plan's answers stand")
+            return Chosen(f"{found.reason}: the plan's policies stay in force")
         return self._settled(found, StepSimulation(storages, limits), sizes)
 
     def _settled(self, found: Choice, course: StepSimulation, sizes: list[int]) -> Chosen:
@@ -263,7 +263,7 @@ class Chooser:
             played = course.play(holding.answers, holding.price)
             if played is not None and course.seconds + played.extra_seconds <= (1.0 + HYSTERESIS) * found.step_seconds:
                 return Chosen(
-                    f"what was chosen stands: {holding.reason}",
+                    f"the choice is unchanged: {holding.reason}",
                     played.stall_seconds,
                     course.seconds + played.extra_seconds,
                     holding.tier_bytes,

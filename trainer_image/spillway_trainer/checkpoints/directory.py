@@ -216,8 +216,8 @@ class Epoch:
             self.check_fence()  # a later epoch clears our temporary files: then that is the news
             raise CheckpointNotWritten(
                 f"{self.directory / str(pending.name)}: not written: {error.strerror or error}"
-                f"{f' ({error.filename})' if error.filename else ''}; the checkpoints before it stand; "
-                "make room or give checkpoints a larger volume"
+                f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact; free "
+                "space or give checkpoints a larger volume"
             ) from error
 
     def prune(self, keep: int) -> list[CheckpointName]:
@@ -238,7 +238,7 @@ class Epoch:
                 self.files.remove_tree(temporary)
         except OSError as error:
             raise CheckpointNotWritten(
-                f"{self.directory}: old checkpoints not removed: {error.strerror or error}; all newer ones stand"
+                f"{self.directory}: old checkpoints not removed: {error.strerror or error}; newer ones are intact"
             ) from error
         return doomed
 

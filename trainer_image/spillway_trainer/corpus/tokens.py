@@ -206,7 +206,7 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
         )
     if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
         raise UserError(
-            f"{directory}: built from {index.source}; the text is another now: {source}; "
+            f"{directory}: built from {index.source}; the text has changed: {source}; "
             "put the old text back, or use another output directory"
         )
     return Corpus(directory, index)
@@ -248,7 +248,7 @@ def build_corpus(
         kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
         raise kind(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
-            "see that the text can be read and that there is room, or name another output directory or text"
+            "check that the text is readable and the disk has space, or use another output directory or text"
         ) from error
 
 
@@ -384,7 +384,7 @@ def train_tokenizer(
         show_progress=False,
     )
     if source.nbytes > SAMPLE_BYTES:
-        report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} taken evenly from {source}")
+        report(f"tokenizer: trained on {format_bytes(SAMPLE_BYTES)} sampled evenly from {source}")
     tokenizer.train_from_iterator(_told_sample(source, report), trainer)
     return tokenizer
 
@@ -483,8 +483,8 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
     path = directory / "tokenizer.json"
     if not path.exists() or describe_file(path).xxh3_128 != index.tokenizer_xxh3:
         raise UserError(
-            f"{path}: not the tokenizer that made the shards beside it; put it back, "
-            "or remove the directory to build the corpus again"
+            f"{path}: not the tokenizer that made the shards next to it; restore it, or remove the "
+            "directory to build the corpus again"
         )
 
 

@@ -234,7 +234,7 @@ class _Stored:
         what = f"{self._directory}: {key}"
         place = self._places.get((key, offset))
         if place is None:
-            raise UserError(f"{what}: the metadata name no place for it")
+            raise UserError(f"{what}: the metadata do not say where it is")
         with laid_out(self._directory / METADATA, PROGRAM):
             name, start, length = str(place.relative_path), int(place.offset), int(place.length)
             if getattr(place, "transform_descriptors", None):

@@ -211,7 +211,7 @@ def adapter_name(name: str) -> str:
 def verified(path: Path) -> StoredCheckpoint:
     if problems := verify_checkpoint(path):
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise CheckpointCorrupt(f"{path}: not exported, it is not as it was written\n{lines}")
+        raise CheckpointCorrupt(f"{path}: not exported, because it is damaged\n{lines}")
     return open_checkpoint(path)
 
 

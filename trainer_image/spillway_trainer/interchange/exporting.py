@@ -116,7 +116,7 @@ def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[f
     if differing:
         raise UserError(
             f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, {num_updates} updates with betas {betas} "
-            f"make {expected[differing[0]]}: the betas have changed on the way, which the format cannot say"
+            f"make {expected[differing[0]]}: the betas have changed on the way, which the format cannot express"
         )
 
 

@@ -103,7 +103,7 @@ def readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: no whole file of torch.save: {error}; copy the checkpoint again") from error
     except UnpicklingError as error:
         raise UserError(
-            f"{path}: refused, it holds objects that are no data, and reading them would run code: "
+            f"{path}: rejected, because it holds objects other than data, and reading them would run code: "
             f"{_first_lines(str(error))}"
         ) from error
     except Exception as error:  # a hostile file may raise anything
@@ -130,7 +130,7 @@ def float32_values(value: object, what: str) -> Tensor:
         raise UserError(f"{what}: expected a tensor, found {type(value).__name__}")
     if value.dtype != torch.float32 or value.layout != torch.strided:
         found = str(value.dtype).removeprefix("torch.")
-        raise UserError(f"{what}: {found} there, and checkpoints hold float32; only float32 states can be taken over")
+        raise UserError(f"{what}: {found} there, and checkpoints hold float32; only float32 states can be imported")
     return value.detach()
 
 
@@ -150,7 +150,8 @@ def the_one(values: Mapping[str, Any], what: str) -> Any:
     for where, value in others:
         if value != first[1]:
             raise UserError(
-                f"{what}: {first[1]} of {first[0]} and {value} of {where}; Spillway counts them for the whole model"
+                f"{what}: {first[1]} of {first[0]} and {value} of {where}; Spillway counts them once for "
+                "the whole model"
             )
     return first[1]
 

@@ -59,7 +59,7 @@ def open_foreign(path: Path) -> Foreign:
     if any(directory.glob(OPTIMIZER_FILES)):
         return read_zero(directory)
     raise UserError(
-        f"{directory}: no checkpoint with optimizer states that Spillway knows: neither {METADATA} "
+        f"{directory}: no checkpoint with optimizer states in a known format: neither {METADATA} "
         f"({PROGRAM}) nor {STATES}/ (DeepSpeed universal) nor {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
     )
 
@@ -69,7 +69,7 @@ def _tag(path: Path) -> Path:
         if latest.is_file():
             tag = latest.read_text(encoding="utf-8", errors="replace").strip()
             if Path(tag).name != tag or not (path / tag).is_dir():
-                raise UserError(f"{latest}: names {tag!r}, and there is no such directory beside it")
+                raise UserError(f"{latest}: names {tag!r}, which does not exist next to it")
             return path / tag
     return path
 
@@ -121,7 +121,7 @@ def _check_steps(job: JobFile, foreign: Foreign) -> None:
     if foreign.num_steps >= job.spec.training.steps:
         raise UserError(
             f"{foreign.path}: {foreign.num_steps} steps are trained there, spec.training.steps is "
-            f"{job.spec.training.steps}; nothing would be left to train: raise it"
+            f"{job.spec.training.steps}; no steps would be left to train: raise it"
         )
 
 

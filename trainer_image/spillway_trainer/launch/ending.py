@@ -76,15 +76,15 @@ class RankEnd:
 
     def _sentence(self) -> str:
         if self.stopped_early:
-            return f"rank {self.rank} was ended by SIGTERM before it could save"
+            return f"rank {self.rank} was stopped by SIGTERM before it could save"
         if self.stopped:
-            return f"rank {self.rank} was stopped because another rank had ended and it had not"
+            return f"rank {self.rank} was stopped because another rank had ended"
         if self.signal_number:
             return f"rank {self.rank} was killed by {signal_name(self.signal_number)}{self._last_words()}"
-        return f"rank {self.rank} ended with exit code {self.exit_code} and left no message{self._last_words()}"
+        return f"rank {self.rank} exited with code {self.exit_code} and left no termination message{self._last_words()}"
 
     def _last_words(self) -> str:
-        return f"; it last said: {self.last_line[:LONGEST_LAST_LINE]}" if self.last_line else ""
+        return f"; last log line: {self.last_line[:LONGEST_LAST_LINE]}" if self.last_line else ""
 
     def _said(self) -> dict[str, object]:
         return json_object(self.message) or {}
@@ -101,5 +101,5 @@ def decisive(ends: Sequence[RankEnd]) -> RankEnd:
 
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    hint = " (out of memory, if nobody sent it: see the kernel's log)" if number == signal.SIGKILL else ""
+    hint = " (out of memory, unless someone sent it: see the kernel's log)" if number == signal.SIGKILL else ""
     return name + hint

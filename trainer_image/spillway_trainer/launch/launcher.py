@@ -100,7 +100,7 @@ def read_layout(path: Path) -> LaunchSettings:
         if not (is_wanted(one.name, value) or (value is None and one.default is None)):
             raise UserError(f"{path}: {one.name} = {value!r}: {wanted} is needed; spillway run writes it")
     if layout.num_nodes > 1 and not layout.master_port:
-        raise UserError(f"{path}: master_port = 0 with {layout.num_nodes} nodes; give the port where the ranks meet")
+        raise UserError(f"{path}: master_port = 0 with {layout.num_nodes} nodes; give the port on which ranks connect")
     return layout
 
 

@@ -174,9 +174,10 @@ class Slots:
         if slot.num_views:
             raise RuntimeError(
                 f"segment {segment}: {slot.num_views} view(s) of its parameters outlive its forward or backward, and "
-                "its slot is needed for another segment. Something in it keeps a parameter, or a view of one, that "
-                "the trainer's saved-tensor hooks do not see: hooks of its own (save_on_cpu), an attribute of an "
-                "autograd.Function's ctx, a cache. Let it keep a copy (clone), or make the segment resident "
+                "its slot is needed for another segment. Something in the segment keeps a parameter or a "
+                "view that the trainer's saved-tensor hooks do not see: hooks of its own (save_on_cpu), "
+                "an attribute of an "
+                "autograd.Function's ctx, a cache. Make it keep a copy (clone), or make the segment resident "
                 "(its home in the plan: device)."
             )
 

@@ -119,6 +119,6 @@ def _check_view(tensor: Tensor, row: SlotRow, first_byte: int) -> None:
     if tensor.dtype != row.dtype or end > row.offset + row.nbytes:
         raise RuntimeError(
             f"a tensor of type {tensor.dtype} and shape {tuple(tensor.shape)} is saved that shares memory with "
-            f"parameter {row.name} ({row.dtype}) and is no plain view of it. In a streamed segment that cannot be "
-            "named: make the segment resident (its home in the plan: device)."
+            f"parameter {row.name} ({row.dtype}) and is no plain view of it. A streamed segment does not "
+            "support that: make the segment resident (its home in the plan: device)."
         )

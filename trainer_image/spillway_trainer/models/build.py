@@ -38,7 +38,7 @@ def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) ->
     chain = _chain(spec, claims)
     _check_length(chain, spec.training.sequence_length)
     if empty := [name for name, parameter in chain.named_parameters() if not parameter.numel()]:
-        raise UserError(f"spec.model: parameter {empty[0]} has no elements, so nothing of it is trained; remove it")
+        raise UserError(f"spec.model: parameter {empty[0]} has no elements, so it cannot be trained; remove it")
     return chain
 
 
@@ -130,7 +130,7 @@ def no_chain(made: object, where: str, known: Collection[str], *, has_lora: bool
         children = [f"{name}: {type(child).__name__}" for name, child in made.named_children()]
         more = ", ..." if len(children) > MOST_CHILDREN else ""
         found += f" ({', '.join(children[:MOST_CHILDREN])}{more})" if children else ""
-        found += ", of whose forward nobody knows where it can be cut into segments"
+        found += ", whose forward cannot be cut into segments automatically"
     return UserError(
         f"{found}. Return its layers as an nn.Sequential, from nn.Embedding to logits: each child is a segment. Or a "
         "Chain (spillway_trainer.models.chain): `segments` lists (name, module) in forward order, each is called with "
@@ -147,8 +147,8 @@ def _function(entrypoint: str, where: str) -> Callable[[], object]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}; install it beside the trainer, or "
-            "name its directory in PYTHONPATH"
+            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}; install it next to "
+            "the trainer, or add its directory to PYTHONPATH"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -166,7 +166,7 @@ def _checked(chain: Chain, where: str) -> Chain:
         raise UserError(f"{where}: {repeated[0]} is the name of several segments; give each one its own")
     if real:
         raise UserError(
-            f"{where}: parameter {real[0]} has memory already; make parameters without a device of their own"
+            f"{where}: parameter {real[0]} already has memory; do not give parameters a device of their own"
         )
     if unset:
         raise UserError(f"{where}: buffer {unset[0]} has no values; make buffers with device='cpu'")
@@ -202,8 +202,8 @@ def _check_tied(chain: Chain, where: str) -> None:
 def _check_length(chain: Chain, sequence_length: int) -> None:
     if chain.max_positions is not None and sequence_length > chain.max_positions:
         raise UserError(
-            f"spec.training.sequenceLength = {sequence_length}: the model has {chain.max_positions} learned positions; "
-            "use at most so many"
+            f"spec.training.sequenceLength = {sequence_length}: the model has {chain.max_positions} "
+            "learned positions; use no more"
         )
 
 

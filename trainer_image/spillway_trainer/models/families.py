@@ -106,7 +106,7 @@ def config_of(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 def _llama_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
     if sizes.dropout:
-        raise UserError("spec.model.config.dropout: llama of transformers, which lora uses, has none; set it to 0")
+        raise UserError("spec.model.config.dropout: llama of transformers, used for lora, has no dropout; set it to 0")
     return LlamaConfig(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -196,7 +196,7 @@ def _check_counts(directory: ModelDirectory, where: str) -> None:
     for name, most in {**layers, "num_labels": MOST_LABELS}.items():
         count = directory.config.get(name)
         if isinstance(count, int | float) and count > most:
-            raise UserError(f"{where}: {name} is {count}, and {most} are the most that its weights can mean")
+            raise UserError(f"{where}: {name} is {count}, and its weights allow at most {most}")
 
 
 def _check_sizes(document: Mapping[str, Any], where: str) -> None:
@@ -228,7 +228,7 @@ def check_model(model: nn.Module, where: str) -> None:
     """Raises UserError when a model of a known class, made by a user's function, has memory already."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
-        raise UserError(f"{where}: {real[0]} has memory already; make the model from its configuration, not by loading")
+        raise UserError(f"{where}: {real[0]} already has memory; make the model from its configuration, not by loading")
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:

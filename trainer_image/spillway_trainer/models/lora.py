@@ -61,7 +61,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
             )
         if not found <= {nn.Linear, Conv1D}:
             kinds = ", ".join(sorted(kind.__name__ for kind in found))
-            raise UserError(f"spec.model.lora.targetModules: {target} is {kinds}; adapters go beside matrix products")
+            raise UserError(f"spec.model.lora.targetModules: {target} is {kinds}; adapters need a matrix product")
 
 
 def _task(model: PreTrainedModel) -> TaskType | None:

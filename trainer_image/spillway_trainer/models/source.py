@@ -97,13 +97,13 @@ def _weight_files(path: Path) -> list[Path]:
         files = sorted(path / name for name in set(shards.values()))
         missing = [file.name for file in files if file.parent != path or not file.is_file()]
         if missing:
-            raise UserError(f"{path / INDEX}: names {len(missing)} files that are not there, first {missing[0]}")
+            raise UserError(f"{path / INDEX}: names {len(missing)} missing files, first {missing[0]}")
         return files
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
         raise UserError(
-            f"{path}: holds {pickled[0]} and no {ONE_FILE}; pickled files can run code when they are read and are not "
-            "opened: load the model in transformers and save_pretrained() it, which writes safetensors"
+            f"{path}: holds {pickled[0]} and no {ONE_FILE}; pickled files can run code when read, so they "
+            "are not opened: load the model in transformers and save_pretrained() it, which writes safetensors"
         )
     raise UserError(f"{path}: neither {ONE_FILE} nor {INDEX} is there; give a directory that save_pretrained() wrote")
 
@@ -192,8 +192,8 @@ class Weights:
         for other in others:
             if not torch.equal(_bits(value), _bits(self.directory.value(other))):
                 raise UserError(
-                    f"{self.directory.path}: {first} and {other} are one parameter by config.json, and hold different "
-                    "values; set tie_word_embeddings to false there, or remove the one that is not meant"
+                    f"{self.directory.path}: {first} and {other} are one parameter by config.json, but "
+                    "hold different values; set tie_word_embeddings to false there, or remove one"
                 )
         return value
 
@@ -229,7 +229,7 @@ def match(
     }
     problems += _listed("of another shape or type", wrong.values())
     if problems:
-        raise UserError(f"{directory.path}: its tensors are not those that config.json asks for: {'; '.join(problems)}")
+        raise UserError(f"{directory.path}: its tensors do not match config.json: {'; '.join(problems)}")
     return Weights(directory, {name: tuple(stored) for name, stored in found.items()}, directory.digest())
 
 

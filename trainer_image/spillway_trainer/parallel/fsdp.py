@@ -70,13 +70,13 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if not parameter.dim():
-            raise UserError(f"{where}: parameter {name} is a scalar, without a row to divide; give it shape (1,)")
+            raise UserError(f"{where}: parameter {name} is a scalar, without rows to shard; give it shape (1,)")
     for segment, names in model.parameters_of().items():
         dtypes = {str(named[name].dtype) for name in names if named[name].requires_grad}
         if len(dtypes) > 1:
             raise UserError(
-                f"{where}: segment {segment} trains parameters of {' and '.join(sorted(dtypes))}; FSDP2 divides one "
-                "type a segment, use Ddp"
+                f"{where}: segment {segment} trains parameters of {' and '.join(sorted(dtypes))}; FSDP2 "
+                "shards one type per segment; use Ddp"
             )
     trained = [parameter.shape for name, parameter in named.items() if parameter.requires_grad]
     sizes = [sum(cut_rows(shape, world.size)[rank].size for shape in trained) for rank in range(world.size)]

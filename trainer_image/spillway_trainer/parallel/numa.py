@@ -60,7 +60,7 @@ def place(
             frozenset(),
             part,
             f"threads: on every core; NUMA node {node} of {address} has none of the {len(allowed)} that this process "
-            "may use, so copies and updates cross sockets",
+            "may use, so copies and updates cross NUMA nodes",
         )
     num_sharing = sum(node_of(root, other) == node for other in bus_addresses)
     most = max(1, min(part, len(cores) // num_sharing))

@@ -141,7 +141,7 @@ class ReducedGradients:
         if not self._peers.same(xxhash.xxh64_intdigest(brought.encode()) >> 1):
             first = slices[0].name if slices else "no parameter"
             raise UserError(
-                f"strategies Zero1, Zero2 and Zero3 divide every gradient as soon as it is there, and this rank "
+                f"strategies Zero1, Zero2 and Zero3 exchange every gradient as soon as it is ready, and this rank "
                 f"(rank {self._peers.world.rank}, at {first}) has one that others have not, or not yet: the model "
                 "branches by its input or its rank; use spec.parallelism.strategy: Ddp"
             )

@@ -72,7 +72,9 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         raise UserError(f"{where}: {frozen[0]} is frozen (spec.model.lora?); use Ddp, or train every parameter")
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     if len(dtypes) > 1:
-        raise UserError(f"{where}: parameters of {' and '.join(sorted(dtypes))}; DeepSpeed divides one type, use Ddp")
+        raise UserError(
+            f"{where}: parameters of {' and '.join(sorted(dtypes))}; DeepSpeed shards one type only; use Ddp"
+        )
 
 
 def tie(model: Chain) -> None:

@@ -68,8 +68,8 @@ class ShardedOptimizer:
         UserError for moments whose blocks the pieces would cut."""
         if settings.moments is MomentType.INT8:
             raise UserError(
-                "training.optimizer.moments: int8: values that share a scale follow one another in a parameter, which "
-                "Zero1, Zero2, Zero3, Fsdp and adopted engines divide elsewhere; use Ddp, or moments: bfloat16"
+                "training.optimizer.moments: int8: 256 consecutive values of a parameter share a scale, "
+                "which Zero1, Zero2, Zero3, Fsdp and adopted engines shard elsewhere; use Ddp, or moments: bfloat16"
             )
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes

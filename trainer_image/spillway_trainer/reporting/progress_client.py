@@ -306,13 +306,13 @@ class ProgressClient:
             self._lower(answer.activations)
         if answer.epoch > self._newest_epoch:
             self._newest_epoch = answer.epoch
-            self._report(f"the operator regards attempt {answer.epoch} as the present one; this is {self._job.epoch}")
+            self._report(f"the operator's current attempt is {answer.epoch}; this is {self._job.epoch}")
 
     def _lower(self, asked: int) -> None:
         before, plan = self._wanted, self._plan
         least = plan.bytes[Tier.NVME].activations - plan.movable_activations
         self._wanted = min(before, max(least, asked))  # one reference, which the step loop reads
-        kept = "" if self._wanted == asked else f", and {format_bytes(self._wanted)} is what the plan lets it be"
+        kept = "" if self._wanted == asked else f"; the plan allows {format_bytes(self._wanted)}"
         self._report(
             f"the operator lets activations take {format_bytes(asked)} of each rank's spill file, which was "
             f"{format_bytes(before)}{kept}"

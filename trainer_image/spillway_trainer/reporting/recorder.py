@@ -125,8 +125,7 @@ def refusals(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputNotWritten(
-            f"{path}: cannot be written: {error.strerror or error}; make room, or give an output directory that can be "
-            "written"
+            f"{path}: cannot be written: {error.strerror or error}; free space, or use a writable output directory"
         ) from error
 
 

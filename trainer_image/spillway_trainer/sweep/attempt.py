@@ -188,7 +188,7 @@ class Sweep:
                 if not turn:
                     return self._end(now)
                 if self.stop.requested:
-                    raise Preempted("stopped on request between two turns; members go on from their checkpoints")
+                    raise Preempted("stopped on request between two turns; members resume from their checkpoints")
                 self._turn(turn)
 
     def _begin(self) -> None:

@@ -58,7 +58,7 @@ class SweepRecord:
             try:
                 found._take(unseal(path.read_bytes()))
             except Unsealed as error:
-                print(f"{path}: left out: expected what members reported, found {error}", flush=True)
+                print(f"{path}: ignored: expected the values that members reported, found {error}", flush=True)
         return found
 
     def of(self, names: Collection[str]) -> list[Value]:
@@ -89,7 +89,7 @@ class SweepRecord:
             files.sync_directory(self.directory)
         except OSError as error:
             raise SweepNotWritten(
-                f"{path}: what members reported cannot be kept: {error.strerror or error}; make room there"
+                f"{path}: what members reported cannot be stored: {error.strerror or error}; free space there"
             ) from error
 
     def _take(self, fields: dict[str, Any]) -> None:

@@ -124,8 +124,8 @@ class CudaStreams:
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:
             raise RuntimeError(
                 f"{torch.cuda.current_stream(self.device)} is the current stream, and the run's kernels go to "
-                f"{self._compute}: the trainer orders its copies against that one alone; the model must not enter "
-                "streams of its own"
+                f"{self._compute}: the trainer orders its copies with that stream only; the model must not "
+                "switch streams"
             )
         return self._compute
 

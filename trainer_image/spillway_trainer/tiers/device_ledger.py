@@ -165,8 +165,8 @@ class DeviceLedger:
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items()) or "nothing"
         raise DeviceOutOfMemory(
             f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into the budget of "
-            f"{format_bytes(self.budget_bytes or 0)}; held are {format_bytes(total)} ({holders}). "
-            "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or let more leave the device "
+            f"{format_bytes(self.budget_bytes or 0)}; held: {format_bytes(total)} ({holders}). "
+            "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or offload more "
             "(spec.memory.activations.policy, spec.memory.optimizer.placement).",
             purpose=purpose,
             wanted_bytes=nbytes,

@@ -61,7 +61,7 @@ class EncryptedFile:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the encrypted spill file of process {self._process} was written to in its child {os.getpid()}: both "
-                "would encrypt different bytes with the same key and tweak. Open a file of its own there"
+                "would encrypt different bytes with the same key and tweak. Open a separate file there"
             )
         checksums: list[list[int]] = [[] for _ in writes]
         with self._writing:

@@ -143,7 +143,7 @@ class HostSlab:
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(held.items())[:6]) or "nothing"
         raise HostOutOfMemory(
             f"host memory: {format_bytes(nbytes)} for {label} do not fit into the slab of "
-            f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(sum(held.values()))} ({holders}), the "
+            f"{format_bytes(self.capacity_bytes)}; held: {format_bytes(sum(held.values()))} ({holders}), the "
             f"longest free run is {format_bytes(self.largest_free_bytes)}. Raise spec.memory.budget.host.",
             wanted_bytes=nbytes,
             held_bytes=sum(held.values()),

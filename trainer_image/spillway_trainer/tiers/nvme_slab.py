@@ -296,7 +296,7 @@ class NvmeSlab:
     def redirect(self, label: str, where: str) -> None:
         """`label` goes to `where` instead of here, because of what went wrong before."""
         self._count(REDIRECTED)
-        self._say(f"redirected to {where}", f"{label}: goes to {where}, because {self._state()}; so does what follows")
+        self._say(f"redirected to {where}", f"{label}: goes to {where}, because {self._state()}; so do later spills")
 
     @property
     def survives(self) -> bool:
@@ -332,7 +332,7 @@ class NvmeSlab:
             try:
                 device.file.give_back(runs)
             except SpillIOError as error:
-                self._tell(f"spill: {error}. The place is not used again, and the volume does not have it back")
+                self._tell(f"spill: {error}. This part of the file is not used again, and its space is not freed")
         return nbytes - left
 
     def close(self) -> None:
@@ -392,10 +392,10 @@ class NvmeSlab:
         held_bytes = self.held_bytes
         directories = ", ".join(str(device.directory) for device in self._devices)
         retired = ", ".join(str(device.directory) for device in self._devices if device.writes.is_retired)
-        advice = f"{retired} takes no more writes, after {self.first_failure}" if retired else self.if_full
+        advice = f"{retired} is not written to any more, after {self.first_failure}" if retired else self.if_full
         raise SpillVolumeFull(
             f"{directories}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "
-            f"{format_bytes(self.capacity_bytes)}; held are {format_bytes(held_bytes)}, the longest free run is "
+            f"{format_bytes(self.capacity_bytes)}; held: {format_bytes(held_bytes)}, the longest free run is "
             f"{format_bytes(max(device.extents.largest_free_bytes for device in self._devices))}. {advice}",
             wanted_bytes=nbytes,
             held_bytes=held_bytes,
@@ -481,7 +481,7 @@ class NvmeSlab:
         first = self.first_failure
         assert first is not None, "a device is retired by a failure"
         return type(first)(
-            f"{first}; since then bytes stay in memory, and there is no room for {what}. Mend the device, or raise "
+            f"{first}; since then bytes are kept in memory, which has no space for {what}. Repair the device, or raise "
             "spec.memory.budget.host",
             **first.details,
         )
@@ -507,10 +507,10 @@ class NvmeSlab:
             return  # it is the step's error, and told as such
         for error in errors.values():
             self._count(WRITE_FAILED)
-            self._tell(f"spill: {error}. Its bytes stay in host memory, and that place is not used again")
+            self._tell(f"spill: {error}. Its bytes stay in host memory, and that part of the file is not used again")
         for device in newly_retired:
             self._count(DEVICE_RETIRED)
-            self._tell(f"spill: {device.directory} takes no more writes; what it holds can still be read")
+            self._tell(f"spill: {device.directory} is not written to any more; its contents can still be read")
 
     def _note_pace(self, device: Device, parts: Sequence[DevicePart], seconds: float, *, is_write: bool) -> None:
         nbytes = sum(part.tensor.numel() for part in parts)
@@ -555,7 +555,7 @@ class NvmeSlab:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the spill file of process {self._process} was used in its child {os.getpid()}: both would write to "
-                "the same extents. Start such a process before the trainer assembles the plan, or by spawn"
+                "the same extents. Start such a process before the trainer assembles the plan, or use spawn"
             )
 
     def _close_files(self) -> None:

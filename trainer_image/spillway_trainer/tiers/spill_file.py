@@ -33,8 +33,8 @@ BLOCK_BYTES = 4096
 _ZEROS_BYTES = 4 << 20
 _VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WHAT_HELPS = {
-    errno.EDQUOT: "the quota of this user or project is used up, whatever is free: have it raised",
-    errno.EFBIG: "the file system takes no file this large: divide it over more directories",
+    errno.EDQUOT: "the quota of this user or project is used up, even if the disk has free space: have it raised",
+    errno.EFBIG: "the file system allows no file this large: use more directories",
 }
 """other than to make room"""
 _PUNCH_HOLE = 0x01 | 0x02
@@ -178,7 +178,7 @@ class SpillFile:
         if transfer.failure is TransferFailure.CHECKSUM_MISMATCH:
             raise SpillIOError(
                 f"{where}: the {transfer.tensor.numel()} bytes read are not those written: checksum expected "
-                f"{transfer.checksum:#010x}, found {transfer.found:#010x}; the device or its driver is unsound",
+                f"{transfer.checksum:#010x}, found {transfer.found:#010x}; the device or its driver is faulty",
                 **details,
             )
         if transfer.failure is TransferFailure.END_OF_FILE:
@@ -274,8 +274,8 @@ def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
         return
     raise SpillVolumeFull(
         f"{directory}: a spill file of {nbytes} bytes ({format_bytes(nbytes)}) is wanted, and this process may write "
-        f"files of {most} bytes ({format_bytes(most)}) at most (RLIMIT_FSIZE): raise that limit (ulimit -f), divide "
-        "the file over more directories, or lower the nvme budget",
+        f"files of {most} bytes ({format_bytes(most)}) at most (RLIMIT_FSIZE): raise that limit (ulimit "
+        "-f), use more directories, or lower the nvme budget",
         wanted_bytes=nbytes,
         limit_bytes=most,
         errno=errno.EFBIG,

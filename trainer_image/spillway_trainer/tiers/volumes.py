@@ -18,7 +18,7 @@ def refuse_memory(directory: Path, said: str, advice: str = "name a directory on
     kind = memory_kind(directory)
     if kind:
         raise UserError(
-            f"{said}: lies in memory ({kind}), where what is spilled would take memory that no budget counts; {advice}"
+            f"{said}: is in memory ({kind}), so spilled bytes would use memory that no budget counts; {advice}"
         )
 
 

@@ -81,8 +81,8 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
     ("members", "where", "allowed"),
     [
         ("{name: a}, {name: a}", "spec.members[1].name", "give each its own"),
-        ('{name: a, overrides: {memory.mode: Disabled}}', 'spec.members[0].overrides["memory.mode"]', "whole job's"),
-        ('{name: a, overrides: {parallelism.nodes: "2"}}', 'overrides["parallelism.nodes"]', "whole job's"),
+        ('{name: a, overrides: {memory.mode: Disabled}}', 'spec.members[0].overrides["memory.mode"]', "the whole job"),
+        ('{name: a, overrides: {parallelism.nodes: "2"}}', 'overrides["parallelism.nodes"]', "the whole job"),
         ('{name: a, overrides: {training.stepz: "2"}}', 'overrides["training.stepz"]', "did you mean steps?"),
         ('{name: a, overrides: {training.steps: "0"}}', 'overrides["training.steps"]', "at least 1"),
         ('{name: a, overrides: {training.microBatchSize: "3"}}', "spec.members[0].overrides", "multiple of"),

@@ -240,11 +240,11 @@ def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
     [
         (
             {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "activations": {"hostReserve": "1Mi"}}},
-            "mode Disabled keeps everything on the device, so that nothing can move there: leave it out",
+            "mode Disabled keeps everything on the device, so nothing can move there; leave it out",
         ),
         (
             {"spec.memory.activations": {"policy": "Host", "hostReserve": "1Mi"}},
-            "policy Host moves nothing to NVMe, from where it could come: leave it out, or use Nvme",
+            "policy Host puts no activations on NVMe: leave it out, or use Nvme",
         ),
         (
             {"spec.memory": {"budget": {"host": "1Mi"}, "activations": {"hostReserve": "2Mi"}}},
@@ -252,7 +252,7 @@ def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
         ),
         (
             {"spec.memory.activations.hostReserve": "1Mi", "spec.members": [{"name": "a"}, {"name": "b"}]},
-            "members have a plan each, and none of them is corrected while it runs: leave it out",
+            "plans of members are not corrected while they run; leave it out",
         ),
     ],
 )

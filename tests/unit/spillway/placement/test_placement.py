@@ -467,7 +467,7 @@ NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
         (ClusterView(), {}, "Cpu", "device: Cpu, the operator may not list nodes"),
         (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in the attempts before"),
         (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}, "Cpu",
-         "device: Cpu, Fsdp divides a model on CPUs alone so far"),
+         "device: Cpu, Fsdp runs on CPUs only so far"),
     ],
     ids=["a node has one", "no node has one", "of another resource", "none for this job", "no view", "as before",
          "divided"],
@@ -619,7 +619,7 @@ def test_several_ranks_get_ddp_because_a_run_can_do_nothing_else_yet(device: str
     view = cluster(node("node-a"), gpu_node("node-b", H100_LABELS))
     found = placed(view, {"spec.parallelism": {"nodes": 2, "device": device}})
     assert found.plan.strategy == "Ddp"
-    assert "strategy Ddp: the one that a run takes" in found.plan.reasons
+    assert "strategy Ddp: what Auto runs as" in found.plan.reasons
 
 
 def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:

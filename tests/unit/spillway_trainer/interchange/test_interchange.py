@@ -443,7 +443,7 @@ def nowhere(metadata: Any) -> None:
         (transformed, "stored transformed"),
         (twice, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
         (overlapping, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
-        (nowhere, "the metadata name no place for it"),
+        (nowhere, "the metadata do not say where it is"),
     ],
 )
 def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, sentence: str) -> None:

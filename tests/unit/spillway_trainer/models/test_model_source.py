@@ -310,7 +310,7 @@ def test_a_shard_that_is_not_there_is_named(gpt2: Path, tmp_path: Path) -> None:
     sharded = saved(GPT2LMHeadModel.from_pretrained(gpt2), tmp_path / "sharded", max_shard_size="9KB")
     lost = max(sharded.glob("*.safetensors"))
     lost.unlink()
-    with pytest.raises(UserError, match=f"names 1 files that are not there, first {lost.name}"):
+    with pytest.raises(UserError, match=f"names 1 missing files, first {lost.name}"):
         built(sharded)
 
 

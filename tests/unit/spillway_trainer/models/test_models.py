@@ -153,7 +153,7 @@ REFUSED = {
     "their_models:number": "their_models has no function number",
     "their_models:raises": "raised ValueError: no such file",
     "their_models:number_of": "returned int. Return its layers as an nn.Sequential",
-    "their_models:plain_module": "returned Linear, of whose forward nobody knows where it can be cut into segments. "
+    "their_models:plain_module": "returned Linear, whose forward cannot be cut into segments automatically. "
     r"Return its layers as an nn.Sequential, .* Or a Chain .*`segments` lists .* Or one of LlamaForCausalLM",
     "their_models:opt": r"returned OPTForCausalLM \(model: OPTModel, lm_head: Linear\), of whose forward",
     "their_models:sequential_with_own_forward": r"returned Skipping \(0: Linear, 1: Linear, 2: Linear\), of whose",
@@ -218,7 +218,7 @@ def test_an_adapter_changes_nothing_at_first() -> None:
     ("targets", "words"),
     [
         (["q_proj"], "GPT2LMHeadModel has no module q_proj; it has c_attn, c_fc, c_proj, lm_head"),
-        (["wte"], "wte is Embedding; adapters go beside matrix products"),
+        (["wte"], "wte is Embedding; adapters need a matrix product"),
     ],
 )
 def test_a_target_that_cannot_have_an_adapter_is_refused(targets: list[str], words: str) -> None:

@@ -270,7 +270,7 @@ def _kind(key: str | None) -> str:
     return key or MASTER
 
 
-MOVED_BY_PLAN = "offload_states, reload_states: an adopted engine's states lie where Spillway's plan has them"
+MOVED_BY_PLAN = "offload_states, reload_states: Spillway's plan decides where an adopted engine's states are"
 
 
 class Adopted:
@@ -424,8 +424,8 @@ def _set_full(parameter: Any, value: Tensor, optim_state_key: str | None = None)
 
 def _no_gradient(parameter: object, *arguments: object) -> Tensor:
     raise UserError(
-        "gradients of an adopted engine are sums in Spillway's accumulators, which DeepSpeed's accessors do not reach: "
-        "read parameter.grad in a hook of your own"
+        "gradients of an adopted engine are sums in Spillway's accumulators, which DeepSpeed's accessors "
+        "cannot read: read parameter.grad in your own hook"
     )
 
 

@@ -38,7 +38,7 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdecimal())
     if not FIRST_VERSION <= numbers < TOO_NEW_VERSION:
         raise UserError(
-            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 stand on its inner names, as of "
+            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 depend on its internals, as in "
             f"{_dotted(FIRST_VERSION)} up to, but not with, {_dotted(TOO_NEW_VERSION)}; install one of these, or use "
             "spec.parallelism.strategy: Ddp"
         )
