@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 STATE_BYTES = 4
 """of a parameter's master or gradient: both are float32"""
@@ -101,6 +102,7 @@ class UpdateRule(StrEnum):
         """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
         return STATE_BYTES + 2 * self.states_bytes(True, moments)
 
+    @cache
     def states_bytes(self, has_master: bool, moments: MomentType) -> float:
         """Of one parameter; without a master of its own the float32 parameter is it."""
         return STATE_BYTES * has_master + moments.bytes_per_value * len(self.moments)

@@ -28,6 +28,7 @@ from typing import Literal
 
 from spillway.api.training_job import TrainingJob
 from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
+from spillway.planning.compute_work import update_work
 from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
@@ -42,6 +43,7 @@ from spillway.planning.footprint import (
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import DTYPE_BYTES, ModelShape
 from spillway.planning.step_time import (
+    SECONDS_PER_DAY,
     Drives,
     Rates,
     Resource,
@@ -136,6 +138,12 @@ class Question:
         """What endurance is measured against."""
         return Drives(self.node.nvme_bytes / self.local_ranks, self.node.nvme_rated_bytes / self.local_ranks)
 
+    @property
+    def most_writes_per_day(self) -> float | None:
+        """Drive writes; None where the spec asks for what writes."""
+        chosen_freely = self.policy == "Auto" and self.placement != "Nvme"
+        return self.job.spec.memory.endurance.drive_writes_per_day if chosen_freely else None
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -195,9 +203,8 @@ def timed(question: Question, candidate: Candidate) -> Timed:
         steps=question.job.spec.training.steps,
         drives=question.drives,
     )
-    limit = question.job.spec.memory.endurance.drive_writes_per_day
-    chosen_freely = question.policy == "Auto" and question.placement != "Nvme"
-    worn = prediction.drive_writes_per_day / limit if chosen_freely else 0.0
+    limit = question.most_writes_per_day
+    worn = 0.0 if limit is None else prediction.drive_writes_per_day / limit
     return Timed(candidate, prediction, worn > 1.0, min(1.0, worn))
 
 
@@ -309,23 +316,34 @@ class CandidateGroup:
 
     def bound(self, layout: BlockLayout, free_bytes: int) -> float:
         """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
-        work, streaming = self.work, self.streaming
-        ends = (
-            OptimizerPlan(cpu_share=self.forced, resident_share=1.0 - self.forced),
-            OptimizerPlan(cpu_share=1.0, resident_share=0.0),
-        )
-        forward = forward_loads(work, self.rates, layout.blocks, streaming)
-        lines = [backward_loads(work, self.rates, layout.blocks, end, streaming) for end in ends]
-        backward = {resource: min(line[resource] for line in lines) for resource in lines[0]}
-        overlapped = layout.window_bytes > 0 or not layout.blocks.moved
-        num_passes = work.num_micro_batches // work.alive(streaming)
-        passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
+        in_passes, in_forward = self._least_in_passes(layout)
         update = self.least_update_seconds(free_bytes)
         if self.question.overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
-            update = max(0.0, update - phase_seconds(forward, self.rates, overlapped))
+            update = max(0.0, update - in_forward)
         if self.may_speculate:
             update = 0.0
-        return passes + update + self.exchange_seconds
+        return in_passes + update + self.exchange_seconds
+
+    def _least_in_passes(self, layout: BlockLayout) -> tuple[float, float]:
+        """Seconds of all passes, and of one forward, whatever the budgets are."""
+        if layout not in self._bounds:
+            work, streaming = self.work, self.streaming
+            ends = (
+                OptimizerPlan(cpu_share=self.forced, resident_share=1.0 - self.forced),
+                OptimizerPlan(cpu_share=1.0, resident_share=0.0),
+            )
+            forward = forward_loads(work, self.rates, layout.blocks, streaming)
+            lines = [backward_loads(work, self.rates, layout.blocks, end, streaming) for end in ends]
+            backward = {resource: min(line[resource] for line in lines) for resource in lines[0]}
+            overlapped = layout.window_bytes > 0 or not layout.blocks.moved
+            num_passes = work.num_micro_batches // work.alive(streaming)
+            passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
+            self._bounds[layout] = passes, phase_seconds(forward, self.rates, overlapped)
+        return self._bounds[layout]
+
+    @cached_property
+    def _bounds(self) -> dict[BlockLayout, tuple[float, float]]:
+        return {}
 
     @cached_property
     def exchange_seconds(self) -> float:
@@ -354,6 +372,41 @@ class CandidateGroup:
         """Of all parameters: by the CPU alone, which must have its own part; and by CPU and device at their best."""
         on_cpu = update_loads(self.work, self.rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0), self.streaming)
         return on_cpu[Resource.CPU], least_update_seconds(self.work, self.rates)
+
+    # --- what no candidate exceeds
+
+    def surely_wears_out(self, written_bytes: float) -> bool:
+        """Whether a step that writes so many bytes wears the drives out even if it is the slowest one of the group."""
+        question = self.question
+        capacity, limit = question.drives.capacity_bytes, question.most_writes_per_day
+        if limit is None or not capacity or self.may_speculate:
+            return False
+        per_day = written_bytes * min(question.job.spec.training.steps, SECONDS_PER_DAY / self.most_seconds)
+        return per_day / capacity > limit * (1.0 + ROUNDING)
+
+    @cached_property
+    def most_seconds(self) -> float:
+        """No step takes longer: all blocks recomputed and all moved, each path of the update, one after the other."""
+        work, rates, layers = self.work, self.rates, self.question.num_layers
+        streaming = replace(self.streaming, host=0, nvme=self.streaming.units)
+        chunk, none = chunk_parameters(work), {"cpu_share": 0.0, "resident_share": 0.0}
+        updates = [
+            OptimizerPlan.model_validate({**none, share: 1.0, "chunk_parameters": chunk})
+            for share in ("cpu_share", "streamed_share", "resident_share", "nvme_share")
+        ]
+        in_pass = sum(
+            sum(forward_loads(work, rates, blocks, streaming).values())
+            + max(sum(backward_loads(work, rates, blocks, each, streaming).values()) for each in updates)
+            for blocks in (Blocks(layers, recomputed=layers), Blocks(layers, nvme=layers))
+        )
+        if streaming.num_slots == 1:  # nothing runs beside a load
+            in_pass *= 2
+        update = sum(
+            sum(update_loads(work, rates, each, streaming).values()) / rates.duplex
+            + update_work(work, each).seconds(rates)
+            for each in updates
+        )
+        return work.num_micro_batches // work.alive(streaming) * in_pass + update + self.exchange_seconds
 
     # --- the optimizer's shares
 
@@ -412,6 +465,10 @@ class CandidateGroup:
         return {}
 
     @cached_property
+    def _spilled(self) -> dict[tuple[float, float, float], OptimizerPlan]:
+        return {}
+
+    @cached_property
     def _splits(self) -> dict[tuple[float, float], OptimizerPlan]:
         return {}
 
@@ -443,6 +500,12 @@ class CandidateGroup:
     def spilled(self, optimizer: OptimizerPlan, part: float) -> OptimizerPlan:
         """`part` of what is not resident on NVMe; CPU and device share the rest as before. Four digits, rounded towards
         NVMe."""
+        key = (optimizer.streamed_share, optimizer.resident_share, part)
+        if key not in self._spilled:
+            self._spilled[key] = self._with_nvme(optimizer, part)
+        return self._spilled[key]
+
+    def _with_nvme(self, optimizer: OptimizerPlan, part: float) -> OptimizerPlan:
         left = 1.0 - optimizer.resident_share
         nvme_share = min(left, ceil(part * left * 1e4) / 1e4)
         streamed_share = min(floor((1.0 - part) * optimizer.streamed_share * 1e4) / 1e4, left - nvme_share)

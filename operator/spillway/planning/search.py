@@ -34,6 +34,7 @@ from spillway.planning.footprint import (
     nvme_states_bytes,
     upload_bytes,
 )
+from spillway.planning.step_time import stored_states_bytes, written_bytes
 from spillway.planning.workload import Blocks, Streaming, Workload
 
 
@@ -81,19 +82,55 @@ class Search:
                 yield from self.candidates(group, layout)
 
     def candidates(self, group: CandidateGroup, layout: BlockLayout) -> Iterator[Candidate]:
+        return (self._candidate(group, layout, split) for split in self._splits(group, layout))
+
+    def _fitting(self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = True) -> Iterator[Timed]:
+        """Those of `candidates` that fit every budget and spare the drives. What cannot is left out before its bytes
+        and seconds are counted."""
+        for split in self._splits(group, layout, spare_drives=spare_drives):
+            if group.host_bytes_beside_homes(split) > self.question.budget[Tier.HOST]:
+                continue
+            if spare_drives and group.surely_wears_out(stored_states_bytes(group.work, split)):
+                continue
+            one = self._candidate(group, layout, split)
+            if one.missing:
+                continue
+            written = written_bytes(one.work, one.optimizer, one.blocks, one.streaming)
+            if spare_drives and group.surely_wears_out(written):
+                continue
+            choice = timed(self.question, one)
+            if not (spare_drives and choice.wears_out):
+                yield choice
+
+    def _splits(
+        self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = False
+    ) -> Iterator[OptimizerPlan]:
         for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
-            for split in self._between_host_and_nvme(group, layout, optimizer):
-                yield self._candidate(group, layout, split)
+            yield from self._splits_of(group, layout, optimizer, spare_drives=spare_drives)
+
+    def _splits_of(
+        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan, *, spare_drives: bool = False
+    ) -> Iterator[OptimizerPlan]:
+        yield optimizer
+        question = self.question
+        may_spill = question.placement == "Auto" and optimizer.offloads and question.budget[Tier.NVME]
+        if may_spill and not (spare_drives and self._least_spill_wears_out(group, optimizer)):
+            yield from self._between_host_and_nvme(group, layout, optimizer)
+
+    def _least_spill_wears_out(self, group: CandidateGroup, optimizer: OptimizerPlan) -> bool:
+        """With as few states on NVMe as host memory allows that holds nothing else."""
+        host_bytes = self.question.budget[Tier.HOST]
+        if group.host_bytes_beside_homes(optimizer) <= host_bytes:
+            return False
+        least = group.spilled(optimizer, self._least_spilled(group, optimizer, host_bytes))
+        return group.surely_wears_out(stored_states_bytes(group.work, least))
 
     def _between_host_and_nvme(
         self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
     ) -> Iterator[OptimizerPlan]:
-        """`optimizer` as it is when host memory holds all that leaves the device. Else the splits that are worth
-        comparing: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
-        yield optimizer
+        """The splits that are worth comparing with `optimizer` when host memory does not hold all that leaves the
+        device: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
         budget, streaming = self.question.budget, group.streaming
-        if self.question.placement != "Auto" or not optimizer.offloads or not budget[Tier.NVME]:
-            return
         others = host_home_bytes(group.work, streaming)
         if self.question.policy != "Nvme":
             others += group.work.alive(streaming) * group.work.sum_of("moved_host", 0, layout.blocks.moved)
@@ -123,12 +160,9 @@ class Search:
 
         def look_at(group: CandidateGroup, layout: BlockLayout) -> None:
             nonlocal limit
-            for candidate in self.candidates(group, layout):
-                if not candidate.missing:
-                    choice = timed(self.question, candidate)
-                    if not (spare_drives and choice.wears_out):
-                        found.append(choice)
-                        limit = min(limit, TIE * choice.priced_seconds)
+            for choice in self._fitting(group, layout, spare_drives=spare_drives):
+                found.append(choice)
+                limit = min(limit, TIE * choice.priced_seconds)
 
         room = self.question.budget[Tier.DEVICE]
         everything_kept = BlockLayout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
@@ -157,13 +191,9 @@ class Search:
             for layout in group.layouts:
                 if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
                     continue  # its lean twin needs no more of anything
-                if group.least_device_bytes + layout.peak.total <= room and self._one_fits(group, layout):
+                if group.least_device_bytes + layout.peak.total <= room and any(self._fitting(group, layout)):
                     return True
         return False
-
-    def _one_fits(self, group: CandidateGroup, layout: BlockLayout) -> bool:
-        fit = (timed(self.question, one) for one in self.candidates(group, layout) if not one.missing)
-        return any(not choice.wears_out for choice in fit)
 
     def _cannot_fit(self, group: CandidateGroup) -> bool:
         """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
@@ -185,9 +215,16 @@ class Search:
         for bound, group, layout in sorted(bounds, key=itemgetter(0)):
             if found and bound >= found[0].weighted_missing:
                 break
-            nearest = min(self.candidates(group, layout), key=lambda candidate: candidate.weighted_missing)
-            if not found or nearest.weighted_missing < found[0].weighted_missing:
-                found = [nearest]
+            for optimizer in group.optimizers(budget[Tier.DEVICE] - layout.peak.total):
+                needed = group.optimizer_device_bytes(optimizer) + layout.peak.total - budget[Tier.DEVICE]
+                host = group.least_host_bytes_of(optimizer) - budget[Tier.HOST]
+                least = _WEIGHTS[Tier.DEVICE] * max(0, needed) + _WEIGHTS[Tier.HOST] * max(0, host)
+                if found and least >= found[0].weighted_missing:
+                    continue
+                for split in self._splits_of(group, layout, optimizer):
+                    one = self._candidate(group, layout, split)
+                    if not found or one.weighted_missing < found[0].weighted_missing:
+                        found = [one]
         return found[0]
 
     def _candidate(self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan) -> Candidate:
@@ -266,7 +303,7 @@ def _homes_between(
     beside = upload_bytes(work, optimizer, streaming)
 
     def divided(nvme: int) -> Streaming:
-        return replace(streaming, host=num_units - nvme, nvme=nvme)
+        return Streaming(num_units - nvme, nvme, streaming.num_slots, streaming.order, streaming.boundaries)
 
     def fits(nvme: int) -> bool:
         split = divided(nvme)

@@ -140,9 +140,12 @@ class StreamOperation(Operation):
                 return event
         return None
 
-    def first_of(self, awaited: Mapping[Operation, object]) -> Operation | None:
+    def first_of(self, awaited: Mapping[Operation, object]) -> StreamOperation | QueuedOperation | None:
         """Its first predecessor that is in `awaited`."""
-        return next((event for event in self._after if isinstance(event, Operation) and event in awaited), None)
+        for event in self._after:
+            if isinstance(event, StreamOperation | QueuedOperation) and event in awaited:
+                return event
+        return None
 
     def put_off(self) -> None:
         """It will be launched by another thread."""
