@@ -59,6 +59,7 @@ from spillway.planning.step_time import (
     rank_rates,
     speculative_window,
     update_loads,
+    update_seconds,
     update_threads,
 )
 from spillway.planning.workload import (
@@ -316,13 +317,26 @@ class CandidateGroup:
 
     def bound(self, layout: BlockLayout, free_bytes: int) -> float:
         """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
+        return self._with_update(layout, self.least_update_seconds(free_bytes), self.question.overlap)
+
+    def bound_of(self, layout: BlockLayout, optimizer: OptimizerPlan) -> float:
+        """No candidate of this layout with this split takes fewer seconds."""
+        shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
+        if shares not in self._updates:
+            self._updates[shares] = update_seconds(self.work, self.rates, optimizer, self.streaming)
+        return self._with_update(layout, self._updates[shares], optimizer.overlap)
+
+    def _with_update(self, layout: BlockLayout, update: float, overlap: str) -> float:
         in_passes, in_forward = self._least_in_passes(layout)
-        update = self.least_update_seconds(free_bytes)
-        if self.question.overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
+        if overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
             update = max(0.0, update - in_forward)
         if self.may_speculate:
             update = 0.0
         return in_passes + update + self.exchange_seconds
+
+    @cached_property
+    def _updates(self) -> dict[tuple[float, float, float], float]:
+        return {}
 
     def _least_in_passes(self, layout: BlockLayout) -> tuple[float, float]:
         """Seconds of all passes, and of one forward, whatever the budgets are."""

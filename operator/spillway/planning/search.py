@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 
 from spillway.plan import OptimizerPlan, Order, Policy, Strategy, Tier, TierBytes
@@ -84,11 +84,15 @@ class Search:
     def candidates(self, group: CandidateGroup, layout: BlockLayout) -> Iterator[Candidate]:
         return (self._candidate(group, layout, split) for split in self._splits(group, layout))
 
-    def _fitting(self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = True) -> Iterator[Timed]:
-        """Those of `candidates` that fit every budget and spare the drives. What cannot is left out before its bytes
-        and seconds are counted."""
+    def _fitting(
+        self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = True, limit: float = inf
+    ) -> Iterator[Timed]:
+        """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
+        Others are left out before their bytes and seconds are counted."""
         for split in self._splits(group, layout, spare_drives=spare_drives):
             if group.host_bytes_beside_homes(split) > self.question.budget[Tier.HOST]:
+                continue
+            if limit < inf and group.bound_of(layout, split) > limit:
                 continue
             if spare_drives and group.surely_wears_out(stored_states_bytes(group.work, split)):
                 continue
@@ -156,11 +160,11 @@ class Search:
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
         """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
         found: list[Timed] = []
-        limit = float("inf")
+        limit = inf
 
         def look_at(group: CandidateGroup, layout: BlockLayout) -> None:
             nonlocal limit
-            for choice in self._fitting(group, layout, spare_drives=spare_drives):
+            for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
                 found.append(choice)
                 limit = min(limit, TIE * choice.priced_seconds)
 
