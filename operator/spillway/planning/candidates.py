@@ -357,7 +357,7 @@ class CandidateGroup:
 
     @cached_property
     def _bounds(self) -> dict[BlockLayout, tuple[float, float]]:
-        return {}
+        return _bounds_of(self.work, self.rates, self.streaming)
 
     @cached_property
     def exchange_seconds(self) -> float:
@@ -559,6 +559,12 @@ class CandidateGroup:
         if window < optimizer.chunk_parameters:
             return optimizer.model_copy(update={"overlap": "Forward"})
         return optimizer.model_copy(update={"speculative_parameters": window})
+
+
+@lru_cache(maxsize=256)
+def _bounds_of(work: Workload, rates: Rates, streaming: Streaming) -> dict[BlockLayout, tuple[float, float]]:
+    """Filled by the groups: alternatives and other budgets ask about the same passes."""
+    return {}
 
 
 def groups(question: Question) -> list[CandidateGroup]:

@@ -27,6 +27,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import combinations
 
 from spillway.metrics import Phase
@@ -415,6 +416,7 @@ def least_update_seconds(work: Workload, rates: Rates) -> float:
     return min(_balanced(work, rates)[1], update_seconds(work, rates, _split(0.0)))
 
 
+@lru_cache(maxsize=256)
 def _balanced(work: Workload, rates: Rates) -> tuple[float, float]:
     """The fastest g of c + g = 1 in which both take part, and its seconds."""
     starts, ends = (update_loads(work, rates, _split(g)) for g in (_EPSILON, 1.0 - _EPSILON))
