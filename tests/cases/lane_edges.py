@@ -15,7 +15,7 @@ from fakes import fake_streams
 from spillway_trainer.model_spill.slots import Contents
 from spillway_trainer.tiers import cuda_lanes
 from spillway_trainer.tiers.cuda_lanes import CudaLanes, Mark, StreamOperation
-from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, QueuedOperation, Region
+from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, QueuedOperation, Region, Submission
 
 Edge = tuple[str, str]
 """(lane and line that made the event, lane and line that wait for it)"""
@@ -69,17 +69,17 @@ class Edges:
         self._waited: dict[str, frozenset[int]] = {"host": frozenset(), "compute stream": frozenset()}
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        submit, computed, wait, release = CudaLanes.submit, CudaLanes.computed, CudaLanes.wait, CudaLanes.release
+        enqueue, computed, wait, release = CudaLanes.enqueue, CudaLanes.computed, CudaLanes.wait, CudaLanes.release
 
-        def submits(lanes: Any, lane: Lane, work: Any, *, after: Sequence[Event] = (), **how: Any) -> Event:
-            kept = self._kept(lane, after)
-            event = submit(lanes, lane, work, after=kept, **how)
+        def enqueues(lanes: Any, given: Submission) -> Event:
+            lane, kept = given.lane, self._kept(given.lane, given.after)
+            event = enqueue(lanes, given._replace(after=kept))
             before = self._over(kept) | self._waited["host"]
             if not isinstance(event, StreamOperation):
                 before |= self._over_of(self._last.get(lane))
                 self._last[lane] = id(event)
             self._name(lane, event, before)
-            for region in (*how.get("reads", ()), *how.get("writes", ())):
+            for region in (*given.reads, *given.writes):
                 self._regions.append(region)
                 self._users[place_of(region)].add(id(event))
             return event
@@ -102,7 +102,7 @@ class Edges:
             self.early += [f"{region.label} is released before {self._made[one][1]} is over" for one in left]
             release(lanes, region, kept)
 
-        for name, function in (("submit", submits), ("computed", computes), ("wait", waits), ("release", releases)):
+        for name, function in (("enqueue", enqueues), ("computed", computes), ("wait", waits), ("release", releases)):
             patch.setattr(CudaLanes, name, function)
         for kind in (QueuedOperation, StreamOperation, Mark):
             patch.setattr(kind, "wait", self._heard(kind.wait))

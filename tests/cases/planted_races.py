@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spillway.plan import Tier
-from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, Lanes, Region
+from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, Lanes, Region, Submission
 
 Edges = Sequence[Event]
 
@@ -24,35 +24,28 @@ class Defect:
         return self.name
 
 
-class LanesWithDefect:
+class LanesWithDefect(Lanes):
     """`lanes`, but operations of the defect lose edges; `dropped` counts the edges that were left out."""
 
     def __init__(self, lanes: Lanes, defect: Defect) -> None:
         self._lanes, self._defect = lanes, defect
         self.dropped = 0
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        kept = after
-        if lane is self._defect.lane and label.startswith(self._defect.label):
-            kept = self._defect.keep(after)
-            self.dropped += len(after) - len(kept)
-        return self._lanes.submit(lane, work, reads=reads, writes=writes, after=kept, nbytes=nbytes, label=label)
+    def enqueue(self, given: Submission) -> Event:
+        if given.lane is self._defect.lane and given.label.startswith(self._defect.label):
+            kept = self._defect.keep(given.after)
+            self.dropped += len(given.after) - len(kept)
+            given = given._replace(after=kept)
+        return self._lanes.enqueue(given)
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         return self._lanes.acquire(tier, nbytes, label)
 
     def release(self, region: Region, after: Sequence[Event] = ()) -> None:
         self._lanes.release(region, after)
+
+    def reclaim(self) -> bool:
+        return self._lanes.reclaim()
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
         self._lanes.compute(reads=reads, writes=writes, label=label)
@@ -82,21 +75,11 @@ class LanesThatLose(LanesWithDefect):
     def __init__(self, lanes: Lanes, lane: Lane, label: str) -> None:
         super().__init__(lanes, Defect("lost", lane, label, lambda after: after))
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        if lane is self._defect.lane and label == self._defect.label:
+    def enqueue(self, given: Submission) -> Event:
+        if given.lane is self._defect.lane and given.label == self._defect.label:
             self.dropped += 1
             return DONE
-        return self._lanes.submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
+        return self._lanes.enqueue(given)
 
 
 class LanesThatGoOn(LanesWithDefect):

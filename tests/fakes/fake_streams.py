@@ -25,7 +25,7 @@ from spillway_trainer.tiers import cuda_lanes, lanes
 from spillway_trainer.tiers.cuda_lanes import CudaLanes
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Event, Lane, Region
+from spillway_trainer.tiers.lanes import Event, Region, Submission
 
 COMPUTE = "compute stream"
 
@@ -207,22 +207,12 @@ class RecordedLanes(CudaLanes):
         self.fake = streams or FakeStreams()
         super().__init__(host, ledger, self.fake)
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        def told() -> None:
-            self.fake.access(reads, writes, label or lane.value)
-            work()
+    def enqueue(self, given: Submission) -> Event:
+        def recorded_work() -> None:
+            self.fake.access(given.reads, given.writes, given.label or given.lane.value)
+            given.work()
 
-        return super().submit(lane, told, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
+        return super().enqueue(given._replace(work=recorded_work))
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
         self.fake.launch(COMPUTE, lambda: self.fake.access(reads, writes, label or "compute"))

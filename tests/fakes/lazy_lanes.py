@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from spillway.plan import Tier
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lane, Operation, Region, acquire
+from spillway_trainer.tiers.lanes import DONE, Buffer, Event, Lanes, Operation, Region, Submission, acquire
 from spillway_trainer.tiers.releases import Releases
 
 
@@ -31,7 +31,7 @@ class LazyOperation(Operation):
         self.raise_error()
 
 
-class LazyLanes:
+class LazyLanes(Lanes):
     """As late as the law of ordering allows, and with poison: the lanes for parity tests, in one thread.
 
     An operation runs when its event is waited for (or never). A buffer holds 0xFF when it is acquired and again when
@@ -58,19 +58,9 @@ class LazyLanes:
     def reclaim(self) -> bool:
         return self._releases.wait_for_one()
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        self._moved[lane.value] += nbytes
-        return LazyOperation(work, after, label, self._releases)
+    def enqueue(self, given: Submission) -> Event:
+        self._moved[given.lane.value] += given.nbytes
+        return LazyOperation(given.work, given.after, given.label, self._releases)
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
         return

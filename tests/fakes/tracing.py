@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from spillway.plan import Tier
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Region, acquire, kept_error
+from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Lanes, Region, Submission, acquire, kept_error
 from spillway_trainer.tiers.releases import Releases
 
 
@@ -115,7 +115,7 @@ class TracedEvent:
             raise copy.copy(self._error)
 
 
-class TracingLanes:
+class TracingLanes(Lanes):
     """Lanes in virtual time: an operation of n bytes occupies its lane for n / rate seconds (no rate: none).
 
     With `run` the work is done at once, in submission order, so that a real training step runs under the trace; without
@@ -171,21 +171,12 @@ class TracingLanes:
     def reclaim(self) -> bool:
         return self._releases.wait_for_one()
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        self._moved[lane.value] += nbytes
-        past = self._record(self._after(self._host_past, after), reads, writes, label or lane.value)
+    def enqueue(self, given: Submission) -> Event:
+        lane, after = given.lane, given.after
+        self._moved[lane.value] += given.nbytes
+        past = self._record(self._after(self._host_past, after), given.reads, given.writes, given.label or lane.value)
         ready = max((event.end_seconds for event in after if isinstance(event, TracedEvent)), default=0.0)
-        return TracedEvent(self, past, self._occupy(lane, ready, nbytes), self._run(work, after))
+        return TracedEvent(self, past, self._occupy(lane, ready, given.nbytes), self._run(given.work, after))
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
         past = self._compute_past.joined(self._host_past)

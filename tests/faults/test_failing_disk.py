@@ -123,6 +123,6 @@ def test_states_that_cannot_be_written_stay_in_host_memory_bit_for_bit(good: int
     optimizer = offload(parameters, case, split(0.2, 0, 0, 1009, nvme=0.8), lanes, ledger, nvme)
     result = outcome(optimizer, parameters, drive(optimizer, case))
     assert result.difference(oracle(case)) == []
-    assert said[-1] == "spill: /spill takes no more writes; what it holds can still be read"
+    assert said[-1] == "spill: /spill is not written to any more; its contents can still be read"
     lanes.close()
     nvme.close()

@@ -184,7 +184,7 @@ def test_limits_that_nothing_fits_leave_the_plans_answers() -> None:
     for _ in range(WATCHED_STEPS + 1):
         assert torch.equal(run.step(), expected())
     assert run.chooser.choice is None
-    assert run.told[0].reason.endswith("or more are missing: the plan's answers stand")
+    assert run.told[0].reason.endswith("or more are missing: the plan's policies stay in force")
     assert run.held[-1] == run.held[0]
 
 
@@ -206,7 +206,7 @@ def test_steps_that_slow_down_are_watched_again_and_an_equal_choice_stands() -> 
         run.step()
     assert not run.chooser.is_watching
     assert len(run.told) == 2
-    assert run.told[1].reason.startswith("what was chosen stands")
+    assert run.told[1].reason.startswith("the choice is unchanged")
     assert run.told[1].pass_seconds > run.told[0].pass_seconds
 
 

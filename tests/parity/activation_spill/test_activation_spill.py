@@ -25,7 +25,7 @@ from spillway_trainer.activation_spill import ActivationSpill, records
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes, Event, Lane
+from spillway_trainer.tiers.lanes import CpuLanes, Event, Lane, Submission
 from spillway_trainer.tiers.nvme_slab import NvmeSlab
 from spillway_trainer.tiers.spill_health import MAX_BAD_EXTENTS, SLOW_SECONDS, DeviceHealth
 
@@ -125,11 +125,11 @@ class Noting(LazyLanes):
         self.notes: list[str] = []
         self.reloaded_bytes: list[int] = []
 
-    def submit(self, lane: Lane, work: Callable[[], None], **rest: Any) -> Event:
-        self.notes.append(rest["label"])
-        if lane is Lane.H2D:
-            self.reloaded_bytes.append(rest["nbytes"])
-        return super().submit(lane, work, **rest)
+    def enqueue(self, given: Submission) -> Event:
+        self.notes.append(given.label)
+        if given.lane is Lane.H2D:
+            self.reloaded_bytes.append(given.nbytes)
+        return super().enqueue(given)
 
     def compute(self, **rest: Any) -> None:
         if not self.notes or self.notes[-1] != rest["label"]:
@@ -333,9 +333,9 @@ def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> 
     assert [re.sub(r"\d+", "#", line) for line in pipeline.said] == [
         *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). Its bytes stay "
           "in host memory, and that part of the file is not used again"] * 3,
-        "spill: /spill takes no more writes; what it holds can still be read",
+        "spill: /spill is not written to any more; its contents can still be read",
         "spill: activations of block#: goes to host memory, because a device failed (/spill: write of saved storage # "
-        "of block# at offset #: Input/output error (errno #)); so does what follows",
+        "of block# at offset #: Input/output error (errno #)); so do later spills",
     ]  # fmt: skip
     assert pipeline.nvme.faults()["redirected"] >= 12
 
@@ -432,7 +432,7 @@ def test_kept_and_spilled_views_of_one_storage_are_charged_once() -> None:
 
 
 def test_a_plan_for_another_number_of_segments_is_refused() -> None:
-    with pytest.raises(ValueError, match="answers for 2 segments and the model has 4"):
+    with pytest.raises(ValueError, match="policies for 2 segments and the model has 4"):
         Spilling(transformer(), (Policy.HOST,) * 2, LANES["cpu"])
 
 

@@ -24,7 +24,7 @@ from spillway_trainer.activation_spill.records import Sources
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.segments import Block, Position, SegmentHook, fork_seed
 from spillway_trainer.tiers.device_ledger import ACTIVATIONS
-from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Lanes, Region
+from spillway_trainer.tiers.lanes import Buffer, Event, Lane, Lanes, Region, Submission
 
 MODEL = "tied_dropout"
 
@@ -44,10 +44,10 @@ def wait_for_nothing(self: Lanes, event: Event) -> None:
 def without_edges_into(lane: Lane) -> Callable[..., Event]:
     """Operations of `lane` that wait for nothing."""
 
-    def submit(self: Any, on: Lane, work: Callable[[], None], *, after: Sequence[Event] = (), **rest: Any) -> Event:
-        return super(type(self), self).submit(on, work, after=() if on is lane else after, **rest)
+    def enqueue(self: Any, given: Submission) -> Event:
+        return super(type(self), self).enqueue(given._replace(after=()) if given.lane is lane else given)
 
-    return submit
+    return enqueue
 
 
 def release(
@@ -61,10 +61,10 @@ def release(
     return mutant
 
 
-def release_reloads_when_loaded(self: Any, lane: Lane, work: Callable[[], None], **rest: Any) -> Event:
-    event = super(type(self), self).submit(lane, work, **rest)
-    if lane is Lane.H2D:
-        for buffer in rest["writes"]:
+def release_reloads_when_loaded(self: Any, given: Submission) -> Event:
+    event = super(type(self), self).enqueue(given)
+    if given.lane is Lane.H2D:
+        for buffer in given.writes:
             super(type(self), self).release(buffer, (event,))
     return event
 
@@ -99,26 +99,26 @@ MUTANTS = {
     "reload not awaited": Mutant({"wait": wait_for_nothing}, "host", True, RaceKind.READ_BEFORE_WRITE),
     "nvme reload not awaited": Mutant({"wait": wait_for_nothing}, "nvme", True, RaceKind.READ_BEFORE_WRITE),
     "reload without an edge from its copy": Mutant(
-        {"submit": without_edges_into(Lane.H2D)}, "host", True, RaceKind.READ_BEFORE_WRITE
+        {"enqueue": without_edges_into(Lane.H2D)}, "host", True, RaceKind.READ_BEFORE_WRITE
     ),
     "upload without an edge from its read": Mutant(
-        {"submit": without_edges_into(Lane.H2D)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
+        {"enqueue": without_edges_into(Lane.H2D)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
     ),
     "read without an edge from its write": Mutant(
-        {"submit": without_edges_into(Lane.NVME_READ)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
+        {"enqueue": without_edges_into(Lane.NVME_READ)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
     ),
     "write without an edge from its copy": Mutant(
-        {"submit": without_edges_into(Lane.NVME_WRITE)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
+        {"enqueue": without_edges_into(Lane.NVME_WRITE)}, "nvme", True, RaceKind.READ_BEFORE_WRITE
     ),
     # On a CPU the compute lane is the host itself: only the trace sees this edge.
     "copy without an edge from compute": Mutant(
-        {"submit": without_edges_into(Lane.D2H)}, "host", False, RaceKind.READ_BEFORE_WRITE
+        {"enqueue": without_edges_into(Lane.D2H)}, "host", False, RaceKind.READ_BEFORE_WRITE
     ),
     "source released before its copy": Mutant(
         {"release": release(is_sources, lambda _: ())}, "host", True, RaceKind.RELEASE_IN_FLIGHT
     ),
     "reload buffer released when it is loaded": Mutant(
-        {"submit": release_reloads_when_loaded, "release": release(is_reload, lambda after: after)},
+        {"enqueue": release_reloads_when_loaded, "release": release(is_reload, lambda after: after)},
         "host",
         True,
         RaceKind.USE_AFTER_RELEASE,

@@ -514,7 +514,7 @@ def test_unwritten_tensors_stay_in_place_and_retirement_is_logged_once(
         spilling.store.drain()
         loss.backward()
         assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in model.named_parameters())
-    assert sum("takes no more writes" in line for line in caplog.messages) == 1
+    assert sum("is not written to any more" in line for line in caplog.messages) == 1
     assert sum("at offset" in line and "goes to" not in line for line in caplog.messages) == 3
     assert sum(spilling.held_bytes().values()) == spilling.ledger.held_bytes == 0
 
@@ -522,7 +522,7 @@ def test_unwritten_tensors_stay_in_place_and_retirement_is_logged_once(
 def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(UserError, match="weight is on meta: activation spilling on its own moves tensors of the CPU"):
+    with pytest.raises(UserError, match="weight is on meta: Spilling supports CPU tensors only"):
         Spilling(model, tmp_path, nvme_bytes=1 << 20)
 
 
@@ -530,7 +530,7 @@ def test_a_directory_in_memory_is_refused_before_there_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(volumes, "read_text", lambda path: f"/dev/a / ext4 rw 0 0\nx {tmp_path} tmpfs rw 0 0\n")
-    with pytest.raises(UserError, match=rf"Spilling in {tmp_path}: lies in memory \(tmpfs\), where what is"):
+    with pytest.raises(UserError, match=rf"Spilling in {tmp_path}: is in memory \(tmpfs\), so spilled bytes"):
         Spilling(nn.Linear(2, 2), tmp_path, nvme_bytes=1 << 20)
     assert open_files(tmp_path) == 0
 
@@ -555,7 +555,7 @@ def test_invalid_arguments_are_rejected_by_name_before_a_file_is_opened(said: st
 
 def test_error_for_a_too_small_file_names_the_argument_to_raise(make: Callable[..., Spilling]) -> None:
     spilling = make(nn.Module(), nvme_bytes=8 * KIB)
-    with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes: the file holds what a forward saves"), spilling:
+    with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes: the first forward spills everything"), spilling:
         chain(leaf())
 
 

@@ -286,7 +286,7 @@ def test_what_somebody_still_holds_is_not_written(make: Callable[..., Spilling])
 
 
 def test_an_empty_path_is_rejected() -> None:
-    with pytest.raises(UserError, match="directory is empty: name one on the disk that is to hold"):
+    with pytest.raises(UserError, match="directory is empty: give one on the disk that is to hold"):
         Spilling(nn.Module(), "", nvme_bytes=1 << 20)
 
 

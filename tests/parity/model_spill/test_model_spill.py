@@ -24,7 +24,7 @@ from spillway.plan import MemoryPlan, Policy, Tier
 from spillway_trainer.assemble import Assembly
 from spillway_trainer.model_spill import ModelSpill
 from spillway_trainer.model_spill.homes import HostChunk, NvmeChunk
-from spillway_trainer.tiers.lanes import Event, Lane, Lanes
+from spillway_trainer.tiers.lanes import Event, Lane, Lanes, Submission
 from spillway_trainer.trainer import Run
 
 CELLS_PER_MODEL = at(2, 2, 40)
@@ -228,12 +228,12 @@ def test_a_model_four_times_larger_than_the_device_trains_to_the_same_bits(
 def without_edges_into(label: str) -> Callable[..., Event]:
     """Operations of this label wait for nothing."""
 
-    def submit(self: Any, lane: Lane, work: Callable[[], None], **rest: Any) -> Event:
-        if rest.get("label", "").startswith(label):
-            rest["after"] = ()
-        return super(type(self), self).submit(lane, work, **rest)  # type: ignore[no-any-return]
+    def enqueue(self: Any, given: Submission) -> Event:
+        if given.label.startswith(label):
+            given = given._replace(after=())
+        return super(type(self), self).enqueue(given)  # type: ignore[no-any-return]
 
-    return submit
+    return enqueue
 
 
 def wait_for_nothing(self: Lanes, event: Event) -> None:
@@ -263,15 +263,15 @@ class NoEvents:
 MUTANTS = {
     "load not awaited": Mutant(Technique(), RaceKind.READ_BEFORE_WRITE, lanes={"wait": wait_for_nothing}),
     "upload without an edge from its read": Mutant(
-        Technique("nvme"), RaceKind.READ_BEFORE_WRITE, lanes={"submit": without_edges_into("parameters of")}
+        Technique("nvme"), RaceKind.READ_BEFORE_WRITE, lanes={"enqueue": without_edges_into("parameters of")}
     ),
     # On a CPU the compute lane is the host itself: only the trace sees this edge.
     "slot refilled while compute reads it": Mutant(
-        Technique(), RaceKind.WRITE_UNDER_READ, False, {"submit": without_edges_into("parameters of")}
+        Technique(), RaceKind.WRITE_UNDER_READ, False, {"enqueue": without_edges_into("parameters of")}
     ),
     # Lazily a load runs whole, read and upload, before the next one is waited for.
     "staging reused before its upload": Mutant(
-        Technique("nvme"), RaceKind.WRITE_UNDER_READ, False, {"submit": without_edges_into("read of parameters")}
+        Technique("nvme"), RaceKind.WRITE_UNDER_READ, False, {"enqueue": without_edges_into("read of parameters")}
     ),
     "homes read before the update wrote them": Mutant(
         Technique(overlap="Forward"), RaceKind.READ_BEFORE_WRITE, patches=((HostChunk, "changed", NoEvents()),)
@@ -282,7 +282,7 @@ MUTANTS = {
         patches=((NvmeChunk, "changed", NoEvents()),),
     ),
     "NVMe homes written before the update is done": Mutant(
-        Technique("nvme"), RaceKind.READ_BEFORE_WRITE, lanes={"submit": without_edges_into("store")}
+        Technique("nvme"), RaceKind.READ_BEFORE_WRITE, lanes={"enqueue": without_edges_into("store")}
     ),
 }
 

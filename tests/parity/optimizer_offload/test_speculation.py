@@ -23,7 +23,7 @@ from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.optimizer_offload.speculation import Speculation
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Event, Lane, Lanes
+from spillway_trainer.tiers.lanes import Event, Lane, Lanes, Submission
 
 torch.set_num_threads(1)
 
@@ -143,9 +143,9 @@ class CountingLanes(LazyLanes):
         super().__init__(host, ledger)
         self.by_label: dict[str, set[int]] = {}
 
-    def submit(self, lane: Lane, work: Any, **how: Any) -> Event:
-        self.by_label.setdefault(how["label"], set()).add(how.get("nbytes", 0))
-        return super().submit(lane, work, **how)
+    def enqueue(self, given: Submission) -> Event:
+        self.by_label.setdefault(given.label, set()).add(given.nbytes)
+        return super().enqueue(given)
 
 
 @pytest.mark.parametrize("rule", UpdateRule)

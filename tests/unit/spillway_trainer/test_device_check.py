@@ -86,7 +86,7 @@ def test_a_copy_that_loses_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         dst[-1] = 0
 
     monkeypatch.setattr(kernels, "copy", copy)
-    with pytest.raises(DeviceFault, match="chunk 0 of 6 came back from the device with other values"):
+    with pytest.raises(DeviceFault, match="chunk 0 of 6 came back from the device with different values"):
         check()
 
 
@@ -97,7 +97,7 @@ def test_an_update_with_one_other_bit_is_found(which: int, monkeypatch: pytest.M
         one_more([master, *moments, out][which])
 
     monkeypatch.setattr(kernels, "update", update)
-    with pytest.raises(DeviceFault, match=r"an update by \w+ in torch\.\w+: 1 of 20003 values of \w+ are other ones"):
+    with pytest.raises(DeviceFault, match=r"an update by \w+ in torch\.\w+: 1 of 20003 values of \w+ differ"):
         check(dtypes=[torch.bfloat16])
 
 

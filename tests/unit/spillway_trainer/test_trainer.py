@@ -361,7 +361,7 @@ def test_sigterm_in_training_waits_for_the_end_of_the_step(listening: StopReques
 
 
 def test_sigterm_before_training_ends_the_attempt_at_once(listening: StopRequest) -> None:
-    with pytest.raises(Preempted, match="before training went on"):
+    with pytest.raises(Preempted, match="before training resumed"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

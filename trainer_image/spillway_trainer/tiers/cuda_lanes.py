@@ -31,7 +31,18 @@ from spillway.units import format_bytes
 
 from .device_ledger import DeviceLedger
 from .host_slab import HostSlab
-from .lanes import DEVICE_BUFFERS, Buffer, CpuLanes, Event, Lane, LaneQueue, Operation, QueuedOperation, Region
+from .lanes import (
+    DEVICE_BUFFERS,
+    Buffer,
+    CpuLanes,
+    Event,
+    Lane,
+    LaneQueue,
+    Operation,
+    QueuedOperation,
+    Region,
+    Submission,
+)
 from .releases import obtain
 
 STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
@@ -265,21 +276,12 @@ class CudaLanes(CpuLanes):
             if isinstance(event, Mark):
                 self._marks.put(event)
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        if lane not in STREAM_LANES:
-            return super().submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
-        operation = StreamOperation(lane, work, after, (*reads, *writes), label)
-        self._moved[lane.value] += nbytes
+    def enqueue(self, given: Submission) -> Event:
+        if given.lane not in STREAM_LANES:
+            return super().enqueue(given)
+        regions = (*given.reads, *given.writes)
+        operation = StreamOperation(given.lane, given.work, given.after, regions, given.label)
+        self._moved[given.lane.value] += given.nbytes
         if operation.blocker() is None:
             self._launch(operation)
         else:

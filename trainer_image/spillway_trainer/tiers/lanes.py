@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,21 @@ def owned_once(tensor: Tensor) -> bool:
     return use_count <= 2  # `tensor` and the local `storage`
 
 
+class Submission(NamedTuple):
+    """An operation for a lane."""
+
+    lane: Lane
+    work: Callable[[], None]
+    """It must not call the lanes, and must not use torch's thread pool outside the compute lane."""
+    reads: Sequence[Region] = ()
+    writes: Sequence[Region] = ()
+    after: Sequence[Event] = ()
+    """The operation runs after these."""
+    nbytes: int = 0
+    """Bytes that it moves, or touches on the cpu lane: its cost for tracing and counters."""
+    label: str = ""
+
+
 class Lanes(Protocol):
     direct_io: bool
     """device memory is host memory, its buffers in whole blocks of the file: it moves to and from the file unstaged"""
@@ -145,8 +160,11 @@ class Lanes(Protocol):
         nbytes: int = 0,
         label: str = "",
     ) -> Event:
-        """Queue `work` on `lane`. `nbytes` is what it moves (or, on the cpu lane, touches): the cost for tracing and
-        the counters. `work` must not call the lanes, and must not use torch's thread pool outside the compute lane."""
+        """Queues `work` on `lane`: see Submission."""
+        return self.enqueue(Submission(lane, work, reads, writes, after, nbytes, label))
+
+    def enqueue(self, given: Submission) -> Event:
+        """What `submit` calls, and implementations define."""
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
         """Declare that the compute lane, after all it was given before, now reads and writes these regions."""
@@ -343,7 +361,7 @@ class LaneQueue:
         return operation
 
 
-class CpuLanes:
+class CpuLanes(Lanes):
     """One worker thread a lane, first in first out.
 
     A worker blocks on the `after` events of the operation at its head. That cannot deadlock: an event exists only once
@@ -386,20 +404,10 @@ class CpuLanes:
         self._stalled_seconds += time.perf_counter() - started
         return found
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        operation = QueuedOperation(lane, work, after, label)
-        self._moved[lane.value] += nbytes
-        (self._queues.get(lane) or self._start(lane)).put(operation)
+    def enqueue(self, given: Submission) -> Event:
+        operation = QueuedOperation(given.lane, given.work, given.after, given.label)
+        self._moved[given.lane.value] += given.nbytes
+        (self._queues.get(given.lane) or self._start(given.lane)).put(operation)
         return operation
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:

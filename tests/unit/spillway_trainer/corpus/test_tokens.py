@@ -227,7 +227,7 @@ def test_bounded_sample_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines: list[str] = []
     source = text_source(write(tmp_path / "text", a__txt=TEXT))
     build_corpus(source, tmp_path / "corpus", 300, lines.append)
-    assert any(line.startswith("tokenizer: trained on 1000 B taken evenly") for line in lines)
+    assert any(line.startswith("tokenizer: trained on 1000 B sampled evenly") for line in lines)
 
 
 def test_existing_corpus_is_reused(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def lost_index(corpus: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (changed_text, "the text is another now"),
-        (another_file, "the text is another now"),
+        (changed_text, "the text has changed"),
+        (another_file, "the text has changed"),
         (changed_tokenizer, "not the tokenizer that made the shards"),
         (lost_shard, "found no file"),
         (short_shard, "found 10"),
@@ -487,7 +487,7 @@ def test_evaluation_text_that_has_changed_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "held", a__txt=TEXT)
     with_evaluation(tmp_path)
     (tmp_path / "held" / "a.txt").write_text(TEXT.replace("fox", "cat"))
-    with pytest.raises(UserError, match=r"corpus/evaluation: built from .*; the text is another now"):
+    with pytest.raises(UserError, match=r"corpus/evaluation: built from .*; the text has changed"):
         with_evaluation(tmp_path)
 
 

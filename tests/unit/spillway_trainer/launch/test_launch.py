@@ -95,7 +95,7 @@ def test_a_rank_asked_to_stop_before_it_listens_was_preempted() -> None:
     end = killed(0, signal.SIGTERM, asked=True)
     said = json.loads(end.termination())
     assert (end.exit_code, said["reason"]) == (75, "Preempted")
-    assert said["message"] == "rank 0 was ended by SIGTERM before it could save"
+    assert said["message"] == "rank 0 was stopped by SIGTERM before it could save"
 
 
 def test_sigterm_from_a_stranger_is_a_crash() -> None:

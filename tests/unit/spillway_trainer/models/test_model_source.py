@@ -202,7 +202,7 @@ BIAS = "transformer.h.0.ln_1.bias"
 NOT_ITS_BYTES = r"the bytes of \S+ are not those of its type, shape and place; copy it again"
 NO_MODEL = r"config\.json: no GPT2Config that a model can be built from: "
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when they are read"),
+    "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when read"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "a cut file": (cut, r"model\.safetensors: \d+ bytes, its header says \d+; copy it again"),
     "no safetensors": (overwrite("model.safetensors", "x" * 100), "is no safetensors file"),
@@ -246,8 +246,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rate that is none": (configured(resid_pdrop=1.5), NO_MODEL + "ValueError"),
     "an attention that is not installed": (configured(attn_implementation="flash_attention_2"), NO_MODEL),
     "an unknown type": (configured(dtype="nope"), "not the configuration of a GPT2LMHeadModel"),
-    "labels without end": (configured(num_labels=10**8), "num_labels is 100000000, and 100000 are the most"),
-    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, and \d+ are the most"),
+    "labels without end": (configured(num_labels=10**8), "num_labels is 100000000, and its weights allow at most 100000"),
+    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, and its weights allow at most \d+"),
 }  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def test_a_shard_that_is_not_there_is_named(gpt2: Path, tmp_path: Path) -> None:
 def test_an_index_cannot_lead_out_of_the_directory(gpt2: Path, tmp_path: Path) -> None:
     (gpt2 / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (gpt2 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    with pytest.raises(UserError, match=r"not there, first outside\.safetensors"):
+    with pytest.raises(UserError, match=r"missing files, first outside\.safetensors"):
         built(gpt2)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from cases.optimizer_cases import HOST_BYTES, NUM_STEPS, Case, drive, offload, outcome, resident, split
@@ -12,7 +10,7 @@ from spillway.plan import OptimizerPlan
 from spillway_trainer.optimizer.plain import StepOptimizer
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import Event, Lane, Region
+from spillway_trainer.tiers.lanes import Event, Submission
 
 CASE = Case(torch.bfloat16)
 
@@ -25,19 +23,9 @@ class ToldLanes(LazyLanes):
         self.submitted: list[str] = []
         self.waited: list[str] = []
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Event:
-        self.submitted.append(label)
-        return super().submit(lane, work, reads=reads, writes=writes, after=after, nbytes=nbytes, label=label)
+    def enqueue(self, given: Submission) -> Event:
+        self.submitted.append(given.label)
+        return super().enqueue(given)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, LazyOperation)

@@ -280,8 +280,8 @@ def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator:
     assert wanted == 48 * MIB
     assert said == [
         "the operator lets activations take 48.0 MiB of each rank's spill file, which was 64.0 MiB",
-        "the operator lets activations take 60.0 MiB of each rank's spill file, which was 48.0 MiB, and 48.0 MiB is "
-        "what the plan lets it be",
+        "the operator lets activations take 60.0 MiB of each rank's spill file, which was 48.0 MiB; the plan "
+        "allows 48.0 MiB",
     ]
 
 
@@ -291,7 +291,7 @@ def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator:
 def test_what_is_asked_is_kept_within_the_plan(operator: Operator, tmp_path: Path, asked: int, wanted: int) -> None:
     found, said = heard(operator, tmp_path, SPILLED, [asked])
     assert found == wanted
-    assert len(said) == 1 and f"{wanted // MIB}.0 MiB is what the plan lets it be" in said[0]
+    assert len(said) == 1 and f"the plan allows {wanted // MIB}.0 MiB" in said[0]
 
 
 def test_without_a_reserve_nothing_is_lowered(operator: Operator, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_what_another_attempt_is_told_is_not_for_this_one(operator: Operator, tm
     operator.epoch = 2
     found, said = heard(operator, tmp_path, SPILLED, [48 * MIB])
     assert found == 64 * MIB
-    assert [line.partition(";")[0] for line in said] == ["the operator regards attempt 2 as the present one"]
+    assert [line.partition(";")[0] for line in said] == ["the operator's current attempt is 2"]
 
 
 def test_the_spill_volume_is_reported(operator: Operator, tmp_path: Path) -> None:
@@ -481,4 +481,4 @@ def test_a_newer_attempt_is_said_once(operator: Operator, tmp_path: Path) -> Non
     started.client.step(step(1))
     wait_for(operator, 2)
     started.client.close()
-    assert started.said == ["the operator regards attempt 4 as the present one; this is 1"]
+    assert started.said == ["the operator's current attempt is 4; this is 1"]

@@ -84,7 +84,7 @@ def test_a_damaged_record_is_left_out_and_said(tmp_path: Path, capsys: pytest.Ca
         }[damage]
     )
     assert SweepRecord.read(tmp_path, 3, "Loss").values == {("b", 10): 2.0}
-    assert "sweep-1.json: left out" in capsys.readouterr().out
+    assert "sweep-1.json: ignored" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_is_a_sentence_and_the_record_before_stands(
@@ -94,6 +94,6 @@ def test_a_disk_without_room_is_a_sentence_and_the_record_before_stands(
     for operation in range(3):
         monkeypatch.setattr(sweep_record, "DurableFiles", partial(full_at, operation))
         record.values["a", 20] = 2.0
-        with pytest.raises(SweepNotWritten, match=r"sweep-1\.json: what members reported cannot be kept: No space"):
+        with pytest.raises(SweepNotWritten, match=r"sweep-1\.json: what members reported cannot be stored: No space"):
             record.write()
         assert SweepRecord.read(tmp_path, 2, "Loss").values == {("a", 10): 1.0}

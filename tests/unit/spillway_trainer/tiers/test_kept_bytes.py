@@ -73,7 +73,7 @@ def test_log_names_each_bad_extent_once_and_the_retired_device_once() -> None:
         "in host memory, and that part of the file is not used again"
         for index in range(3)
     ]
-    assert setup.said[3:] == ["spill: /spill0 takes no more writes; what it holds can still be read"]
+    assert setup.said[3:] == ["spill: /spill0 is not written to any more; its contents can still be read"]
     assert setup.slab.faults() == {"write_failed": 3, "device_retired": 1}
     assert not setup.slab.takes_spills
 
@@ -136,9 +136,9 @@ def test_retired_device_without_host_room_reports_the_first_failure() -> None:
     for index in range(3):
         extent = setup.slab.allocate(PAGE, f"block{index}")
         setup.slab.write_batch([(extent.at(0), pattern(PAGE, 1), f"block{index}")])
-    with pytest.raises(SpillVolumeFull, match=r"/spill0 takes no more writes, after .*of block0 at offset 0"):
+    with pytest.raises(SpillVolumeFull, match=r"/spill0 is not written to any more, after .*of block0 at offset 0"):
         setup.slab.allocate(PAGE, "block3")
-    with pytest.raises(SpillIOError, match=r"of block0 at offset 0.*no room for 4\.00 KiB of states") as caught:
+    with pytest.raises(SpillIOError, match=r"of block0 at offset 0.*no space for 4\.00 KiB of states") as caught:
         setup.slab.write_batch([(extent.at(PAGE), pattern(PAGE, 1), "states")])
     assert caught.value.details["errno"] == errno.EIO
 
