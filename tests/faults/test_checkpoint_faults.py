@@ -120,7 +120,7 @@ def test_full_disk_at_any_operation_of_a_commit_costs_only_that_checkpoint(tmp_p
     for operation in numbers:
         epoch = prepared(tmp_path / str(operation))
         epoch.files = full_at(operation)
-        with pytest.raises(CheckpointNotWritten, match=r"(?s)No space left.*the checkpoints before it stand"):
+        with pytest.raises(CheckpointNotWritten, match=r"(?s)No space left.*earlier checkpoints are intact"):
             commit(epoch, 20)
         assert not list(epoch.directory.glob("*.tmp")), "room taken by half a checkpoint must be given back"
         assert not verify(epoch.directory)

@@ -356,7 +356,7 @@ def test_file_larger_than_rlimit_fsize_is_rejected_and_leaves_nothing(tmp_path: 
     ("os_error", "advice"),
     [
         (errno.ENOSPC, "free: free some, give another directory"),
-        (errno.EDQUOT, "free: the quota of this user or project is used up, whatever is free"),
+        (errno.EDQUOT, "free: the quota of this user or project is used up, even if the disk has free space"),
         (errno.EFBIG, "free: the file system allows no file this large: use more directories"),
     ],
 )

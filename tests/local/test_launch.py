@@ -222,7 +222,7 @@ def test_lines_of_several_ranks_carry_their_rank(tmp_path: Path) -> None:
     lines = launched.out.splitlines()
     assert {"[rank 0] one", "[rank 0] two"} <= set(lines)
     assert [len(line) for line in lines if line.startswith("[rank 1] ")] == [16393, 16393, 7241]
-    assert message["message"].startswith("rank 1 ended with exit code 3 and left no message; last log line: xxx")
+    assert message["message"].startswith("rank 1 exited with code 3 and left no termination message; last log line: x")
 
 
 def test_lines_of_a_single_rank_are_as_it_prints_them(tmp_path: Path) -> None:
