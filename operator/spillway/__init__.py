@@ -5,5 +5,5 @@ and `seed` are arguments. YAML -> api -> planner -> plan is the whole path.
 """
 
 DISTRIBUTION = "spillway-training"
-"""for pip; on the package index `spillway` is another project"""
+"""For pip; on the package index `spillway` is another project."""
 __version__ = "0.1.0"

@@ -80,11 +80,11 @@ class FieldProblem:
     """One wrong field of a manifest."""
 
     path: str
-    """dotted, as in the YAML: spec.training.steps"""
+    """Dotted path as in the YAML: spec.training.steps."""
     given: str
-    """the value found, as the user wrote it; empty when the field is missing"""
+    """The value found, as the user wrote it; empty if the field is missing."""
     problem: str
-    """what is allowed, and the nearest name for an unknown field"""
+    """What is allowed, and the nearest name for an unknown field."""
 
     def __str__(self) -> str:
         given = f" = {self.given}" if self.given else ""

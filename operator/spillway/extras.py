@@ -16,7 +16,7 @@ EXTRAS = {
     "hf": ("transformers", "peft"),
     "deepspeed": ("deepspeed",),
 }
-"""extra of pyproject.toml -> what is used of it where a person works; a module is named as its distribution"""
+"""Extra of pyproject.toml -> modules that it brings; a module is named as its distribution."""
 
 
 def install_command(extra: str) -> str:

@@ -29,32 +29,32 @@ class StepMetrics:
     """One optimizer step of one rank."""
 
     step: int
-    """steps completed, counting this one"""
+    """Steps completed, including this one."""
     loss: float
-    """mean over the step's unmasked tokens, natural logarithm"""
+    """Mean over the step's unmasked tokens, natural logarithm."""
     learning_rate: float
     gradient_norm: float
     clip_factor: float
     tokens: int
-    """unmasked target tokens of this step, over all ranks"""
+    """Unmasked target tokens of this step, over all ranks."""
     step_seconds: float
     phase_seconds: dict[str, float] = field(default_factory=dict)
     tier_bytes: dict[str, int] = field(default_factory=dict)
-    """bytes held per tier at the end of the step"""
+    """Bytes held per tier at the end of the step."""
     tier_peak_bytes: dict[str, int] = field(default_factory=dict)
-    """highest bytes held per tier during the step; of a Cuda device, what torch's allocator had of it"""
+    """Peak bytes per tier during the step; on a Cuda device those of torch's allocator."""
     allocator_retries: int = 0
-    """how often that allocator found no room, gave back what it kept and tried again: the device waits meanwhile"""
+    """How often that allocator found no memory, freed its cache and tried again; the device waits meanwhile."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: that updates on the CPU touched"""
+    """Bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: bytes touched by CPU updates."""
     lane_seconds: dict[str, float] = field(default_factory=dict)
-    """seconds in which each of those worked; they overlap one another and the phases"""
+    """Busy seconds of each of those; they overlap one another and the phases."""
     cpu_seconds: float = 0.0
-    """of cores, that the rank's process took in this step, all threads together"""
+    """CPU seconds of the rank's process in this step, all threads together."""
     skipped: bool = False
     """True when the gradients were not finite and the update was left out (nonFinite: SkipStep, or `overflowed`)"""
     loss_scale: float | None = None
-    """what the loss of this step was multiplied by; None where nothing scales it"""
+    """Factor by which the loss of this step was multiplied; None without loss scaling."""
 
     @property
     def overflowed(self) -> bool:
@@ -75,7 +75,7 @@ class Metric:
 
     name: str
     kind: str
-    """gauge or counter"""
+    """Gauge or counter."""
     help: str
     labels: tuple[str, ...] = ()
 
@@ -128,7 +128,7 @@ CHECKPOINT_TIMESTAMP = Metric(
 )
 CHECKPOINT_STEP = Metric(PREFIX + "checkpoint_step", "gauge", "Step of the last committed checkpoint.")
 RANK_UP = Metric(PREFIX + "rank_up", "gauge", "1 when the rank answered its launcher in this scrape.", (RANK_LABEL,))
-"""the launcher's own series; every other one is a rank's"""
+"""The launcher's own series; every other series is a rank's."""
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 

@@ -14,7 +14,7 @@ from spillway.errors import UserError
 
 FIELD = "spec.training.optimizer.groups"
 NUM_NEAR = 3
-"""names that an error proposes"""
+"""Number of names that an error proposes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Group:
     """What its parameters have of their own."""
 
     match: str
-    """glob of names: * stands for any characters, dots too, ? for one, [ab] for one of these"""
+    """Glob of names: * matches any characters including dots, ? one, [ab] one of these."""
     learning_rate_factor: float = 1.0
     weight_decay: float | None = None
     """None: that of all others"""

@@ -16,11 +16,11 @@ from spillway.units import format_rough_seconds, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
 SHARE_TOLERANCE = 1e-6
-"""rounding that a sum of shares may carry"""
+"""Rounding error that a sum of shares may have."""
 SLAB_SLACK = 1.05
-"""a slab is that much larger than the plan's bytes, within the budget: extents are rounded to pages and can fragment"""
+"""A slab exceeds the plan's bytes by this factor, within the budget: extents are rounded to pages and fragment."""
 SLAB_EXTRA_BYTES = 2**20
-"""and this much, for slabs of a few pages"""
+"""Added on top, for slabs of a few pages."""
 
 
 class Tier(StrEnum):
@@ -43,7 +43,7 @@ class Policy(StrEnum):
 Strategy = Literal["Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"]
 DeviceKind = Literal["Cpu", "Cuda"]
 Order = Literal["InOrder", "WeightStationary"]
-"""of the micro-batches of a step: one after the other through the model, or one segment after the other for all"""
+"""Order of a step's micro-batches: one at a time through the model, or all through one segment at a time."""
 Overlap = Literal["None", "Forward", "Backward"]
 """What the update of the optimizer may run beside."""
 
@@ -60,15 +60,15 @@ class TierBytes(Frozen):
     optimizer_states: int = 0
     activations: int = 0
     buffers: int = 0
-    """staging, reload windows, slots of streamed subgroups"""
+    """Staging, reload windows, slots of streamed subgroups."""
     workspace: int = 0
-    """transient tensors of forward and backward that no technique owns: logits, temporaries of one block"""
+    """Transient tensors of forward and backward that no technique owns: logits, temporaries of one block."""
     allocator: int = Field(default=0, exclude_if=lambda size: not size)
     """Cuda: what torch's allocator takes beyond the tensors: whole pages, holes between blocks, cuBLAS's workspaces"""
     correction: int = 0
-    """what observation adds to the prediction, which the other rows are: the model took more before"""
+    """What observation adds to the prediction in the other rows, because the model took more before."""
     reserve: int = Field(default=0, exclude_if=lambda size: not size)
-    """that stays empty until a live correction moves activations here from a tier whose volume others fill"""
+    """Kept free until a live correction moves activations here from a tier whose volume others fill."""
 
     @property
     def predicted(self) -> int:
@@ -85,20 +85,20 @@ class OptimizerPlan(Frozen):
     """optimizer_offload: shares of the parameters by where their update runs; they sum to 1."""
 
     cpu_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """c: states in host memory, updated by CPU threads"""
+    """c: states in host memory, updated by CPU threads."""
     streamed_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """g: states in host memory, streamed to the device, updated there, streamed back"""
+    """g: states in host memory, streamed to the device, updated there, streamed back."""
     resident_share: float = Field(default=1.0, ge=0.0, le=1.0)
-    """s: states stay on the device"""
+    """s: states on the device."""
     nvme_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """n: states on NVMe, read into host memory, updated there by CPU threads, written back"""
+    """n: states on NVMe, read into host memory, updated by CPU threads, written back."""
     chunk_parameters: int = Field(default=1 << 20, ge=1)
-    """parameters per chunk: the unit of assignment, update and copy (4 Mi parameters = 16 MiB of fp32)"""
+    """Parameters per chunk, the unit of assignment, update and copy (4 Mi parameters = 16 MiB in float32)."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the update"""
     overlap: Overlap = "None"
-    """what the update may run beside: nothing; the next forward, whose segments wait for their own parameters; besides,
-    backward, in which some parameters are updated before it is known that this will count"""
+    """What the update overlaps. Forward: the next forward, whose segments wait for their own parameters. Backward: also
+    backward, during which some parameters are updated before it is known whether that counts."""
     speculative_parameters: int = Field(default=0, ge=0)
     """Backward: how many, at most; they have a second set of states in host memory"""
 
@@ -123,15 +123,14 @@ class ActivationPlan(Frozen):
     """activation_spill: one answer per segment of the model, in forward order."""
 
     answers: tuple[Policy, ...] = ()
-    """empty = keep everywhere"""
+    """Empty: keep everywhere."""
     minimum_bytes: int = Field(default=64 * 1024, ge=0)
-    """storages smaller than this are kept: moving them costs more than it frees"""
+    """Smaller storages are kept: moving them costs more than it frees."""
     window_bytes: int = Field(default=256 * 2**20, ge=0)
-    """saved bytes of spilled segments allowed on the device while their copies are in flight; forward waits beyond"""
+    """Saved bytes of spilled segments that may be on the device while they are copied; beyond that, forward waits."""
     num_io_threads: int = Field(default=2, ge=1)
     lean: bool = False
-    """blocks that are not recomputed hold no norms, activation functions and products: backward rebuilds them from what
-    is held"""
+    """Blocks that are not recomputed drop norms, activation functions and products; backward rebuilds them."""
 
     @property
     def uses(self) -> frozenset[Policy]:
@@ -142,11 +141,11 @@ class ParameterPlan(Frozen):
     """model_spill: where each segment's parameters live, and how those not resident pass through the device."""
 
     homes: tuple[Tier, ...] = ()
-    """one per segment in forward order: device = resident; host, nvme = streamed from there. Empty = all resident"""
+    """One per segment in forward order: device = resident; host, nvme = streamed from there. Empty: all resident."""
     num_slots: int = Field(default=2, ge=1)
-    """device slots of the largest streamed segment each; two let one be filled while the other is used"""
+    """Device slots, each as large as the largest streamed segment; with two, one is filled while the other is used."""
     order: Order = "InOrder"
-    """one micro-batch after the other through all segments, or one segment after the other for all micro-batches"""
+    """One micro-batch at a time through all segments, or all micro-batches through one segment at a time."""
     boundaries: Policy = Policy.KEEP
     """WeightStationary: where what segments hand on waits for backward (keep, host or nvme)"""
 
@@ -160,32 +159,33 @@ class Prediction(Frozen):
 
     step_seconds: float
     calibrated: bool = False
-    """from rates that were measured on this machine or node; else of the catalog, which may be off several times, and a
-    hundred times for small models"""
+    """Whether the rates were measured on this machine or node. Catalog rates may be off several times, for small models
+    a hundred times."""
     compute_seconds: float
-    """forward, backward and recompute"""
+    """Forward, backward and recomputation."""
     exposed_optimizer_seconds: float
-    """update time not hidden behind compute"""
+    """Update time that is not hidden behind compute."""
     exposed_transfer_seconds: float
-    """activation copies and disk time not hidden behind compute"""
+    """Time of activation copies and disk that is not hidden behind compute."""
     bound_by: str
-    """compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network"""
+    """compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network."""
     link_bytes: dict[str, int] = Field(default_factory=dict)
-    """bytes per step: h2d, d2h, dram, nvme_read, nvme_write"""
+    """Bytes per step: h2d, d2h, dram, nvme_read, nvme_write."""
     phase_seconds: dict[str, float] = Field(default_factory=dict)
-    """of a step, by the phases that a step measures: forward, backward, wait, exchange, optimizer"""
+    """Seconds of a step by measured phase: forward, backward, wait, exchange, optimizer."""
     work: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """what each phase asks for in a step, in bytes, FLOPs and counts: what calibration sets beside measured seconds"""
+    """What each phase of a step has to do, in bytes, FLOPs and counts; calibration compares it with measured
+    seconds."""
     nvme_read_bytes_per_second: float = 0.0
-    """of this rank's part of the node's drives, as it was taken; 0 = nothing is on NVMe, or unknown"""
+    """Rate of this rank's share of the node's drives that the plan assumed; 0: nothing is on NVMe, or unknown."""
     nvme_write_bytes_per_second: float = 0.0
     nvme_written_bytes_per_day: float = 0.0
-    """of this rank, in the busiest day: a job shorter than a day writes no more than its steps do"""
+    """Bytes written by this rank in the busiest day; a job shorter than a day writes only what its steps write."""
     drive_writes_per_day: float = 0.0
-    """that, in capacities of this rank's part of the node's drives"""
+    """The same in capacities of this rank's share of the node's drives."""
     years_until_rated_writes: float | None = None
-    """of writing so much every day, until the drives have written what they are rated for; None = nothing is written,
-    or no rating is known"""
+    """Years of such writing until the drives reach their rated total; None: nothing is written, or no rating is
+    known."""
 
     def format(self, seconds: float) -> str:
         """`seconds` of this prediction in the digits that are meant."""
@@ -205,7 +205,7 @@ class Alternative(Frozen):
     step_seconds: float | None = None
     """None when it does not fit"""
     bound_by: str = ""
-    """as in Prediction"""
+    """As in Prediction."""
     missing_bytes: dict[Tier, int] = Field(default_factory=dict)
     reason: str
 
@@ -214,38 +214,38 @@ class MemoryPlan(Frozen):
     version: Literal[1] = PLAN_VERSION
     job: str
     node: str
-    """catalog name of the node class, for example 8x-h100-80 or local"""
+    """Catalog name of the node class, for example 8x-h100-80 or local."""
     device: DeviceKind = "Cpu"
-    """what a device is there; on a CPU its memory is host memory, too"""
+    """Kind of device; on a CPU its memory is also host memory."""
     mode: Literal["Auto", "Advise", "Disabled"]
     strategy: Strategy = "Ddp"
     world_size: int = 1
     micro_batch_size: int = Field(ge=1)
     num_micro_batches: int = Field(ge=1)
-    """per rank and step: globalBatchSize = micro_batch_size x num_micro_batches x world_size"""
+    """Per rank and step: globalBatchSize = micro_batch_size x num_micro_batches x world_size."""
     num_segments: int
-    """embedding + blocks + head"""
+    """Embedding + blocks + head."""
     optimizer: OptimizerPlan
     activations: ActivationPlan
     parameters: ParameterPlan = ParameterPlan()
     bytes: dict[Tier, TierBytes]
     budget: dict[Tier, int]
     unplanned_bytes: int = Field(default=0, ge=0)
-    """memory of a pod beside all that is counted for it, because a pod of the model ran out of that"""
+    """Memory of a pod on top of everything counted, because a pod of the model was killed for its memory."""
     process_bytes: int = Field(default=0, ge=0)
-    """host memory beside the plan, of all processes of a node: interpreters, libraries, page cache, buffers of
-    checkpoints"""
+    """Host memory on top of the plan for all processes of a node: interpreters, libraries, page cache, checkpoint
+    buffers."""
     machine_bytes: int = Field(default=0, ge=0)
-    """host memory that a node must have for them and the plans of its ranks; the request of a pod, where no evidence
-    lowers that"""
+    """Host memory that a node needs for them and for the plans of its ranks; a pod's request, unless evidence lowers
+    it."""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     members: tuple[MemberPlan, ...] = ()
-    """of a sweep, in the order of spec.members: bytes, budget and prediction above are what all of them need together,
-    the rest is that of the one that needs most of the device. Empty = one model"""
+    """Members of a sweep, in the order of spec.members. Bytes, budget and prediction above are then those of all
+    together, the rest is that of the member that needs most of the device. Empty: one model."""
     turns: Turns | None = None
-    """how members take turns; None = one model"""
+    """How members take turns; None: one model."""
 
     @property
     def turn_steps(self) -> int:
@@ -274,15 +274,15 @@ class Turns(Frozen):
     """How the members of a sweep share a device."""
 
     policy: Literal["Sequential", "RoundRobin", "Readiness"]
-    """as in member_schedule"""
+    """As in member_schedule."""
     num_steps: int = Field(ge=1)
-    """of a turn; a member that ends, or waits for a round of halving, ends its turn"""
+    """Steps per turn; a member that ends, or waits for a halving round, ends its turn."""
     num_attached: int = Field(default=1, ge=1)
-    """members whose memory is there at a time, at most; the others are parked, or have not begun"""
+    """Most members whose memory is allocated at a time; the others are parked, or have not begun."""
     seconds: float
-    """predicted, until all have trained all their steps: what parking costs is in it"""
+    """Predicted seconds until all members have trained all their steps, including parking."""
     bound_seconds: float
-    """that no schedule can beat"""
+    """Lower bound of seconds that no schedule can beat."""
 
 
 class MemberPlan(Frozen):
@@ -290,18 +290,18 @@ class MemberPlan(Frozen):
 
     name: str
     plan: MemoryPlan
-    """of its solo run under the sweep's budgets, less what the others take while they are parked. On a shared base the
-    bytes are those of all that are attached with it, and the prediction is its part of a round of them"""
+    """Plan of its solo run under the sweep's budgets, less what parked members take. On a shared base the bytes are
+    those of all attached members together, and the prediction is the member's part of a round."""
     parked_bytes: int = Field(ge=0)
-    """on NVMe, while another member has its turn: masters and moments"""
+    """Bytes on NVMe while another member has its turn: masters and moments."""
     num_steps: int = Field(ge=1)
     parking_seconds: float = 0.0
-    """predicted, of a turn: its states out and in again, its model and memory made anew"""
+    """Predicted seconds of parking per turn: states out and in, model and memory rebuilt."""
     base: str = ""
-    """the first of the members whose frozen parameters are the same as its own, and are there once for all that are
-    attached together; empty = it has a model of its own"""
+    """First of the members that share its frozen parameters, which exist once for all attached members; empty: it has a
+    model of its own."""
     num_attached: int = Field(default=1, ge=1)
-    """members on that base that are attached together, at most"""
+    """Most members on that base that are attached together."""
 
 
 MemoryPlan.model_rebuild()
@@ -313,10 +313,10 @@ class Infeasible(Frozen):
     job: str
     node: str
     missing_bytes: dict[Tier, int]
-    """of the candidate that came nearest, per tier"""
+    """Of the nearest candidate, per tier."""
     budget: dict[Tier, int]
     nearest: str
-    """the nearest configuration that fits, as a sentence with the YAML fields to change"""
+    """The nearest configuration that fits, as a sentence with the YAML fields to change."""
     segment: str = ""
-    """of a segment that no device of this budget can hold, as a sentence; empty = streaming could help"""
+    """A sentence about a segment that no device with this budget can hold; empty: streaming could help."""
     alternatives: tuple[Alternative, ...] = ()

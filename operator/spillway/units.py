@@ -21,11 +21,11 @@ _SUFFIX = {
 }  # fmt: skip
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 BYTES_PATTERN = QUANTITY_PATTERN.replace("num", "")
-"""without n, u and m, which are fractions of a byte"""
+"""Without n, u and m, which are fractions of a byte."""
 POSITIVE_QUANTITY_PATTERN = (
     r"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 )
-"""with a digit that is not 0"""
+"""With a digit that is not 0."""
 POSITIVE_BYTES_PATTERN = POSITIVE_QUANTITY_PATTERN.replace("num", "")
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
 

@@ -16,17 +16,17 @@ from enum import StrEnum
 from functools import cache
 
 STATE_BYTES = 4
-"""of a parameter's master or gradient: both are float32"""
+"""Bytes of a parameter's master or gradient; both are float32."""
 REST_BITS = 17
-"""of a float32 master, what the bfloat16 that it rounds to does not say: its lower half, and whether that carried"""
+"""Bits of a float32 master that its rounded bfloat16 lacks: the lower half, and whether rounding carried."""
 MASTER = "master"
-"""the float32 values of a parameter"""
+"""The float32 values of a parameter."""
 BLOCK_VALUES = 256
-"""that share a scale in int8 moments; blocks begin at a parameter's first value, its last one may be shorter"""
+"""Values that share a scale in int8 moments; blocks begin at a parameter's first value, the last one may be shorter."""
 SCALE_BYTES = 4
-"""of a block"""
+"""Per block."""
 RULE_FIELDS = ("betas", "eps", "momentum")
-"""of spec.training.optimizer, that not every rule has"""
+"""Fields of spec.training.optimizer that not every rule has."""
 
 
 class MomentType(StrEnum):
@@ -36,7 +36,7 @@ class MomentType(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
-    """a byte a value, and a scale a block: quantized by a fixed map of 256 numbers"""
+    """A byte per value and a scale per block: quantized by a fixed map of 256 numbers."""
 
     @property
     def bytes_per_value(self) -> float:
@@ -116,7 +116,7 @@ class _Facts:
 
 _TWO_MOMENTS = ("exp_avg", "exp_avg_sq")
 UNSIGNED_MOMENTS = ("exp_avg_sq",)
-"""never below 0"""
+"""Never negative."""
 _FACTS = {
     UpdateRule.ADAMW: _Facts(_TWO_MOMENTS, {"weightDecay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}),
     UpdateRule.ADAM: _Facts(_TWO_MOMENTS, {"weightDecay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}),

@@ -50,7 +50,7 @@ from .trainer import MicroBatchOrder, in_order
 CPU = torch.device("cpu")
 EXCHANGE = "gradient exchange"
 FROZEN = "frozen."
-"""states of parameters that are not trained: their values alone, in no checkpoint"""
+"""States of frozen parameters: only their values, in no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Tiers:
     lanes: Lanes
     device: torch.device = CPU
     parked_bytes: int = 0
-    """on NVMe, of other members of a sweep"""
+    """On NVMe, of other members of a sweep."""
     parked_peak_bytes: int = 0
-    """the most of it since the last turn began"""
+    """The most of it since the last turn began."""
 
     def held_bytes(self) -> dict[str, int]:
         nvme = self.parked_bytes + (self.nvme.held_bytes if self.nvme else 0)
@@ -111,9 +111,9 @@ class Base:
 
     tiers: Tiers
     streaming: model_spill.ModelSpill | None
-    """of the frozen parameters of streamed segments; None when all stay on the device"""
+    """Of the frozen parameters of streamed segments; None if all stay on the device."""
     frozen: Mapping[str, nn.Parameter]
-    """by name: every model has these very objects, so that all of them see one slot"""
+    """By name: every model has these very objects, so that all see one slot."""
 
     @property
     def streamed(self) -> frozenset[str]:

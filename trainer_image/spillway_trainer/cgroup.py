@@ -16,7 +16,7 @@ MEMORY_CONTROLLER_V1 = "memory"
 UNLIMITED_V1_BYTES = 2**62
 """cgroup v1 writes a page-rounded 2^63 for "no limit"."""
 MEMORY_MARGIN_BYTES = 256 * MIB
-"""of the limit that nobody may plan with: what else the process allocates must not end it"""
+"""Share of the limit that plans leave free: other allocations of the process must not exceed it."""
 
 
 def usable_cores(root: Path) -> int:

@@ -27,12 +27,12 @@ from .tiers.extents import round_up
 from .tiers.lanes import Event, Lane, Lanes
 
 NUM_VALUES = 20_003
-"""several blocks of a kernel, and no multiple of anything"""
+"""Several blocks of a kernel, and a multiple of nothing."""
 SIZES = (NUM_VALUES, 20_480)
-"""of arrays: what is a multiple of 16, as nearly all chunks are, is computed by a kernel of its own"""
+"""Sizes of arrays: multiples of 16, like nearly all chunks, have a separate kernel."""
 NUM_CHUNKS, NUM_BUFFERS = 6, 2
 HOST_BYTES = 2 * NUM_BUFFERS * round_up(4 * NUM_VALUES)
-"""of the lanes' host memory that the check takes at once; it gives it back"""
+"""Host memory of the lanes that the check uses; it is freed afterwards."""
 
 
 def check(lanes: Lanes, device: torch.device, settings: Hyperparameters, dtypes: Collection[torch.dtype]) -> None:

@@ -11,13 +11,13 @@ from spillway.errors import RANK_CRASHED, ExitCode, SpillwayError
 
 TERMINATION_VERSION = 1
 LONGEST_TERMINATION = 4096
-"""bytes; the kubelet cuts off what is longer, and the rest is no JSON"""
+"""Bytes; the kubelet truncates longer messages, which breaks the JSON."""
 LONGEST_MESSAGE = 2048
-"""bytes of JSON"""
+"""Bytes of JSON."""
 CRASHED = 1
-"""exit code of an error that nobody foresaw; Python's own"""
+"""Exit code of an unexpected error; Python's own."""
 FOLLOWER = "follower"
-"""true in the termination message of a rank that ended because another one had; launcher and operator look further"""
+"""True in the termination message of a rank that ended because another one had; launcher and operator look further."""
 
 
 class PeerLost(Exception):

@@ -92,18 +92,18 @@ class Measured:
     """One segment at one micro-batch, in bytes."""
 
     saved: list[int] = field(default_factory=list)
-    """of each storage that this segment saves first"""
+    """Of each storage that this segment is the first to save."""
     made: list[int] = field(default_factory=list)
-    """of each storage that this segment made and hands on"""
+    """Of each storage that this segment made and passes on."""
     passed: list[int] = field(default_factory=list)
-    """of each that it got from the segment before and hands on"""
+    """Of each that it received from the previous segment and passes on."""
     width: int = 0
-    """last dimension of the first output"""
+    """Last dimension of the first output."""
     forward_peak: int = 0
     backward_peak: int = 0
     lean_peak: int = 0
     own_saved: int = 0
-    """of storages that this segment made itself"""
+    """Of storages that this segment made itself."""
     attention_flops: float = 0.0
     matrix_parameters: int = 0
     trained_matrix_parameters: int = 0
@@ -178,10 +178,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.attention_flops = 0.0
         self.looked_up: set[int] = set()
-        """storages of tables: matrices that no product uses"""
+        """Storages of tables: matrices that no product uses."""
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pending = 0
-        """alive after the last operation that made something: if that is a parameter's gradient, it is taken off yet"""
+        """Alive after the last operation that made something: if that is a parameter's gradient, it is subtracted."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None

@@ -32,11 +32,11 @@ from .tiers.extents import ALIGNMENT_BYTES
 from .tiers.nvme_slab import NvmeSlab
 
 CHECK_STEPS = 20
-"""between two looks at the volumes, at most"""
+"""Most steps between two looks at the volumes."""
 CHECK_SECONDS = 1.0
-"""so long steps are looked after sooner"""
+"""Long steps are looked after sooner."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""the same in all containers of a node"""
+"""The same in all containers of a node."""
 
 
 class ReportSink(Protocol):
@@ -56,9 +56,9 @@ class MovedBytes:
 
     activations_before: int
     activations: int
-    """that they may take of the spill file"""
+    """Bytes of the spill file that they may use."""
     host: int
-    """that they may take of host memory, more than planned"""
+    """Bytes of host memory that they may use beyond the plan."""
     spill_file_before: int
     spill_file: int
 
@@ -74,7 +74,7 @@ class Volume(NamedTuple):
     """A file system, now."""
 
     identity: int
-    """the same wherever it is seen on one node"""
+    """The same from every process of one node."""
     size: int
     free: int
 
@@ -90,7 +90,7 @@ class Volume(NamedTuple):
 
 
 UNKNOWN = Volume(0, 0, MAX_BYTES)
-"""never the one with the least free bytes where another is known"""
+"""Never the one with the least free bytes if another is known."""
 
 
 class RankSample(NamedTuple):
@@ -102,7 +102,7 @@ class RankSample(NamedTuple):
     free_at_start: float
     host_room: float
     wanted: float
-    """of rank 0; the others want nothing"""
+    """On rank 0; None on the others."""
     step_seconds: float
 
 
@@ -124,11 +124,11 @@ class LiveCorrection:
         self._plan, self._spill, self._chooser, self._nvme, self._ranks = plan, spill, chooser, nvme, ranks
         self._tell, self._operator, self._clock = tell, operator, clock
         self._limits = chooser.limits
-        """as planned"""
+        """As planned."""
         self._moved_bytes = 0
-        """that activations may no longer take of the spill file"""
+        """Bytes of the spill file that activations may no longer use."""
         self._owed_bytes = 0
-        """of them, that the file could not give back so far"""
+        """Of them, bytes that the file could not free so far."""
         self._free_at_start: dict[Path, int] = {}
         self._steps_left = self._num_steps = 1  # all ranks have made their files when they end their first step
         self._last_check = clock()

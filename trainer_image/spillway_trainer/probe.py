@@ -59,7 +59,7 @@ from .trainer import Run, RunProgress, StopRequest, train_step
 DISK_BYTES, QUICK_DISK_BYTES = 256 * MIB, 64 * MIB
 BATCH_BYTES, REQUEST_BYTES = 16 * MIB, 4 * MIB
 IO_THREADS = 2
-"""of the plan's default"""
+"""The plan's default."""
 COPY_BYTES = 64 * MIB
 UPDATE_PARAMETERS = 4 * 2**20
 """112 MiB of states and gradients"""
@@ -69,7 +69,7 @@ ROUNDS = WARM_UP_STEPS + LEAST_STEPS + 2
 
 CPU = torch.device("cpu")
 Figures = dict[str, list[float]]
-"""name -> samples"""
+"""Name -> samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Cell:
     compute: str = "bfloat16"
     optimizer: str = "Device"
     activations: str = "Keep"
-    """spec.memory: placement and policy; what is in host memory moves in many small operations"""
+    """spec.memory: placement and policy; host memory means many small operations."""
     num_micro_batches: int = 2
 
     def job(self) -> TrainingJob:
@@ -127,7 +127,7 @@ CELLS = (
 
 
 DEVICE_CELLS = (Cell(1024, 4, 8192, 1024, 4), Cell(1024, 4, 8192, 1024, 2, "float32"))
-"""of a GPU besides: what takes it longer than the host takes to ask for it"""
+"""Additional cells of a GPU: those that take it longer than the host's launch."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from spillway.errors import UserError
 
 Result = TypeVar("Result")
 TakeBuffer = Callable[[int], Tensor]
-"""host memory of so many bytes, uint8, for as long as the run lasts"""
+"""Allocates uint8 host memory for the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class World:
 
     rank: int = 0
     local_rank: int = 0
-    """among the ranks of this node"""
+    """Among the ranks of this node."""
     size: int = 1
     master_address: str = "127.0.0.1"
-    """host of rank 0"""
+    """Host of rank 0."""
     master_port: int = 0
 
     @staticmethod

@@ -16,9 +16,9 @@ class ParameterRef(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """elements from the start of the storage (resident) or of the parameter (streamed)"""
+    """Elements from the start of the storage (resident) or of the parameter (streamed)."""
     version: int
-    """in-place changes of the values when the view was saved"""
+    """In-place changes of the values when the view was saved."""
 
 
 class ResidentParameters:

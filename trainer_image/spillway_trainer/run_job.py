@@ -49,7 +49,7 @@ from .tiers import cuda
 from .trainer import Run, RunProgress, StopRequest, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
-"""set by the launcher, which alone answers on job.json's port and asks the ranks of its node on 127.0.0.1"""
+"""Set by the launcher, which alone serves job.json's port and asks the ranks of its node on 127.0.0.1."""
 
 
 def run_job(
@@ -287,7 +287,7 @@ class RunCheckpoints:
 
     job: JobFile
     epoch: Epoch | None
-    """held by rank 0 alone: it reads and writes for all"""
+    """Held by rank 0 alone, which reads and writes for all."""
     assembly: Assembly
     batches: TokenBatches
     corpus: Corpus
@@ -295,7 +295,7 @@ class RunCheckpoints:
     ranks: Ranks
     loss_scale: LossScaler
     base_is_there: bool = False
-    """frozen parameters have their values, of a base that models share"""
+    """Whether the frozen parameters of a shared base have their values."""
 
     def commit(self, progress: RunProgress) -> tuple[int, float]:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 PREFIX = "buffer."
-"""of their names among the states of a run"""
+"""Of their names among the states of a run."""
 KINDS = ("running_mean", "running_var", "num_batches_tracked")
 
 

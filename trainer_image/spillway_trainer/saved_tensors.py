@@ -42,7 +42,7 @@ class ParameterSource(Protocol):
     """Knows the model's parameters, and where they are now."""
 
     addresses: Collection[int] | None
-    """of storages: what lies in none of them is no parameter. None: only `find` knows"""
+    """Addresses of storages: what is in none of them is no parameter. None: only `find` knows."""
 
     def find(self, tensor: Tensor) -> ParameterRef | None: ...
 
@@ -72,7 +72,7 @@ class ActivationBatch(Protocol):
     """What one forward through one segment gives to an ActivationStore."""
 
     minimum_bytes: int
-    """it takes no storage that is smaller"""
+    """It takes no smaller storage."""
 
     def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledHandle | KeptTensor | None:
         """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept. `storage`: its
@@ -163,7 +163,7 @@ class ForwardVisit:
         self.batch = batch
         self.saved = False
         self.needs_parameters = False
-        """false for an embedding, whose backward asks for its indices alone"""
+        """False for an embedding, whose backward needs only its indices."""
         self.unpacked = False
         self._parameters = parameters
 
@@ -213,7 +213,7 @@ class Keeper:
 
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""subclasses (distributed, quantised, nested tensors) may have no storage of their own: they are kept as they are"""
+"""Subclasses (distributed, quantised, nested tensors) may have no storage: they are kept unchanged."""
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -417,7 +417,7 @@ class SavedTensors:
         self._lean, self._record = frozenset(lean), record
         self._last: weakref.ref[ForwardVisit] | None = None
         self.last_visit: weakref.ref[ForwardVisit] | None = None
-        """of the last `run`; None when it saved nothing, so that backward never comes to it"""
+        """Of the last `run`; None if it saved nothing, so that backward never reaches it."""
 
     def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
         """One forward of `block`, and what it saves under the segment's answer."""

@@ -40,7 +40,7 @@ class Residence(Protocol):
 
 Around = Callable[[], AbstractContextManager[None]]
 Ready = Callable[[str], None]
-"""called with a segment's name before its forward reads a parameter, each time it runs"""
+"""Called with a segment's name before its forward reads a parameter, each time it runs."""
 
 
 def device_of(inputs: Sequence[object]) -> torch.device:

@@ -71,9 +71,9 @@ class RunProgress:
     """How far the run is: all that resume needs beside the tensors."""
 
     step: int = 0
-    """optimizer steps completed"""
+    """Optimizer steps completed."""
     samples: int = 0
-    """sequences consumed"""
+    """Sequences consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,16 @@ class LoopSettings:
     num_steps: int
     micro_batch_size: int
     num_micro_batches: int
-    """per rank"""
+    """Per rank."""
     gradient_clipping: float | None
-    """largest gradient norm; none = no clipping"""
+    """Largest gradient norm; None: no clipping."""
     skip_non_finite: bool
-    """leave such a step out (nonFinite: SkipStep), or end the run"""
+    """Skip such a step (nonFinite: SkipStep), or end the run."""
     checkpoint_every: int
     evaluate_every: int
     """0 = never"""
     further_evaluations: Collection[int] = ()
-    """steps that an evaluation follows besides: where members of a sweep are compared"""
+    """Additional steps after which to evaluate: where members of a sweep are compared."""
 
     def evaluates_after(self, step: int) -> bool:
         regular = self.evaluate_every and (step == self.num_steps or step % self.evaluate_every == 0)
@@ -150,10 +150,10 @@ class Run:
     sum_gradients: GradientSum = unsummed
     order: MicroBatchOrder = in_order
     device: torch.device = CPU
-    """where forward runs"""
+    """Where forward runs."""
     loss_scale: LossScaler = field(default_factory=LossScaler)
     runs_together: bool = False
-    """a forward gathers parameters from all ranks: each runs as many as the others"""
+    """A forward gathers parameters from all ranks: all run equally many."""
 
 
 class StopRequest:
@@ -166,7 +166,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.at_once = True
-        """a request raises Preempted wherever the main thread is"""
+        """A request raises Preempted wherever the main thread is."""
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -255,7 +255,7 @@ PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
 Column = tuple[str, str, str, int, str]
-"""name, JSON path, type, priority (1: only with -o wide), description"""
+"""Name, JSON path, type, priority (1: only with -o wide), description."""
 
 
 @dataclass(frozen=True, slots=True)

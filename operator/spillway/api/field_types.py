@@ -38,7 +38,7 @@ NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
 _NUMBER = re.compile(NUMBER_PATTERN)
 MAX_COUNT = 10**12
 _MAX_LENGTH = 32
-"""characters of a number or a quantity, as in the CRD"""
+"""Characters of a number or a quantity, as in the CRD."""
 
 
 class Fields(BaseModel):
@@ -96,7 +96,7 @@ Number = Annotated[
     WithJsonSchema({"type": "string", "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
 ]
 Epsilon = Annotated[Number, Field(ge=1e-37, le=1e38)]
-"""what float32 does not take for 0 or for infinity"""
+"""A value that float32 distinguishes from 0 and from infinity."""
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 Quantity = Annotated[
     int,
@@ -107,7 +107,7 @@ Quantity = Annotated[
     ),
 ]
 SomeBytes = Annotated[Quantity, Field(gt=0), WithJsonSchema(_MORE_THAN_NONE | {"pattern": POSITIVE_BYTES_PATTERN})]
-"""more than none"""
+"""At least one byte."""
 Cores = Annotated[
     float,
     BeforeValidator(_to_cores),
@@ -115,20 +115,20 @@ Cores = Annotated[
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
 SomeCores = Annotated[Cores, Field(gt=0.0), WithJsonSchema(_MORE_THAN_NONE)]
-"""more than none"""
+"""More than no cores."""
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(max_length=1024)]
 MAX_MEMBERS = 64
 MemberName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
-"""of a member of a sweep: a directory's name, and a label's value"""
+"""Name of a member of a sweep: also a directory's name and a label's value."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 ClaimName = Annotated[
     str,
     Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
 ]
-"""a DNS subdomain: it becomes part of a request's path and of a mount's"""
+"""A DNS subdomain: it becomes part of a request's path and of a mount's."""
 STAYS_ON_CLAIM = 'must be a relative path on the claim, without ".."'
 
 
@@ -140,7 +140,7 @@ def _on_the_claim(value: str) -> str:
 
 SubPath = Annotated[Text, AfterValidator(_on_the_claim)]
 MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH = 244, 63
-"""of an extended resource: a quota writes `requests.` before it, and that domain has 253 characters at most"""
+"""Limits of an extended resource: a quota prepends `requests.`, and that domain has at most 253 characters."""
 RESOURCE_PATTERN = (
     r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 )
@@ -174,7 +174,7 @@ LabelMap = Annotated[
     ],
     Field(max_length=64),
 ]
-"""values that the API server takes for a label's"""
+"""Values that the API server accepts for labels."""
 
 
 def refuse(problems: list[tuple[str, str]]) -> None:

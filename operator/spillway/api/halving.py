@@ -24,10 +24,10 @@ class Contender:
 
     name: str
     num_steps: int
-    """that it trains when no round stops it"""
+    """Steps that it trains unless a round stops it."""
     failed: bool = False
-    """it reports no more and nobody waits for it. A round that it reported in counts its value, so that what was
-    decided before it failed stays decided; in any other it ranks behind all that have one"""
+    """It reports no more, and no round waits for it. A round in which it reported uses its value, so that earlier
+    decisions stay valid; in any other round it ranks behind all members with a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Value:
 
     member: str
     step: int
-    """optimizer steps of the member, counting the one that it is of"""
+    """Optimizer steps of the member, including the reported one."""
     value: float
-    """may be not finite: such a value is the worst in either direction"""
+    """May be non-finite; such a value is the worst in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Stop:
 
     member: str
     step: int
-    """optimizer steps that it trained"""
+    """Optimizer steps that it trained."""
     reason: str
-    """a sentence: "stopped after 20 steps: evaluation loss 5.3100, best 4.9000" """
+    """A sentence: "stopped after 20 steps: evaluation loss 5.3100, best 4.9000"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Standing:
     """What the values that are known decide."""
 
     until: Mapping[str, int]
-    """every member that is neither stopped nor failed, in the order of the list, and the step that it may train to: the
-    next round's, where it waits for the others, or its last. One that has reached it is parked, or complete"""
+    """Members that are neither stopped nor failed, in the order of the list, and the step up to which each may train:
+    the next round's, where it waits for the others, or its last. A member that has reached it is parked or complete."""
     stops: tuple[Stop, ...]
-    """by round, then in the order of the list"""
+    """By round, then in the order of the list."""
     best: str
-    """the best so far, by each one's newest value; those who survived most rounds before the others; "" = none"""
+    """The best member by newest value; those that survived more rounds rank first; "": none."""
 
 
 def round_steps(halving: int, num_steps: int) -> tuple[int, ...]:

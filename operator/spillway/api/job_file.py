@@ -20,33 +20,33 @@ class JobFile(Frozen):
     name: str
     namespace: str = "default"
     uid: str
-    """tells a namesake apart: a checkpoint of another uid is never resumed"""
+    """Distinguishes jobs of the same name: a checkpoint of another uid is never resumed."""
     epoch: int = Field(ge=1)
-    """attempt number; rises with every attempt, and fences the writers of earlier ones"""
+    """Attempt number; it rises with every attempt and fences the writers of earlier ones."""
     spec: TrainingJobSpec
     output_directory: str
-    """run.jsonl goes here"""
+    """Directory of run.jsonl."""
     corpus_directory: str
-    """tokenizer and token shards: built here once, reused afterwards"""
+    """Tokenizer and token shards: built here once, reused afterwards."""
     checkpoint_directory: str
     spill_directory: str
-    """where the NVMe slab is made; nothing in it outlives the process"""
+    """Directory of the NVMe slab; nothing in it outlives the process."""
     further_spill_directories: tuple[str, ...] = ()
-    """on volumes of their own: the slab is striped over all"""
+    """Directories on other volumes: the slab is striped over all."""
     spill_is_listed: bool = False
-    """the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod"""
+    """Whether the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod."""
     claims: dict[str, str] = Field(default_factory=dict)
-    """claim name -> directory, as the trainer sees it"""
+    """Claim name -> directory, as the trainer sees it."""
     termination_message_path: str
     compute_threads: int = Field(ge=1)
-    """torch's intra-op threads: fixed, because a matrix product's rounding depends on it"""
+    """torch's intra-op threads: fixed, because a matrix product's rounding depends on them."""
     metrics_port: int | None = None
-    """port of /metrics; none = no exporter"""
+    """Port of /metrics; None: no exporter."""
     num_nodes: int = Field(default=1, ge=1)
     ranks_per_node: int = Field(default=1, ge=1)
-    """world size = num_nodes x ranks_per_node; more than one rank is started by `spillway_trainer.launch`"""
+    """World size = num_nodes x ranks_per_node; `spillway_trainer.launch` starts several ranks."""
     master_address: str = "127.0.0.1"
-    """host name of node 0, where the ranks meet"""
+    """Host name of node 0, where the ranks connect."""
     master_port: int = Field(default=0, ge=0, le=65535)
     """0 = a free port, for one node only"""
 

@@ -7,17 +7,17 @@ from spillway.api.progress import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 GROUP = "spillway.dev"
 VERSION = "v1alpha1"
 MANAGER = "spillway.dev/operator"
-"""spec.managedBy of the jobs that are ours"""
+"""spec.managedBy of jobs that Spillway manages."""
 MIN_TEXT_VOCABULARY = 257
-"""tokens of a byte-level tokenizer: every byte, and the end of text"""
+"""Tokens of a byte-level tokenizer: every byte, and the end of text."""
 MAX_NAME_LENGTH = 52
-"""pod host names, <name>-<attempt>-<index>, must fit 63 characters"""
+"""Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024
 MAX_SPILL_VOLUMES = 8
 MAX_SPEC_BYTES = 64 << 10
-"""as JSON: every look at a job reads it, and every attempt carries it in a ConfigMap"""
+"""As JSON: every look at a job reads it, and every attempt has it in a ConfigMap."""
 MAX_ENV_BYTES = 32 << 10
-"""of all values together"""
+"""All values together."""
 RESERVED_PREFIXES = (
     "spillway.dev/", "kueue.x-k8s.io/", "batch.kubernetes.io/", "apps.kubernetes.io/",
     "container.apparmor.security.beta.kubernetes.io/", "seccomp.security.alpha.kubernetes.io/",
@@ -30,4 +30,4 @@ RESERVED_VARIABLES = (
     URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE, "TMPDIR", "HOME", "JOB_COMPLETION_INDEX", "RANK", "LOCAL_RANK",
     "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-"""environment variables that the attempt sets itself; a job that sets them is refused"""
+"""Environment variables that the attempt sets; jobs that set them are rejected."""

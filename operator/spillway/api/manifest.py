@@ -25,10 +25,10 @@ M = TypeVar("M", bound=BaseModel)
 _MAX_FILE_BYTES = 1 << 20
 _KINDS = ("TrainingJob", "NodeProfile", "MemoryProfile")
 _MAX_DIGITS = 40
-"""of an integer; a longer one is text to YAML"""
+"""Digits of an integer; longer ones are text to YAML."""
 _TOO_LONG = re.compile(rf"[-+]?[0-9_]{{{_MAX_DIGITS + 1},}}")
 _MAX_VALUES = 20_000
-"""values of one manifest, aliases expanded: nested ones can stand for billions"""
+"""Values of one manifest with aliases expanded: nested ones can stand for billions."""
 _TYPES = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
 

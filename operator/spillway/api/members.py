@@ -20,11 +20,11 @@ from spillway.units import format_quantity
 from spillway.update_rules import RULE_FIELDS, UpdateRule
 
 SECTIONS = ("model", "data", "training")
-"""of the spec, that members may differ in: what the numbers of a run depend on. All else is the job's"""
+"""Sections of the spec in which members may differ: what the numbers of a run depend on. All else is the job's."""
 DIRECTORY = "members"
-"""below a sweep's output and checkpoint directories, with one directory for each member"""
+"""Below a sweep's output and checkpoint directories, with one directory per member."""
 _DERIVED_SIZES = ("numKeyValueHeads", "intermediateSize", "tieWordEmbeddings")
-"""of model.config, whose defaults follow other sizes"""
+"""Sizes of model.config whose defaults follow from others."""
 
 
 def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:

@@ -11,9 +11,9 @@ from spillway.api.field_types import Count, Fields, Flag, Number, Positive, Quan
 from spillway.plan import DeviceKind
 
 Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
-"""per second; no hardware is outside of the bounds, and predictions stay finite within"""
+"""Per second; no hardware exceeds the bounds, and predictions stay finite within them."""
 Overhead = Annotated[Number, Field(le=10.0)]
-"""seconds"""
+"""Seconds."""
 
 
 def _moment(text: str) -> str:

@@ -24,21 +24,21 @@ from spillway.api.field_types import MAX_COUNT, MAX_MEMBERS, MemberName
 MAX_BYTES = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-"""as the status counts them: what a report says must fit there"""
+"""Steps as the status counts them: reported values must fit."""
 Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 PROGRESS_VERSION: Literal[1] = 1
-"""this one and the one before are accepted: trainers outlive an upgrade of the operator"""
+"""This version and the one before are accepted: trainers outlive an upgrade of the operator."""
 URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
-"""holds the path of a file with the token, which is renewed while the pod lives"""
+"""Path of a file with the token, which is renewed while the pod lives."""
 CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 TOKEN_AUDIENCE = "progress.spillway.dev"  # noqa: S105
 LONGEST_REPORT = 64 * 1024
-"""bytes of one POST"""
+"""Bytes of one POST."""
 LONGEST_REASON = 256
-"""of what a report says of one member"""
+"""Characters of the reason that a report gives for one member."""
 
 
 class Message(BaseModel):
@@ -73,26 +73,26 @@ class PodMemory(Message):
     """Of the pod that reports, by its cgroup."""
 
     peak: Bytes = 0
-    """highest bytes since it began, page cache included; 0 = the kernel does not say"""
+    """Peak bytes since it began, including page cache; 0: the kernel does not report it."""
     is_whole: bool = False
-    """it is over, and what a run does was done in it; building the corpus perhaps by an earlier attempt's pod"""
+    """Whether the run is over and did all its work in this pod; an earlier attempt's pod may have built the corpus."""
 
 
 class SpillVolume(Message):
     """The spill volume with the least free bytes, of all ranks of an attempt."""
 
     size: Bytes
-    """of its file system"""
+    """Size of the file system."""
     free_at_start: Bytes
-    """that were left there when the ranks had made their spill files"""
+    """Free bytes once the ranks had made their spill files."""
     free: Bytes
-    """that are left now"""
+    """Free bytes now."""
     num_ranks: Annotated[int, Field(ge=1, le=2**18)]
-    """that have their spill files there"""
+    """Ranks with spill files there."""
     activations: Bytes
-    """of one rank's spill file, that activations may take: the plan's, or what a correction left"""
+    """Bytes of one rank's spill file that activations may use: the plan's, or what a correction left."""
     host_room: Bytes
-    """of one rank's host memory, into which a correction may still move activations"""
+    """Bytes of one rank's host memory into which a correction may still move activations."""
 
 
 class CommittedCheckpoint(Message):
@@ -107,11 +107,11 @@ class MemberState(StrEnum):
     """Of a member of a sweep."""
 
     RUNNING = "Running"
-    """it is its turn"""
+    """It has its turn."""
     PARKED = "Parked"
-    """it waits: for a turn, or at a round for the other members"""
+    """It waits: for a turn, or at a round for other members."""
     STOPPED = "Stopped"
-    """by a round of halving"""
+    """Stopped by a halving round."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -126,14 +126,14 @@ class MemberProgress(Message):
     name: MemberName
     step: Steps = 0
     num_steps: Steps = 0
-    """that it trains when no round stops it"""
+    """Steps that it trains unless a round stops it."""
     loss: Loss | None = None
-    """of its last step"""
+    """Loss of its last step."""
     objective: Loss | None = None
-    """its newest value of what makes one member better than another; None = none yet, or not finite"""
+    """Newest value of the objective's metric; None: none yet, or non-finite."""
     state: MemberState = MemberState.PARKED
     reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
-    """why it was stopped, or failed"""
+    """Why it was stopped, or failed."""
 
 
 class TrainingProgress(Message):
@@ -149,16 +149,16 @@ class TrainingProgress(Message):
     last_step_time: Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)] = 0.0
     """Unix seconds"""
     peak: TierFigures = TierFigures()
-    """highest bytes held since the attempt began"""
+    """Peak bytes since the attempt began."""
     budget: TierFigures = TierFigures()
     pod: PodMemory = PodMemory()
     spill_volume: SpillVolume | None = None
     """None: no activations are on NVMe, or nothing of them could go elsewhere"""
     checkpoint: CommittedCheckpoint | None = None
     members: Annotated[tuple[MemberProgress, ...], Field(max_length=MAX_MEMBERS)] = ()
-    """of a sweep, in the order of the spec; `step` and `steps` are then those of all of them (steps_of)"""
+    """Members of a sweep, in the order of the spec; `step` and `steps` are then those of all of them (steps_of)."""
     best_member: MemberName | Literal[""] = ""
-    """the best of them so far"""
+    """The best of them so far."""
 
     @model_validator(mode="after")
     def _members_have_names_of_their_own(self) -> Self:
@@ -189,8 +189,8 @@ class ProgressAnswer(Message):
     """The operator's answer. Corrections of the plan travel here: where bytes live, never how much is computed."""
 
     version: Annotated[int, Field(ge=0)] = PROGRESS_VERSION
-    """of any operator: a trainer that runs outlives upgrades, and the epoch means the same in all of them"""
+    """Version of any operator: running trainers outlive upgrades, and the epoch means the same in all of them."""
     epoch: int
-    """the attempt that the operator regards as the present one"""
+    """The operator's current attempt."""
     activations: Bytes | None = None
-    """of each rank's spill file, that activations may take from now on; None = what they may take stays as it is"""
+    """Bytes of each rank's spill file that activations may use from now on; None: unchanged."""

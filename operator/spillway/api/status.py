@@ -16,7 +16,7 @@ Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-ti
 Short = Annotated[str, Field(max_length=64)]
 MAX_ATTEMPTS = 10**9 - 1
 MOST_ESCALATIONS = 16
-"""an attempt's number is part of names and labels"""
+"""An attempt's number is part of names and labels."""
 AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 

@@ -24,15 +24,15 @@ from spillway.planning.hardware import NodeSpec
 from spillway.planning.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds, side_by_side
 
 WARM_UP_STEPS = 2
-"""of every attempt: pages are touched, kernels chosen, files opened"""
+"""First steps of every attempt: pages are touched, kernels chosen, files opened."""
 LEAST_STEPS = 5
-"""after warm-up; a median of fewer says little"""
+"""Steps after warm-up; a median of fewer says little."""
 LARGEST_FACTOR = 20.0
-"""a resource this much faster or slower than planned was not what was measured"""
+"""A resource that deviates more than this from the plan was not what was measured."""
 LEAST_SHARE = 0.02
-"""of the step: what takes less is not told apart from noise"""
+"""Share of the step; less cannot be distinguished from noise."""
 LEAST_BYTES = 2**20
-"""a step: fewer bytes measure the cost of an operation, not a rate"""
+"""Bytes per step; fewer measure the cost of an operation, not a rate."""
 
 Work = Mapping[str, Mapping[str, float]]
 """Prediction.work: phase -> amounts"""
@@ -82,11 +82,11 @@ class Correction:
     """One resource of a node, beside what its rates predicted."""
 
     resource: str
-    """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write"""
+    """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write."""
     predicted_seconds: float
     measured_seconds: float
     factor: float
-    """measured over predicted, within LARGEST_FACTOR; rates are divided by it, fixed costs multiplied"""
+    """Measured over predicted, within LARGEST_FACTOR; rates are divided by it, fixed costs multiplied."""
 
     @property
     def is_cut(self) -> bool:
@@ -95,7 +95,7 @@ class Correction:
 
 COMPUTE, UPDATE, NETWORK = "compute", "update", "network"
 CPU_UPDATE = "update on the CPU"
-"""of a device apart, where no more than the CPU's lane tells of the update"""
+"""Update on a discrete device, where only the CPU lane measures the update."""
 H2D, D2H, READ, WRITE = "h2d", "d2h", "disk read", "disk write"
 _LANES = {READ: "nvme_read", WRITE: "nvme_write", H2D: "h2d", D2H: "d2h"}
 
@@ -104,15 +104,15 @@ class _Told(Enum):
     """What tells compute and update apart."""
 
     BY_PHASES = auto()
-    """the update is the phase optimizer, and nothing else is"""
+    """The phase optimizer is the update, and nothing else is."""
     BY_LANE = auto()
-    """the update is what the CPU's lane worked: the phase waits for the disk, too, or is over before the update is"""
+    """The CPU lane's busy time is the update: the phase also waits for the disk, or ends before the update."""
     BY_SUM = auto()
-    """backward is free of the update; forward, wait and optimizer together are forward and the update"""
+    """Backward contains no update; forward, wait and optimizer together are forward and the update."""
     TOGETHER = auto()
-    """the update is in all phases: one factor for both"""
+    """The update is in all phases: one factor for both."""
     COMPUTE_ALONE = auto()
-    """by backward"""
+    """Compute only, from backward."""
     NOTHING = auto()
 
 
@@ -245,7 +245,7 @@ def _of_cores(work: Work, rates: Rates, step: MeasuredStep, told: _Told) -> Iter
 
 
 _SHORTEST = 1e-9
-"""seconds; what takes less was not measured"""
+"""Seconds; shorter times were not measured."""
 
 
 def _of_pair(first: _Planned, second: _Planned, took: float, second_took: float, least: float) -> Iterator[Correction]:
@@ -401,7 +401,7 @@ class Sample:
     """One phase of a measured step, and what it asked for."""
 
     compute: str
-    """type of the matrix products: bfloat16, float32"""
+    """Type of the matrix products: bfloat16, float32."""
     amounts: Mapping[str, float]
     seconds: float
 
@@ -411,12 +411,12 @@ class MeasuredPrices:
     """What one unit costs, in seconds; 0 = too cheap to be told from noise."""
 
     flop: Mapping[str, float]
-    """by type, never below that of the fastest matrix product"""
+    """By type, never below that of the fastest matrix product."""
     value: Mapping[str, float]
-    """by type"""
+    """By type."""
     operation: float
     error: float
-    """median of |predicted - measured| / measured over the samples"""
+    """Median of |predicted - measured| / measured over the samples."""
 
 
 def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]) -> MeasuredPrices:

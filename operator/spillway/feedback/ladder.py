@@ -23,16 +23,17 @@ from spillway.planning.pod_resources import tier_memory_bytes
 from spillway.units import format_bytes, format_seconds
 
 MOST_MEMORY_TRIES = 3
-"""attempts with another plan after one kind of memory ran out, apart from lifecycle.maxRestarts"""
+"""Attempts with another plan after one kind of memory ran out; they do not count against lifecycle.maxRestarts."""
 MOST_TRIES_IN_ALL = 6
-"""of two kinds: where the device's bytes were wrong the host's may be, and what was learned of one says nothing of the
-other"""
+"""Tries for two kinds of memory: if the device's bytes were wrong the host's may be, too, and one says nothing of the
+other."""
 MARGINS = (0.25, 0.5, 1.0)
-"""above the lower bound, after the first, the second and each further failure of a tier: 1.25 x 1.5 x 2 = 3.75"""
+"""Margins above the lower bound after the first, the second and each further failure of a tier: 1.25 x 1.5 x 2 =
+3.75."""
 OBSERVED_MARGIN = 0.03
-"""above a peak that was seen"""
+"""Margin above an observed peak."""
 ROOM_TO_RELAX = 0.25
-"""of what is counted, unused in every tier that once ran out, before a cheaper plan is taken again ..."""
+"""Unused share of every tier that once ran out that allows a cheaper plan again ..."""
 SECONDS_TO_RELAX = 1800.0
 """... by an attempt that trained that long ..."""
 GAIN_TO_RELAX = 0.9
@@ -53,9 +54,9 @@ class MemoryFailure:
     reason: str
     plan: MemoryPlan
     pod_memory_bytes: int
-    """what the kernel allowed its pod, or what a local run should have taken"""
+    """The pod's limit, or what a local run should have used."""
     spared_bytes: int = 0
-    """of what is counted for the pod, which it did not get: earlier ones had not taken it"""
+    """Bytes counted for the pod that it did not get, because earlier pods had not used them."""
 
     @property
     def tier(self) -> Tier | None:

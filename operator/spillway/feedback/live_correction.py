@@ -16,12 +16,12 @@ from spillway.planning.workload import PAGE_BYTES, padded
 from spillway.units import MIB
 
 MARGIN = 0.15
-"""of a file system that stays free: the kubelet evicts below 10 % (nodefs.available), and until all ranks have made
-room a neighbour writes on for a report and a step"""
+"""Share of a file system that stays free: the kubelet evicts below 10 % (nodefs.available), and a neighbour goes on
+writing for a report and a step until all ranks have made room."""
 LEAST_DEFICIT = 0.01
-"""of a file system: a smaller one is left, so that journals and logs correct nothing"""
+"""Share of a file system; a smaller deficit is ignored, so that journals and logs cause no correction."""
 LEAST_BYTES = MIB
-"""of a rank: less is not worth a correction"""
+"""Per rank; less is not worth a correction."""
 
 
 def lowered(volume: SpillVolume) -> int | None:

@@ -23,9 +23,9 @@ from spillway.planning.workload import padded
 from spillway.units import MIB, format_bytes
 
 AT_THE_LIMIT = 0.98
-"""of a pod's limit: page cache takes what there is, so that a peak up there says nothing of what the pod needs"""
+"""Share of a pod's limit: page cache fills a pod, so a peak this high does not show what the pod needs."""
 POD_MARGIN = 0.03
-"""above the peaks that were seen. They have page cache in them, which yields before a process is killed"""
+"""Margin above observed peaks. They include page cache, which is freed before a process is killed."""
 WORKLOAD_DIGITS = 16
 WITHOUT_MEMORY: dict[str, Any] = {
     "image": True,  # as it is resolved
@@ -39,7 +39,7 @@ WITHOUT_MEMORY: dict[str, Any] = {
     "parallelism": {"device"},  # the plan says what Auto came to
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate", "betas", "eps", "weight_decay"}},
 }
-"""of a spec: what moves no byte of a pod"""
+"""Fields of a spec that change no byte of a pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class PodPeak:
     """What the cgroup of a pod held at most, as its trainer says."""
 
     peak_bytes: int
-    """page cache included"""
+    """Including page cache."""
     counted_bytes: int
-    """what arithmetic gives such a pod"""
+    """Computed bytes of such a pod."""
     limit_bytes: int
-    """what this one had"""
+    """This pod's limit."""
     is_whole: bool
-    """all that a run does was done meanwhile: the corpus built, all steps trained, the last checkpoint written"""
+    """Whether it did all that a run does: built the corpus, trained all steps, wrote the last checkpoint."""
     workload: str
-    """what it did: see workload()"""
+    """What it did: see workload()."""
 
     @property
     def is_its_own(self) -> bool:
@@ -71,9 +71,9 @@ class PodEvidence:
     peak_bytes: int
     """95th percentile of the recent runs' peaks, newer ones weigh more"""
     highest_bytes: int
-    """of the recent runs"""
+    """Of the recent runs."""
     counted_bytes: int
-    """what was counted for them, at least"""
+    """Least bytes counted for them."""
     num_runs: int
 
     def request_bytes(self, counted_bytes: int) -> int:
@@ -98,9 +98,9 @@ class SeenPods:
     """What is known when a job is placed."""
 
     known: Mapping[str, PodEvidence] = field(default_factory=dict)
-    """fingerprint of model and plan -> what pods took"""
+    """Fingerprint of model and plan -> what pods took."""
     image: str = ""
-    """of the job's trainer"""
+    """The job's trainer image."""
 
     def of(self, fingerprint: str, spec: TrainingJobSpec, plan: MemoryPlan) -> PodEvidence | None:
         """What pods of the job took under the plan; None where only others did, or nobody."""

@@ -31,11 +31,11 @@ from spillway.update_rules import MomentType, UpdateRule
 FINGERPRINT_DIGITS = 16
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 MOST_JOBS = 64
-"""whose last attempt a profile remembers"""
+"""Jobs whose last attempt a profile remembers."""
 MOST_NAMED = 3
-"""rates in a sentence"""
+"""Rates in a sentence."""
 LONGEST_PLAN = 512
-"""characters of MemoryProfile.spec.plan"""
+"""Characters of MemoryProfile.spec.plan."""
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def _name(profile: NodeProfileSpec, node: NodeSpec) -> str:
 RATES = tuple(
     name for name in NodeProfileSpec.model_fields if name.endswith(("_per_second", "_overhead_seconds"))
 )  # fmt: skip
-"""fields that say how fast, not how much; those of the link besides"""
+"""Fields that say how fast, not how much; the link has its own."""
 
 
 LINK_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second")
@@ -80,8 +80,8 @@ CATALOG_RATES = (
     "nvme_read_bytes_per_second",
     "nvme_write_bytes_per_second",
 )
-"""with LINK_RATES all that a plan of one device takes from the catalog where nothing was measured; what other
-operations than matrix products cost is part of the catalog's FLOP rates"""
+"""Together with LINK_RATES, all that a plan for one device takes from the catalog if nothing was measured; the cost of
+operations other than matrix products is part of the catalog's FLOP rates."""
 
 
 def has_rates(profile: NodeProfileSpec) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
-"""times the planned bytes"""
+"""Multiples of the planned bytes."""
 MOST_RECENT = 16
-"""peaks that a profile remembers of a tier, or of a pod"""
+"""Peaks that a profile remembers per tier, or per pod."""
 HALF_LIFE = 4.0
-"""attempts after which a peak counts half"""
+"""Attempts after which a peak counts half."""
 
 
 def plausible(planned: int, reported: int) -> int:

@@ -11,22 +11,22 @@ from enum import Enum
 from spillway.errors import RANK_CRASHED, ExitCode
 
 OOM_KILLED = "OOMKilled"
-"""the kernel killed a process of the pod; on cgroup v1 it may come with any exit code"""
+"""The kernel killed a process of the pod; on cgroup v1 it may come with any exit code."""
 NODE_LOST = "NodeLost"
 POD_DELETED = "PodDeleted"
-"""deleted or evicted from outside: a disruption, not a failure"""
+"""Deleted or evicted from outside: a disruption, not a failure."""
 EVICTED = "Evicted"
-"""by the kubelet, because the node or the pod's volume ran out of space"""
+"""By the kubelet, because the node or the pod's volume ran out of space."""
 JOB_DELETED = "JobDeleted"
-"""somebody deleted the attempt's Job"""
+"""The attempt's Job was deleted."""
 GANG_YIELDED = "GangYielded"
-"""only some of its pods had nodes: the operator gave them back"""
+"""Only some of its pods had nodes: the operator released them."""
 STALLED = "Stalled"
-"""no step for lifecycle.stallSeconds: the operator ended the attempt"""
+"""No step for lifecycle.stallSeconds: the operator ended the attempt."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
-"""attempts ran for lifecycle.activeDeadlineSeconds"""
+"""Attempts ran for lifecycle.activeDeadlineSeconds."""
 PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
-"""no attempt ran for lifecycle.pendingDeadlineSeconds"""
+"""No attempt ran for lifecycle.pendingDeadlineSeconds."""
 
 MEMORY_ERRORS = frozenset(
     {
@@ -36,7 +36,7 @@ MEMORY_ERRORS = frozenset(
         OOM_KILLED,
     }
 )
-"""counted apart from crashes and disruptions"""
+"""Counted separately from crashes and disruptions."""
 
 
 class Retry(Enum):
@@ -44,11 +44,11 @@ class Retry(Enum):
 
     NEVER = "never"
     COUNTED = "counted"
-    """against lifecycle.maxRestarts"""
+    """Counts against lifecycle.maxRestarts."""
     FREE = "free"
-    """a disruption: not the job's fault"""
+    """A disruption: not the job's fault."""
     REPLANNED = "replanned"
-    """against the tries of the ladder: only another plan can help, where mode Auto may take one"""
+    """Counts against the ladder's tries: only another plan can help, and mode Auto may choose one."""
 
 
 RETRIES: dict[str, Retry] = {
@@ -65,7 +65,7 @@ RETRIES: dict[str, Retry] = {
     GANG_YIELDED: Retry.FREE,
     **dict.fromkeys(MEMORY_ERRORS, Retry.REPLANNED),
 }
-"""every other reason: NEVER"""
+"""Every other reason: NEVER."""
 
 
 def retry_of(reason: str) -> Retry:

@@ -16,13 +16,13 @@ class LiveBytes:
     """Free bytes of a node now, and how its memory fares, from metrics; None = no series."""
 
     device: int | None = None
-    """of its tightest device"""
+    """Of its tightest device."""
     host: int | None = None
     nvme: int | None = None
     sources: tuple[str, ...] = ()
-    """the metrics that said so"""
+    """The metrics that it comes from."""
     memory_stalled: float | None = None
-    """share of the time in which every task that could run waited for memory (PSI "full")"""
+    """Share of the time in which every task that could run waited for memory (PSI "full")."""
 
     def of(self, tier: Tier) -> int | None:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
@@ -46,11 +46,11 @@ class NodeView:
     allocatable_memory_bytes: int
     allocatable_ephemeral_bytes: int
     allocatable_devices: Mapping[str, int]
-    """extended resource -> count"""
+    """Extended resource -> count."""
     ready: bool = True
     unschedulable: bool = False
     profile: NodeSpec | None = None
-    """measured capacities and rates (NodeProfile); None = the catalog's class"""
+    """Measured capacities and rates (NodeProfile); None: the catalog's class."""
     live: LiveBytes | None = None
 
 
@@ -74,7 +74,7 @@ class HeldDevices:
     node_class: str
     """NodeSpec.name that its plan was made for"""
     nodes: tuple[str, ...]
-    """that its plan prefers; empty: any of the class"""
+    """Nodes that its plan prefers; empty: any of the class."""
     resource_name: str
     devices: int
     seconds_left: float | None
@@ -87,23 +87,23 @@ class ClusterView:
 
     nodes: tuple[NodeView, ...] | None = None
     metrics_age_seconds: float | None = None
-    """age of the snapshot behind `live`; None = there never was one"""
+    """Age of the snapshot behind `live`; None: there never was one."""
     metrics_problem: str = ""
-    """why there is none, or why it is stale"""
+    """Why there is none, or why it is stale."""
     metrics_source: str = ""
     """Prometheus, Scrape, or empty when nothing is configured"""
     reservations: tuple[Reservation, ...] = ()
     held: tuple[HeldDevices, ...] = ()
-    """by other jobs of ours, for a job on GPUs"""
+    """Devices held by other jobs, for a job on GPUs."""
     observed_peaks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """fingerprint of model and plan -> tier -> bytes (MemoryProfile); for the sentence in status.plan"""
+    """Fingerprint of model and plan -> tier -> bytes (MemoryProfile); for the sentence in status.plan."""
     model_corrections: Mapping[str, Corrections] = field(default_factory=dict)
-    """fingerprint of a model -> what its MemoryProfiles say of predictions"""
+    """Fingerprint of a model -> corrections of its predictions from MemoryProfiles."""
     observed_pods: Mapping[str, PodEvidence] = field(default_factory=dict)
-    """fingerprint of model and plan -> what pods took (MemoryProfile)"""
+    """Fingerprint of model and plan -> what pods took (MemoryProfile)."""
     trainer_image: str = ""
-    """of jobs that name none"""
+    """Image of jobs that name none."""
     corrections: Corrections = NO_CORRECTIONS
-    """what the attempts of the job that is placed showed"""
+    """What earlier attempts of this job showed."""
     device: DeviceKind | None = None
-    """of these attempts: another kind rounds otherwise; None = there were none"""
+    """Kind of device of these attempts, because another kind rounds differently; None: there were none."""

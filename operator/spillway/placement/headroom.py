@@ -17,24 +17,23 @@ from spillway.planning.pod_resources import PodResources
 from spillway.units import format_bytes, format_seconds
 
 FRESH_SECONDS = 60.0
-"""metrics up to this old count in full"""
+"""Metrics up to this age count in full."""
 STALE_SECONDS = 300.0
-"""older ones do not count"""
+"""Older ones do not count."""
 STALE_MARGIN = 1.15
-"""between the two a pod is taken to need this much more, and differences must be STALE_PATIENCE times as large"""
+"""In between, a pod is assumed to need this much more, and differences must be STALE_PATIENCE times as large."""
 STALE_PATIENCE = 2.0
 TOLERANCE_OF_DEMAND = 0.1
 TOLERANCE_OF_FREE = 0.02
-"""nodes whose free bytes differ by less than the larger of both are equally good: no preference is made of noise"""
+"""Nodes whose free bytes differ by less than the larger of both are equally good: noise makes no preference."""
 MOST_STALLED = 0.05
-"""share of the time; where every task waits for memory for longer, free bytes are those that the kernel is about to
-take from somebody"""
+"""Share of the time; if all tasks wait for memory longer than this, the kernel is about to reclaim the free bytes."""
 MAX_PREFERENCES = 16
 BEST_WEIGHT = 100
 WEIGHT_OF_OTHERS = 50
-"""at most: half of the scale outweighs what kube-scheduler's own scores say of otherwise equal nodes"""
+"""Highest weight of other nodes: half of the scale outweighs kube-scheduler's own scores of otherwise equal nodes."""
 MOST_NAMED = 3
-"""nodes whose memory stalls, in the sentence"""
+"""Nodes with memory stalls named in the sentence."""
 
 _NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
 
@@ -51,10 +50,10 @@ class Ranking:
     """What headroom says of the nodes of one class."""
 
     preferences: tuple[Preference, ...]
-    """most preferred first"""
+    """Most preferred first."""
     reason: str
     headroom: LiveBytes
-    """of the first node, after reservations"""
+    """Of the first node, after reservations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,9 @@ class _Room:
     """None: no series of a tier that matters"""
     multiple: float
     stalled: float | None
-    """share of the time in which its memory stalled; None: no series"""
+    """Share of the time in which its memory stalled; None: no series."""
     stalls: bool
-    """for longer than counts as noise"""
+    """Whether it stalls for longer than noise."""
     sources: tuple[str, ...]
 
 

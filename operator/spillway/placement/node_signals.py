@@ -16,7 +16,7 @@ DEVICE_SERIES = "DCGM_FI_DEV_FB_FREE"
 STALLED_SERIES = "node_pressure_memory_stalled_seconds_total"
 """PSI "full": seconds in which every task that could run waited for memory"""
 MOUNT_POINTS = ("/var/lib/kubelet", "/")
-"""where emptyDirs lie: the first of them that a node has as a file system of its own"""
+"""Where emptyDirs are: the first of these that is a file system of its own."""
 OLDEST_SAMPLE_SECONDS = 120
 """Prometheus answers with samples that are up to five minutes old; those of a node that is not scraped are left out"""
 WITH_NODE = 'node!=""'
@@ -44,8 +44,8 @@ def _is_recent(selector: str) -> str:
 # Of several series of one node the worst counts: a series too many can make a node less attractive, never more.
 HOST_FREE_BYTES = f"min by (node) ({recent(of_nodes(HOST_SERIES))})"
 DEVICE_FREE_MEBIBYTES = f"min by (node) ({recent(of_nodes(DEVICE_SERIES))})"
-"""of the tightest device"""
+"""Of the tightest device."""
 DISKS = of_nodes(DISK_SERIES, f'mountpoint=~"{"|".join(MOUNT_POINTS)}"')
 DISK_FREE_BYTES = f"min by (node, mountpoint) ({recent(DISKS)})"
 MEMORY_STALLED = f"max by (node) ({recent_rate(of_nodes(STALLED_SERIES))})"
-"""share of the time"""
+"""Share of the time."""

@@ -47,15 +47,16 @@ from spillway.planning.pod_resources import (
 from spillway.units import MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
-"""node classes that are planned for, those with most nodes first: a plan takes up to half a second"""
+"""Node classes that are planned for, those with most nodes first: a plan takes up to half a second."""
 CAPACITY_DIGITS = 5
-"""binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class"""
+"""Binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class."""
 GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
-"""labels of NVIDIA's feature discovery; memory in MiB"""
+"""Labels of NVIDIA's feature discovery; memory in MiB."""
 DEFAULT_RESOURCE: str = TrainingJobSpec.model_fields["resource_name"].default
-"""what a profile's devices are counted by, where the node has it, when the profile does not say how many there are"""
+"""Resource by which a profile's devices are counted, if the node has it and the profile does not say how many there
+are."""
 TRANSIENT_TAINTS = "node.kubernetes.io/"
-"""prefix of the taints that the node controller sets and takes away again"""
+"""Prefix of the taints that the node controller sets and removes."""
 
 __all__ = [
     "ClusterView",
@@ -77,19 +78,19 @@ class Placement:
 
     plan: MemoryPlan
     node: NodeSpec
-    """the class the plan is made for"""
+    """The class that the plan is made for."""
     preferences: tuple[Preference, ...]
-    """most preferred first; equal weights where nothing tells the nodes apart"""
+    """Most preferred first; equal weights if the nodes do not differ."""
     reason: str
-    """one sentence with the figure that decided"""
+    """One sentence with the deciding figure."""
     headroom: LiveBytes
-    """of the preferred node, after reservations"""
+    """Of the preferred node, after reservations."""
     pod: PodResources
-    """what each pod requests, for a text of unknown size"""
+    """What each pod requests, for a text of unknown size."""
     required_labels: Mapping[str, str] = field(default_factory=dict)
-    """what a node must carry to be of the class (the GPU product): a required affinity, from labels only"""
+    """Labels of the class (the GPU product): a required affinity, from labels only."""
     observed: ProfileEvidence | None = None
-    """what earlier attempts of this model under this plan showed; None = there were none"""
+    """What earlier attempts of this model with this plan showed; None: there were none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +259,14 @@ class _NodeClass:
     """Nodes that one plan is good for."""
 
     node: NodeSpec
-    """capacities are what is left for the plan in a pod: not less than a node of the class has, rounded down"""
+    """Its capacities are what a pod can use for the plan on every node of the class, rounded down."""
     shared_bytes: int
-    """on a CPU: memory that device and host tier share; 0 on a GPU"""
+    """On a CPU: memory that device and host tier share; 0 on a GPU."""
     required_labels: tuple[tuple[str, str], ...]
     corrections: Corrections = NO_CORRECTIONS
-    """of what is predicted, on every class alike"""
+    """Corrections of predictions, the same for every class."""
     pods: SeenPods = field(default=NO_PODS_SEEN, compare=False)
-    """what pods took, on every class alike"""
+    """What pods took, the same for every class."""
     views: tuple[NodeView, ...] = ()
 
 
@@ -375,7 +376,7 @@ class _Choice:
     plan: MemoryPlan
     pod: PodResources
     seen: PodEvidence | None = None
-    """what the pod's request follows from; None = it is what is counted"""
+    """Evidence for the pod's request; None: it is computed."""
 
     @property
     def seconds(self) -> float:

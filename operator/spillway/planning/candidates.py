@@ -76,33 +76,33 @@ from spillway.planning.workload import (
 from spillway.units import format_bytes
 
 TIE = 1.01
-"""plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins"""
+"""Plans within 1 % of the fastest count as equally fast; of those, the one that moves fewest bytes wins."""
 SPARED_SHARE = 0.05
-"""of a step's seconds: what a plan that writes to the drives all that it may a day must save to be taken instead of one
-that writes nothing; in proportion for one that writes less"""
+"""Endurance penalty: a plan that uses its full daily write allowance must be 5 % faster than one that writes nothing.
+Scales linearly."""
 MAX_GROUPS = 32
-"""blocks change their answer in groups, so that deep models have no more candidates than this, squared and halved"""
+"""Blocks change their policy in groups, so that deep models have at most this many candidates, squared and halved."""
 MAX_GROUPS_STREAMED = 8
-"""the same where parameters are streamed, which multiplies the candidates"""
+"""The same with streamed parameters, which multiply the candidates."""
 LEAST_GROUPS, MOST_RUNS_LOOKED_AT = 4, 2**15
-"""groups of answers at least, and how many runs of equal blocks all layouts together may have"""
+"""Least number of groups, and most runs of equal blocks in all layouts together."""
 MAX_LEVELS = 16
-"""how many different amounts of streamed parameters are compared"""
+"""Number of different amounts of streamed parameters that are compared."""
 SPECULATION_SLACK = 0.9
-"""of the host memory that is left: rows of chunks are padded"""
+"""Usable part of the free host memory: rows of chunks are padded."""
 FORCED_SHARE = 0.1
-"""least CPU and streamed share of placement Interleaved, which asks for both whatever is faster"""
+"""Least CPU and streamed share with placement Interleaved, which uses both even if one is faster."""
 LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
 LEAST_RESIDENT_SHARE = 1e-3
-"""smaller resident shares are not worth a third path"""
+"""Smaller resident shares are not worth a third path."""
 ROUNDING = 2e-4
-"""of shares with four digits"""
+"""Rounding of shares to four digits."""
 AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero2", "Fsdp")
 """Zero1 shares what Zero2 shares, Zero3 what Fsdp shares: the same arithmetic"""
 _ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
 _NO_ACTIVATIONS = DevicePeak(0, 0, 0)
 _WEIGHTS = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}
-"""of missing bytes: a byte of host memory is easier to add than one of the device, one of NVMe easiest"""
+"""Weights of missing bytes: host memory is easier to add than device memory, NVMe easiest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Question:
     shape: ModelShape
     node: NodeSpec
     budget: dict[Tier, int]
-    """of one rank"""
+    """Per rank."""
     world_size: int
     local_ranks: int
     num_nodes: int
@@ -157,7 +157,7 @@ class Candidate:
     window_bytes: int
     bytes: dict[Tier, TierBytes]
     missing: dict[Tier, int] = field(default_factory=dict)
-    """bytes above the budget; empty when it fits"""
+    """Bytes above the budget; empty if it fits."""
 
     @property
     def effort(self) -> tuple[int, int, int, bool, int]:
@@ -179,9 +179,9 @@ class Timed:
     candidate: Candidate
     prediction: Prediction
     wears_out: bool
-    """writes more drive capacities a day than the spec allows"""
+    """Whether it exceeds the spec's limit of drive writes per day."""
     worn_share: float = 0.0
-    """of what the spec allows a day, at most 1"""
+    """Fraction of that limit, at most 1."""
 
     @property
     def seconds(self) -> float:

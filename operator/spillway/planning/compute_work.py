@@ -20,21 +20,22 @@ from spillway.plan import OptimizerPlan
 from spillway.planning.workload import RESIDENT, Blocks, Streaming, Workload
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 6
-"""over each saved value: written, and read by the next operation; backward reads it, and makes, sums up and reads the
-gradients of both sides"""
+"""Passes over each saved value: written, and read by the next operation; backward reads it, and makes, sums and reads
+the gradients of both sides."""
 LARGE_WEIGHT = 1.5
-"""of a value in a large storage, beside 1 of one that caches hold"""
+"""Weight of a value in a large storage, relative to one that caches hold."""
 LOGIT_VALUES = 4
-"""in forward for each logit, beside the saved one: written in the compute type, read, widened to float32, read"""
+"""Values per logit in forward, in addition to the saved one: written in the compute type, read, widened to float32,
+read."""
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 6, 8
-"""for each parameter tensor: a product, what goes with it, its hooks; on the CPU path a gradient is copied, too, which
-costs as much again"""
+"""Operations per parameter tensor: a product, its companions, its hooks; on the CPU path a gradient is also copied,
+which costs as much again."""
 MOVED_OPERATIONS = 8
-"""for each copy of what a segment saved, its dozen storages recorded, and for each transfer to and from a disk"""
+"""Operations per copy of a segment's saved tensors (recording its dozen storages), and per transfer to or from disk."""
 LEAN_OPERATIONS = 24
-"""of a block whose operators are seen, for what they take longer; and as many for the rebuilds of its backward"""
+"""Overhead, in operations, of recording a block's operators, and again of its rebuilds in backward."""
 RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
-"""of a chunk, once a step: norm, update; upload besides; states in, update, states out; all of these"""
+"""Operations per chunk and step: norm, update; plus upload; states in, update, states out; all of these."""
 
 
 class Prices(Protocol):

@@ -23,13 +23,13 @@ class Corrections:
     host: float = 1.0
     nvme: float = 1.0
     pod: float = 1.0
-    """of the whole memory of a pod, for what no plan counts"""
+    """Factor for the whole memory of a pod, for what no plan counts."""
     nvme_most_bytes: int | None = None
-    """counted bytes of a rank that its spill volume has room for; None = as much as the node says"""
+    """Counted bytes of a rank for which its spill volume has space; None: as much as the node says."""
     reasons: tuple[str, ...] = ()
-    """a sentence for each factor above 1"""
+    """A sentence for each factor above 1."""
     after_failure: bool = False
-    """this job ran out of memory: a smaller micro-batch is allowed where nothing else fits"""
+    """Whether this job ran out of memory; then a smaller micro-batch is allowed if nothing else fits."""
 
     def of(self, tier: Tier) -> float:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]

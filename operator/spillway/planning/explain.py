@@ -415,9 +415,9 @@ _FIELDS = {
     "parameters": "spec.memory.parameters.placement",
     "overlap": "spec.memory.optimizer.overlap",
 }
-"""parts of a Question that a job may force"""
+"""Parts of a Question that a job may force."""
 _FIT_AS_WELL = ("Auto", "None", "Forward")
-"""an overlap with these takes no memory"""
+"""Values of overlap that take no memory."""
 
 
 def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:

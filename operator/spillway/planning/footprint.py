@@ -272,10 +272,10 @@ class DevicePeak:
 
     activations: int
     buffers: int
-    """copies in flight out of the device, and reloads"""
+    """Copies in flight out of the device, and reloads."""
     workspace: int
     holes: int = 0
-    """what the allocator takes beyond them at its fullest moment, between blocks that are in use"""
+    """What the allocator takes beyond them at the peak, between blocks in use."""
 
     @property
     def total(self) -> int:
@@ -298,7 +298,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     previous = 0
     forward: list[tuple[int, int, int]] = []
     backward: list[tuple[int, int, int]] = []
-    """each (activations, copies in flight or coming back, workspace)"""
+    """(activations, copies in flight or returning, workspace) of each block."""
     for answer, block, count in _intervals(work, blocks):
         recomputes, moves = answer is Policy.RECOMPUTE, answer in (Policy.HOST, Policy.NVME)
         if recomputes:

@@ -20,9 +20,9 @@ from spillway.errors import UserError
 from spillway.plan import DeviceKind
 
 DISK_SHARE = 0.9
-"""of the drives' capacity that spill may use"""
+"""Share of the drives' capacity that spill may use."""
 MEASURED = "-measured"
-"""ends the name of a node whose rates are not the catalog's"""
+"""Suffix of the name of a node whose rates are not the catalog's."""
 CIPHER_BYTES_PER_SECOND = 4e9
 """AES-256-XTS by one thread in units of 4 KiB: measured on a hyperthread of a Sapphire Rapids server, November 2026"""
 
@@ -34,9 +34,9 @@ class Link:
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     duplex_efficiency: float
-    """what remains of each direction when both are busy"""
+    """What remains of each direction if both are busy."""
     devices_per_root_port: int
-    """devices that share the rates"""
+    """Devices that share the rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +47,35 @@ class NodeSpec:
     device_kind: DeviceKind
     num_devices: int
     device_bytes: int
-    """usable: without the driver's and the allocator's own"""
+    """Usable bytes, without those of driver and allocator."""
     bfloat16_flops_per_second: float
     float32_flops_per_second: float
     device_bytes_per_second: float
-    """device memory"""
+    """Device memory."""
     link: Link
     interconnect_bytes_per_second: float
-    """between devices of the node, per device, one direction"""
+    """Between devices of the node, per device, one direction."""
     network_bytes_per_second: float
-    """between nodes, per device, one direction"""
+    """Between nodes, per device, one direction."""
     num_cores: int
     host_bytes: int
     dram_bytes_per_second: float
-    """host memory, cores and copies together"""
+    """Host memory, cores and copies together."""
     cpu_bytes_per_second: float
-    """host memory, what the cores alone can stream"""
+    """Host memory, streamed by the cores alone."""
     nvme_bytes: int
     nvme_read_bytes_per_second: float
     nvme_write_bytes_per_second: float
     nvme_rated_bytes: float = 0.0
-    """what the drives are rated to have written to them in their life; 0 = not known"""
+    """Bytes that the drives are rated for in their lifetime; 0: unknown."""
     bfloat16_values_per_second: float = math.inf
-    """of bfloat16 training, read and written on the device by whatever is no matrix product; inf: part of the
-    achieved FLOP rates, as in the catalog"""
+    """Values that operations other than matrix products read and write per second in bfloat16 training; inf: part of
+    the FLOP rate, as in the catalog."""
     float32_values_per_second: float = math.inf
     operation_overhead_seconds: float = 0.0
-    """fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them"""
+    """Fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them."""
     cipher_bytes_per_second: float = CIPHER_BYTES_PER_SECOND
-    """one thread that encrypts or decrypts what is spilled; the catalog knows no processor without AES instructions"""
+    """Rate of one thread that encrypts or decrypts; the catalog has no processor without AES instructions."""
 
     @property
     def is_calibrated(self) -> bool:

@@ -15,7 +15,7 @@ from spillway.planning.hardware import NodeSpec
 from spillway.planning.planner import NO_OVERRIDES, NOT_PLANNED_FOR, Overrides, make_plan
 
 MOST_KNOWN = 128
-"""plans: one with all that lost to it takes some tens of KiB"""
+"""Number of plans; a plan with its alternatives takes some tens of KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Asked:
 
     spec: str
     name: str
-    """of a sweep, whose plan names it in several places; empty for one model"""
+    """Name of a sweep, which its plan contains in several places; empty for one model."""
     job: TrainingJob = field(compare=False)
 
 

@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 from spillway.planning.hardware import NodeSpec
 
 CRITICAL_SHARE = 0.02
-"""of what is left for all: a member whose own chain is as long but for this comes first"""
+"""Share of all remaining time within which a member's own chain must be for it to come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class SegmentWork:
 
     forward_seconds: float
     backward_seconds: float
-    """recompute included"""
+    """Including recomputation."""
     upload_bytes: int
-    """of its parameters, before each visit; 0 = resident"""
+    """Bytes of its parameters, loaded before each visit; 0: resident."""
     download_bytes: int
-    """of its gradients, or of its parameters where the device updates them"""
+    """Bytes of its gradients, or of its parameters if the device updates them."""
     update_seconds: float
-    """of the host, all its cores; 0 = the device updates it within backward"""
+    """Seconds of all the host's cores; 0: the device updates it within backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class MemberWork:
     segments: tuple[SegmentWork, ...]
     num_steps: int
     resident_bytes: int = 0
-    """what has to move when another device takes the member up"""
+    """Bytes that move if another device continues the member."""
     num_parts: int = 1
-    """devices that share each of its steps, a part of the micro-batches each"""
+    """Devices that share each of its steps, each with a part of the micro-batches."""
 
     def visits(self) -> tuple[SegmentVisit, ...]:
         """Of one part of one step. Backward of the last segment follows its forward: one visit, one upload."""
@@ -103,11 +103,11 @@ class Machine:
 
     num_devices: int
     h2d_bytes_per_second: float
-    """of a root port"""
+    """Rate of a root port."""
     d2h_bytes_per_second: float
     devices_per_root_port: int
     num_slots: int = 2
-    """visits whose parameters are on the device at a time, uploads included"""
+    """Visits whose parameters are on the device at a time, including uploads."""
 
     @property
     def num_ports(self) -> int:
@@ -123,13 +123,13 @@ class TurnPolicy(StrEnum):
     """How devices take members up."""
 
     SEQUENTIAL = "Sequential"
-    """one member after the other, to its end"""
+    """One member after the other, each to its end."""
     ROUND_ROBIN = "RoundRobin"
-    """step by step, the next in the list"""
+    """The next member in the list, step by step."""
     SHARD_LRTF = "ShardLrtf"
-    """segment by segment, the longest remaining time first (Hydra's Sharded-LRTF)"""
+    """The longest remaining time first, segment by segment (Hydra's Sharded-LRTF)."""
     READINESS = "Readiness"
-    """step by step, the longest remaining time first among members that are updated; else the first that is"""
+    """The longest remaining time first among members that are updated, step by step; else the first to be updated."""
 
     @property
     def takes_segments(self) -> bool:
@@ -140,9 +140,9 @@ class Readiness(IntEnum):
     """How far the update of a member's last step has come."""
 
     WAITS = 0
-    """not even its first segment is updated"""
+    """Not even its first segment is updated."""
     BEGINS = 1
-    """its first segment is: visits can begin, and follow the update"""
+    """Its first segment is updated: visits can begin, and follow the update."""
     READY = 2
 
 
@@ -151,24 +151,24 @@ class WaitingMember:
     """A member that is not finished, as one device sees it."""
 
     index: int
-    """of the member in its list"""
+    """Index of the member in its list."""
     compute_seconds: float
-    """that remain until it is finished, all parts"""
+    """Remaining compute seconds, all parts."""
     chain_seconds: float
-    """the same with the node to itself, what it waits for its own updates included"""
+    """The same if it had the node to itself, including waits for its own updates."""
     update_seconds: float
-    """that remain, of the host"""
+    """Remaining update seconds of the host."""
     step_seconds: float
-    """of compute, of one part of a step"""
+    """Compute seconds of one part of a step."""
     waits_seconds: float
-    """a step, for its own update, with the node to itself"""
+    """Seconds per step that it waits for its own update if it has the node to itself."""
     is_free: bool
-    """a part of it, or all, is not under way, here or elsewhere"""
+    """Whether a part of it is not running, here or elsewhere."""
     readiness: Readiness
     is_elsewhere: bool = False
-    """another device ran it last"""
+    """Whether another device ran it last."""
     switch_seconds: float = 0.0
-    """to bring its resident segments to this device; 0 where they are"""
+    """Seconds to bring its resident segments to this device; 0 if they are there."""
 
 
 def choose(policy: TurnPolicy, candidates: Sequence[WaitingMember], last: int | None, num_devices: int) -> int | None:

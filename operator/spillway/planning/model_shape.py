@@ -24,11 +24,11 @@ from spillway.plan import DeviceKind
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
-"""tokens and labels are int64"""
+"""Tokens and labels are int64."""
 RELATIVE_POSITIONS = 32
-"""buckets of t5's relative position bias"""
+"""Buckets of t5's relative position bias."""
 TOKEN_TYPES = 2
-"""of bert"""
+"""Token types of bert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ParameterShape:
     value_bytes: int
     is_trained: bool
     is_alias: bool = False
-    """of a tied parameter: as trained as its owner, without states of its own"""
+    """Whether it is a tied alias: trained like its owner, without its own states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +57,46 @@ class Segment:
 
     name: str = field(compare=False)
     num_parameters: int
-    """values of its own parameters; a tied alias belongs to its owner's segment"""
+    """Values of its own parameters; a tied alias belongs to its owner's segment."""
     num_frozen: int
-    """of those, not trained: no gradient, no optimizer state"""
+    """Of those, frozen: no gradient, no optimizer state."""
     num_aliased: int
-    """values of tied aliases: they read their owner's memory"""
+    """Values of tied aliases, which read their owner's memory."""
     num_accumulated: int
-    """values with an accumulator: trained parameters, and trained aliases, which have one of their own"""
+    """Values with an accumulator: trained parameters, and trained aliases, which have their own."""
     parameter_bytes: int
-    """own parameters in their types"""
+    """Its own parameters, in their types."""
     num_tensors: int
-    """parameters as tensors, aliases included"""
+    """Parameters as tensors, including aliases."""
     largest_parameter: int
-    """values in the largest trained parameter, aliases included: bounds the transient gradient"""
+    """Values in the largest trained parameter, including aliases: bounds the transient gradient."""
     matrix_parameters: int
-    """values in matrix products, aliases included: 2 FLOPs per token each in forward, 2 in the gradient of the input"""
+    """Values in matrix products, including aliases: 2 FLOPs per token each in forward, 2 in the gradient of the
+    input."""
     trained_matrix_parameters: int
-    """of those, trained ones: 2 FLOPs per token more in backward"""
+    """Of those, trained: 2 more FLOPs per token in backward."""
     attention_width: int
-    """w of the attention's 2 w x sequence length FLOPs per token in forward: d when causal, because half of the
-    positions are masked on average"""
+    """w of the attention's 2 w x sequence length FLOPs per token in forward: d if causal, because half of the positions
+    are masked on average."""
     saved_bytes: tuple[int, ...]
-    """per token, one entry per storage that autograd saves for backward (weights excluded, views counted once)"""
+    """Per token, one entry per storage that autograd saves for backward (weights excluded, views counted once)."""
     made_bytes: tuple[int, ...]
-    """per token, one entry per tensor that this segment makes and hands on to the next"""
+    """Per token, one entry per tensor that this segment makes and passes on."""
     passed_bytes: tuple[int, ...]
-    """per token, one entry per tensor that it gets from the segment before and hands on as it is"""
+    """Per token, one entry per tensor that it receives and passes on unchanged."""
     forward_workspace_bytes: int
-    """per token: temporaries of forward that are alive beside the saved storages"""
+    """Per token: temporaries of forward that exist at the same time as the saved storages."""
     backward_workspace_bytes: int
-    """per token: temporaries of backward that are alive beside the saved storages"""
+    """Per token: temporaries of backward that exist at the same time as the saved storages."""
     lean_forward_bytes: int
-    """per token: everything alive at once in a forward that saves nothing (a segment to be recomputed)"""
+    """Per token: everything that exists at once in a forward that saves nothing (a recomputed segment)."""
     parameters: tuple[ParameterShape, ...]
-    """aliases included"""
+    """Including aliases."""
     rebuilt_bytes: tuple[int, ...] = ()
-    """per token, one entry per storage of `saved_bytes` that backward can rebuild from the others: the lean set. Empty:
-    none is, or nobody looked"""
+    """Per token, one entry per storage of `saved_bytes` that backward can rebuild from the others. Empty: none, or
+    unknown."""
     rebuilding_bytes: int = 0
-    """per token: what backward then reads and writes, each storage once for every operation that saved it"""
+    """Per token: bytes that backward then reads and writes, each storage once for every operation that saved it."""
 
     @property
     def num_trained(self) -> int:
@@ -124,18 +125,18 @@ class ModelShape:
     """A chain of segments: embedding, blocks (equal or not), head."""
 
     architecture: str
-    """llama, gpt2, bert, t5, or what an inspected model calls itself"""
+    """llama, gpt2, bert, t5, or the name of an inspected model."""
     embedding: Segment
     blocks: tuple[Segment, ...]
     head: Segment
     hidden_size: int
     vocab_size: int
     compute_bytes: int
-    """b"""
+    """b."""
     trained_bytes: int
-    """of one trained parameter on the device: b, or 4 where adapters are trained in float32"""
+    """Bytes of one trained parameter on the device: b, or 4 for adapters trained in float32."""
     table_bytes_per_position: int = 0
-    """position tables, shared by all blocks and kept for the whole run"""
+    """Position tables, shared by all blocks and kept for the whole run."""
     tied: tuple[tuple[int, int], ...] = ()
     """(segment of the alias, segment of its owner), as positions in `segments`"""
 
@@ -276,7 +277,7 @@ class _Linear:
     outputs: int
     biases: int = 0
     rows_are_inputs: bool = False
-    """as gpt2's have it; else a row is of one output"""
+    """Whether a row is of one input, as in gpt2; else it is of one output."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -291,14 +292,14 @@ class _Sizes:
     ) -> None:
         self.b, self.cpu, self.lora = compute_bytes, device == "Cpu", lora
         self.modules: set[str] = set()
-        """names of the matrix products of all segments so far"""
+        """Names of the matrix products of all segments so far."""
         self.d, self.h, self.f, self.V = (
             config.hidden_size, config.num_heads, config.intermediate_size, config.vocab_size,
         )  # fmt: skip
         self.k = config.hidden_size // config.num_heads * config.num_key_value_heads
         self.num_layers, self.positions, self.batch = config.num_layers, config.max_positions, batch
         self.block_tokens = batch.size * batch.sequence_length // (2 if config.architecture == "t5" else 1)
-        """of a micro-batch; 0 = not known"""
+        """Tokens of a micro-batch; 0: unknown."""
         self.tied = config.tie_word_embeddings
         self.dropout = config.dropout > 0.0
 
@@ -421,7 +422,7 @@ ATTENTION_MODULES = (
     "query", "key", "value", "attention.output.dense",  # bert
     "q", "k", "v", "o",  # t5
 )  # fmt: skip
-"""modules that get an adapter when the job names none"""
+"""Modules that get an adapter if the job names none."""
 
 
 def _embedding(

@@ -37,11 +37,11 @@ class Overrides:
     nvme_bytes: int | None = None
     world_size: int | None = None
     strategy: Strategy | None = None
-    """the one that the caller will run; None = what the spec says"""
+    """The strategy that the caller will run; None: the spec's."""
     shape: ModelShape | None = None
-    """of a model that was inspected; None = by the sizes of spec.model"""
+    """Shape of an inspected model; None: by the sizes of spec.model."""
     corrections: Corrections = NO_CORRECTIONS
-    """of the predicted bytes, where mode Auto chooses by them"""
+    """Corrections of predicted bytes, for mode Auto."""
 
 
 NO_OVERRIDES = Overrides()
@@ -112,7 +112,7 @@ def run_strategy(spec: TrainingJobSpec) -> Strategy:
 NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate": True}}
 }
-"""fields of a spec that change no plan: members of a sweep that differ in nothing else share one"""
+"""Fields of a spec that change no plan: members of a sweep that differ only in these share one."""
 
 
 def make_plan(

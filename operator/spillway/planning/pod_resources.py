@@ -26,60 +26,60 @@ from spillway.planning.workload import ZERO_STRATEGIES, padded
 from spillway.units import GIB, MIB
 
 CODE_BYTES = 256 * MIB
-"""file pages of the interpreter's and torch's libraries, once a pod: 226 MiB mapped by a training rank"""
+"""File pages of the interpreter's and torch's libraries, once per pod: 226 MiB mapped by a training rank."""
 RANK_BYTES = 336 * MIB
-"""a rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product"""
+"""A rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product."""
 FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
-"""the same beside them for a model of `transformers`: 68 and 124 MiB after the import of its families"""
+"""In addition, for a model of `transformers`: 68 and 124 MiB after importing its families."""
 DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB
-"""the same beside them for the strategies that DeepSpeed divides: 67 and 152 MiB after its import"""
+"""In addition, for DeepSpeed's strategies: 67 and 152 MiB after its import."""
 FSDP_CODE_BYTES, FSDP_RANK_BYTES = 80 * MIB, 104 * MIB
-"""the same beside them for Fsdp: 75 and 91 MiB after the first step, which imports torch's compiler"""
+"""In addition, for Fsdp: 75 and 91 MiB after the first step, which imports torch's compiler."""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
-"""of each rank while it writes a checkpoint or loads one: a file's worth"""
+"""Per rank while it writes or loads a checkpoint: one file."""
 CUDA_RANK_BYTES = 2 * GIB
 """RANK_BYTES with a CUDA context and NCCL; assumed"""
 LAUNCHER_BYTES = 48 * MIB
-"""process 1 of the pod: interpreter and domain (33 MiB, a third of it file pages), its HTTP server and client"""
+"""Process 1 of the pod: interpreter and domain (33 MiB, a third of it file pages), its HTTP server and client."""
 PAGE_CACHE_BYTES = 64 * MIB
-"""token shards and checkpoints on their way to disk; the slab bypasses the page cache (O_DIRECT), and all of it can be
-reclaimed, so this is for speed"""
+"""Token shards and checkpoints on their way to disk. The slab bypasses the page cache (O_DIRECT), and all of it can be
+reclaimed, so this is for speed."""
 PLANNED_MARGIN = 0.05
-"""of the planned tiers in memory: free lists of the allocator, scratch of matrix products, page tables"""
+"""Of the planned tiers in memory: free lists of the allocator, scratch of matrix products, page tables."""
 SHARED_MEMORY_BYTES = 64 * MIB
-"""the tmpfs of a pod; gloo talks through sockets and takes none of it"""
+"""The tmpfs of a pod; gloo uses sockets and none of it."""
 NCCL_SHARED_MEMORY_BYTES = 64 * MIB
-"""more of it for each of several CUDA ranks; assumed"""
+"""In addition, for each of several CUDA ranks; assumed."""
 CORPUS_BUILD_BYTES = 448 * MIB
-"""the child that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB), before any rank
-allocates a parameter"""
+"""The child that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB), before any rank
+allocates a parameter."""
 
 CORPUS_FALLBACK_BYTES = GIB
-"""room for token shards when the size of the text is not known"""
+"""Token shards if the size of the text is unknown."""
 BUILTIN_CORPUS_BYTES = 128 * MIB
-"""the same for Python's own sources: 22 MiB of text are 7 MiB of shards"""
+"""The same for Python's own sources: 22 MiB of text are 7 MiB of shards."""
 BYTES_PER_TEXT_BYTE = 2
-"""of token shards, at most: a token has two bytes and stands for one of text at least (above 65536 tokens four, and
-then for several)"""
+"""Most bytes of token shards per byte of text: a token has two bytes and stands for at least one (above 65536 tokens
+four, and then for several)."""
 SCRATCH_BYTES = 256 * MIB
-"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB"""
+"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB."""
 FILE_SYSTEM_SHARE = 0.02
-"""of a volume that the file system takes for itself"""
+"""Share of a volume that the file system takes."""
 
 CORES_PER_THREAD = 0.25
-"""requested for each thread of the plan: cores are shared, memory is not"""
+"""Requested cores per thread of the plan: cores are shared, memory is not."""
 LEAST_CORES = 0.25
-"""when the job does not say"""
+"""If the job does not say."""
 SMALLEST_REQUEST = 0.001
-"""cores; what the API server keeps"""
+"""Cores, as fine as the API server stores them."""
 CHECKPOINT_BYTES_PER_SECOND = 250e6
-"""rate at which a checkpoint is surely written, also over a network; assumed"""
+"""Rate at which a checkpoint is surely written, even over a network; assumed."""
 GRACE_SECONDS = 30
-"""beside the step in flight and its checkpoint: ranks that end, metrics scraped a last time"""
+"""In addition to the step in flight and its checkpoint: ranks end, metrics are scraped a last time."""
 LONGEST_GRACE_SECONDS = 3600
-"""a pod that does not end by itself keeps its node no longer"""
+"""A pod that does not end by itself keeps its node no longer."""
 STEP_PATIENCE = 3.0
-"""a step may take this many times its prediction on a busy node"""
+"""A step may take this many times its prediction on a busy node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +87,21 @@ class PodResources:
     """Requests of one pod; bytes unless the name says otherwise. All pods of an attempt are alike."""
 
     memory_bytes: int
-    """request and limit; /dev/shm is part of it"""
+    """Request and limit, including /dev/shm."""
     shared_memory_bytes: int
-    """sizeLimit of the tmpfs on /dev/shm"""
+    """sizeLimit of the tmpfs on /dev/shm."""
     spill_volume_bytes: int
-    """emptyDir's sizeLimit, or the request of each ephemeral claim; 0 = nothing is spilled to NVMe"""
+    """emptyDir's sizeLimit, or the request of each ephemeral claim; 0: nothing is spilled to NVMe."""
     ephemeral_storage_bytes: int
-    """request and limit: emptyDirs on disk, and the container's log"""
+    """Request and limit: emptyDirs on disk, and the container's log."""
     cpu_cores: float
-    """request only"""
+    """Request only."""
     devices: int
-    """of `resource_name`; 0 on a CPU"""
+    """Count of `resource_name`; 0 on a CPU."""
     resource_name: str
-    """empty on a CPU"""
+    """Empty on a CPU."""
     grace_seconds: int
-    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most
-    LONGEST_GRACE_SECONDS"""
+    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most LONGEST_GRACE_SECONDS."""
 
 
 def pod_resources(

@@ -20,10 +20,10 @@ from spillway.planning.workload import Blocks, Workload, chunk_parameters
 
 OWN_ROWS = ("gradients", "optimizer_states", "buffers")
 NO_SLOWER = 1.01
-"""members share a base unless a member's step would take longer than that many of its steps alone"""
+"""Members share a base unless a member's step would take this many of its steps alone."""
 
 PlanOne = Callable[[TrainingJob, Mapping[Tier, int], bool], MemoryPlan | Infeasible]
-"""the plan of one model whose budgets are less by some bytes per tier; whether these are several members' batches"""
+"""Plans one model with budgets reduced by some bytes per tier; the flag: whether these are several members' batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Together:
     """How members on one base are attached."""
 
     plan: MemoryPlan
-    """of each; its bytes are those of all that are attached at a time"""
+    """Plan of each; its bytes are those of all members attached at a time."""
     num_attached: int
 
 

@@ -45,8 +45,8 @@ from spillway.planning.workload import RESIDENT, Blocks, Streaming, Workload
 from spillway.update_rules import MomentType
 
 QUANTIZING_BYTES = 40
-"""that a core would move while it widens one int8 moment and narrows it again: with AVX2 and AVX-512 an AdamW update
-takes 2.2 to 2.6 ns longer for two of them, on a core that moves 26 bytes a nanosecond for float32 ones"""
+"""Bytes that a core could move while it widens and narrows one int8 moment: with AVX2 and AVX-512 an AdamW update takes
+2.2 to 2.6 ns longer for two of them, on a core that moves 26 bytes per ns for float32."""
 SECONDS_PER_DAY = 86400.0
 DAYS_PER_YEAR = 365
 
@@ -65,7 +65,7 @@ class Resource(StrEnum):
 
 
 Loads = dict[Resource, float]
-"""seconds of work per resource"""
+"""Seconds of work per resource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class Rates:
     network: float
     copies_use_cores: bool
     elementwise: float = math.inf
-    """values per second of whatever is no matrix product"""
+    """Values per second of everything that is not a matrix product."""
     operation_overhead: float = 0.0
-    """seconds"""
+    """Seconds."""
     calibrated: bool = False
-    """measured there"""
+    """Measured on this node."""
 
 
 def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, num_cipher_threads: int = 0) -> Rates:
@@ -245,7 +245,7 @@ class ParameterLoads:
     forward: float
     backward: float
     forward_read: float
-    """of those, from NVMe"""
+    """Of those, from NVMe."""
     backward_read: float
 
 
@@ -390,7 +390,7 @@ def beside_copies(work: Workload, rates: Rates, optimizer: OptimizerPlan, stream
 
 
 LAUNCHING_CORES = 2
-"""of a rank whose device is no CPU: forward and what Python does for it, backward in autograd's thread"""
+"""Cores of a rank with a discrete device: forward and its Python, and backward in autograd's thread."""
 
 
 def update_threads(num_cores: int, local_ranks: int, copies_use_cores: bool) -> int:
@@ -431,7 +431,7 @@ def _balanced(work: Workload, rates: Rates) -> tuple[float, float]:
 
 
 _EPSILON = 1e-9
-"""of either path: with both in use, both directions of the link are busy"""
+"""Share of either path: with both in use, both directions of the link are busy."""
 
 
 def _split(streamed_share: float) -> OptimizerPlan:
@@ -444,7 +444,7 @@ class Drives:
 
     capacity_bytes: float
     rated_bytes: float = 0.0
-    """what they are rated to have written to them in their life; 0 = not known"""
+    """Bytes that they are rated for in their lifetime; 0: unknown."""
 
 
 def predict(
@@ -536,10 +536,10 @@ ONE = Rates(
     flops=1.0, device=1.0, h2d=1.0, d2h=1.0, duplex=1.0, dram=1.0, cpu=1.0, read=1.0, write=1.0, network=1.0,
     copies_use_cores=True,
 )  # fmt: skip
-"""rates at which seconds are bytes"""
+"""Rates at which seconds are bytes."""
 BY_BYTES = tuple(resource for resource in Resource if resource is not Resource.COMPUTE)
 DEVICE_BYTES = "device"
-"""of the update of what is streamed or resident, and of rebuilds"""
+"""Of the update of streamed and resident states, and of rebuilds."""
 
 
 def pass_seconds(

@@ -28,15 +28,16 @@ from spillway.units import format_bytes, format_seconds
 KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 
 TIE = 1.005
-"""of answers that are so nearly as fast, those that write least to NVMe are taken"""
+"""Among choices that are nearly as fast, the one that writes least to NVMe is taken."""
 PRICES_AT_ONCE = 5
-"""prices looked at in one round of the search; the next round lies between the neighbours of the best one"""
+"""Prices per round of the search; the next round lies between the neighbours of the best one."""
 MAX_STORAGES = 128
-"""more are bundled, neighbours together, and get one answer a bundle: lumps are small then, and a choice stays quick"""
+"""More storages are bundled with their neighbours, one policy per bundle; bundles are small then, and the choice stays
+quick."""
 MAX_POLISHED = 32
-"""so few storages are lumpy enough for the last stage"""
+"""Up to this many storages, single ones are large enough to matter in the last stage."""
 POLISH_STORAGES = 30_000
-"""storages that all plays of the last stage go through together: some 40 ms"""
+"""Storages in all simulations of the last stage together: some 40 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class SavedStorage:
     nbytes: int
     produced_seconds: float
     needed_seconds: float
-    """when backward comes to it first"""
+    """When backward first needs it."""
     rebuild_seconds: float | None = None
-    """what making it again in backward takes, of what stays anyway; None: it cannot be"""
+    """Seconds to rebuild it in backward from what is kept; None: impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,19 @@ class PolicyLimits:
     """What the storages of one forward may use. A rate of 0: there is no such way."""
 
     device_bytes: int
-    """saved storages, those on their way out and those that are back, at any moment"""
+    """Saved storages, those being copied out and those reloaded, at any moment."""
     kept_bytes: float = math.inf
-    """of them, that may stay from forward to backward"""
+    """Of them, bytes that may stay from forward to backward."""
     host_bytes: int = 0
     nvme_bytes: int = 0
     written_bytes: float = math.inf
-    """to NVMe by one forward, as endurance allows"""
+    """To NVMe by one forward, as endurance allows."""
     window_bytes: int = 256 << 20
-    """on their way out, and again in staging on their way to NVMe; forward waits beyond"""
+    """Bytes being copied out, and again in staging to NVMe; beyond that, forward waits."""
     ahead_bytes: int = 512 << 20
-    """on their way back before backward comes to them"""
+    """Bytes being reloaded before backward needs them."""
     d2h: float = 0.0
-    """bytes per second, as the three below"""
+    """Bytes per second, like the three below."""
     h2d: float = 0.0
     nvme_write: float = 0.0
     nvme_read: float = 0.0
@@ -94,16 +95,16 @@ class Choice:
 
     answers: tuple[Policy, ...]
     stall_seconds: float
-    """that compute waits for copies"""
+    """Seconds that compute waits for copies."""
     recompute_seconds: float
     step_seconds: float
-    """forward and backward, with both"""
+    """Forward and backward, with both."""
     peak_bytes: int
-    """on the device, of saved storages"""
+    """Of saved storages on the device."""
     tier_bytes: dict[Tier, int]
-    """host and nvme: what leaves"""
+    """Bytes moved to host and nvme."""
     price: float
-    """seconds a byte: what was rebuilt for less was rebuilt; 0: nothing was"""
+    """Seconds per byte: what could be rebuilt for less was; 0: nothing was."""
     reason: str
 
 
@@ -245,11 +246,11 @@ class Sent(NamedTuple):
     copies: deque[tuple[float, int, int]]
     """(end, bytes, storage) of what is on the device until then"""
     leaving_bytes: int
-    """of those"""
+    """Of those."""
     kept_bytes: int
     stall_seconds: float
     begins: list[float]
-    """when the copy of a storage begins that is on the device till it ends"""
+    """When the copy of a storage begins; it is on the device until the copy ends."""
     stored: list[float]
     peak_bytes: int
 
@@ -267,7 +268,7 @@ class StepSimulation:
         self.turn = max(self.produced, default=0.0)
         self.seconds = max(self.needed, default=0.0)
         self.num_played = 0
-        """storages that plays went through so far"""
+        """Storages simulated so far."""
 
     def play(self, answers: Sequence[Policy], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
         """None where the answers break a limit, or cost more than `bound_seconds`.
@@ -305,7 +306,7 @@ class StepSimulation:
         writes: deque[tuple[float, int]] = deque()
         begins, stored = [0.0] * len(answers), [0.0] * len(answers)
         copied_at = written_at = stall = 0.0
-        """when each lane is free"""
+        """When each lane is free."""
         leaving = staging = kept = peak = 0
         for index, (made, size, answer) in enumerate(zip(self.produced, self.sizes, answers, strict=True)):
             now, limit = made + stall, room - kept - size
@@ -448,7 +449,7 @@ class PolicySearch:
         storages = course.storages
         slack = [storage.needed_seconds - storage.produced_seconds for storage in storages]
         self._by_slack = sorted(range(len(storages)), key=lambda index: (-slack[index], index))
-        """those with the most time between forward and backward first"""
+        """Those with the most time between forward and backward first."""
         ratios = {
             index: storage.rebuild_seconds / max(1, storage.nbytes)
             for index, storage in enumerate(storages)

@@ -23,15 +23,15 @@ from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 DAY_SECONDS = 86400.0
 
 PARKING_SHARE, REPORTING_SHARE = 0.02, 0.1
-"""of a turn's seconds that parking may take, as far as longer turns help; and where somebody waits for the figures that
-a turn ends with, whose predicted seconds are, for small models, a fraction of the real ones"""
+"""Shares of a turn's seconds: parking may take so much, if longer turns help; the same if others wait for the figures
+at the end of a turn, whose predicted seconds are too short for small models."""
 TURNS = 5
-"""that a member has where nothing says after how many steps its figures are wanted"""
+"""Turns of a member if nothing says after how many steps its figures are needed."""
 SECONDS_PER_TENSOR, SECONDS_PER_PARKED_BYTE = 3e-4, 3e-9
-"""of a turn, of one core: making a model, its memory and its hooks anew, by parameters; and copying states out and in,
-fresh pages and checksums included. Measured once, on a busy 2-core machine: 21 to 219 tensors, 0.4 to 545 MiB"""
+"""Seconds of a turn on one core: building a model, its memory and hooks, per parameter tensor; copying states out and
+in, with fresh pages and checksums. Measured once, on a busy 2-core machine: 21 to 219 tensors, 0.4 to 545 MiB."""
 PARKING_BUFFER_BYTES = 4 * MIB
-"""of host memory: what states pass through on their way to NVMe and back"""
+"""Host memory through which states pass to NVMe and back."""
 
 
 def plan_sweep(

@@ -20,42 +20,43 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
     "Zero3": ("states", "gradients", "parameters"),
     "Fsdp": ("states", "gradients", "parameters"),
 }
-"""what each strategy divides among the ranks; sums of gradients are added up by their owners under Zero1, too"""
+"""What each strategy shards among ranks; with Zero1, too, sums of gradients are added by their owners."""
 RUN_STRATEGY: Strategy = "Ddp"
-"""what a run takes for Auto: the others add gradients in another order, and a plan changes no bit"""
+"""What a run uses for Auto: other strategies add gradients in another order, and a plan may not change a bit."""
 ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
-"""those that DeepSpeed divides"""
+"""Sharded by DeepSpeed."""
 DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
-"""those whose optimizer gets float32 sums over ranks, a micro-batch each"""
+"""Strategies whose optimizer gets float32 sums over ranks after each micro-batch."""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
-"""those under which model_spill runs: every rank has whole segments at home"""
+"""Strategies that support model_spill: every rank has whole segments at home."""
 LEAN_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
-"""those under which blocks are lean: every rank has whole parameters from forward to backward"""
+"""Strategies with selective recomputation: every rank has whole parameters from forward to backward."""
 LARGE_STORAGE_BYTES = 2 * 2**20
-"""a huge page: from here on a storage stays in no cache, and its pages are new every time"""
+"""A huge page: larger storages fit no cache, and have page faults every time."""
 CACHE_LINE_BYTES = 64
-"""storages that lie in one piece of host memory start on one"""
+"""Storages within one piece of host memory start on one."""
 LOSS_BYTES = CACHE_LINE_BYTES
-"""scalars that the loss saves: the sum of its labels' weights"""
+"""Scalars that the loss saves: the sum of its labels' weights."""
 PAGE_BYTES = 4096
-"""pieces of host memory and NVMe extents are multiples of this"""
+"""Pieces of host memory and NVMe extents are multiples of this."""
 Sizes = tuple[int, ...]
 
 NUM_SLOTS = 2
-"""device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used"""
+"""Device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used."""
 NUM_STAGING_BUFFERS = 4
-"""host buffers of one chunk for gradients on their way down, and as many for parameters that go up or to NVMe"""
+"""Host buffers of one chunk for gradients being copied down, and as many for parameters being copied up or to NVMe."""
 NUM_STATE_BUFFERS = 4
-"""host buffers of one chunk's states that are on NVMe: one is read, one updated, one written, and one more, so that a
-small chunk between large ones leaves no lane idle"""
+"""Host buffers of one chunk's states on NVMe: one is read, one updated, one written, and one more, so that a small
+chunk between large ones leaves no lane idle."""
 NUM_RELOADED_SEGMENTS = 2
-"""spilled segments that are back on the device at once: the one in backward and the one before it"""
+"""Spilled segments on the device at once: the one in backward and the one before it."""
 NUM_GATHERED_SEGMENTS = 2
-"""segments whose sharded parameters are whole at once: the one in use and the next"""
+"""Segments whose sharded parameters are gathered at once: the one in use and the next."""
 PARAMETER_UNIT_BYTES = 512
-"""a streamed parameter starts on one, as torch's CUDA allocator places them: cuBLAS chooses kernels by alignment"""
+"""Streamed parameters are aligned to this, like allocations of torch's CUDA allocator: cuBLAS chooses kernels by
+alignment."""
 EXCHANGE_PARAMETERS = 2**20
-"""gradients that ranks exchange at once"""
+"""Gradients that ranks exchange at once."""
 ALLOCATOR_BYTES = 192 * 2**20
 """of torch's CUDA allocator, whatever the plan: two workspaces of 32 MiB that it lends to cuBLAS (one a thread that
 launches products: torch before 2.15 keeps them), and pages of 20 MiB, of each stream and of small and large blocks,
@@ -88,34 +89,34 @@ class BlockBytes:
     """One kind of block, bytes of one micro-batch."""
 
     saved: int
-    """what it saves for backward"""
+    """Saved for backward."""
     rebuilt: int
-    """the part of it that is not held, because backward rebuilds it from the rest; 0 where the plan is not lean"""
+    """Of that, rebuilt by backward instead of held; 0 if the plan does not rebuild."""
     rebuilding: int
-    """what that reads and writes"""
+    """Bytes read and written for that."""
     moved: int
-    """the part of what is held that is worth moving"""
+    """Of the held bytes, those worth moving."""
     moved_host: int
-    """the same in host memory: one piece of whole pages"""
+    """The same in host memory: one piece of whole pages."""
     moved_nvme: int
-    """the same on NVMe, where every storage takes whole pages"""
+    """The same on NVMe, where every storage takes whole pages."""
     output: int
     new_input: int
-    """what it gets that the segment before it made; small: the part that stays on the device, being not worth moving"""
+    """Inputs made by the previous segment; small: those that stay on the device, because they are not worth moving."""
     new_small: int
     passed_input: int
-    """what it gets that an earlier segment made"""
+    """Inputs made by an earlier segment."""
     passed_small: int
     input_host: int
-    """all that it gets and is worth moving, in host memory: one piece of whole pages"""
+    """All inputs that are worth moving, in host memory: one piece of whole pages."""
     input_nvme: int
-    """the same on NVMe"""
+    """The same on NVMe."""
     forward: int
-    """workspace"""
+    """Workspace."""
     backward: int
     lean: int
     flops: float
-    """of one forward"""
+    """Of one forward."""
 
     @property
     def held(self) -> int:
@@ -155,19 +156,19 @@ class Workload:
     local_ranks: int = 1
     strategy: Strategy = "Ddp"
     minimum_bytes: int = 64 * 1024
-    """storages smaller than this stay on the device"""
+    """Smaller storages stay on the device."""
     wire_bytes: int = FLOAT32_BYTES
-    """of a gradient on its way to other ranks: precision.gradientReduce"""
+    """Bytes of a gradient sent to other ranks: precision.gradientReduce."""
     rule: UpdateRule = UpdateRule.ADAMW
     moments: MomentType = MomentType.FLOAT32
     in_place: bool = False
-    """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
+    """Whether the device's memory is the host's: CPU updates write parameters directly, and nothing is copied up."""
     is_float16: bool = False
-    """weights are in it: no half of their masters"""
+    """Whether weights are float16, which is not half of a master."""
     lean: bool = False
-    """blocks that are not recomputed rebuild what their shape says"""
+    """Whether blocks that are not recomputed rebuild what their shape says."""
     on_cuda: bool = False
-    """device memory comes from torch's CUDA allocator"""
+    """Whether device memory comes from torch's CUDA allocator."""
 
     @property
     def splits_masters(self) -> bool:
@@ -410,7 +411,7 @@ class Streaming:
 
 
 RESIDENT = Streaming()
-"""all parameters stay on the device"""
+"""All parameters are on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,25 +419,25 @@ class Units:
     """Prefix sums over the eviction order: entry n is of the n units that are evicted first."""
 
     segments: list[tuple[int, ...]]
-    """of each unit: one segment, or all that share parameters, whose home is one"""
+    """Segments of each unit: one, or all that share parameters and therefore a home."""
     count: list[int]
-    """of segments"""
+    """Segments."""
     own: list[int]
-    """bytes of parameters that leave the device"""
+    """Bytes of parameters that leave the device."""
     trained: list[int]
     accumulated: list[int]
     host: list[int]
-    """bytes of homes in host memory"""
+    """Bytes of homes in host memory."""
     nvme: list[int]
-    """bytes of homes on NVMe, at most: every chunk of every parameter takes whole pages"""
+    """Most bytes of homes on NVMe: every chunk of every parameter takes whole pages."""
     loaded: list[int]
-    """bytes of one load of each, aliases included"""
+    """Bytes of one load of each, including aliases."""
     returning: list[int]
-    """of those, what backward needs again: not an embedding, whose gradient needs the indices alone"""
+    """Of those, what backward needs again; not an embedding, whose gradient needs only the indices."""
     largest: list[int]
-    """bytes of the largest slot"""
+    """Bytes of the largest slot."""
     largest_nvme: list[int]
-    """bytes of the largest segment as read from NVMe"""
+    """Bytes of the largest segment as read from NVMe."""
 
 
 def eviction_order(shape: ModelShape) -> list[tuple[int, ...]]:

@@ -88,7 +88,7 @@ class MachineFacts:
     """Distribution -> the lowest version that this spillway requires."""
     native: Native | Missing
     huge_pages: str | Missing
-    """always, madvise or never; empty = not known."""
+    """always, madvise or never; empty: unknown."""
     disk: Disk | Missing
     memory: MachineMemory | Missing
     cores: Cores | Missing

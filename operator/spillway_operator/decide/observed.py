@@ -142,7 +142,7 @@ class OperatorFacts:
     trainer_image: str
     image_pull_policy: str = "IfNotPresent"
     progress_url: str = ""
-    """https://SERVICE.NAMESPACE.svc:PORT/progress; empty = no progress endpoint."""
+    """https://SERVICE.NAMESPACE.svc:PORT/progress; empty: no progress endpoint."""
     progress_ca: str = ""
     """Certificate authority of that endpoint, in PEM."""
     metrics_port: int = 9400

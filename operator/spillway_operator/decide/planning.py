@@ -38,7 +38,7 @@ class AttemptHistory:
     """What the next attempt needs to know about earlier ones."""
 
     attempts: Attempts
-    """status.attempts once the next one exists."""
+    """status.attempts once the next attempt exists."""
     threads: int | None = None
     """Threads of the previous attempt, because the rounding of a matrix product depends on them; None for the first."""
     because: str = ""

@@ -46,10 +46,10 @@ from .store import SavedBatch, SpillStore
 
 MIB = 1 << 20
 LOG = logging.getLogger("spillway")
-"""what a failing disk led to: the program is somebody else's, and so is its output"""
+"""Reports what a failing disk led to: program and output belong to the user."""
 NUM_IO_THREADS = 2
 HOST_BYTES = 1 << 30
-"""addresses for staging and reloads; pages become resident as they are used, and the window bounds how many are"""
+"""Address space for staging and reloads; pages become resident when used, and the window bounds their number."""
 REGION = "the forward"
 RAISE_NVME_BYTES = "Raise nvme_bytes: the first forward spills everything that it saves."
 
@@ -99,12 +99,12 @@ class Spilling:
         self._proven: dict[object, bool] = {}
         self._last: Forward | None = None
         self._entered: dict[int, list[SpilledForward]] = defaultdict(list)
-        """the forwards that are under way, by thread, the innermost last"""
+        """Forwards in progress, by thread, the innermost last."""
         self._lock = threading.RLock()
         self._visits = weakref.WeakSet[ForwardVisit]()
-        """those that a graph refers to"""
+        """Forwards that a graph refers to."""
         self._is_torn = False
-        """an interrupt (Ctrl-C) may have left something half done"""
+        """Whether an interrupt (Ctrl-C) may have left something incomplete."""
         self._place = (Path(directory), nvme_bytes, encrypts)
         self._sizes = {
             "minimum_bytes": minimum_bytes, "window_bytes": window_bytes,

@@ -27,15 +27,15 @@ from ..tiers.extents import round_up
 from ..tiers.lanes import Lane, Lanes
 
 WATCHED_STEPS = 3
-"""the first of them warms up, and does not count"""
+"""The first of them is a warm-up and does not count."""
 WINDOW_STEPS = 20
-"""steps that are compared with those before them"""
+"""Steps that are compared with those before them."""
 DRIFT = 0.10
-"""of a step's seconds, from which on it is watched again"""
+"""Change of a step's seconds that makes it watch again."""
 HYSTERESIS = 0.02
-"""of a step's seconds, that other answers must save to be taken instead of those that hold"""
+"""Share of a step's seconds that new policies must save to replace the current ones."""
 Agree = Callable[[Sequence[float]], Sequence[Sequence[float]]]
-"""what every rank says, by rank"""
+"""Exchanges a value; returns every rank's, by rank."""
 
 
 class WatchedStorage:
@@ -46,7 +46,7 @@ class WatchedStorage:
     def __init__(self, segment: str, nbytes: int, produced_seconds: float) -> None:
         self.segment = segment
         self.nbytes = nbytes
-        """whole pages, as in the file"""
+        """In whole pages, as in the file."""
         self.produced_seconds = produced_seconds
         self.needed_seconds: float | None = None
 
@@ -78,9 +78,9 @@ class Chosen:
     reason: str
     stall_seconds: float = 0.0
     pass_seconds: float = 0.0
-    """forward and backward of one micro-batch"""
+    """Forward and backward of one micro-batch."""
     tier_bytes: dict[Tier, int] = field(default_factory=dict)
-    """what leaves the device in one; empty: the segments' own answers stand"""
+    """Bytes that leave the device per micro-batch; empty: the segments' policies stay in force."""
 
 
 class Pass:
@@ -91,7 +91,7 @@ class Pass:
         self.num_saved = 0
         self.held_bytes = {Policy.HOST: 0, Policy.NVME: 0}
         self.answers, self.sizes = answers, sizes
-        """by position; empty while none are chosen"""
+        """By position; empty until chosen."""
         self.is_as_foreseen = True
         self.by_address: dict[int, WatchedStorage] = {}
 
@@ -163,15 +163,15 @@ class Chooser:
         self.current = Pass((), ())
         self.is_watching = watches
         self.is_corrected = False
-        """the plan's answers overrun `limits`"""
+        """Whether the plan's policies exceed `limits`."""
         self.largest_bytes = 0
-        """of the storages so far, in whole pages"""
+        """Of the storages so far, in whole pages."""
         self.most_storages = 0
-        """of one forward so far"""
+        """Of one forward so far."""
         self._passes: list[list[WatchedStorage]] = []
-        """of the steps that are watched, the last one of each"""
+        """Last pass of each watched step."""
         self._num_steps = 0
-        """since watching, or holding, began"""
+        """Steps since watching, or holding, began."""
         self._step_seconds: list[float] = []
         self._usual_seconds: float | None = None
         self._last_end = clock()

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 Operator = Any
-"""torch's OpOverload: it has no useful type"""
+"""torch's OpOverload: it has no useful type."""
 
 MAX_KERNELS = 8
-"""that a rebuild may launch: a chain of an activation function written out (tanh's GELU) has as many"""
+"""Kernels that a rebuild may launch: an activation function written out (tanh's GELU) has as many."""
 MAX_TRAFFIC = 24
-"""bytes read and written for each byte rebuilt: three a kernel, as a product of two has"""
+"""Bytes read and written per rebuilt byte: three per kernel, like a product of two tensors."""
 MAX_OPERAND = 4
-"""bytes of one operand for each byte rebuilt: a slice of something much larger would hold that instead"""
+"""Bytes of one operand per rebuilt byte: a slice of something much larger would hold all of it."""
 
 
 class TensorLayout(NamedTuple):
@@ -42,7 +42,7 @@ class Cost:
 
     num_kernels: int
     traffic_bytes: int
-    """read and written"""
+    """Read and written."""
     largest_operand_bytes: int
 
 
@@ -68,10 +68,10 @@ class Forward(NamedTuple):
     """What a forward saved, in bytes; weights and small tensors left out."""
 
     held_bytes: int
-    """kept or moved"""
+    """Kept or moved."""
     rebuilt_bytes: int
     rebuildable_bytes: int | None
-    """those rebuilt included; None: nobody looked"""
+    """Including those already rebuilt; None: not examined."""
 
     @property
     def saved_bytes(self) -> int:
@@ -124,4 +124,5 @@ def _replayable() -> dict[Operator, int | None]:
 
 
 REPLAYABLE = _replayable()
-"""operators that give the same bits for the same bits and pass over memory a few times: which of their results"""
+"""Operators that give the same bits for the same inputs and pass over memory only a few times, with the results that
+this holds for."""

@@ -30,14 +30,14 @@ from .lean import REPLAYABLE, Cost, Operator, TensorLayout, is_cheap, total
 from .records import counted_with, empty, origin, share_counter, storage_bytes
 
 SMALL_BYTES = 64 << 10
-"""operands up to this are copied: weights of norms, statistics of rows. Nothing that is done to them later matters"""
+"""Operands up to this size are copied: weights of norms, statistics of rows. Later changes to them do not matter."""
 ALIGNED_BYTES = 64
-"""what torch gives to every storage: one that has less could take another path in a kernel when it is rebuilt"""
+"""torch's alignment of storages: one with less could take another path in a kernel when it is rebuilt."""
 NOTHING = torch.empty(0)
 NEVER = -1
-"""a version that no tensor has"""
+"""A version that no tensor has."""
 MAX_PROVEN = 4096
-"""operators, layouts and numbers that are remembered: a number that changes in every step would fill memory"""
+"""Operators, layouts and numbers to remember: a number that changes in every step would fill memory."""
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -184,7 +184,7 @@ class Result:
         self.version = tensor._version
         self.cost = cost
         self.rebuilt: weakref.ref[Rebuilt] | None = None
-        """who rebuilds it, once it is saved"""
+        """Who rebuilds it, once it is saved."""
 
     def run(self) -> Tensor:
         arguments = [value_of(each) for each in self._arguments]
@@ -255,7 +255,7 @@ class Rebuilt:
         self.original: UntypedStorage | None = None
         self._ledger = ledger
         self._num_threads = num_threads
-        """kernels divide their work by it, and so their remainders, which take another path"""
+        """Kernels divide their work by it, and remainders take another path."""
 
     def storage(self) -> UntypedStorage:
         storage = self._pin.storage()
@@ -333,9 +333,9 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._proven = proven
         self._num_threads = torch.get_num_threads()
         self._held: dict[int, Held] = {}
-        """by the address of a storage object, which the handle keeps from being given away"""
+        """By the address of a storage object, which the handle keeps from being reused."""
         self.results: dict[int, Result] = {}
-        """the same, kept by a pin"""
+        """The same, kept by a pin."""
         self.rebuilt_bytes = 0
         self.rebuildable_bytes = 0
 
@@ -480,7 +480,7 @@ class ReplayArguments:
     def __init__(self, recorder: OperatorTape) -> None:
         self._operand = recorder.operand
         self.facts: list[object] = []
-        """all but the values: layouts and numbers"""
+        """All but the values: layouts and numbers."""
         self.operand_bytes: list[int] = []
         self.costs: list[Cost] = []
 
@@ -526,7 +526,7 @@ class Writes(NamedTuple):
 
 UNKNOWN, OTHER = object(), object()
 KINDS: dict[Operator, Any] = dict(REPLAYABLE)
-"""of every operator seen so far: which result can be had again, or what it Writes, or OTHER"""
+"""For every operator seen so far: which result can be rebuilt, or what it Writes, or OTHER."""
 
 
 def kind_of(operator: Operator) -> object:

@@ -81,17 +81,17 @@ class Record:
         self._loaded: Event | None = None
         self._awaited = False
         self._stays = False
-        """the source is kept: no tier took it"""
+        """Whether the source is kept, because no tier took it."""
         self._label = ""
         self.batch = batch
         self.index = index
         self.nbytes = storage.nbytes()
         self.number = 0
-        """of the storages that its batch moves, in the order of forward"""
+        """Index among the storages that its batch moves, in the order of forward."""
         self.version = tensor._version
         self.transfer: SourceTransfer | None = None
         self.offset = 0
-        """bytes from the start of the transfer"""
+        """Bytes from the start of the transfer."""
 
     @property
     def label(self) -> str:
@@ -234,7 +234,7 @@ class Sources(Region):
         self._ledger = ledger
         self._lent = [record.lend_source() for record in records]
         self._owner = [self]
-        """who empties it has the sources: the lanes, which drop them, or whoever needs them before"""
+        """Whoever empties it gets the sources: the lanes, which free them, or an earlier use."""
         self.is_taken = False
         self._is_retained = False
 

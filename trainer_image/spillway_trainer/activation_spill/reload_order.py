@@ -17,15 +17,15 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory
 from .records import Record, SourceTransfer
 
 FAR = 2
-"""times as many bytes as reloads run ahead: what comes in between two needs of a storage that does not wait for the
-second one"""
+"""Multiple of the bytes that reloads run ahead: a storage whose next use is further away than this is freed in
+between."""
 
 
 class ReloadGroup(NamedTuple):
     """Reloads that are submitted together."""
 
     step: int
-    """of backward's needs, the first one of any of them"""
+    """Index among backward's uses, the first use of any of them."""
     numbers: tuple[int, ...]
     nbytes: int
 
@@ -34,10 +34,10 @@ class Foreseen(NamedTuple):
     """What reloads do, step by step."""
 
     came_to: list[int]
-    """the number of the storage that is needed, by step"""
+    """Number of the used storage, by step."""
     groups: list[ReloadGroup]
     leaves: frozenset[int]
-    """steps whose storage is needed again, but later than it is worth to wait for"""
+    """Steps whose storage is used again, but later than it is worth keeping for."""
 
 
 def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, group_bytes: int) -> Foreseen:
@@ -81,14 +81,14 @@ class ReloadOrder:
         self._before = before
         self._ahead_bytes, self._group_bytes = ahead_bytes, group_bytes
         self.sizes: list[int] = []
-        """of the storages that left, by number: in the order of forward"""
+        """Sizes of the moved storages, by number: in the order of forward."""
         self.came_to: list[int] = []
         self._records: list[weakref.ref[Record]] = []
         self._foreseen: Foreseen | None = None
         self._num_loaded = self._num_reached = 0
-        """of the groups"""
+        """Loaded groups."""
         self._bytes = 0
-        """of groups that are loaded and not reached"""
+        """Bytes of groups that are loaded and not yet used."""
         self._leaving: weakref.ref[Record] | None = None
 
     def add(self, record: Record, ref: weakref.ref[Record]) -> None:

@@ -26,9 +26,9 @@ class ActivationSpill:
         self.store = store
         self.chooser = chooser
         self.tell: Callable[[Chosen], None] = lambda _: None
-        """gets every decision about single storages"""
+        """Receives every decision about single storages."""
         self.after_step: Callable[[], None] = lambda: None
-        """called when nothing of a step is held any more"""
+        """Called when nothing of a step is held any more."""
         self._ledger = ledger
 
     def start_backward(self) -> None:

@@ -21,7 +21,7 @@ from .reload_order import ReloadOrder
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
 ALIGNED_BYTES = 64
-"""torch's own alignment: a storage with less comes back with more, which kernels may answer with other bits"""
+"""torch's own alignment: a storage with less is reloaded with more, for which kernels may give other bits."""
 
 
 class Window:
@@ -72,16 +72,16 @@ class SpillStore:
         self.transfer_bytes = transfer_bytes
         self.ahead_bytes = ahead_bytes
         self.plans_host = False
-        """segments of their own go to host memory: what a slow device would send there would take their room"""
+        """Whether segments use host memory by plan: spills redirected from a slow device would take their space."""
         self.records: dict[int, weakref.ref[Record]] = {}
-        """records by the address of a storage object: their source's, or their reload's"""
+        """Records by the address of a storage object: their source's, or their reload's."""
         self._nvme = nvme
         self._copies = Window(lanes, window_bytes)
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
         self._reload_orders: dict[str, ReloadOrder] = {}
-        """of the last batch of each segment that backward came to"""
+        """Of the last batch of each segment that backward reached."""
 
     def open(
         self,
@@ -217,12 +217,12 @@ class SavedBatch:
         self._moved_bytes = moved_bytes
         self._limit_bytes = kept_bytes
         self._kept: set[int] = set()
-        """storages that were offered and stay"""
+        """Offered storages that are kept."""
         self._kept_bytes = 0
         self._trigger: int | None = None
-        """the kept storage that backward comes to as far before what moved as reloads may run ahead"""
+        """The kept storage that backward uses as far before the first moved one as reloads may run ahead."""
         self.offered_bytes = 0
-        """of storages that could move, each once"""
+        """Bytes of storages that could move, each counted once."""
         self._pending: dict[Policy, list[weakref.ref[Record]]] = {}
         self._pending_bytes = 0
         self._transfers: list[weakref.ref[Transfer]] = []

@@ -29,7 +29,7 @@ from ..tiers.nvme_slab import NvmeExtent, NvmeSlab, Stored
 from .records import Record, Sources
 
 CACHE_LINE_BYTES = 64
-"""between records in host memory; the spill file needs whole blocks"""
+"""Alignment of records in host memory; the spill file needs whole blocks."""
 
 
 class Staged(NamedTuple):
@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
     buffer: Buffer
     offsets: list[int]
-    """of each record, in bytes"""
+    """Of each record, in bytes."""
     ready: Event
 
 
@@ -47,7 +47,7 @@ class Copy(Protocol):
     tier: Tier
     nbytes: int
     stored: Event
-    """complete when the bytes have arrived"""
+    """Complete when the bytes have arrived."""
 
     def take_back(self) -> list[tuple[Tensor, int]] | None:
         """Sources and charges in the order of the records, where they were not given up before the bytes arrived."""
@@ -74,9 +74,9 @@ class Transfer:
         self._ledger = ledger
         self._segment = segment
         self.number = 0
-        """of the transfers of its batch, in the order of forward"""
+        """Index among the transfers of its batch, in the order of forward."""
         self.is_entered = False
-        """backward has come to it"""
+        """Whether backward has reached it."""
         self._records = [weakref.ref(record) for record in records]
         self._copy = copy
 
@@ -158,7 +158,7 @@ class HostCopy:
         self._lanes = lanes
         self._buffer = buffer
         self._reads = list[Event]()
-        """each comes after `stored`"""
+        """Each comes after `stored`."""
         self.nbytes = buffer.nbytes
         self.stored = stored
 
@@ -199,11 +199,11 @@ class NvmeCopy:
         self._sources = sources
         self._extent = extent
         self._reads = list[Event]()
-        """each comes after `stored`"""
+        """Each comes after `stored`."""
         self._stored_at = stored_at
         self.nbytes = extent.nbytes
         self.copied = copied
-        """complete when the sources are free: staging has the bytes"""
+        """Complete when the sources are free, because staging has the bytes."""
         self.stored = stored
 
     def take_back(self) -> list[tuple[Tensor, int]] | None:
@@ -327,7 +327,7 @@ def write_to_nvme(
 
 
 PIECE_BYTES = 4 << 20
-"""what is written at once, and has a checksum of its own, where nothing is staged"""
+"""Unit of writing and checksums if nothing is staged."""
 
 
 class Bounces:

@@ -35,7 +35,7 @@ from .manifest import (
 from .sealed_json import Unsealed, seal, unseal
 
 MINIMUM_KEPT = 2
-"""checkpoints of an epoch that are never pruned: the newest may be the one that turns out corrupt"""
+"""Checkpoints of an epoch that are never pruned: the newest may turn out corrupt."""
 EPOCH_VERSION = 1
 
 _EPOCH_FILE = re.compile(r"epoch-(0|[1-9][0-9]*)\.json")
@@ -57,13 +57,13 @@ class CheckpointSummary:
     nbytes: int
     num_tensors: int
     modified_seconds: float
-    """time of the commit, seconds since 1970"""
+    """Time of the commit, seconds since 1970."""
     schedule: Mapping[str, Any]
-    """of the learning rate, as the job had it when this was trained (schedule.LearningRate); empty when not known"""
+    """Learning-rate schedule with which it was trained (schedule.LearningRate); empty: unknown."""
     in_lineage: bool
     """False: committed by an epoch after it was superseded, so resume ignores it"""
     problem: str
-    """why the manifest cannot be used; empty when it can"""
+    """Why the manifest cannot be used; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Resume:
     checkpoint: StoredCheckpoint | None
     """None: from the start"""
     passed_over: tuple[Problem, ...]
-    """what is wrong with the newer checkpoints that did not verify"""
+    """What is wrong with newer checkpoints that did not verify."""
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointSummary]:
@@ -142,7 +142,7 @@ class Pending:
         self.path = epoch.directory / f"{name}.tmp"
         self.files = epoch.files
         self.written: list[FileEntry] = []
-        """files of all ranks; rank 0 adds those that the others report"""
+        """Files of all ranks; rank 0 adds those that the others report."""
         self.tensors: dict[str, TensorEntry] = {}
         self._epoch = epoch
 
@@ -172,7 +172,7 @@ class Epoch:
         self.resume = resume
         self.files = files
         self.parent = None if resume.checkpoint is None else resume.checkpoint.manifest.name
-        """the newest checkpoint of this epoch's own lineage"""
+        """The newest checkpoint of this epoch's own lineage."""
         self._verified: set[CheckpointName] = set()
 
     @staticmethod

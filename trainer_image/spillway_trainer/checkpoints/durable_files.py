@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 READ_BYTES = 4 * 2**20
-"""bytes per read while hashing: enough to keep a disk busy, small enough to stay in the cache"""
+"""Bytes per read while hashing: enough to keep a disk busy, small enough to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,29 +67,29 @@ class TrainingState:
     """All that a run needs beside its tensors to go on as if it had never stopped."""
 
     step: int
-    """optimizer steps completed"""
+    """Optimizer steps completed."""
     seed: int
     samples_consumed: int
-    """the data position: one integer (data.py)"""
+    """The data position: one integer (data.py)."""
     sequence_length: int
     scalars: Mapping[str, float]
-    """the optimizer's: powers of the betas, number of updates; in float16 the loss scale; exact (hexadecimal floats on
-    disk)"""
+    """The optimizer's: powers of the betas, number of updates; in float16 the loss scale. Exact (hexadecimal floats on
+    disk)."""
     schedule: Mapping[str, Any]
-    """inputs of the learning-rate schedule; JSON values"""
+    """Inputs of the learning-rate schedule; JSON values."""
     random_state: str
-    """state of torch's CPU generator, base64"""
+    """State of torch's CPU generator, base64."""
     data_xxh3: str
-    """fingerprint of what decides which tokens sample i holds (TokenBatches.fingerprint)"""
+    """Fingerprint of what decides which tokens sample i holds (TokenBatches.fingerprint)."""
     tokenizer_xxh3: str
     model: Mapping[str, Any]
-    """what the model is (Chain.description); JSON values"""
+    """What the model is (Chain.description); JSON values."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """the tokenizer's, as tokenizer_config.json has them: eos_token, mask_token"""
+    """The tokenizer's, as in tokenizer_config.json: eos_token, mask_token."""
     rule: str = UpdateRule.ADAMW.value
-    """spec.training.optimizer.name; AdamW is not written, so that a Spillway that knows no other reads it"""
+    """spec.training.optimizer.name; AdamW is not written, so that a Spillway without other rules reads it."""
     moments: str = MomentType.FLOAT32.value
-    """spec.training.optimizer.moments; float32 is not written, for the same reason"""
+    """spec.training.optimizer.moments; float32 is not written, for the same reason."""
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
@@ -111,13 +111,13 @@ class Manifest:
 
     name: CheckpointName
     parent: CheckpointName | None
-    """the checkpoint this one continues: the epoch's previous one, or what the epoch resumed from"""
+    """The checkpoint that this one continues: the epoch's previous one, or the one that the epoch resumed from."""
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
-    """one for each kind of state (master.X, exp_avg.X ...) of every parameter X; a tied alias has none"""
+    """One for each kind of state (master.X, exp_avg.X ...) of every parameter X; a tied alias has none."""
     state: TrainingState
     spillway: str
-    """version of the writer"""
+    """Version of the writer."""
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
 FILE_BYTES = 64 * MIB
-"""tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has a file of its own"""
+"""Tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has its own file."""
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
                       torch.int64: "I64"}  # fmt: skip
@@ -59,7 +59,7 @@ class _Group:
         self._buffer = torch.empty(file_bytes, dtype=torch.uint8)
         self._used = 0
         self._held: dict[str, Tensor] = {}
-        """parts of the buffer"""
+        """Parts of the buffer."""
         self._num_files = 0
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ from ..cgroup import peak_memory_bytes, read_text
 from .tokens import SAMPLE_BYTES
 
 PEAK_FILE = "pod-peak"
-"""in the corpus' directory: bytes, as decimal digits"""
+"""In the corpus' directory: bytes, as decimal digits."""
 MOST_DIGITS = 18
 
 

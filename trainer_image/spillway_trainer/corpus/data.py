@@ -32,7 +32,7 @@ from .tokens import Corpus
 
 MASKED_FRACTION = 0.15
 MASKED_BY_MASK, MASKED_BY_RANDOM = 0.8, 0.1
-"""of the hidden tokens, so many become the mask, so many a random token; the rest stays (Devlin et al. 2019)"""
+"""Shares of the hidden tokens that become the mask and a random token; the rest is unchanged (Devlin et al. 2019)."""
 
 _ROUNDS = 6
 _TRAINING, _EVALUATION, _SPLIT, _READ = range(4)
@@ -42,11 +42,11 @@ Array = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Batch:
     tokens_BT: Tensor
-    """int64"""
+    """int64."""
     labels_BT: Tensor
-    """int64, what the model has to say at each place; IGNORED_LABEL where there is nothing to say"""
+    """int64, the expected token at each position; IGNORED_LABEL if there is none."""
     num_unmasked: int
-    """labels that count in the loss"""
+    """Labels that count in the loss."""
 
     def on(self, device: torch.device) -> Batch:
         """The batch with its tensors there; the host does not wait for a device."""
@@ -111,9 +111,9 @@ class Split:
         seed = fork_seed(seed, _SPLIT, 0, 0)
         drawn = (permuted(number, num_training + 1, seed, 0) for number in range(num_stretches))
         self._before = np.sort(np.fromiter(drawn, np.int64, num_stretches))
-        """training windows before each stretch"""
+        """Training windows before each stretch."""
         self._ends = np.arange(num_stretches + 1, dtype=np.int64) * num_held_out // max(1, num_stretches)
-        """windows of the first n stretches"""
+        """Windows of the first n stretches."""
 
     def training(self, index: int) -> int:
         """The window that is the training window `index`."""
@@ -153,7 +153,7 @@ class TokenBatches:
                 "give more text or a shorter sequence"
             )
         self.num_sequences = self._windows.num - num_held_out
-        """training sequences, that is samples per epoch"""
+        """Training sequences, that is samples per epoch."""
         self._asked, self._draw = (evaluation.sequences, evaluation.seed) if evaluation else (0, 0)
         self._split = Split(self._windows.num, num_held_out, self._draw)
         self._evaluated = self._windows
@@ -166,11 +166,11 @@ class TokenBatches:
                 raise UserError("spec.data.evaluation.text: has no token to predict; give more text")
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)
-        """sequences of an evaluation"""
+        """Sequences of an evaluation."""
         self._seed = seed
         decides = (corpus.fingerprint, objective.value, sequence_length, held_out, seed)
         self.fingerprint = xxhash.xxh3_128_hexdigest(repr(decides).encode())
-        """xxh3-128 of all that decides which tokens a sample holds, and an evaluation's; kept in checkpoints"""
+        """xxh3-128 of all that decides which tokens a sample, or an evaluation, holds; kept in checkpoints."""
 
     @property
     def evaluated(self) -> str:

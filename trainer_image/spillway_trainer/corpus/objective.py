@@ -5,16 +5,16 @@ from __future__ import annotations
 from enum import StrEnum
 
 IGNORED_LABEL = -100
-"""label of a position that does not count in the loss, as in torch's cross entropy"""
+"""Label of a position that does not count in the loss, as in torch's cross entropy."""
 
 
 class TrainingObjective(StrEnum):
     CAUSAL = "Causal"
-    """each token from those before it"""
+    """Each token from those before it."""
     MASKED = "Masked"
-    """hidden tokens from all others (Devlin et al. 2019)"""
+    """Hidden tokens from all others (Devlin et al. 2019)."""
     PREFIX = "Prefix"
-    """the second part of the window, each token from the whole first part and those before it (Raffel et al. 2020)"""
+    """The second part of the window, each token from the whole first part and those before it (Raffel et al. 2020)."""
 
 
 def prefix_length(sequence_length: int) -> int:

@@ -22,9 +22,9 @@ TEXT_SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex", ".html", ".jsonl"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".go", ".rs", ".java", ".js", ".ts", ".sh"),
 )
-"""files of a directory that count as text; a single file given by name may have any suffix"""
+"""Files of a directory that count as text; a single file given by name may have any suffix."""
 PIECE_CHARACTERS = 2**20
-"""a long document is read and encoded in pieces of about this size, cut at line ends"""
+"""A long document is read and encoded in pieces of about this size, cut at line ends."""
 
 _BINARY_PROBE_BYTES = 8192
 _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -36,11 +36,11 @@ class Tally:
 
     documents: int = 0
     undecodable: int = 0
-    """files with bytes that are not UTF-8; each became U+FFFD"""
+    """Files with bytes that are not UTF-8; each became U+FFFD."""
     binary: int = 0
-    """files with NUL bytes, skipped"""
+    """Files with NUL bytes, skipped."""
     malformed: int = 0
-    """lines of .jsonl files without a "text", skipped"""
+    """Lines of .jsonl files without a "text", skipped."""
 
     def sentence(self) -> str:
         """Empty when all was well."""
@@ -61,12 +61,12 @@ class TextPiece:
 @dataclass(frozen=True, slots=True)
 class TextSource:
     description: str
-    """for messages: the path as given, or PythonStdlib"""
+    """For messages: the path as given, or PythonStdlib."""
     option: tuple[str, str]
-    """command-line form, understood by `python -m spillway_trainer.corpus.tokens`"""
+    """Command-line form, understood by `python -m spillway_trainer.corpus.tokens`."""
     root: Path
     files: tuple[str, ...]
-    """relative to `root`, sorted"""
+    """Relative to `root`, sorted."""
 
     @property
     def nbytes(self) -> int:

@@ -38,23 +38,23 @@ from .text_source import PYTHON_STDLIB, Tally, TextPiece, TextSource, python_std
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
-"""in a tokenizer of ours: special tokens come first"""
+"""In Spillway's tokenizers special tokens come first."""
 MINIMUM_VOCAB_SIZE = 257
-"""every byte and the end of text"""
+"""Every byte and the end of text."""
 SAMPLE_BYTES = 32 * MIB
-"""the tokenizer is trained on at most about this much text, taken evenly from the whole corpus"""
+"""Most text that a tokenizer is trained on, sampled evenly from the whole corpus."""
 SHARD_TOKENS = 16 * 2**20
 UINT16_VOCAB_SIZE = 2**16
 INDEX_VERSION = 1
 
 SAY_SECONDS = 5.0
-"""between two lines of a build that takes long"""
+"""Seconds between two lines of progress."""
 
 _DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NOT_WRITTEN = 65
-"""exit code of a build whose disk refused; every other error of the user's is ExitCode.USER_ERROR"""
+"""Exit code of a build that the disk stopped; every other user error is ExitCode.USER_ERROR."""
 _BATCH_CHARACTERS = 4 * 2**20
-"""text encoded at once; bounds the memory of the build"""
+"""Text encoded at once; bounds the memory of the build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class TokenizerRecipe:
     """Where the tokenizer comes from: trained on the text, or given."""
 
     has_mask: bool = False
-    """a trained one gets a mask token, for a model that learns from hidden tokens"""
+    """Whether a trained tokenizer gets a mask token, for a model that learns from hidden tokens."""
     model_directory: Path | None = None
-    """a Hugging Face directory whose tokenizer.json is used as it is; none = train one"""
+    """A Hugging Face directory whose tokenizer.json is used unchanged; None: train one."""
 
     @property
     def options(self) -> list[str]:
@@ -87,19 +87,19 @@ class CorpusIndex:
     num_tokens: int
     num_documents: int
     vocab_size: int
-    """size of the tokenizer: every token is smaller"""
+    """Size of the tokenizer: every token is smaller."""
     end_of_text: int
     dtype: str
-    """numpy's name of the little-endian integer: <u2 or <u4"""
+    """numpy's name of the little-endian integer: <u2 or <u4."""
     shard_tokens: int
-    """tokens per shard; the last one may hold fewer"""
+    """Tokens per shard; the last one may hold fewer."""
     shards: tuple[FileEntry, ...]
     tokenizer_xxh3: str
     source: str
     stat_xxh3: str
     content_xxh3: str
     mask: int | None = None
-    """token that hides another one; none = the tokenizer has none"""
+    """Token that hides another one; None: the tokenizer has none."""
 
     def to_bytes(self) -> bytes:
         return seal({"version": INDEX_VERSION, **asdict(self)})
@@ -120,12 +120,12 @@ class Corpus:
         self.directory = directory
         self.index = index
         self.evaluation: Corpus | None = None
-        """text of its own to evaluate on, in tokens of the same tokenizer"""
+        """Separate text to evaluate on, in tokens of the same tokenizer."""
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
         ]
         self._unread = {*range(len(self._shards))}
-        """shards whose bytes are not compared with the index yet"""
+        """Shards whose bytes have not been compared with the index yet."""
 
     @property
     def fingerprint(self) -> str:
@@ -256,7 +256,7 @@ def build_corpus(
 class ChosenTokenizer:
     tokenizer: Tokenizer
     file: bytes
-    """tokenizer.json"""
+    """tokenizer.json."""
     end_of_text: int
     mask: int | None
 

@@ -46,7 +46,7 @@ from .foreign import (
 PROGRAM = "torch.distributed.checkpoint"
 METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"
-"""the keys of the dictionary that is written, as in torch's and torchtitan's examples"""
+"""Top-level keys of the written dictionary, as in torch's and torchtitan's examples."""
 
 _STATE_KEY = re.compile(r"(?P<prefix>(?:.*?\.)??)state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
 _METADATA_CLASSES = (
@@ -79,7 +79,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
 }
-"""what `.metadata` is made of; types of tensors come on top"""
+"""Types that `.metadata` consists of, in addition to tensor types."""
 
 
 class _MetadataReader(pickle.Unpickler):
@@ -100,7 +100,7 @@ class Keys:
     model_prefix: str
     optimizer_prefix: str
     names: Sequence[str]
-    """parameters with moments"""
+    """Parameters with moments."""
 
     def of(self, kind: str, name: str) -> str:
         return f"{self.model_prefix}{name}" if kind == MASTER else f"{self.optimizer_prefix}state.{name}.{kind}"

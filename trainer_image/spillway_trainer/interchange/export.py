@@ -31,9 +31,9 @@ ExportDtype = Literal["bfloat16", "float16", "float32"]
 _MASTER = "master."
 _LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
 _PREFIX = "model."
-"""of the parameters of a model of transformers (models/huggingface.py)"""
+"""Prefix of the parameters of a transformers model (models/huggingface.py)."""
 _SECOND_NAME = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
-"""bert's bias of the output projection; where parameters are tied, save_pretrained() writes this one alone"""
+"""bert's bias of the output projection; if parameters are tied, save_pretrained() writes only this one."""
 _BASE = "base"
 
 
@@ -44,7 +44,7 @@ class WeightFile:
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     values: Callable[[], Iterable[Tensor]]
-    """in the order of `shapes`"""
+    """In the order of `shapes`."""
 
     def content(self, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(safetensors_header({name: (dtype, shape) for name, shape in self.shapes.items()}))

@@ -22,7 +22,7 @@ from spillway.errors import UserError
 from ..optimizer.plain import Hyperparameters, UpdateCount
 
 MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""what AdamW and Adam keep for a parameter; the formats have no place for other kinds"""
+"""States of AdamW and Adam; the formats have no place for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Foreign:
 
     path: Path
     format: str
-    """as in messages: "DeepSpeed ZeRO-2" """
+    """As in messages: "DeepSpeed ZeRO-2"."""
     shapes: Mapping[str, tuple[int, ...] | None]
-    """of the trained parameters; None: the format keeps flat values, whose number is looked at when they are read"""
+    """Of the trained parameters; None: the format holds flat values, whose number is checked when they are read."""
     num_steps: int
-    """steps of the run, also those that changed nothing"""
+    """Steps of the run, including those that changed nothing."""
     num_updates: int
-    """updates that the optimizer has counted: what corrects the bias of its moments"""
+    """Updates counted by the optimizer, which correct the bias of its moments."""
     betas: tuple[float, float] | None
     """None: not in the files"""
     read: Callable[[str, str], Tensor]
@@ -57,7 +57,7 @@ STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (StandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
-"""all that a ZeRO checkpoint holds beside what torch itself takes for data"""
+"""All objects in a ZeRO checkpoint that torch itself does not treat as data."""
 
 
 def read_torch_file(path: Path) -> Any:

@@ -14,7 +14,7 @@ MOST_NAMED = 3
 _PREFIX = "model."
 
 Naming = Callable[[str], Sequence[str]]
-"""our name -> the names that other programs may have for it, the usual one first"""
+"""Our name -> names in other programs, the usual one first."""
 
 
 def own_names(name: str) -> Sequence[str]:

@@ -40,7 +40,7 @@ from .foreign import (
 
 PROGRAM = "DeepSpeed's ds_to_universal"
 DEEPSPEED_VERSION = "0.19.8"
-"""whose format is written; loaders ask for a version"""
+"""Version whose format is written; loaders require one."""
 STATES = "zero"
 _FILES = {MASTER: "fp32.pt", EXP_AVG: "exp_avg.pt", EXP_AVG_SQ: "exp_avg_sq.pt"}
 _COMMON, _STEP = "optimizer_state.pt", "step.pt"

@@ -48,7 +48,7 @@ class RankGroup:
     """One rank's part of one flat group."""
 
     states: Mapping[str, Tensor]
-    """flat float32 by kind, all of one length"""
+    """Flat float32 by kind, all of one length."""
     num_updates: int
 
 
@@ -58,7 +58,7 @@ class GroupPlace:
 
     group: int
     start: int
-    """stages 1, 2: in the whole group; stage 3: in every rank's part"""
+    """Stages 1, 2: in the whole group; stage 3: in every rank's shard."""
     shape: tuple[int, ...]
 
 

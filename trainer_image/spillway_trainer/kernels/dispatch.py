@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 BegunSum = SquareSum | Tensor
-"""a sum of squares that may still be on its way on a device"""
+"""A sum of squares that may still be running on a device."""
 
 
 def triton_kernels() -> Any:

@@ -49,17 +49,17 @@ class IoRequest:
 
     offset: int
     tensor: Tensor
-    """uint8, contiguous, on the CPU"""
+    """uint8, contiguous, on the CPU."""
     checksum: int = 0
-    """read: what the bytes must have; write: what they have, set by the engine. CRC-32C natively, zlib's CRC-32 in
-    Python; either way only ever compared with a value of the same engine"""
+    """Read: what the bytes must have; write: what they have, set by the engine. CRC-32C natively, zlib's CRC-32 in
+    Python; only compared with values of the same engine."""
     found: int = 0
-    """read: the checksum of what arrived"""
+    """Read: the checksum of what arrived."""
     failure: TransferFailure = TransferFailure.NONE
     os_error: int = 0
-    """errno when failure is IO_FAILED"""
+    """errno if failure is IO_FAILED."""
     error_offset: int = 0
-    """file offset at which the transfer stopped"""
+    """File offset at which the transfer stopped."""
 
 
 SystemCall = Callable[[Direction, int, memoryview, int], int]
@@ -80,7 +80,7 @@ class IoEngine(Protocol):
     """Over one open file, which stays the caller's and must outlive the engine."""
 
     name: str
-    """how it moves bytes, for people: "threads" or "python\""""
+    """How it moves bytes, for people: "threads" or "python"."""
 
     def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
         """Perform all, in any order, and set their outcomes; returns when all have ended. Thread-safe."""

@@ -21,7 +21,8 @@ from .reference import UpdateScalars, kept_elements
 
 LOWER_BYTES, CARRIES_PER_BYTE = 2, 8
 _CHUNK_ELEMENTS = 1 << 18
-"""values per pass of `update`, a multiple of CARRIES_PER_BYTE and of a block of moments: temporaries take 1 MiB each"""
+"""Values per pass of `update`, a multiple of CARRIES_PER_BYTE and of a block of moments: temporaries take 1 MiB
+each."""
 
 
 def rest_bytes(size: int) -> int:

@@ -35,15 +35,16 @@ RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """SPILLWAY_FLOAT32 and the others; 0 is SPILLWAY_NONE"""
 MOMENT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
-"""of them, and SPILLWAY_INT8, whose blocks are bytes"""
+"""Types of moments, and SPILLWAY_INT8, whose blocks are bytes."""
 NUM_BUCKETS = 3074
 """SPILLWAY_NUM_BUCKETS"""
 LEAST_BUCKET = 0x33800000
-"""the bits of 2^-24: no map tells what is below from 0, but for whether it is"""
+"""The bits of 2^-24: below it no map distinguishes values from 0, apart from being above it."""
 M_MMAP_THRESHOLD = -3
-"""of malloc.h"""
+"""Of malloc.h."""
 MMAP_THRESHOLD_BYTES = 2 * 2**20
-"""a huge page: from this size on torch asks for huge pages (THP_MEM_ALLOC_ENABLE), so getting a block anew is cheap"""
+"""A huge page: from this size on torch asks for huge pages (THP_MEM_ALLOC_ENABLE), so mapping a block again is
+cheap."""
 NUM_LIMBS = 10
 """SPILLWAY_NUM_LIMBS"""
 NO_MEMORY = 3
@@ -52,11 +53,11 @@ LIBRARY_NAME = "libspillway_native.so"
 TENSOR_POOL = "SPILLWAY_TENSOR_POOL"
 """`on` (the default), or `off`, which leaves torch's tensors to the C library's heap"""
 TORCH_ALLOCATOR = b"libc10.so"
-"""the library of torch that gives memory to tensors of the CPU"""
+"""torch's library that allocates CPU tensors."""
 POOLED_BYTES = 256 * 2**10
-"""tensors of so much or more come from the pool: whole pages are less than 2 % of them"""
+"""Tensors of at least this size come from the pool: whole pages are less than 2 % of them."""
 POOL_SLACK_BYTES = 8 * 2**20
-"""that may be resident beyond what tensors need: room for holes"""
+"""Bytes that may be resident beyond what tensors need: room for holes."""
 
 
 class UpdateScalarsStruct(Structure):
@@ -117,7 +118,7 @@ class IoRequestStruct(Structure):
 
 
 IO_CALL = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int32, c_int32, c_void_p, c_uint64, c_uint64)
-"""spillway_io_call"""
+"""spillway_io_call."""
 
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "spillway_abi_version": (c_int32, ()),

@@ -9,8 +9,8 @@ from torch import Tensor
 from spillway.units import GIB
 
 PINNED_BYTES = GIB
-"""host memory is registered in pieces that end where an address is a multiple of this. A copy lies in one registration,
-so it is cut there, too (`spans`)"""
+"""Host memory is registered in pieces that end at multiples of this address. A copy must be within one registration, so
+it is cut there, too (`spans`)."""
 
 
 def spans(address: int, nbytes: int) -> Iterator[tuple[int, int]]:

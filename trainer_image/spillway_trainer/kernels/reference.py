@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS = 1 << 18
 """Values per pass of `update`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
 
 _NUM_EXPONENTS = 254
-"""of finite float32 values: biased 1 to 254; zero and denormals share the first"""
+"""Of finite float32 values: biased 1 to 254; zero and denormals share the first."""
 
 
 def float32(value: float) -> float:
@@ -45,10 +45,10 @@ class UpdateScalars:
     weight_decay: float = 0.0
     """0 for parameters that do not decay (vectors)"""
     beta1_power: float = 0.0
-    """beta1^t after this step's multiplication, by repeated fp64 product; 0 for rules that correct no bias"""
+    """beta1^t after this step's multiplication, by repeated fp64 product; 0 for rules without bias correction."""
     beta2_power: float = 0.0
     gradient_scale: float = 1.0
-    """clip factor; multiplied even when 1"""
+    """Clip factor; multiplied even if 1."""
     momentum: float = 0.0
     rule: UpdateRule = UpdateRule.ADAMW
 
@@ -228,7 +228,7 @@ class Map:
     borders: Tensor
     """255 float32, ascending: a number beyond the n-th, and not beyond the next, is nearest to values[n + 1]"""
     zero: int
-    """where 0 is among the values: a code is a position less this one, modulo 256, so that bytes of 0 are zeros"""
+    """Position of 0 among the values: a code is a position minus this one, modulo 256, so that zero bytes are zeros."""
 
     def positions(self, codes: Tensor) -> Tensor:
         return (codes.long() + self.zero) % 256
@@ -259,7 +259,7 @@ def dynamic_map(*, signed: bool) -> Map:
 
 
 MAPS = (dynamic_map(signed=True), dynamic_map(signed=False))
-"""of first moments, and of those that have no sign"""
+"""Of first moments, and of those without sign."""
 
 
 def quantized(values: Tensor, by: Map) -> Tensor:
@@ -317,9 +317,9 @@ class SquareSum:
     """The exact sum of the squares of float32 values: the same for every order, cut and number of threads."""
 
     total: int = 0
-    """in units of 2^-298, the square of the smallest denormal float32"""
+    """In units of 2^-298, the square of the smallest denormal float32."""
     num_non_finite: int = 0
-    """infinities and NaNs, counted and never summed"""
+    """Infinities and NaNs, counted and never summed."""
 
     def __add__(self, other: SquareSum) -> SquareSum:
         return SquareSum(self.total + other.total, self.num_non_finite + other.num_non_finite)
@@ -340,7 +340,7 @@ def _rounded_sqrt(value: int) -> float:
 
 
 NUM_WORDS = 19
-"""a sum of squares on a device: 18 sums of 32-bit digits, least first, and how many values were not finite"""
+"""A sum of squares on a device: 18 sums of 32-bit digits, least first, and the number of non-finite values."""
 
 
 def square_sum_of_words(words: Sequence[int]) -> SquareSum:

@@ -13,7 +13,7 @@ from .io_engine import Direction
 
 BLOCK_BYTES, NUM_ROUNDS, KEY_BYTES = 16, 14, 64
 _REDUCED = 0x11B
-"""x^8 + x^4 + x^3 + x + 1, the modulus of GF(2^8)"""
+"""x^8 + x^4 + x^3 + x + 1, the modulus of GF(2^8)."""
 
 
 def times(a: int, b: int) -> int:

@@ -23,15 +23,15 @@ from .master_halves import halves, rest_bytes
 from .reference import MAPS, NUM_WORDS, UpdateScalars, float32, kept_elements
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
-"""of every launch"""
+"""Of every launch."""
 BLOCK = 1024
-"""values per program: eight a thread, two 16-byte accesses of each float32 array"""
+"""Values per program: eight per thread, two 16-byte accesses of each float32 array."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""of gradients and of updated parameters"""
+"""Of gradients and of updated parameters."""
 QUANTIZED = tl.constexpr(BLOCK_VALUES)
-"""values of a block of bytes, behind 4 bytes of their scale"""
+"""Values of a block of bytes, after 4 bytes of their scale."""
 LONGEST_SUM = 2**28
-"""values; each adds less than 2^34 to a word of 63 bits"""
+"""Values; each adds less than 2^34 to a word of 63 bits."""
 DRIVER = Path(__file__).with_name(f"triton-{triton.__version__}.so")
 """Triton's own library, which it compiles when a device is first used; the image, which has no compiler, brings it"""
 if DRIVER.exists():

@@ -26,15 +26,15 @@ class RankEnd:
 
     rank: int
     status: int
-    """of waitpid"""
+    """From waitpid."""
     message: bytes = b""
-    """its termination message; empty when it left none"""
+    """Its termination message; empty if it left none."""
     stopped: bool = False
-    """by the launcher, because another rank had ended and this one did not follow"""
+    """Stopped by the launcher, because another rank had ended and this one had not."""
     asked: bool = False
-    """it had been told to stop, because the launcher was"""
+    """The launcher was asked to stop, and had passed that on."""
     last_line: str = ""
-    """of its output"""
+    """Of its output."""
 
     @property
     def signal_number(self) -> int:

@@ -38,9 +38,9 @@ DEFAULT_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does: a lost peer is an error, not a hang
     "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are the ones that are wanted
 }
-"""where the launcher's own environment does not say otherwise"""
+"""Unless the launcher's environment sets them."""
 NODE_RANK_VARIABLE = "JOB_COMPLETION_INDEX"
-"""set by Kubernetes in the pods of an Indexed Job"""
+"""Set by Kubernetes in the pods of an Indexed Job."""
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
 POD_TERMINATION_PATH = Path("/dev/termination-log")
@@ -50,9 +50,9 @@ FOLLOW_SECONDS = 10.0
 COMMIT_SECONDS = 120.0
 """After a rank that has completed or was preempted: the others are committing the same checkpoint."""
 STOP_SECONDS = 10.0
-"""from SIGTERM to SIGKILL"""
+"""From SIGTERM to SIGKILL."""
 DRAIN_SECONDS = 2.0
-"""for the last lines of the ranks' output"""
+"""For the last lines of the ranks' output."""
 POLL_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,7 +61,7 @@ TRAINER = (sys.executable, "-P", "-m", "spillway_trainer")
 
 
 LOWEST = {"epoch": 1, "metrics_port": 1, "num_nodes": 1, "ranks_per_node": 1, "master_port": 0}
-"""the numbers of a layout; the rest of it is text"""
+"""Least values of a layout's numbers; the other fields are text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class RankStart:
 
     rank: int
     environment: dict[str, str]
-    """on top of the launcher's own"""
+    """In addition to the launcher's own."""
 
     @property
     def termination_path(self) -> Path:
@@ -191,14 +191,14 @@ class LaunchedRanks:
 
     program: Sequence[str]
     running: dict[int, RankStart] = field(default_factory=dict)
-    """by process id"""
+    """By process id."""
     ends: list[RankEnd] = field(default_factory=list)
-    """in the order in which they were reaped"""
+    """In the order in which they were reaped."""
     output: PrefixedOutput = field(default_factory=PrefixedOutput)
     asked: bool = False
-    """the launcher was told to stop, and has passed it on"""
+    """Whether the launcher was asked to stop, and has passed that on."""
     stopped: bool = False
-    """the launcher stopped those that still ran after a failure"""
+    """Whether the launcher stopped the ranks that still ran after a failure."""
 
     def start(self, starts: Sequence[RankStart]) -> None:
         """Raises OSError when the system has no room for another process."""

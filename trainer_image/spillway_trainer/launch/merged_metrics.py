@@ -19,11 +19,11 @@ from spillway.metrics import JOB_LABEL, RANK_LABEL, RANK_UP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_SECONDS = 2.0
-"""for all ranks together: Prometheus waits for 10 s"""
+"""For all ranks together: Prometheus waits for 10 s."""
 LONGEST_EXPOSITION = 4 << 20
-"""bytes that one rank may answer"""
+"""Bytes that one rank may answer."""
 CLIENT_SECONDS = 10.0
-"""for a client that connects and says nothing"""
+"""For a client that connects and sends nothing."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class MetricFamily:
     comments: dict[str, str] = field(default_factory=dict)
     """HELP, TYPE -> the line"""
     samples: dict[str, str] = field(default_factory=dict)
-    """name and labels -> the line"""
+    """Name and labels -> the line."""
 
 
 def merge(expositions: Mapping[int, str]) -> str:
@@ -66,7 +66,7 @@ class RankMetrics:
 
     job: str
     ports: Mapping[int, int]
-    """rank -> port on 127.0.0.1"""
+    """Rank -> port on 127.0.0.1."""
     is_running: Callable[[int], bool]
 
     def exposition(self) -> str:

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass, field
 
 LONGEST_LINE = 16 * 1024
-"""bytes; a longer one comes in pieces"""
+"""Bytes; a longer line is split."""
 AT_ONCE = 64 * 1024
 
 
@@ -25,7 +25,7 @@ class Stream:
     target: int
     prefix: bytes
     begun: bytes = b""
-    """a line without its end so far"""
+    """A line without its end so far."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class PrefixedOutput:
 
     streams: list[Stream] = field(default_factory=list)
     last_lines: dict[int, str] = field(default_factory=dict)
-    """rank -> the last line that said something"""
+    """Rank -> the last line that is not empty."""
     _thread: threading.Thread | None = None
 
     def pipe(self, rank: int, target: int) -> int:

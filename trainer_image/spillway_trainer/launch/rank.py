@@ -15,7 +15,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""linux/prctl.h."""
 
 
 def die_with_parent(parent: int) -> None:

@@ -37,7 +37,7 @@ class HostChunk:
     region: Region
     memory: Tensor
     changed: tuple[Event, ...] = ()
-    """complete when the optimizer's last update of the values is here"""
+    """Complete when the optimizer's last update of the values is here."""
 
     def store(self, staged: Tensor) -> None:
         kernels.copy(self.memory, staged[: self.memory.numel()])
@@ -74,7 +74,7 @@ class Fill(NamedTuple):
 
     chunk: Chunk
     offset: int
-    """bytes from the start of the slot"""
+    """Bytes from the start of the slot."""
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Homes:
         self._chunk_parameters = chunk_parameters
         self._chunks: dict[str, list[Chunk]] = {}
         self._in_host: dict[str, Tensor] = {}
-        """by segment: its own parameters, where they are in a slot"""
+        """By segment: its own parameters, and where they are in a slot."""
         for layout in layouts.values():
             if layout.home is Tier.HOST:
                 self._settle_in_host(layout)

@@ -29,9 +29,9 @@ class SlotRow:
     name: str
     parameter: nn.Parameter
     offset: int
-    """bytes from the start of the slot"""
+    """Bytes from the start of the slot."""
     owner: str
-    """whose values these are: `name`, or what it is tied to"""
+    """Whose values these are: `name`, or the parameter it is tied to."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,10 +51,10 @@ class SegmentLayout:
     segment: str
     home: Tier
     rows: tuple[SlotRow, ...]
-    """by offset"""
+    """By offset."""
     home_bytes: int
     nbytes: int
-    """in a slot"""
+    """In a slot."""
 
     @property
     def own(self) -> list[SlotRow]:

@@ -56,7 +56,7 @@ class Slot:
         self.is_bound = False
         self.num_pins = 0
         self.free: tuple[Event, ...] = ()
-        """whoever refills the slot runs after these"""
+        """Refilling the slot waits for these."""
         self._num_uses = self._count_uses()
 
     @property
@@ -83,11 +83,11 @@ class Slots:
         self._lanes = lanes
         nbytes = max(layout.nbytes for layout in layouts.values())
         self._recent = [Slot(lanes.acquire(Tier.DEVICE, nbytes, f"slot {index}")) for index in range(num_slots)]
-        """least recently used first"""
+        """Least recently used first."""
         self._by_address = {slot.address: slot for slot in self._recent}
         self._holding: dict[str, Slot] = {}
         self._num_evictions: Counter[str] = Counter()
-        """by parameter: how much of its version is our own doing"""
+        """By parameter: how much of its version is due to evictions."""
 
     def at(self, tensor: Tensor) -> Slot | None:
         """The slot whose memory `tensor` shares."""

@@ -29,7 +29,7 @@ class ModelSpill:
         self, model: Chain, layouts: Mapping[str, SegmentLayout], homes: Homes, slots: Slots, lanes: Lanes
     ) -> None:
         self.streamed = frozenset(row.name for layout in layouts.values() for row in layout.rows)
-        """parameters that never have memory of their own on the device, aliases included"""
+        """Parameters without their own device memory, including aliases."""
         self._segments = [name for name, _ in model.segments]
         self._layouts = layouts
         self._homes = homes

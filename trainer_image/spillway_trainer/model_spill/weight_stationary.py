@@ -43,7 +43,7 @@ class Entrance:
 
     gradients: tuple[Tensor | None, ...] = ()
     reloads: list[Callable[[], None]] = field(default_factory=list)
-    """one a boundary: submits its way back, where backward needs it"""
+    """One per boundary: submits its reload when backward needs it."""
 
     def open(self, boundaries: Sequence[Boundary]) -> tuple[Tensor, ...]:
         """The inputs, connected to this entrance where they take a gradient."""
@@ -90,7 +90,7 @@ class Passage:
 
     entrance: Entrance
     edges: list[GradientEdge | None]
-    """of its outputs; None where no gradient flows"""
+    """Of its outputs; None if no gradient flows."""
     visit: weakref.ref[ForwardVisit] | None
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -145,9 +145,9 @@ class StepInFlight:
         self._following = dict(pairwise(micro_batches))
         self._carried = {number: boundaries.given(batch.tokens_BT) for number, batch in micro_batches.items()}
         self._passages: list[dict[int, Passage]] = []
-        """of the segments behind, by micro-batch"""
+        """Of the segments behind, by micro-batch."""
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        """of what the last passage returned"""
+        """Of what the last passage returned."""
 
     def forward(self, segment: str, module: nn.Module) -> None:
         """All micro-batches through one segment."""

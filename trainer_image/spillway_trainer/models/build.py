@@ -24,7 +24,7 @@ from .sequential import SequentialChain
 from .transformer import Transformer, TransformerConfig
 
 MOST_CHILDREN = 6
-"""that a message names"""
+"""Children that a message names."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NO_CLAIMS: Mapping[str, str] = {}
 

@@ -25,12 +25,12 @@ class Chain(nn.Module):
     """A model as segments. Knows no technique; every parameter belongs to exactly one segment."""
 
     initializer_range = 0.02
-    """standard deviation of the normal initialisation of every matrix"""
+    """Standard deviation of the normal initialisation of every matrix."""
     objective = TrainingObjective.CAUSAL
     max_positions: int | None = None
-    """longest sequence; None = any"""
+    """Longest sequence; None: any."""
     autocast: torch.dtype | None = None
-    """type in which every segment runs under torch.autocast, entered per segment; None = in its parameters' type"""
+    """Type of torch.autocast, entered per segment; None: the parameters' type."""
 
     @property
     def vocab_size(self) -> int:

@@ -36,7 +36,7 @@ from .source import ModelDirectory, match, stored_name
 from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
-"""of a classifier's head, which no model here has"""
+"""Labels of a classifier's head, which no model here has."""
 SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim", "d_kv"),
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -45,7 +45,7 @@ SIZES = {
     "vocab_size": ("vocab_size", "type_vocab_size"),
     "max_positions": ("max_position_embeddings", "n_positions", "n_ctx", "relative_attention_num_buckets"),
 }
-"""field of spec.model.config -> names in config.json of what is bounded as it is"""
+"""Field of spec.model.config -> names in config.json that are bounded unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Family:
     model: type[PreTrainedModel]
     chain: type[HuggingFaceChain]
     prepare: Callable[[PreTrainedModel], None] = lambda model: None
-    """what must hold before parameters are told apart by their names"""
+    """Preparation before parameters are distinguished by name."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """name in files -> name of the parameter here, where they are not the same"""
+    """Name in files -> name of the parameter here, if they differ."""
     apart_when_untied: frozenset[str] = frozenset()
-    """those of `renamed` that are of no use beside the parameter's own name where tie_word_embeddings is false"""
+    """Entries of `renamed` that are useless in addition to the parameter's own name if tie_word_embeddings is false."""
     unused: str = r"$^"
-    """regular expression: names in files of what the model does not have: buffers, and heads for other objectives"""
+    """Regular expression: names in files that the model does not have: buffers, and heads for other objectives."""
     learned_positions: bool = False
-    """no sequence can be longer than config.max_position_embeddings"""
+    """Whether sequences are limited to config.max_position_embeddings."""
 
 
 FAMILIES: dict[str, Family] = {

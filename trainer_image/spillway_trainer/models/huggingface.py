@@ -41,7 +41,7 @@ class HuggingFaceChain(Chain):
         cast_parameters(model, compute)
         self._check_cover()
         self.weights: Weights | None = None
-        """values of the parameters that are not adapters; None = from the seed"""
+        """Values of the parameters that are not adapters; None: from the seed."""
 
     def make_segments(self) -> list[tuple[str, nn.Module]]:
         """Modules that hold modules of the model, never parameters of it: those are replaced when they get memory."""

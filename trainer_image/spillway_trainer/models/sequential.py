@@ -18,7 +18,7 @@ from spillway.errors import UserError
 from .chain import Chain, token_loss
 
 MIN_SEGMENTS = 3
-"""an embedding, a block, a head: what plans are made of"""
+"""An embedding, a block, a head: the units of a plan."""
 
 
 class Layers(nn.Module):

@@ -22,15 +22,15 @@ from spillway.errors import UserError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "model."
-"""our names of parameters are those in the files behind this prefix; adapters put the base of a module below it"""
+"""Our names of parameters are those in the files after this prefix; adapters put the base of a module below it."""
 FLOATS = ("F32", "F16", "BF16")
 SAMPLED_BYTES = 4096
-"""of each tensor, from its start, go into the directory's digest"""
+"""First bytes of each tensor that enter the directory's digest."""
 MAX_HEADER_BYTES = 100 * 2**20
-"""the format's own bound"""
+"""The format's own bound."""
 MOST_NAMED = 3
 BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "BOOL": 8}
-"""of one value, by the end of its type's name"""
+"""Bits of one value, by the end of its type's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """byte in the file"""
+    """Byte in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
     path: Path
     config: Mapping[str, Any]
-    """config.json"""
+    """config.json."""
     tensors: Mapping[str, StoredTensor]
 
     def digest(self) -> str:
@@ -181,7 +181,7 @@ class Weights:
 
     directory: ModelDirectory
     stored: Mapping[str, tuple[str, ...]]
-    """parameter -> its names in the files; several when a tied one was stored under each of its names"""
+    """Parameter -> its names in the files; several if a tied one was stored under each of its names."""
     xxh3: str
     """ModelDirectory.digest"""
 

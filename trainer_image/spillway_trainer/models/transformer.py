@@ -26,11 +26,11 @@ class TransformerConfig:
     vocab_size: int
     tie_word_embeddings: bool = False
     dropout: float = 0.0
-    """probability, on the outputs of attention and feed-forward"""
+    """Probability, on the outputs of attention and feed-forward."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     initializer_range: float = 0.02
-    """standard deviation of the normal initialisation of every matrix"""
+    """Standard deviation of the normal initialisation of every matrix."""
 
 
 class Linear(nn.Module):

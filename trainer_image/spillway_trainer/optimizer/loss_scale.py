@@ -17,7 +17,7 @@ from torch import Tensor
 from spillway.errors import UserError
 
 SCALE, NUM_FINITE = "loss_scale", "loss_scale_finite_steps"
-"""names in a checkpoint, beside the optimizer's scalars"""
+"""Names in a checkpoint, next to the optimizer's scalars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class ScaleRule:
 
     initial: float
     growth_interval: int
-    """steps in a row whose gradients are finite, after which it doubles"""
+    """Consecutive steps with finite gradients after which it doubles."""
     minimum: float
-    """below it no step tries: gradients that are not finite there are not the scale's doing"""
+    """The scale never falls below it: non-finite gradients there have another cause."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class LossScaler:
     rule: ScaleRule | None = None
     value: float = field(init=False, default=1.0)
     num_finite: int = field(init=False, default=0)
-    """steps in a row whose gradients were finite, since the scale last changed"""
+    """Consecutive steps with finite gradients since the scale last changed."""
 
     def __post_init__(self) -> None:
         if self.rule is not None:

@@ -51,9 +51,9 @@ MOMENT_DTYPES = {
     MomentType.BFLOAT16: torch.bfloat16,
     MomentType.INT8: torch.uint8,
 }
-"""of the tensors that hold them; uint8: the bytes of reference.quantized, so more elements than values"""
+"""Types of the tensors that hold moments; uint8: the bytes of reference.quantized, so more elements than values."""
 NO_GROUP = Group("")
-"""what a parameter is treated by that is in no group"""
+"""Settings of a parameter that is in no group."""
 
 
 class StepOptimizer(Protocol):
@@ -119,7 +119,7 @@ class Hyperparameters:
     rule: UpdateRule = UpdateRule.ADAMW
     moments: MomentType = MomentType.FLOAT32
     groups: Mapping[str, Group] = field(default_factory=dict)
-    """by parameter, those that have a learning rate or decay of their own"""
+    """By parameter: those with their own learning rate or decay."""
 
     def state_dtype(self, kind: str) -> torch.dtype:
         return torch.float32 if kind == MASTER else MOMENT_DTYPES[self.moments]
@@ -142,7 +142,7 @@ class UpdateCount:
     settings: Hyperparameters
     num_updates: int = 0
     powers: dict[str, float] = field(init=False)
-    """beta1^t and beta2^t, by the names of UpdateScalars; empty without correction"""
+    """beta1^t and beta2^t, by the names of UpdateScalars; empty without correction."""
 
     def __post_init__(self) -> None:
         self.powers = {"beta1_power": 1.0, "beta2_power": 1.0} if self.settings.rule.corrects_bias else {}
@@ -191,9 +191,9 @@ class OptimizerStates:
     """One parameter's or chunk's states, flat; `master` is float32, or the memory of a parameter that is its own."""
 
     master: Tensor
-    """where its parameter has the upper half: the rest of it, uint8 (master_halves.py)"""
+    """If its parameter has the upper half: the rest, uint8 (master_halves.py)."""
     moments: tuple[Tensor, ...]
-    """in the order of the rule, in the type that they are kept in"""
+    """In the order of the rule, in the type in which they are stored."""
 
     def of(self, rule: UpdateRule, kind: str) -> Tensor:
         """`kind` is one of rule.state_kinds."""

@@ -19,11 +19,11 @@ class LearningRate:
     name: ScheduleName
     peak: float
     num_steps: int
-    """optimizer steps of the whole run"""
+    """Optimizer steps of the whole run."""
     warmup_steps: int = 0
-    """steps until the peak is reached; at most num_steps"""
+    """Steps until the peak is reached; at most num_steps."""
     final_fraction: float = 0.0
-    """share of the peak that Linear and Cosine decay to"""
+    """Share of the peak to which Linear and Cosine decay."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_steps <= self.num_steps:

@@ -19,9 +19,9 @@ class Trainable:
     """The parameters that an optimizer updates, checked; frozen ones are left out."""
 
     parameters: dict[str, Parameter]
-    """owners only, in declared order"""
+    """Owners only, in declared order."""
     tied: dict[str, str] = field(default_factory=dict)
-    """alias -> owner: one storage, but a leaf and an accumulator each, summed once at the end of the step"""
+    """Alias -> owner: one storage, but a leaf and an accumulator each, summed once at the end of the step."""
 
     @classmethod
     def of(

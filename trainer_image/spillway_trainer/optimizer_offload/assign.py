@@ -13,13 +13,13 @@ class Path(StrEnum):
     """Where a chunk's update runs, and where its states live between updates."""
 
     CPU = "cpu"
-    """states in host memory, updated by CPU threads; gradients come down, parameters go up"""
+    """States in host memory, updated by CPU threads; gradients are copied down, parameters up."""
     STREAMED = "streamed"
-    """states in host memory, streamed through a device slot; the update runs on the device"""
+    """States in host memory, streamed through a device slot; the update runs on the device."""
     RESIDENT = "resident"
-    """states on the device, and so does the update"""
+    """States and update on the device."""
     NVME = "nvme"
-    """states on NVMe, brought to host memory for the update by CPU threads; gradients and parameters as for `cpu`"""
+    """States on NVMe, read into host memory and updated by CPU threads; gradients and parameters as for `cpu`."""
 
     @property
     def updates_on_cpu(self) -> bool:
@@ -62,9 +62,9 @@ class Chunk:
 
     parameter: str
     offset: int
-    """in parameters, from the start of the flattened parameter"""
+    """In parameters, from the start of the flattened parameter."""
     size: int
-    """in parameters"""
+    """In parameters."""
     path: Path
 
     @property
@@ -77,7 +77,7 @@ class Chunk:
 
 
 Assignment = Callable[[Sequence[int], Shares], list[Path]]
-"""sizes of chunks in update order -> the path of each"""
+"""Sizes of chunks in update order -> the path of each."""
 
 
 def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
@@ -123,7 +123,7 @@ def stride(every: int) -> Assignment:
 
 
 STRIDES = range(2, 11)
-"""those that the paper's authors ran"""
+"""The strides that the paper's authors ran."""
 
 
 def assign_chunks(

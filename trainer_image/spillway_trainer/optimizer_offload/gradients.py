@@ -32,9 +32,9 @@ class Accumulator:
     chunk: Chunk
     memory: MemorySlice
     values: Tensor
-    """flat float32 view of `memory`, chunk.size values"""
+    """Flat float32 view of `memory`, chunk.size values."""
     settled: tuple[Event, ...] = ()
-    """complete when everything submitted so far is in `values`"""
+    """Complete when everything submitted so far is in `values`."""
 
     @property
     def lane(self) -> Lane:
@@ -49,9 +49,9 @@ class ChunkRun:
     accumulators: Sequence[Accumulator]
     label: str
     nbytes: int
-    """of the accumulators"""
+    """Of the accumulators."""
     squares: list[kernels.BegunSum] | None = None
-    """of the sums of this step, complete with `squared`; None: not begun"""
+    """Squares of this step's sums, complete with `squared`; None: not begun."""
     squared: Event = DONE
 
     @classmethod
@@ -141,18 +141,18 @@ class Gradients:
         self._runs = {name: runs_of(parts, len(staging) // 2) for name, parts in accumulators.items()}
         self._tied = tied
         self._once = accumulators.keys() - {*tied, *tied.values()}
-        """uses whose accumulators nothing is added to but their own gradients"""
+        """Uses whose accumulators receive nothing but their own gradients."""
         self._staging = staging
         self._window = window
         self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
         self._square_sum = partial(kernels.begin_square_sum, num_threads=num_threads)
         self._taken: Counter[str] = Counter()
-        """gradients by use, in this step"""
+        """Gradients by use, in this step."""
         self._expected: Counter[str] = Counter()
-        """the same of the step before; empty: not known, nothing is guessed"""
+        """The same of the previous step; empty: unknown, nothing is speculated."""
         self._arrived: set[str] = set()
         self._exchanged = False
-        """the compute lane has added other ranks' sums to the accumulators of this step"""
+        """Whether the compute lane has added other ranks' sums to the accumulators of this step."""
 
     def arrived(self, name: str) -> bool:
         return name in self._arrived

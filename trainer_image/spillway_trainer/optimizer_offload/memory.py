@@ -25,13 +25,13 @@ class StateRows:
     """Where the states of one chunk lie in their block (uint8)."""
 
     row_bytes: tuple[int, ...]
-    """of each state, padding apart"""
+    """Of each state, without padding."""
     dtypes: tuple[torch.dtype, ...]
-    """one a row: the master's, where the block has one (uint8: the rest of it), then those of the moments"""
+    """One per row: the master's, if the block has one (uint8: the rest of it), then those of the moments."""
     unit_bytes: int = ALIGNMENT_BYTES
-    """every row is a multiple of it"""
+    """Every row is a multiple of it."""
     is_split: bool = False
-    """the first row is the rest of a master, not a whole one"""
+    """Whether the first row is the rest of a master, not a whole one."""
 
     @property
     def nbytes(self) -> int:

@@ -38,7 +38,7 @@ class NvmeStates(Region):
         self._rows = rows
         self._stored: list[Stored | None] = [None] * len(rows.dtypes)
         self.settled: tuple[Event, ...] = ()
-        """complete when everything submitted so far is in the file"""
+        """Complete when everything submitted so far is in the file."""
 
     def read(self, block: Tensor) -> None:
         """Fill `block` (uint8, whole pages) with all rows. Runs on lane nvme_read. Raises SpillIOError."""
@@ -100,9 +100,9 @@ class Loaded:
 
     slot: RingSlot
     block: Tensor
-    """uint8, all rows in whole pages"""
+    """uint8, all rows in whole pages."""
     read: Event
-    """ends their way in"""
+    """Complete when they have been read."""
 
 
 @dataclass(frozen=True, slots=True)

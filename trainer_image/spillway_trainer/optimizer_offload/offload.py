@@ -91,7 +91,7 @@ class OptimizerOffload:
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
         self._weights = {name: [p.weights for p in parts if p.home is None] for name, parts in self._of.items()}
-        """what the compute lane reads of a parameter; whoever has the homes declares those that have one"""
+        """What the compute lane reads of a parameter; those with homes are declared by their owner."""
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.update, num_threads=plan.num_threads)
         self._window = StateWindow(lanes, self._window_ring())
@@ -111,10 +111,10 @@ class OptimizerOffload:
             lanes, self._arena, window_of(self._placed, self._trainable.tied, window), cpu_update or native
         )
         self._begun: tuple[float, float, UpdateCount] | None = None
-        """learning rate and factor of the step that was begun, and the number of updates after it"""
+        """Learning rate and factor of the step that was begun, and the number of updates after it."""
         self._overlaps = plan.overlap != "None"
         self._updating: dict[str, list[Event]] = {}
-        """by parameter: updates that the compute lane has not waited for"""
+        """By parameter: updates that the compute lane has not waited for."""
         self._initialise_states(loads_masters)
 
     def wait(self, names: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ class Home(Protocol):
     """Where one chunk's values live, in the parameter's type, when they do not stay on the device."""
 
     changed: tuple[Event, ...]
-    """complete when the last update of the values is in the home: whoever reads it runs after these"""
+    """Complete when the last update of the values is in the home: readers run after these."""
 
     @property
     def region(self) -> Region: ...
@@ -75,16 +75,16 @@ class Placed:
 
     chunk: Chunk
     dtype: torch.dtype
-    """the compute dtype"""
+    """The compute type."""
     parameter: Tensor | None
-    """flat slice of the device parameter; None: the chunk's values live at `home`"""
+    """Flat slice of the device parameter; None: the chunk's values are at `home`."""
     home: Home | None
     weights: Region
-    """the memory of `parameter`, or of the home"""
+    """The memory of `parameter`, or of the home."""
     block: MemorySlice | NvmeStates
-    """the chunk's states where they live between updates: host memory, the device for a resident chunk, or NVMe"""
+    """The chunk's states between updates: in host memory, on the device for a resident chunk, or on NVMe."""
     rows: StateRows
-    """where they lie in it"""
+    """Where they are in it."""
     accumulator: Accumulator
     _viewed: tuple[MemorySlice, OptimizerStates] | None = None
 

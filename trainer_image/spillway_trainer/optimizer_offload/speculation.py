@@ -35,7 +35,7 @@ class Spare:
     block: MemorySlice
     values: MemorySlice
     made: Event | None = None
-    """the update that is in them; None: nothing that counts"""
+    """The update that they contain; None: nothing that counts."""
 
 
 class Speculation:
@@ -48,9 +48,9 @@ class Speculation:
         values = arena.parts(Tier.HOST, [padded(placed.nbytes) for placed in window], "spare values")
         self._spares = {p.chunk: Spare(block, value) for p, block, value in zip(window, blocks, values, strict=True)}
         self._factor = 1.0
-        """with which updates are made"""
+        """Factor of speculative updates."""
         self._is_likely = True
-        """the last step had that factor"""
+        """Whether the last step had that factor."""
 
     def __bool__(self) -> bool:
         return bool(self._spares)

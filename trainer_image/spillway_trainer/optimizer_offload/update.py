@@ -54,17 +54,17 @@ class UpdatePipeline:
 
     lanes: Lanes
     uploads: Ring
-    """host buffers of one chunk in the compute dtype: between the CPU's update and the upload"""
+    """Host buffers of one chunk in the compute type: between the CPU's update and the upload."""
     slots: Ring
-    """device buffers of one state block: streamed chunks pass through them"""
+    """Device buffers of one state block: streamed chunks pass through them."""
     window: StateWindow
-    """what states on NVMe pass through"""
+    """Through which states on NVMe pass."""
     cpu_update: Update
     device_update: Update
     group_bytes: int
-    """of values that one operation of the CPU updates, if it updates several chunks; no more than an upload's buffer"""
+    """Most value bytes that one CPU operation updates if it updates several chunks; at most an upload buffer."""
     in_place: bool = False
-    """the device's memory is the host's: the CPU's update writes the parameter itself, and nothing goes up"""
+    """Whether the device's memory is the host's: CPU updates write parameters directly, and nothing is copied up."""
     ends: dict[Chunk, Event] = field(default_factory=dict)
 
     def submit(

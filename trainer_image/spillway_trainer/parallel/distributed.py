@@ -38,17 +38,17 @@ from ..ranks import ONE_RANK, GradientSum, Ranks, Result, TakeBuffer, World
 from ..tiers.arena import as_bytes
 
 RENDEZVOUS_SECONDS = 300.0
-"""for all ranks to appear: pods start at different times, and a name may not resolve at first"""
+"""For all ranks to appear: pods start at different times, and a name may not resolve at first."""
 COLLECTIVE_SECONDS = 300.0
-"""for one exchange of the step: a rank that is that late is lost"""
+"""For one exchange of the step: a rank that is later is lost."""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
 CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
-"""of what ranks compare"""
+"""Of values that ranks compare."""
 HEADER_BYTES = 1024
-"""name and shape of a shared tensor"""
+"""Name and shape of a shared tensor."""
 SQUARE_SUM_WORDS = 24
 """32-bit words of an exact sum of squares: below 2^(2 x 277 + 64), in units of 2^-298"""
 
@@ -340,7 +340,7 @@ def read_header(header: Tensor) -> tuple[str, list[int], torch.dtype]:
 
 
 _TYPE_NAMES = {dtype: kind.value for kind, dtype in MOMENT_DTYPES.items()}
-"""of all that ranks tell each other: parameters, masters and moments"""
+"""Of everything that ranks exchange: parameters, masters and moments."""
 
 
 class ExchangedSum:
@@ -362,7 +362,7 @@ class ExchangedSum:
         wire_bytes, sum_bytes = wire.itemsize * self._bucket, torch.float32.itemsize * segment
         parts = [world.size * sum_bytes, sum_bytes, wire_bytes]
         self._outgoing, own, incoming = torch.split(buffer(sum(parts)), parts)
-        """the bucket on its way out; then the sums that come back"""
+        """The bucket being sent; then the sums that return."""
         self._own, self._incoming = own.view(torch.float32), incoming.view(wire)
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:

@@ -106,16 +106,16 @@ class FsdpShards:
     """A model as FSDP2 has divided it. Implements shards.Division."""
 
     layout: Layout
-    """of the trained parameters that have states"""
+    """Of the trained parameters that have states."""
     own: Mapping[str, Tensor]
-    """this rank's rows of every parameter, flat: FSDP2's memory"""
+    """This rank's rows of every parameter, flat: FSDP2's memory."""
     tied: Mapping[str, str]
     rank: int
     world_size: int
     shapes: Mapping[str, torch.Size]
     gathered: GatheredSegments
     stale: set[str] = field(default_factory=set)
-    """aliases whose owners have been updated since"""
+    """Aliases whose owners have been updated since."""
 
     def complete(self) -> None:
         self.stale.update(self.tied)

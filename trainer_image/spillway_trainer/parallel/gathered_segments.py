@@ -17,7 +17,7 @@ from ..models.chain import Chain
 from ..resident_parameters import ParameterRef, ResidentParameters, check_version
 
 TakeGradient = Callable[[str, Tensor], None]
-"""gets the name of a parameter and its gradient, complete, as soon as autograd has it"""
+"""Receives the name of a parameter and its complete gradient, as soon as autograd has it."""
 
 
 class GatheredSegments:
@@ -31,7 +31,7 @@ class GatheredSegments:
         self._seen: set[str] = set()
         self._whole: dict[str, Parameter] = {}
         self._by_storage: dict[int, str] = {}
-        """name, by torch's storage object, which stays the same while its memory comes and goes"""
+        """Name, by torch's storage object, which stays the same while its memory comes and goes."""
         self._buffers = ResidentParameters(list(model.named_buffers()))
 
     def ready(self, segment: str) -> None:

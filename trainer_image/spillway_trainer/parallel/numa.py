@@ -21,11 +21,11 @@ class CoreBinding:
     """Where a rank's threads go."""
 
     cores: frozenset[int]
-    """none: they stay where they are"""
+    """Empty: threads stay where they are."""
     num_threads: int
-    """update threads that this rank may have there at most; its part of the cores"""
+    """Most update threads of this rank there; its share of the cores."""
     said: str
-    """one line for the log: what was chosen, or why nothing was"""
+    """One line for the log: what was chosen, or why nothing was."""
 
 
 def node_of(root: Path, bus_address: str) -> int | None:

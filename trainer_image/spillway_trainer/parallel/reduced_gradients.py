@@ -32,7 +32,7 @@ class Slice:
     name: str
     owner: int
     offset: int
-    """in the owner's piece of the parameter"""
+    """In the owner's piece of the parameter."""
     values: Tensor
 
 
@@ -60,7 +60,7 @@ class ReducedGradients:
         self._ledger, self._num_threads = ledger, num_threads
         num_values = sum(piece.size for pieces in layout.values() for piece in pieces)
         self._room = self._bucket = max(1, min(EXCHANGE_PARAMETERS, num_values) // peers.world.size)
-        """values; all of a bucket may be for one rank, which then gets as many from every rank"""
+        """Values; all of a bucket may be for one rank, which then gets as many from every rank."""
         wire_bytes = wire.itemsize * self._bucket
         ledger.charge("gradient exchange", wire_bytes * (1 + peers.world.size) + torch.float32.itemsize * self._bucket)
         self._outgoing = torch.empty(self._bucket, dtype=wire)

@@ -46,13 +46,13 @@ class DividedModel:
     """A model under DeepSpeed or FSDP2, ready to train."""
 
     engine: Any
-    """deepspeed.DeepSpeedEngine, or a module: what is called instead of the model"""
+    """deepspeed.DeepSpeedEngine, or a module: called instead of the model."""
     optimizer: ShardedOptimizer
     parameters: GatheringSource | None
-    """where those of Zero3 and Fsdp are; None: every rank has whole ones"""
+    """Where the parameters of Zero3 and Fsdp are; None: every rank has whole ones."""
     order: MicroBatchOrder
     ready: Ready | None = None
-    """for every segment, when its forward begins"""
+    """For every segment, when its forward begins."""
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:

@@ -34,7 +34,7 @@ class SegmentGradients:
         self._segments, self._likes = segments, likes
         self._peers, self._reduced, self._mark, self._ledger = peers, reduced, mark, ledger
         self._to_come = [*segments]
-        """segments that this micro-batch's backward has not left yet"""
+        """Segments that this micro-batch's backward has not left yet."""
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, gradient: Tensor) -> None:

@@ -74,9 +74,9 @@ class ShardedOptimizer:
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes
         self._parameters = parameters
-        """the model's, whole or divided; every trained one"""
+        """The model's, whole or sharded; every trained one."""
         self._arrived: dict[str, None] = {}
-        """of all ranks: each has seen the same ones"""
+        """Of all ranks: each has seen the same ones."""
 
     def mark(self, name: str) -> None:
         """A gradient of the parameter has come on every rank, whoever's its pieces are."""
@@ -172,4 +172,4 @@ class ShardedOptimizer:
 
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], PartOptimizer]
-"""named pieces -> their optimizer, which gets float32 gradients"""
+"""Named pieces -> their optimizer, which gets float32 gradients."""

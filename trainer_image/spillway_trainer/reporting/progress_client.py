@@ -51,9 +51,9 @@ from ..checkpoints.manifest import CheckpointName
 POST_INTERVAL_SECONDS = 5.0
 POST_TIMEOUT_SECONDS = 5.0
 END_SECONDS = 5.0
-"""for the last post, whatever the network does"""
+"""Time limit of the last post."""
 PACE_STEPS = 20
-"""the time left is told from the pace of so many steps, evaluations and checkpoints between them included"""
+"""The remaining time is estimated from the pace of these steps, including evaluations and checkpoints between them."""
 LONGEST_ANSWER = 64 * 1024
 
 
@@ -63,7 +63,7 @@ class Endpoint:
 
     url: SplitResult
     token_path: Path | None
-    """read at each post: the kubelet renews the token"""
+    """Read at each post: the kubelet renews the token."""
     ca_path: Path | None
 
     def connect(self) -> http.client.HTTPConnection:
@@ -120,17 +120,17 @@ class Figures:
     last_time: float = 0.0
     evaluation_loss: float | None = None
     checkpoint: tuple[int, float] | None = None
-    """step, Unix time"""
+    """Step, Unix time."""
     checkpoint_member: str = ""
-    """of a sweep: whose it is"""
+    """Of a sweep: the member that it belongs to."""
     members: tuple[MemberProgress, ...] = ()
-    """of a sweep"""
+    """Of a sweep."""
     best_member: str = ""
     peak: Mapping[str, int] = field(default_factory=dict)
     built_in_bytes: int = 0
-    """that the pod held at most which built the corpus, this one or an earlier attempt's; 0 = nobody knows"""
+    """Peak bytes of the pod that built the corpus, this one or an earlier attempt's; 0: unknown."""
     first_step: int = 0
-    """that this attempt began after"""
+    """The step before this attempt's first."""
     eta_seconds: float | None = None
     spill_volume: SpillVolume | None = None
 
@@ -165,7 +165,7 @@ class ProgressClient:
         self._problem = ""
         self._newest_epoch = job.epoch
         self._heard: int | None = None
-        """of activations, in an answer"""
+        """The operator's last answer about activations."""
         self._wanted = plan.bytes[Tier.NVME].activations
         self._connection: http.client.HTTPConnection | None = None
         self._news.set()  # the beginning is worth a post

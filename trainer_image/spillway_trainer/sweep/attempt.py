@@ -64,9 +64,9 @@ from .shared_base import assemble_on, shared_base
 from .together import Trainee, advance_together
 
 OWN_ENDS = (NonFinite, UserError, CheckpointCorrupt)
-"""what ends a member and no other. Memory and devices belong to all: what they lack ends the attempt"""
+"""Errors that end only this member. Memory and devices belong to all: a lack of them ends the attempt."""
 EVERYONES = (CheckpointNotWritten, CorpusNotWritten, OutputNotWritten, SweepNotWritten)
-"""of these, what a disk refused: it would refuse the other members, too"""
+"""Of these, errors of a disk, which the other members would meet, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ class MemberRun:
     recorder: Recorder
     loss_scale: LossScaler
     base: str = ""
-    """as in MemberPlan"""
+    """As in MemberPlan."""
     num_attached: int = 1
-    """as in MemberPlan"""
+    """As in MemberPlan."""
     random_state: str | None = None
-    """that it left at the end of its last turn"""
+    """At the end of its last turn."""
     progress: RunProgress = field(default_factory=RunProgress)
     text: Text | None = None
     states: MemberStates | None = None
@@ -171,7 +171,7 @@ class Sweep:
         self.members: dict[str, MemberRun] = {}
         self._contenders = contenders(job)
         self._fresh = checkpoint.random_state()
-        """that of a new process, in which a solo run builds its model"""
+        """Random state of a new process, in which a solo run builds its model."""
         self._said: set[str] = set()
 
     def run(self) -> str:

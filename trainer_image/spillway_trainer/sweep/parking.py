@@ -45,7 +45,7 @@ class ParkedPiece:
     extent: NvmeExtent
     stored: Stored
     nbytes: int
-    """without what fills up its last block"""
+    """Without the padding of its last block."""
 
 
 @dataclass(frozen=True, slots=True)

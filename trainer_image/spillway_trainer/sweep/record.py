@@ -46,7 +46,7 @@ class SweepRecord:
     epoch: int
     metric: str
     values: dict[tuple[str, int], float] = field(default_factory=dict)
-    """of the metric, by member and step"""
+    """Of the metric, by member and step."""
     failures: dict[str, MemberFailure] = field(default_factory=dict)
 
     @staticmethod

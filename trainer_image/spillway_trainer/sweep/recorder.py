@@ -157,7 +157,7 @@ class _MemberSink:
 
 
 LARGEST_LOSS = 1e30
-"""that a report may say"""
+"""Of a report."""
 
 
 def finite(value: float) -> float | None:

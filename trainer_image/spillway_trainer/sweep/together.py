@@ -30,9 +30,9 @@ class Trainee:
     settings: LoopSettings
     progress: RunProgress
     until: int
-    """the step that it goes to"""
+    """The step up to which it trains."""
     random_state: Tensor
-    """torch's, as the run would have it alone"""
+    """torch's, as in a run of its own."""
     failed: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Trainee:
 
 
 Alone = Callable[[Trainee], AbstractContextManager[None]]
-"""what a trainee's work is done in: it keeps an error that ends this one alone, and sets `failed`"""
+"""Context of a trainee's work: keeps an error that ends only this one, and sets `failed`."""
 
 
 def advance_together(trainees: Sequence[Trainee], stop: StopRequest, alone: Alone) -> None:

@@ -15,7 +15,7 @@ from .device_ledger import DeviceLedger
 from .lanes import Buffer, Event, Lanes, Region
 
 ALIGNMENT_BYTES = 64
-"""torch's own: what lies in one piece of memory starts on a cache line, so that kernels take the same path"""
+"""torch's own: parts of one piece of memory start on a cache line, so that kernels take the same path."""
 
 
 def padded(nbytes: int) -> int:

@@ -18,9 +18,9 @@ from .cuda_lanes import DeviceEvent, Stream
 from .host_slab import HostSlab
 
 PAGE_BYTES = 20 * MIB
-"""what torch's allocator takes of a device at once, for blocks above 1 MiB"""
+"""Unit in which torch's allocator takes device memory for blocks above 1 MiB."""
 SMALL_BLOCKS_BYTES = 32 * MIB
-"""left for the others: it takes 2 MiB at once for them, and each stream has its own"""
+"""For smaller blocks: it takes 2 MiB at once for them, per stream."""
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -118,7 +118,7 @@ class CudaStreams:
         self.device = device
         self._compute = torch.cuda.current_stream(device)
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
-        """that nobody uses; by whether they are timed"""
+        """Unused ones, by whether they are timed."""
 
     def compute(self) -> Stream:
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:

@@ -48,7 +48,7 @@ from .releases import obtain
 STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 
 Stream = Any
-"""what a Streams made; the lanes only hand it back"""
+"""Made by a Streams; the lanes only pass it back."""
 
 
 class DeviceEvent(Protocol):
@@ -133,9 +133,9 @@ class StreamOperation(Operation):
         super().__init__(work, after, label)
         self.lane = lane
         self.regions = regions
-        """held until it is complete, as its work is"""
+        """Held until it is complete, like its work."""
         self.is_launched = False
-        """it is in its stream, or failed before"""
+        """It is in its stream, or failed before."""
         self._launching: threading.Event | None = None
         self.begin: DeviceEvent | None = None
         self.end: DeviceEvent | None = None
@@ -206,7 +206,8 @@ class StreamOperation(Operation):
 
 
 _LETTING_GO = threading.RLock()
-"""who has waited for an operation finds that nothing of it is left, also if another thread let go of it"""
+"""Guarantees that nothing of an operation is left for whoever has waited for it, even if another thread let go of
+it."""
 
 
 def order(streams: Streams, stream: Stream, event: Event) -> None:
@@ -231,19 +232,19 @@ class CudaLanes(CpuLanes):
         self._streams = streams
         self._compute = streams.compute()
         self._own_threads: set[int] = set()
-        """by threading.get_ident(); those of host lanes, too, and whoever launches"""
+        """By threading.get_ident(); including threads of host lanes and launching threads."""
         self._in_streams: dict[Lane, SimpleQueue[Any]] = {lane: SimpleQueue() for lane in STREAM_LANES}
-        """launched, not known to be complete"""
+        """Launched, not known to be complete."""
         self._lane_streams = {lane: streams.make(f"lane-{lane}") for lane in STREAM_LANES}
         self._launching = {lane: threading.Lock() for lane in STREAM_LANES}
-        """between an operation's first event and its last a stream gets nothing else"""
+        """Between an operation's first event and its last a stream gets nothing else."""
         self._news: SimpleQueue[StreamOperation | QueuedOperation | None] = SimpleQueue()
-        """for the launcher: what is to be launched later, and what it was told to wait for, which is done"""
+        """For the launcher: operations to launch later, and completed ones that others waited for."""
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
-        """that releases wait for: nobody else might ever look at them"""
+        """Marks that releases wait for: nothing else might ever check them."""
         self._stream_threads: list[threading.Thread] = []
         self._stalls: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
-        """around each wait of the compute stream"""
+        """Around each wait of the compute stream."""
         self._device_stalled_seconds = 0.0
         streams.pin(host.memory)
         self._pinned: Tensor | None = host.memory
@@ -356,7 +357,7 @@ class CudaLanes(CpuLanes):
 
     def _launch_later(self) -> None:
         behind: dict[Operation, list[StreamOperation]] = {}
-        """by what they wait for, as far as is known; in the order in which they were submitted"""
+        """By their predecessor, as far as it is known; in order of submission."""
         while (news := self._news.get()) is not None:
             ready = deque([news] if isinstance(news, StreamOperation) else behind.pop(news, ()))
             del news

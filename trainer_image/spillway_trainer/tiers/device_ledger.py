@@ -20,7 +20,7 @@ from spillway.units import format_bytes
 from .releases import obtain
 
 ACTIVATIONS = "activations"
-"""the purpose of tensors that autograd saved for backward"""
+"""Purpose of tensors that autograd saved for backward."""
 
 
 class DeviceLedger:
@@ -36,21 +36,21 @@ class DeviceLedger:
         self._most_bytes = math.inf if budget_bytes is None else budget_bytes
         self._planned_bytes = min(planned_bytes, self._most_bytes)
         self.reclaim: Callable[[], bool] | None = None
-        """waits for one release in flight; False when there is none. Set by the lanes, which know what is in flight"""
+        """Waits for one release in flight; False if there is none. Set by the lanes, which know what is in flight."""
         self._held: Counter[str] = Counter()
         self._held_bytes = 0
         self._peak_bytes = 0
         self._saved: dict[int, int] = {}
-        """key of a storage -> its bytes"""
+        """Key of a storage -> its bytes."""
         self._saved_bytes = 0
         self._shared: dict[int, int] = {}
-        """key of a storage that has several holders -> how many there are beyond the first"""
+        """Key of a storage with several holders -> their number beyond the first."""
         self._released: deque[tuple[str, int]] = deque()
         """(purpose, bytes)"""
         self._released_saved: deque[int] = deque()
-        """keys of storages that have one holder less"""
+        """Keys of storages that lost a holder."""
         self.release_saved: Callable[[int], None] = self._released_saved.append
-        """count one holder of a key less. Safe in a destructor"""
+        """Removes one holder of a key. Safe in a destructor."""
         self._lock = threading.Lock()
 
     def charge(self, purpose: str, nbytes: int) -> None:

@@ -25,7 +25,7 @@ from .nvme_slab import OpenFile, ScratchFile
 from .spill_file import BLOCK_BYTES
 
 BOUNCE_BYTES = 8 << 20
-"""of encrypted bytes on their way out, for each file: what is written stays as it is"""
+"""Encrypted bytes to be written, per file: the source is unchanged."""
 CHECKSUM_BITS = 32
 
 
@@ -49,7 +49,7 @@ class EncryptedFile:
         self._numbers = itertools.count(1)
         self._bounce = torch.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), dtype=torch.uint8)
         self._writing = threading.Lock()
-        """its holder has the bounce buffer"""
+        """Its holder has the bounce buffer."""
 
     @property
     def backend(self) -> str:

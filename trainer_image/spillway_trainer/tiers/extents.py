@@ -29,7 +29,7 @@ class Extents:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        """less what was withdrawn"""
+        """Without what was withdrawn."""
         self.peak_bytes = 0
         self._starts = [0] if self.capacity_bytes else []
         self._sizes = {0: self.capacity_bytes} if self.capacity_bytes else {}

@@ -35,7 +35,7 @@ class HostSlab:
 
     def __init__(self, nbytes: int, may_grow: Callable[[], int] = lambda: 0, planned_bytes: float = math.inf) -> None:
         self.reclaim: Callable[[], bool] | None = None
-        """waits for one release in flight; False when there is none. Set by the lanes"""
+        """Waits for one release in flight; False if there is none. Set by the lanes."""
         self._extents = Extents(nbytes)
         self._planned_bytes = planned_bytes
         self._mapping = _map(self._extents.capacity_bytes)
@@ -158,7 +158,7 @@ class _Mapping(NamedTuple):
     bytes: memoryview
     whole: mmap.mmap | None
     start: int
-    """of the tensor in the whole mapping"""
+    """Of the tensor in the whole mapping."""
 
     def give_back(self, offset: int, nbytes: int) -> None:
         assert self.whole is not None

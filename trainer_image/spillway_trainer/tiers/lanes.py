@@ -132,7 +132,7 @@ class Submission(NamedTuple):
 
 class Lanes(Protocol):
     direct_io: bool
-    """device memory is host memory, its buffers in whole blocks of the file: it moves to and from the file unstaged"""
+    """Whether device memory is host memory in whole blocks of the file: it moves to and from the file unstaged."""
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         """Memory of `tier` (device or host) whose earlier users are complete.
@@ -190,7 +190,7 @@ class Lanes(Protocol):
 
 
 DEVICE_BUFFERS = "buffers"
-"""the ledger's purpose for buffers of the lanes: staging, reload windows, slots of streamed subgroups"""
+"""The ledger's purpose for buffers of the lanes: staging, reload windows, slots of streamed subgroups."""
 
 
 def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label: str) -> Buffer:
@@ -258,7 +258,7 @@ class Operation:
         self._error: BaseException | None = None
         self.label = label
         self.seconds = 0.0
-        """of work, once it is done"""
+        """Of work, once it is done."""
         self.done = False
 
     def run(self) -> None:
@@ -304,9 +304,9 @@ class QueuedOperation(Operation):
         super().__init__(work, after, label)
         self.lane = lane
         self.taken = False
-        """somebody runs it, or has"""
+        """It runs, or has run."""
         self.is_awaited = False
-        """the launcher of a device is to be told when it has been run"""
+        """The device's launcher must learn when it has run."""
         self._finished = threading.Event()
 
     @property
@@ -328,7 +328,7 @@ class LaneQueue:
     def __init__(self) -> None:
         self._operations: deque[QueuedOperation] = deque()
         self._turns: SimpleQueue[bool] = SimpleQueue()
-        """one for every operation, also for those that others take; False: no more will come"""
+        """One per operation, including those that others take; False: no more will come."""
         self._taking = threading.Lock()
 
     def put(self, operation: QueuedOperation) -> None:

@@ -35,11 +35,11 @@ from .spill_file import SpillFile
 from .spill_health import HEALTHY, DeviceHealth, after_failed_write, after_transfer
 
 STRIPE_BYTES = 1 << 20
-"""an extent is divided into pieces of no less: smaller transfers cost more than a second device gives"""
+"""Least size of an extent's pieces: smaller transfers cost more than a second device gains."""
 RAISE_BUDGET = "Raise spec.memory.budget.nvme."
 WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED = "write_failed", "device_retired", "device_slow", "redirected"
 FAULT_KINDS = (WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED)
-"""of faults, as the metric counts them; redirected: a spill that went to a higher tier because of one"""
+"""As the metric counts them; redirected: a spill that went to a higher tier because of a fault."""
 
 
 class ScratchFile(Protocol):
@@ -83,7 +83,7 @@ class Device:
     file: ScratchFile
     extents: Extents
     reads: DeviceHealth = HEALTHY
-    """only their pace: a read that fails ends the step"""
+    """Only their pace: a failed read ends the step."""
     writes: DeviceHealth = HEALTHY
     moved_bytes: int = 0
     moving_seconds: float = 0.0
@@ -130,7 +130,7 @@ class Kept:
 
     memory: Tensor
     is_lent: bool = False
-    """it stays its owner's; else the extent frees it"""
+    """It stays its owner's; else the extent frees it."""
 
 
 Stored = tuple[StoredPiece, ...] | Kept
@@ -148,9 +148,9 @@ class NvmeExtent(Region):
         self._retired: set[Device] = set()
         self.pieces = tuple(pieces)
         self.kept: dict[int, Kept] = {}
-        """by offset in the extent"""
+        """By offset in the extent."""
         self.home: Buffer | None = None
-        """what lent its memory to all of `kept`"""
+        """The lender of the memory of all of `kept`."""
 
     def at(self, offset: int) -> Address:
         return Address(self, offset)
@@ -188,7 +188,7 @@ class DevicePart(NamedTuple):
     tensor: Tensor
     label: str
     checksum: int = 0
-    """of a read"""
+    """Of a read."""
 
 
 class NvmeSlab:
@@ -212,11 +212,11 @@ class NvmeSlab:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.reclaim: Callable[[], bool] | None = None
-        """waits for one release in flight; False when there is none. Set by whoever owns the lanes"""
+        """Waits for one release in flight; False if there is none. Set by the owner of the lanes."""
         self.if_full = RAISE_BUDGET
-        """what to do then, in the words of whoever gave `nbytes`"""
+        """Advice for that case, in the words of whoever set `nbytes`."""
         self.first_failure: SpillwayError | None = None
-        """of a write"""
+        """Of a write."""
         self._host, self._tell, self._planned, self._clock = host, tell, planned, clock
         self._faults: Counter[str] = Counter()
         self._told: set[str] = set()

@@ -36,9 +36,9 @@ _WHAT_HELPS = {
     errno.EDQUOT: "the quota of this user or project is used up, even if the disk has free space: have it raised",
     errno.EFBIG: "the file system allows no file this large: use more directories",
 }
-"""other than to make room"""
+"""Other than freeing space."""
 _PUNCH_HOLE = 0x01 | 0x02
-"""linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE"""
+"""linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
 _BAD_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_O_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from spillway.errors import SpillVolumeFull, SpillwayError
 
 MAX_BAD_EXTENTS = 3
-"""failed writes that retire a device: one may be a bad block, so many are not"""
+"""Failed writes that retire a device: one may be a bad block, this many are not."""
 SLOW_FACTOR = 5.0
-"""a transfer is slow that takes so many times what the plan took it to take"""
+"""A transfer is slow if it takes this many times its planned time."""
 SLOW_SECONDS = 10.0
-"""seconds of slow transfers in a row before spills are sent elsewhere: a drive that collects garbage pauses for less"""
+"""Seconds of consecutive slow transfers before spills are redirected: a drive that collects garbage pauses for less."""
 GONE = (errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.EBADF)
-"""no later write can succeed"""
+"""No later write can succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DeviceHealth:
     num_bad_extents: int = 0
     is_retired: bool = False
     slow_seconds: float = 0.0
-    """of transfers in a row, each slower than the plan's rate by SLOW_FACTOR"""
+    """Of consecutive transfers, each slower than the plan's rate by SLOW_FACTOR."""
 
     @property
     def is_slow(self) -> bool:

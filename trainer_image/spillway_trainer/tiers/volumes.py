@@ -9,7 +9,7 @@ from spillway.errors import UserError
 from ..cgroup import read_text
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""file systems; newer kernels have O_DIRECT on them, too"""
+"""File systems; newer kernels have O_DIRECT on them, too."""
 MOUNTS = Path("/proc/self/mounts")
 
 

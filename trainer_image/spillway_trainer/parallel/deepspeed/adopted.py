@@ -41,7 +41,7 @@ from .layout import Layout, ShardPiece, cut_evenly, cut_group
 from .support import check_engine, check_settings
 
 Engine = Any
-"""deepspeed.DeepSpeedEngine, which has no types"""
+"""deepspeed.DeepSpeedEngine, which has no types."""
 MOMENTS = UpdateRule.ADAMW.moments
 
 
@@ -50,7 +50,7 @@ class FlatPlace:
     """Where this rank's piece of a parameter lies in DeepSpeed's own flat float32 tensors."""
 
     group: int
-    """of `flats`"""
+    """Of `flats`."""
     offset: int
 
 
@@ -97,17 +97,17 @@ class Divided:
 
     layout: Layout
     parameters: Mapping[str, Parameter]
-    """every trained one, in declared order"""
+    """Every trained one, in declared order."""
     pieces: Mapping[str, tuple[Tensor, int]]
-    """this rank's: flat values in DeepSpeed's memory, and as many dimensions (2 or 1) as make our optimizer decay them,
-    or not, as their group in DeepSpeed's optimizer says"""
+    """This rank's: flat values in DeepSpeed's memory, with as many dimensions (2 or 1) as make our optimizer decay
+    them, or not, like their group in DeepSpeed's optimizer."""
     places: Mapping[str, FlatPlace]
-    """of the pieces"""
+    """Of the pieces."""
     flat_sizes: Sequence[int]
-    """of DeepSpeed's own float32 tensors, padding and all"""
+    """Of DeepSpeed's own float32 tensors, including padding."""
     complete_parameters: Callable[[], None]
     is_whole: bool
-    """every rank has whole parameters"""
+    """Whether every rank has whole parameters."""
 
     def complete(self) -> None:
         self.complete_parameters()
@@ -191,10 +191,10 @@ class Adoption:
     divided: Divided
     world: World
     average: float
-    """engine.step() multiplies sums over ranks by it"""
+    """Factor by which engine.step() multiplies sums over ranks."""
 
     names: Mapping[int, str]
-    """by the id of a parameter"""
+    """By the id of a parameter."""
 
     def take(self, parameter: Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -25,7 +25,7 @@ class ShardPiece:
 
 
 Layout = Mapping[str, Sequence[ShardPiece]]
-"""parameter -> one piece a rank; together they are the parameter"""
+"""Parameter -> one piece per rank; together they are the parameter."""
 
 
 def cut_group(

@@ -16,10 +16,10 @@ from spillway.errors import UserError
 from ...optimizer.plain import Hyperparameters
 
 FIRST_VERSION, TOO_NEW_VERSION = (0, 19, 8), (0, 20)
-"""earlier ones lack names that adopted.py stands on; no later one has been seen"""
+"""Earlier versions lack names that adopted.py uses; later ones are untested."""
 
 Engine = Any
-"""deepspeed.DeepSpeedEngine, which has no types"""
+"""deepspeed.DeepSpeedEngine, which has no types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Rule:
     """One row of the matrix."""
 
     field: str
-    """as DeepSpeed's configuration has it"""
+    """As in DeepSpeed's configuration."""
     found: Callable[[Engine], str]
-    """what is outside; empty when nothing is"""
+    """What is not supported; empty if nothing."""
     instead: str
 
 
