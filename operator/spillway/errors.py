@@ -54,7 +54,7 @@ RANK_CRASHED = "RankCrashed"
 
 
 def reason_of(exit_code: int) -> str:
-    """The reason that a process's exit code stands for; unknown codes and signals are RankCrashed."""
+    """The reason for a process's exit code; unknown codes and signals are RankCrashed."""
     try:
         return ExitCode(exit_code).reason
     except ValueError:

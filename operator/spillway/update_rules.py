@@ -30,8 +30,8 @@ RULE_FIELDS = ("betas", "eps", "momentum")
 
 
 class MomentType(StrEnum):
-    """What a run keeps the states beside the master in, between updates: spec.training.optimizer.moments. Another type
-    is another result, which the user declares; no plan chooses it."""
+    """Type of the moments between updates: spec.training.optimizer.moments. It changes results, so the user declares
+    it; no plan chooses it."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -49,7 +49,7 @@ class MomentType(StrEnum):
 
     @property
     def scale_bytes(self) -> int:
-        """By which a parameter's moment may be larger than bytes_per_value says."""
+        """Bytes by which a parameter's moment may exceed bytes_per_value."""
         return SCALE_BYTES if self is MomentType.INT8 else 0
 
     @property
@@ -75,7 +75,7 @@ class UpdateRule(StrEnum):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The states beside the master, in the order of every function that takes them."""
+        """The states other than the master, in the order of every function that takes them."""
         return _FACTS[self].moments
 
     @property
@@ -85,12 +85,12 @@ class UpdateRule(StrEnum):
 
     @property
     def defaults(self) -> Mapping[str, float | tuple[float, float]]:
-        """What spec.training.optimizer is where it says nothing: weightDecay, and the fields that this rule has."""
+        """Defaults of spec.training.optimizer: weightDecay, and the fields of this rule."""
         return _FACTS[self].defaults
 
     @property
     def corrects_bias(self) -> bool:
-        """Means that began at 0 are divided by what they lack, so the number of updates counts."""
+        """Whether means that began at 0 are corrected, so that the number of updates counts."""
         return self in (UpdateRule.ADAMW, UpdateRule.ADAM)
 
     @property

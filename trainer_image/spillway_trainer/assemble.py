@@ -87,7 +87,7 @@ class Tiers:
         return cuda.allocator_retries(self.device) if self.device.type == "cuda" else 0
 
     def exchange_buffer(self, nbytes: int) -> Tensor:
-        """What ranks exchange gradients through lies in host memory: where the device has its own, in the slab."""
+        """The buffer for exchanging gradients is in host memory: in the slab if the device has its own memory."""
         if self.device.type == "cuda":
             return self.host.allocate(nbytes, EXCHANGE)
         self.ledger.charge(EXCHANGE, nbytes)
@@ -122,7 +122,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a plan came to: a model to call, an optimizer to step, and what the step loop tells both."""
+    """The assembled run: a model to call, an optimizer to step, and the techniques' part of the step loop."""
 
     model: Chain
     optimizer: StepOptimizer
@@ -148,7 +148,7 @@ class Assembly:
         return self.divided is not None and self.divided.parameters is not None
 
     def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
-        """The sum over `ranks`, with its buffers, for gradients that travel as `wire`. A divided model sums its own."""
+        """The sum over `ranks`, with its buffers, for gradients sent as `wire`. A sharded model sums its own."""
         if self.divided is not None:
             return unsummed
         num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -282,7 +282,7 @@ def assemble(
 def assemble_divided(
     job: JobFile, plan: MemoryPlan, model: Chain, settings: Hyperparameters, ranks: Ranks, tiers: Tiers
 ) -> Assembly:
-    """As `assemble`, of a model whose states, gradients or parameters are divided among `ranks` (zero/)."""
+    """Like `assemble`, for a model whose states, gradients or parameters are sharded among `ranks` (parallel/)."""
 
     def of_pieces(pieces: list[tuple[str, nn.Parameter]]) -> OptimizerOffload | ResidentOptimizer:
         return optimizer_of(pieces, model.tied, settings, plan, tiers, gradient_dtype=torch.float32)

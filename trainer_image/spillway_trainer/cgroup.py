@@ -40,8 +40,8 @@ def with_usable_threads(plan: MemoryPlan, usable: int, num_local_ranks: int) -> 
 
 
 def spare_host_bytes(plan: MemoryPlan, num_local_ranks: int, root: Path) -> int:
-    """What a rank may take beside its host slab when a spill device fails: the rest of its budget, as far as the node
-    and the control groups have that much free now, with a margin."""
+    """Host memory that a rank may use beyond its slab if a spill device fails: the rest of its budget, as far as it is
+    free on the node and in the control groups, with a margin."""
     unplanned = plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST)
     free = (free_memory_bytes(root) - MEMORY_MARGIN_BYTES) // num_local_ranks
     return max(0, min(unplanned, free))
@@ -76,8 +76,8 @@ def cgroup_headroom_bytes(root: Path) -> list[int]:
 
 
 def peak_memory_bytes(root: Path) -> int:
-    """The most that this process's own cgroup held since it began, page cache included; 0 where the kernel does not say
-    (cgroup v2 before Linux 5.19), or nothing limits it: then it may be anybody's."""
+    """Peak bytes of this process's own cgroup, including page cache; 0 if the kernel does not report it (cgroup v2
+    before Linux 5.19), or if the cgroup has no limit and may contain other processes."""
     for directories, limit_name, peak_name in (
         (v2_directories(root), "memory.max", "memory.peak"),
         (v1_directories(root, MEMORY_CONTROLLER_V1), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),

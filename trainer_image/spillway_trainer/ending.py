@@ -21,7 +21,7 @@ FOLLOWER = "follower"
 
 
 class PeerLost(Exception):
-    """Another rank is gone, and this one cannot go on without it. Its end is a crash, but not the cause of one."""
+    """Another rank is lost, and this one cannot continue without it. Its end is a crash, but not the cause of one."""
 
 
 @dataclass(frozen=True, slots=True)

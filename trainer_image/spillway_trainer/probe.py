@@ -211,7 +211,7 @@ def repeated(work: Callable[[], object]) -> list[float]:
 
 def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
     """Bytes per second of each batch, and the backend. The volume must have twice the bytes free, so that the probe
-    fills it for nobody."""
+    fills it for no one else."""
     room = os.statvfs(directory) if directory.is_dir() else None
     if room is not None and room.f_bavail * room.f_frsize < 2 * nbytes:
         free = room.f_bavail * room.f_frsize
@@ -300,8 +300,8 @@ class RandomTokens:
 def training(
     cells: Sequence[Cell], directory: Path, threads: int, num_rounds: int = ROUNDS, device: torch.device = CPU
 ) -> Iterator[dict[str, Any]]:
-    """Steps of every cell, as run.jsonl has them, and what its plan says they ask for. Of `directory` only
-    nameless spill files are made."""
+    """Steps of every cell, as in run.jsonl, and what its plan says they have to do. `directory` only gets nameless
+    spill files."""
     node = local_node(threads, 4 * GIB, 4 * GIB, GIB)
     if device != CPU:
         on_device = gpu_node("", cuda.memory_bytes(device), 1)

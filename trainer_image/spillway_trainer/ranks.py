@@ -33,7 +33,7 @@ class World:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> World:
-        """One rank when nothing is said. Raises UserError when what is said makes no sense."""
+        """One rank without variables. Raises UserError if they make no sense."""
         rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
         if rank >= size:
             raise UserError(

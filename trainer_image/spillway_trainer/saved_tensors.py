@@ -32,7 +32,7 @@ from .tiers.device_ledger import DeviceLedger
 
 
 class Handle(Protocol):
-    """What stands for one saved tensor until backward."""
+    """Represents one saved tensor until backward."""
 
     def tensor(self) -> Tensor:
         """The saved tensor, without history; may be called again (retain_graph). Raises when its values changed."""

@@ -34,7 +34,7 @@ STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXCHANGE, Phase.
 
 
 class Techniques(Protocol):
-    """What the loop tells the techniques of a plan; assemble.py makes one object of them."""
+    """The step loop's calls into a plan's techniques; assemble.py combines them."""
 
     def start_backward(self) -> None: ...
 
@@ -68,7 +68,7 @@ class Checkpoints(Protocol):
 
 @dataclass(slots=True)
 class RunProgress:
-    """How far the run is: all that resume needs beside the tensors."""
+    """Progress of the run: all that resume needs in addition to the tensors."""
 
     step: int = 0
     """Optimizer steps completed."""
@@ -106,8 +106,8 @@ class MicroBatchOrder(Protocol):
     """How the micro-batches of a step are run. No result depends on it."""
 
     def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
-        """Forward and backward of each, by number; gradients go to the optimizer by hooks. Yields where another model
-        on the same frozen base may go on, and returns the losses."""
+        """Forward and backward of each, by number; hooks pass gradients to the optimizer. Yields where another model on
+        the same frozen base may run, and returns the losses."""
 
 
 Passes = Generator[None, None, list[float]]
@@ -219,7 +219,7 @@ def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopReq
 
 
 def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
-    """As `train`, to the end of step `until`: the run can go on from there, be it in another turn of its model."""
+    """Like `train`, to the end of step `until`: the run can continue from there, in another turn of its model."""
     while progress.step < until:
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
@@ -267,7 +267,7 @@ def commit_or_go_on(run: Run, progress: RunProgress) -> bool:
 
 
 def train_step(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest) -> tuple[StepMetrics, bool]:
-    """One optimizer step; advances `progress`. Also tells whether any rank was asked to stop, the same on all."""
+    """One optimizer step; advances `progress`. Also returns whether any rank was asked to stop, the same on all."""
     step = StepOnItsWay(run, settings, progress)
     with step.counted():
         step.begin()
@@ -320,7 +320,7 @@ class StepOnItsWay:
         self._passes = run.order(run, self._watch.phase, micro_batches, self._num_tokens)
 
     def go_on(self) -> bool:
-        """To the next place where another run may go on; False: all micro-batches have passed."""
+        """Continues to the next place where another run may run; False: all micro-batches are done."""
         assert self._passes is not None, "begin() comes first"
         with float16_operations(self._run.loss_scale):
             try:

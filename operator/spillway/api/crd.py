@@ -52,9 +52,9 @@ MAX_INT64 = 2**63 - 1
 
 
 def _rule(rule: str, message: str, shown: str = "", values: str = "", at: str = "") -> Schema:
-    """`message` says what is allowed; `shown` says it with the `values` found (CEL, by comma) for %s and %d. The
-    API server refuses texts joined in other ways, because it cannot bound their cost. `at` is the field below this one
-    that is wrong."""
+    """A validation rule. `message` says what is allowed; `shown` does so with the `values` found (CEL, separated by
+    commas) in place of %s and %d. The API server rejects texts joined in other ways, because it cannot bound their
+    cost. `at` is the wrong field below this one."""
     made = {"rule": rule, "message": message}
     if shown:
         made["messageExpression"] = f"'{shown}'.format([{values}])"

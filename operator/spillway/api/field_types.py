@@ -152,7 +152,7 @@ EXTENDED_RESOURCE_NEEDED = (
 
 
 def _extended_resource(value: str) -> str:
-    """As Kubernetes tells them from its own resources; the scheduler counts no others that a node advertises."""
+    """Rejects names of Kubernetes' own resources, as the scheduler does."""
     domain = value.partition("/")[0]
     if len(domain) > MAX_DOMAIN_LENGTH or value.startswith(QUOTA_PREFIX) or NATIVE_RESOURCES in value:
         raise ValueError(EXTENDED_RESOURCE_NEEDED)

@@ -79,9 +79,9 @@ def round_steps(halving: int, num_steps: int) -> tuple[int, ...]:
 
 
 def standing(contenders: Sequence[Contender], values: Iterable[Value], objective: Objective) -> Standing:
-    """Play all rounds that `values` decide. Of several values of one member and step the last one counts: a resumed
-    member repeats its steps. A round waits until every member that may go on has a value at its step (one that
-    trains fewer steps: at its last). `contenders` have different names."""
+    """Decides all rounds for which `values` suffice. Of several values of one member and step the last counts, because
+    a resumed member repeats its steps. A round waits until every remaining member has a value at its step (or at its
+    last, if it trains fewer steps). `contenders` have different names."""
     known: dict[str, dict[int, float]] = {one.name: {} for one in contenders}
     for one in values:
         if one.member in known:
@@ -111,8 +111,8 @@ def standing(contenders: Sequence[Contender], values: Iterable[Value], objective
 
 
 def steps_ahead(members: Iterable[MemberProgress], halving: int) -> dict[str, float]:
-    """Steps that are before each member that goes on, of all members of a sweep. Rounds to come stop some of them, and
-    nobody knows whom: steps behind a round count by the part of the members that it lets go on."""
+    """Remaining steps of all members that continue. Future rounds will stop some of them, and which is unknown: steps
+    after a round count by the fraction of members that it lets continue."""
     known = tuple(members)
     going = [one for one in known if not one.state.is_over]
     last = max((one.num_steps for one in going), default=0)

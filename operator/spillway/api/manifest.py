@@ -94,8 +94,8 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
 
 
 def value_of(text: str) -> object:
-    """What a text that is given as a string stands for in a manifest: 3 is a number, "[a, b]" a list, 1e-4 a text (as
-    floats are). A text that is not valid YAML stands for itself."""
+    """The value of a text in a manifest: 3 is a number, "[a, b]" a list, 1e-4 a text (as floats are). A text that is
+    not valid YAML is itself."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -107,7 +107,8 @@ def value_of(text: str) -> object:
 
 
 def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
-    """Every field of another of our objects would be wrong. A kind that nobody knows is a wrong field among others."""
+    """Rejects other kinds of Spillway's own objects, in which every field would be wrong. An unknown kind is a wrong
+    field among others."""
     given, field = document.get("kind"), model.model_fields.get("kind")
     wanted = get_args(field.annotation) if field is not None else ()
     if wanted and given in _KINDS and given not in wanted:

@@ -52,8 +52,8 @@ def member_training_job(job: TrainingJob, member: Member) -> TrainingJob:
 
 
 def member_job(job: JobFile, member: Member) -> JobFile:
-    """job.json of the member: its spec, and directories of its own. Members of one text and vocabulary share the
-    corpus; the others build their own beside it."""
+    """job.json of the member: its spec, with its own directories. Members with one text and vocabulary share the
+    corpus; others build their own."""
     spec = member_spec(job.spec, member)
     corpus, directory = _corpus_of(spec), job.corpus_directory
     if corpus != _corpus_of(job.spec):
@@ -152,7 +152,7 @@ def _named(path: str) -> str:
 
 
 def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
-    """A problem of the member's spec, told of the override that made it; else of the field it is about."""
+    """A problem of the member's spec, at the override that caused it, else at the field itself."""
     for path, text in member.overrides.items():
         if problem.path == path:
             return FieldProblem(_named(path), text, problem.problem)

@@ -148,7 +148,7 @@ class ObservedPod(Written):
 
 
 class ObservedTiers(Written):
-    """The fullest rank's, per tier; tiers that the plan does not use are left out."""
+    """Peak per tier, of the rank with the highest; tiers that the plan does not use are left out."""
 
     device: ObservedBytes | None = Field(default=None, description="On each device.")
     host: ObservedBytes | None = Field(default=None, description="In host memory.")

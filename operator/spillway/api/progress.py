@@ -62,7 +62,7 @@ class TrainerStatus(Message):
 
 
 class TierFigures(Message):
-    """Bytes of the fullest rank, per tier."""
+    """Bytes per tier, of the rank with the most."""
 
     device: Bytes = 0
     host: Bytes = 0

@@ -112,7 +112,7 @@ class Progress(Written):
 
 
 class MemoryStatus(Written):
-    """Measured peaks of the fullest rank."""
+    """Measured peaks, of the rank with the highest."""
 
     device: Short = Field(default="", description="Peak and budget of the device, for display: 71Gi/80Gi.")
     spilled: Short = Field(default="", description="Bytes outside the device, for display.")

@@ -79,7 +79,7 @@ def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """One resource of a node, beside what its rates predicted."""
+    """Measured over predicted, for one resource of a node."""
 
     resource: str
     """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write."""
@@ -101,7 +101,7 @@ _LANES = {READ: "nvme_read", WRITE: "nvme_write", H2D: "h2d", D2H: "d2h"}
 
 
 class _Told(Enum):
-    """What tells compute and update apart."""
+    """How compute and update are distinguished in measurements."""
 
     BY_PHASES = auto()
     """The phase optimizer is the update, and nothing else is."""
@@ -117,8 +117,8 @@ class _Told(Enum):
 
 
 def _told(work: Work, rates: Rates, overlap: Overlap) -> _Told:
-    """On a device apart an update beside forward takes nothing from it; on a CPU both take the same cores, and the
-    seconds of neither are those it takes alone, but their sum is."""
+    """On a discrete device, an update that overlaps forward takes no time from it. On a CPU both use the same cores:
+    neither phase shows its time alone, but their sum is right."""
     update = work.get(Phase.OPTIMIZER, {})
     if overlap == "None":
         return _Told.BY_LANE if update.get(Resource.READ) else _Told.BY_PHASES
@@ -165,8 +165,8 @@ def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
 
 
 def _links(rates: Rates, step: MeasuredStep) -> Iterator[Correction]:
-    """On a CPU copies share the cores with compute, so that what their lane took says more of compute than of copies:
-    they are corrected with compute."""
+    """On a CPU, copies share cores with compute, so their lane's time says more about compute: they are corrected with
+    it."""
     if not rates.copies_use_cores:
         yield from _of_lanes({H2D: rates.h2d, D2H: rates.d2h}, step)
 
@@ -363,8 +363,8 @@ def medians(of_runs: Sequence[Sequence[Correction]]) -> list[Correction]:
 
 
 def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool = False) -> NodeSpec:
-    """`node` with its rates divided, its fixed costs multiplied, by the factors of what they belong to. The network is
-    that inside of a node, or the one `across_nodes`."""
+    """`node` with rates divided, and fixed costs multiplied, by their factors. The network is the one within a node, or
+    with `across_nodes` the one between nodes."""
     factor = {one.resource: one.factor for one in found}
     inside, across = (1.0, factor.get(NETWORK, 1.0)) if across_nodes else (factor.get(NETWORK, 1.0), 1.0)
     compute, update = factor.get(COMPUTE, 1.0), factor.get(UPDATE, 1.0)
@@ -408,7 +408,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrices:
-    """What one unit costs, in seconds; 0 = too cheap to be told from noise."""
+    """Seconds per unit; 0: indistinguishable from noise."""
 
     flop: Mapping[str, float]
     """By type, never below that of the fastest matrix product."""

@@ -60,7 +60,7 @@ class MemoryFailure:
 
     @property
     def tier(self) -> Tier | None:
-        """That ran out; None: the memory of the pod, beside what the plan counts there."""
+        """The tier that ran out; None: memory of the pod that the plan does not count."""
         tier = None if self.reason == OOM_KILLED else _TIERS.get(self.reason)
         return tier if tier is not None and self.plan.bytes[tier].predicted else None
 
@@ -124,7 +124,7 @@ def _factor(failures: Sequence[MemoryFailure]) -> float:
 
 
 def _room_of_volume(failures: Sequence[MemoryFailure]) -> int | None:
-    """A volume that is full has not the room that the plan thought, whatever the node says of it."""
+    """A full volume has less space than the plan assumed, whatever the node reports."""
     rooms = (int(failure.predicted_bytes / (1.0 + MARGINS[0])) for failure in failures)
     return min(rooms, default=None)
 

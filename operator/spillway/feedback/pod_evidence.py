@@ -44,7 +44,7 @@ WITHOUT_MEMORY: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PodPeak:
-    """What the cgroup of a pod held at most, as its trainer says."""
+    """Peak of a pod's cgroup, as its trainer reports it."""
 
     peak_bytes: int
     """Including page cache."""
@@ -103,7 +103,7 @@ class SeenPods:
     """The job's trainer image."""
 
     def of(self, fingerprint: str, spec: TrainingJobSpec, plan: MemoryPlan) -> PodEvidence | None:
-        """What pods of the job took under the plan; None where only others did, or nobody."""
+        """What pods of the job took with the plan; None if there were none."""
         seen = self.known.get(fingerprint)
         return seen if seen is not None and seen.workload == workload(spec, plan, self.image) else None
 
@@ -112,9 +112,9 @@ NO_PODS_SEEN = SeenPods()
 
 
 def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
-    """16 hexadecimal digits over all that a pod's memory may depend on beside model, plan and ranks: every field of the
-    spec but those in WITHOUT_MEMORY, so that one that is new counts; the device that Auto came to; the trainer's image,
-    and threads, which have buffers of their own."""
+    """16 hexadecimal digits of a hash over all that a pod's memory may depend on apart from model, plan and ranks:
+    every field of the spec except WITHOUT_MEMORY (so new fields count); the device that Auto resolved to; the trainer's
+    image; and threads, which have buffers of their own."""
     decides = {
         "spec": spec.model_dump(mode="json", exclude_none=True, exclude=WITHOUT_MEMORY),
         "device": plan.device,
@@ -127,18 +127,16 @@ def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
 
 
 def may_be_seen(spec: TrainingJobSpec) -> bool:
-    """Whether what one pod reports is what the next one takes: of several pods only the first reports, and of a sweep
-    nobody knows which members a run has held together. What a run left empty the next one may need for a live
-    correction. Only mode Auto decides requests."""
+    """Whether one pod's peak predicts the next one's. Of several pods only the first reports; of a sweep it is unknown
+    which members a run held together; and a live correction may need what a run left unused. Only mode Auto decides
+    requests."""
     alone = spec.parallelism.nodes == 1 and not spec.members
     return spec.memory.mode == "Auto" and alone and not spec.memory.activations.host_reserve
 
 
 def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, attempt: str) -> ObservedPod | None:
-    """What is known of the pods after `attempt` (<job>-<number>) reported the peak of its `pod`; None when that says
-    nothing new. One at the limit is page cache and is not kept. Another workload begins anew. Within an attempt peaks
-    only rise.
-    """
+    """The evidence after `attempt` (<job>-<number>) reported the peak of its `pod`; None if nothing changes. A peak at
+    the limit is page cache and is dropped. Another workload starts over. Within an attempt peaks only rise."""
     if not (may_be_seen(spec) and pod.is_whole and pod.is_its_own and pod.counted_bytes):
         return None
     if not 0 < pod.peak_bytes < AT_THE_LIMIT * pod.limit_bytes:
@@ -162,8 +160,8 @@ def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, at
 
 
 def evidence_of(profile: MemoryProfileSpec) -> PodEvidence | None:
-    """None where nothing was seen, or where a pod ran out of memory and none was seen to take more since: how much it
-    needs nobody knows then."""
+    """None without observations, or if a pod ran out of memory and none has taken more since: the need is then
+    unknown."""
     pod, bound = profile.pod, profile.lower_bounds.pod
     peaks = () if pod is None else tuple(size for size in pod.recent if size > 0)
     if pod is None or not peaks:

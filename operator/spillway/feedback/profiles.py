@@ -233,8 +233,8 @@ def profile_update(
     now: str,
     pod: PodPeak | None = None,
 ) -> MemoryProfileSpec | None:
-    """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes of its fullest rank by tier; None when that
-    says nothing new. A tier without a report, or that the plan does not use, is left as it is.
+    """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes per tier of the rank with the most; None if
+    nothing changes. A tier that was not reported, or that the plan does not use, is unchanged.
 
     An attempt counts once, also when jobs report in turn: it is new when the profile knows none of its job, or an
     earlier one.
@@ -274,8 +274,8 @@ def profile_update(
 
 
 def _without_moved(reported: int, held: TierBytes) -> int:
-    """A peak above what was predicted may be one of activations that a live correction moved there, as far as the
-    reserve reaches: that says nothing of the prediction."""
+    """Subtracts what a live correction may have moved there, up to the reserve: that part of a peak does not show that
+    the prediction was wrong."""
     return reported - min(held.reserve, max(0, reported - held.predicted))
 
 
@@ -349,10 +349,9 @@ def ratio(bound: LowerBound) -> float:
 
 
 def observed_corrections(profiles: Iterable[MemoryProfileSpec]) -> Corrections:
-    """What the profiles of one model, under whatever plans, say of the predictions for the next job of it. A peak that
-    was seen counts with a small margin. Where memory ran out and no peak as high was seen afterwards, nobody knows how
-    much more there was: that bound counts with the margin of the ladder's first try. Never less than predicted: a peak
-    may have been lucky."""
+    """Corrections of predictions for a model's next job, from all its profiles. An observed peak counts with a small
+    margin. If memory ran out and no peak as high was observed since, the excess is unknown: the bound counts with the
+    ladder's first margin. Never below the prediction, because a low peak may have been luck."""
     known = tuple(profiles)
     factors, sentences = {}, []
     for kind in (*(tier.value for tier in Tier), "pod"):
@@ -403,7 +402,7 @@ def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
 
 
 def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvidence | None = None) -> ProfileEvidence:
-    """What the profile `name` says of the plan, for status.plan; `pod` where it decided what a pod requests."""
+    """What profile `name` shows for the plan, for status.plan; `pod` if it decided the pod's request."""
     shown = [
         f"{tier} {format_bytes(peaks[tier])} of {format_bytes(plan.bytes[tier].total)} planned"
         for tier in Tier

@@ -28,6 +28,6 @@ def on_device(job: TrainingJob, kind: DeviceKind) -> TrainingJob:
 
 
 def because(plan: MemoryPlan, why: str) -> MemoryPlan:
-    """The plan, whose first reason says why this device; the same where there was no choice."""
+    """The plan with this device's reason first; unchanged if there was no choice."""
     reasons = (f"device: {plan.device}, {why}", *plan.reasons)
     return plan.model_copy(update={"reasons": reasons}) if why else plan

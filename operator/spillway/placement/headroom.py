@@ -47,7 +47,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What headroom says of the nodes of one class."""
+    """Nodes of one class by headroom."""
 
     preferences: tuple[Preference, ...]
     """Most preferred first."""
@@ -185,7 +185,7 @@ def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
 
 
 def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
-    """What tells the best node from the next one, with both figures of the tier that is scarcest there."""
+    """The difference between the best node and the next, with both figures of the scarcest tier."""
     best = ranked[0]
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
     tier = best.scarcest if other is None else other.scarcest or best.scarcest

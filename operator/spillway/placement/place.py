@@ -179,7 +179,7 @@ def device_kind(spec: TrainingJobSpec) -> DeviceKind:
 
 
 class _Needs(NamedTuple):
-    """Of one pod beside its plan, on every node alike; of a sweep, what all of its members need."""
+    """What one pod needs in addition to its plan, on every node; for a sweep, what all members need."""
 
     runtime_bytes: int
     storage_bytes: int
@@ -429,8 +429,8 @@ def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryP
 def _for_its_pod(
     spec: TrainingJobSpec, plan: MemoryPlan, group: _NodeClass
 ) -> tuple[MemoryPlan, PodResources, PodEvidence | None]:
-    """The plan and its pod: as counted, with what pods of the model took beside that; where pods under this very plan
-    were seen, what they took, more or less than is counted."""
+    """The plan and its pod: computed, plus what pods of the model took beyond that; or, if pods with this very plan
+    were observed, what they took."""
     plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
     counted = pod_resources(spec, plan, ranks)
     seen = group.pods.of(memory_fingerprint(spec, plan), spec, plan) if group.pods.known else None
@@ -447,8 +447,8 @@ def _for_its_pod(
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
-    """On a CPU the pod's limit is made for the planned bytes, so the device's budget ends there: the trainer raises
-    DeviceOutOfMemory, which says what was asked for, before the kernel kills it."""
+    """On a CPU the pod's limit covers the planned bytes, so the device's budget ends there: the trainer raises
+    DeviceOutOfMemory with a message before the kernel kills it."""
     if plan.device != "Cpu":
         return plan
     allowed = int(plan.bytes[Tier.DEVICE].total * (1.0 + PLANNED_MARGIN))
@@ -506,8 +506,8 @@ def _tie_break(choice: _Choice) -> tuple[int, str, str]:
 
 
 def _wait_seconds(choice: _Choice, num_nodes: int, held: Sequence[HeldDevices]) -> float:
-    """Until the class has as many devices free as the pods take, should other jobs of ours need as long as their status
-    says; infinite where that is not known. Others' pods, and how devices are spread over nodes, are not seen."""
+    """Seconds until the class has enough free devices, if other jobs of the operator take as long as their status says;
+    infinite if unknown. Other users' pods, and how devices are spread over nodes, are not considered."""
     name, group = choice.pod.resource_name, choice.group
     here = [one for one in held if one.resource_name == name and _holds_in(one, group)] if choice.pod.devices else []
     free = sum(view.allocatable_devices.get(name, 0) for view in group.views) - sum(one.devices for one in here)
@@ -558,7 +558,7 @@ def _observed(
 
 
 def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
-    """The operator may not list nodes: a class of the catalog, as large as the catalog says."""
+    """If the operator may not list nodes: a class of the catalog, with the catalog's capacities."""
     pods = _pods_seen(job.spec, cluster)
     group = replace(_catalog_class(job.spec), corrections=_corrections(job.spec, cluster), pods=pods)
     decided = _decided(job, group, explained=True)

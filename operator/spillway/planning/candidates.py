@@ -131,7 +131,7 @@ class Question:
 
     @property
     def host_reserve(self) -> int:
-        """Of one rank: that stays empty beside activations on NVMe, at most."""
+        """Per rank: host memory kept free for activations on NVMe, at most."""
         return (self.job.spec.memory.activations.host_reserve or 0) // self.local_ranks
 
     @property
@@ -262,8 +262,8 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class CandidateGroup:
-    """Candidates with the same strategy and the same streamed parameters (homes not yet divided among tiers), all lean
-    or none."""
+    """Candidates with the same strategy, the same streamed parameters (homes not yet divided among tiers), and either
+    all or none with selective recomputation."""
 
     question: Question
     work: Workload
@@ -288,7 +288,7 @@ class CandidateGroup:
 
     @cached_property
     def least_device_bytes(self) -> int:
-        """On the device beside activations, with the optimizer that takes least there."""
+        """Device bytes without activations, with the optimizer that needs least there."""
         share = {"Device": (0.0, 1.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 0.0))
         return self.optimizer_device_bytes(self.split(*share))
 
@@ -425,7 +425,7 @@ class CandidateGroup:
     # --- the optimizer's shares
 
     def optimizers(self, free_bytes: int) -> Iterator[OptimizerPlan]:
-        """Splits for a device with `free_bytes` beside the activations, from the least offloaded that fits."""
+        """Splits for a device with `free_bytes` left by the activations, from the least offloaded that fits."""
         placement = self.question.placement
         resident = self.split(0.0, 1.0)
         if placement == "Device":
@@ -530,8 +530,8 @@ class CandidateGroup:
 
     @cached_property
     def may_speculate(self) -> bool:
-        """Backward may update: where the spec asks for it, and by itself where no clipping can make that void. It needs
-        parameters that the CPU sends up, and gradients that nobody adds to."""
+        """Whether backward may update: if the spec asks for it, or if no clipping can invalidate it. It needs
+        parameters that the CPU uploads, and gradients that no other rank adds to."""
         if self.streaming.units or self.question.world_size > 1:
             return False
         unclipped = not self.question.job.spec.training.gradient_clipping and not self.rates.copies_use_cores

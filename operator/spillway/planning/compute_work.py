@@ -74,7 +74,8 @@ class ComputeWork:
 
 
 def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT) -> ComputeWork:
-    """One pass. A moved block is a copy out; on NVMe a write besides. A streamed segment is a copy in, and a read."""
+    """One pass. A moved block is a copy out (on NVMe also a write), a streamed segment a copy in (from NVMe also a
+    read)."""
     shape, batches = work.shape, work.alive(streaming)
     saved = (FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes) / shape.compute_bytes
     moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
@@ -117,7 +118,7 @@ def _loads(work: Workload, streaming: Streaming) -> int:
 
 
 def update_work(work: Workload, optimizer: OptimizerPlan) -> ComputeWork:
-    """One step: what chunks cost beside their bytes, which CPU and device have rates of their own for."""
+    """One step: costs of chunks apart from their bytes, for which CPU and device have rates."""
     each = (
         RESIDENT_OPERATIONS * optimizer.resident_share
         + UPDATE_OPERATIONS * optimizer.cpu_share

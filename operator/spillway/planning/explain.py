@@ -68,7 +68,7 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
 
 
 def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
-    """Where the plan is not what the spec asks for, or a run does not do what the plan says."""
+    """Differences between the plan and the spec, and between the plan and a run."""
     strategy, asked = chosen.work.strategy, question.job.spec.parallelism.strategy
     if question.world_size == 1:
         if asked not in ("Auto", strategy):

@@ -79,7 +79,7 @@ def home_staging_bytes(work: Workload, streaming: Streaming) -> int:
 
 
 def forced_share(work: Workload, streaming: Streaming) -> float:
-    """x: share of the trained parameters that the CPU updates because they are at home beside it."""
+    """x: share of the trained parameters that the CPU updates because their home is in host memory or on NVMe."""
     return work.units.trained[streaming.units] / work.rank_parameters if streaming.units else 0.0
 
 
@@ -103,9 +103,9 @@ def gathered_parameter_bytes(work: Workload) -> int:
 
 
 def transient_gradient_bytes(work: Workload) -> int:
-    """w x the largest parameter: on its way from backward to its accumulator. Under ZeRO: one bucket more, on its way
-    to its owners, and the float32 sum of one piece as it comes together. Under FSDP2 a whole segment is on its way, and
-    the sum of one piece beside that of the one before it, which the optimizer still reads."""
+    """w x the largest parameter, between backward and its accumulator. Under ZeRO: one more bucket, sent to its owners,
+    and the float32 sum of one piece. Under FSDP2: a whole segment, and the sum of one piece in addition to the previous
+    one, which the optimizer still reads."""
     shape, w = work.shape, work.shape.trained_bytes
     if work.is_cut_by_rows:
         return w * work.largest_segment + 2 * FLOAT32_BYTES * work.largest_piece
@@ -174,7 +174,7 @@ def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
 
 
 def _short_blocks_bytes(work: Workload, num_chunks: int) -> int:
-    """Scales of blocks that are not full: of each moment one a chunk, or a parameter that is not cut."""
+    """Scales of partly filled blocks: one per moment and chunk (or per parameter that is a single chunk)."""
     return work.moments.scale_bytes * len(work.rule.moments) * num_chunks
 
 
@@ -202,7 +202,7 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Host ring of gradients on their way down to the CPU's accumulators."""
+    """Host ring of gradients copied down to the CPU's accumulators."""
     if optimizer.updated_by_cpu == 0.0:
         return 0
     is_float32 = work.strategy in DIVIDING_STRATEGIES and work.world_size > 1
@@ -236,8 +236,8 @@ def state_window_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
-    """States in the spill file, each of every chunk in whole pages. Those of streamed parameters are divided by
-    themselves, and so may be a chunk off by themselves."""
+    """States in the spill file, each of every chunk in whole pages. Those of streamed parameters are split separately,
+    so they may be off by a chunk of their own."""
     share = optimizer.nvme_share
     if share == 0.0:
         return 0
@@ -254,8 +254,8 @@ def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def exchange_bytes(work: Workload) -> int:
-    """Buffers of the sum of gradients over ranks: one bucket on its way out, one on its way in, this rank's own
-    share of the sum. In float32; what travels as bfloat16 takes less. In host memory, which may be the device's."""
+    """Buffers of the sum of gradients over ranks: one bucket being sent, one being received, this rank's share of the
+    sum. In float32; bfloat16 takes less. In host memory, which may be the device's."""
     if work.world_size == 1:
         return 0
     segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_accumulated) / work.world_size)
@@ -267,8 +267,8 @@ def exchange_bytes(work: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What activations need on the device: the moment at which most is held for later, and what the fullest moment
-    takes beyond that for temporaries. The trainer sets the latter aside for the whole run."""
+    """Device bytes for activations: the most that is held for later, and the temporaries of the peak beyond that, which
+    the trainer reserves for the whole run."""
 
     activations: int
     buffers: int
@@ -373,8 +373,8 @@ def frontier_bytes(work: Workload) -> int:
 
 
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
-    """Weight-stationary, with boundaries that wait beside the device: the frontier, and what stays of it for backward.
-    Tensors that are not worth moving stay on the device."""
+    """Weight-stationary with boundaries off the device: the frontier, and what of it is kept for backward. Tensors that
+    are not worth moving stay on the device."""
     if streaming.boundaries is Policy.KEEP:
         return 0
     return waiting_frontier_bytes(work) + kept_boundary_bytes(work, blocks, streaming.boundaries)
@@ -404,7 +404,7 @@ def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Policy) -> int:
 def device_bytes(
     work: Workload, optimizer: OptimizerPlan, peak: DevicePeak, streaming: Streaming = RESIDENT
 ) -> TierBytes:
-    """Everything of one rank on the device at its fullest moment, with all accumulators allocated."""
+    """Peak device bytes of one rank, with all accumulators allocated."""
     on_device = 1.0 - optimizer.updated_by_cpu
     slack = accumulator_slack_bytes(work, optimizer, on_device)
     accumulated = work.shape.num_accumulated - cpu_accumulated(work, optimizer, streaming)
@@ -449,8 +449,7 @@ def host_bytes(
 
 
 def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
-    """Host buffers between device and NVMe: of what is on its way out, or of the segments on their way back, which wait
-    for it."""
+    """Host buffers between device and NVMe: for copies out, or for the segments being reloaded."""
     return max(window_bytes, NUM_RELOADED_SEGMENTS * work.largest_block.moved_nvme)
 
 

@@ -31,7 +31,7 @@ class _Asked:
 def known_plan(
     job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
 ) -> MemoryPlan | Infeasible:
-    """What make_plan says, in the name of `job`. Raises UserError as that does."""
+    """The cached result of make_plan, in the name of `job`. Raises UserError like make_plan."""
     name = job.metadata.name
     is_sweep = bool(job.spec.members)
     asked = _Asked(job.spec.model_dump_json(exclude=NOT_PLANNED_FOR), name if is_sweep else "", job)

@@ -201,8 +201,8 @@ def _choose_ready(candidates: Sequence[WaitingMember], last: int | None, num_dev
 
 
 def is_eligible(candidate: WaitingMember, last: int | None, left: float) -> bool:
-    """Whether it can be taken up, or is worth waiting for: the member that the device has now, when all others end
-    before it, or when the host has nothing to update and it goes on at once."""
+    """Whether it can start now or is worth waiting for: the member that the device has now, if all others end before
+    it, or if the host has nothing to update and it continues at once."""
     if candidate.is_free and candidate.readiness is not Readiness.WAITS:
         return True
     return candidate.index == last and (candidate.update_seconds == 0.0 or is_critical(candidate, left))
@@ -301,7 +301,7 @@ def visited_together(works: Sequence[MemberWork]) -> MemberWork:
 
 
 def parted(works: Sequence[MemberWork], machine: Machine, num_micro_batches: int) -> list[MemberWork]:
-    """With fewer members than devices, each shares its micro-batches out to several devices; else they stay whole.
+    """With fewer members than devices, each divides its micro-batches among several devices; else they stay whole.
 
     Parts are as equal as whole micro-batches allow: a number of parts that does not divide them is not used.
     """

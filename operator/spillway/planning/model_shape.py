@@ -305,11 +305,11 @@ class _Sizes:
 
     @property
     def rebuilds(self) -> bool:
-        """On a CPU alone so far, and not below adapters, whose casts nobody counted."""
+        """Only on CPUs so far, and not with adapters, whose casts are not counted."""
         return self.cpu and self.lora is None
 
     def lean(self, rebuilt: tuple[int, ...], rebuilding: int) -> dict[str, Any]:
-        """What a segment says of its lean set."""
+        """What a segment can rebuild."""
         return {"rebuilt_bytes": rebuilt, "rebuilding_bytes": rebuilding} if self.rebuilds else {}
 
     def rms_norm(self) -> tuple[int, ...]:
@@ -407,7 +407,7 @@ class _Sizes:
         return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
 
     def _saved_by_adapters(self, adapters: Sequence[int]) -> list[int]:
-        """What lies between the two matrices of each; and, where they are cast, their copies, as a share of each token
+        """Bytes between the two matrices of each adapter; and, if they are cast, their copies, as a share of each token
         of a micro-batch."""
         if self.lora is None:
             return []
@@ -437,8 +437,8 @@ def _embedding(
 
 
 def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], saved: Sequence[int]) -> Segment:
-    """Final norm, output projection, loss. Forward holds the logits in float32 beside the saved log-probabilities,
-    backward the gradients of both: 8 V bytes a token, the largest temporaries of most models."""
+    """Final norm, output projection, loss. In addition to the saved log-probabilities, forward holds the logits in
+    float32 and backward the gradients of both: 8 V bytes per token, the largest temporaries of most models."""
     own = {} if s.tied else {"lm_head": _Linear(s.d, s.V)}
     return s.segment(
         "head",

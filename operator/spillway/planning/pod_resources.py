@@ -84,7 +84,7 @@ STEP_PATIENCE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class PodResources:
-    """Requests of one pod; bytes unless the name says otherwise. All pods of an attempt are alike."""
+    """Requests of one pod; bytes unless the name says otherwise. All pods of an attempt are the same."""
 
     memory_bytes: int
     """Request and limit, including /dev/shm."""
@@ -140,8 +140,7 @@ def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, 
 
 
 def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
-    """Memory of a pod, or of a local run, beside the plan of a model; `device` is Cpu or Cuda, `strategy` that of the
-    run."""
+    """Memory of a pod, or of a local run, without a model's plan; `device` is Cpu or Cuda, `strategy` the run's."""
     code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
     if not model.is_own_llama:
         code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
@@ -172,7 +171,7 @@ def least_memory_bytes(runtime: int, num_local_ranks: int, device: str) -> int:
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:
-    """With mode Disabled nothing is planned: the spec says how much host memory the ranks of a node may use."""
+    """With mode Disabled nothing is planned: the spec says how much host memory a node's ranks may use."""
     return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
 
 
@@ -199,8 +198,8 @@ def spill_volume_bytes(plan: MemoryPlan, num_local_ranks: int, num_volumes: int 
 
 
 def plannable_spill_bytes(limit_bytes: int, storage_bytes: int) -> int:
-    """What a plan may spill beside all else of a pod, `storage_bytes` (`emptydir_bytes`), where its ephemeral storage
-    is `limit_bytes`; negative: no room at all. For a slab on an emptyDir."""
+    """Bytes that a plan may spill to an emptyDir if the pod's ephemeral storage is limited to `limit_bytes`, after
+    everything else of the pod (`emptydir_bytes`); negative: none."""
     return int((limit_bytes - 2 * MIB - storage_bytes) / (1.0 + FILE_SYSTEM_SHARE))
 
 
@@ -213,7 +212,7 @@ def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
 
 
 def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:
-    """Ephemeral storage beside the slab: scratch; without a claim for them, checkpoints and corpus, too."""
+    """Ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus."""
     if spec.checkpoint.claim is not None:
         return SCRATCH_BYTES
     members = solo_specs(spec)

@@ -256,7 +256,7 @@ class Search:
     def _settled(
         self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
     ) -> tuple[Blocks, Streaming]:
-        """Where activations go to NVMe, beside the reserve for them."""
+        """Where activations go, with the reserve kept free if some go to NVMe."""
         found = self._divided(group, optimizer, blocks, window_bytes, 0)
         reserve = self._largest_reserve(group, blocks)
         return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
@@ -273,8 +273,8 @@ class Search:
     def _divided(
         self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
     ) -> tuple[Blocks, Streaming]:
-        """Homes and moved blocks divided between host memory and NVMe: homes first, because an activation that finds no
-        room can be recomputed; of each as many in host memory as fit, the others on NVMe if they fit there."""
+        """Divides homes and moved blocks between host memory and NVMe: homes first, because an activation without space
+        can be recomputed. As many as fit are in host memory, the others on NVMe if they fit there."""
         work = group.work
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
@@ -301,8 +301,8 @@ class Search:
 def _homes_between(
     work: Workload, optimizer: OptimizerPlan, streaming: Streaming, room: int, nvme_room: int
 ) -> Streaming:
-    """As few homes on NVMe as host memory with `room` bytes beside the optimizer's own allows; all in host memory when
-    neither has room."""
+    """As few homes on NVMe as fit in `room` bytes of host memory next to the optimizer; all in host memory if NVMe has
+    no space either."""
     num_units = streaming.units
     beside = upload_bytes(work, optimizer, streaming)
 

@@ -92,8 +92,8 @@ class Rates:
 
 
 def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, num_cipher_threads: int = 0) -> Rates:
-    """Host memory and disks are divided by the ranks of the node, links by the devices behind one root port.
-    `num_cipher_threads`: of a rank, that encrypt what is spilled, or decrypt it; 0 = it is not encrypted."""
+    """Rates of one rank. Ranks of a node share host memory and disks; devices behind one root port share links.
+    `num_cipher_threads`: a rank's threads that encrypt or decrypt spilled bytes; 0: not encrypted."""
     on_cpu = node.device_kind == "Cpu"
     device_share = local_ranks if on_cpu else 1
     link_share = min(local_ranks, node.link.devices_per_root_port)
@@ -199,8 +199,8 @@ def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streami
 
 
 def quantizing_bytes(work: Workload) -> int:
-    """What an update of a parameter takes beside moving its states, as bytes moved: int8 moments alone are more work
-    for a core than for memory."""
+    """Cost of an update apart from moving its states, as bytes moved: for a core, int8 moments are more work than
+    memory traffic."""
     return QUANTIZING_BYTES * len(work.rule.moments) if work.moments is MomentType.INT8 else 0
 
 
@@ -364,8 +364,8 @@ def hidden_seconds(
 
 
 def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
-    """Parameters that the CPU can update in the last pass of backward, beside what it does there anyway: out of place
-    it moves as much as in place."""
+    """Parameters that the CPU can update during the last pass of backward in addition to its other work: out of place
+    it moves as many bytes as in place."""
     each = work.rule.update_bytes(work.moments) + work.shape.trained_bytes
     seconds = max(backward.values())
     free = min(
@@ -458,8 +458,8 @@ def predict(
     steps: int,
     drives: Drives,
 ) -> Prediction:
-    """One optimizer step. `overlapped` is False when no spilled byte may be in flight while forward goes on;
-    `steps` bounds what a short job writes in a day."""
+    """One optimizer step. `overlapped`: spilled bytes may be copied while forward continues; `steps` bounds what a
+    short job writes per day."""
     forward = forward_loads(work, rates, blocks, streaming)
     backward = backward_loads(work, rates, blocks, optimizer, streaming)
     update, exchange = update_loads(work, rates, optimizer, streaming), exchange_loads(work, rates)
@@ -506,8 +506,8 @@ def predict(
 def amounts(
     work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming = RESIDENT
 ) -> dict[str, dict[str, float]]:
-    """What each phase of a step asks for: bytes by resource, and of the computing device the units of ComputeWork;
-    beside measured seconds it is what calibration starts from."""
+    """What each phase of a step has to do: bytes by resource, and the computing device's units of ComputeWork.
+    Calibration compares it with measured seconds."""
     num_passes = work.num_micro_batches // work.alive(streaming)
     update = update_loads(work, ONE, optimizer, streaming)
     asked = {

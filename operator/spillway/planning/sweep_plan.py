@@ -116,7 +116,7 @@ def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], node: NodeSpec) 
 
 
 def _reporting_steps(spec: TrainingJobSpec) -> int:
-    """0: nothing says after how many steps figures are wanted."""
+    """0: nothing says after how many steps figures are needed."""
     if spec.data.evaluation is not None:
         return spec.data.evaluation.every_steps
     return spec.objective.halving if spec.objective is not None else 0
@@ -129,7 +129,7 @@ def _work(member: MemberPlan) -> MemberWork:
 
 
 def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
-    """Out and in again, into a model that is made anew."""
+    """States out and in again, into a rebuilt model."""
     disk = nbytes * (1 / node.nvme_write_bytes_per_second + 1 / node.nvme_read_bytes_per_second)
     return disk + nbytes * SECONDS_PER_PARKED_BYTE + num_tensors * SECONDS_PER_TENSOR
 
@@ -240,7 +240,7 @@ def _no_room_to_park(job: TrainingJob, node: NodeSpec, parked: Mapping[str, int]
 
 
 def _of_member(found: Infeasible, name: str, reserved: Mapping[Tier, int]) -> Infeasible:
-    """What does not fit is this member; the budgets are told as they were given."""
+    """Names the member that does not fit, with the budgets as given."""
     budget = {tier: amount + reserved.get(tier, 0) for tier, amount in found.budget.items()}
     parts = f" (of which {format_bytes(reserved[Tier.NVME])} of NVMe for members that are parked)" if reserved else ""
     return found.model_copy(

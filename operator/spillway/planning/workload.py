@@ -197,12 +197,12 @@ class Workload:
         return (one for segment in self.shape.segments for one in segment.parameters)
 
     def most_rows(self, one: ParameterShape) -> int:
-        """Values of those rows that the first rank has, cut by rows. No other one has more."""
+        """Values in the rows of the first rank, which has the most."""
         return ceil(one.num_rows / self.world_size) * one.row_values
 
     @cached_property
     def rank_accumulated(self) -> int:
-        """Values with an accumulator, cut by rows."""
+        """Values with an accumulator, sharded by rows."""
         return sum(self.most_rows(one) for one in self._parameters if one.is_trained)
 
     @cached_property
@@ -212,7 +212,7 @@ class Workload:
 
     @cached_property
     def largest_gathered_bytes(self) -> int:
-        """A segment's whole parameters, when ranks hold only shards; cut by rows, those that fill up are sent too."""
+        """A segment's whole parameters if ranks hold shards; rows that pad the shards are sent, too."""
         if not self.is_cut_by_rows:
             return self.shape.largest_segment_bytes
         sizes = (sum(self.most_rows(one) * one.value_bytes for one in s.parameters) for s in self.shape.segments)

@@ -73,7 +73,7 @@ class WatchedHandle:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A decision, to be told."""
+    """A decision and its reason."""
 
     reason: str
     stall_seconds: float = 0.0

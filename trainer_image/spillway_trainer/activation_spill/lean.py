@@ -24,7 +24,7 @@ MAX_OPERAND = 4
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor lies in its storage; size, stride and offset in elements."""
+    """How a tensor is laid out in its storage; size, stride and offset in elements."""
 
     dtype: torch.dtype
     size: torch.Size

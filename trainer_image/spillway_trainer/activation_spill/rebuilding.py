@@ -142,7 +142,7 @@ class Pin:
         self._address = storage._weak_ref()
 
     def storage(self) -> UntypedStorage | None:
-        """The storage, if anybody still has it."""
+        """The storage, if anything still holds it."""
         found: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self._address)
         return found
 

@@ -75,7 +75,7 @@ def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, gro
 
 
 class ReloadOrder:
-    """Of one batch: what its backward comes to, and what the last one's says that it will."""
+    """Of one batch: the order in which backward uses it, and the order predicted from the previous batch."""
 
     def __init__(self, before: ReloadOrder | None, ahead_bytes: int, group_bytes: int) -> None:
         self._before = before
@@ -111,7 +111,7 @@ class ReloadOrder:
         self._foreseen = known
 
     def come_to(self, record: Record) -> bool:
-        """Backward needs `record`, which is here: reload what comes next. False: nobody knows what that is."""
+        """Backward needs `record`, which is loaded: reload what comes next. False: what that is is unknown."""
         self._give_up(record)
         step, number = len(self.came_to), record.number
         self.came_to.append(number)
@@ -134,7 +134,7 @@ class ReloadOrder:
         return True
 
     def run_ahead(self) -> bool:
-        """Reload what is needed next, as far as that may run ahead. False: nobody knows what that is."""
+        """Reload what is needed next, within the bytes that may run ahead. False: what that is is unknown."""
         known = self._foreseen
         if known is None:
             return False

@@ -21,7 +21,7 @@ class ActivationSpill:
     def __init__(
         self, hook: SavedTensors, store: SpillStore, ledger: DeviceLedger, chooser: Chooser | None = None
     ) -> None:
-        """`chooser`: None where every segment's own answer stands."""
+        """`chooser`: None if every segment keeps its own policy."""
         self.hook = hook
         self.store = store
         self.chooser = chooser
@@ -36,7 +36,7 @@ class ActivationSpill:
         self.hook.start_backward()
 
     def end_step(self) -> None:
-        """Everything in flight ends. Raises SpillIOError when a write failed, also one that nobody came to read."""
+        """Waits for everything in flight. Raises SpillIOError if a write failed, even one that nothing read."""
         self.store.drain()
         chosen = self.chooser.end_step() if self.chooser is not None else None
         if chosen is not None:

@@ -279,7 +279,7 @@ class SavedBatch:
         return False
 
     def know(self, tensor: Tensor, record: Record) -> None:
-        """`record` has the storage of `tensor`; whoever looks it up asks the record if it still does."""
+        """`record` has the storage of `tensor`; a lookup asks the record whether it still does."""
         self._store.records[tensor.untyped_storage()._cdata] = weakref.ref(record)
 
     def flush(self) -> None:

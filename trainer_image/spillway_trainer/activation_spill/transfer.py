@@ -231,7 +231,7 @@ class NvmeCopy:
         return read
 
     def stage(self, records: Sequence[Record]) -> Staged:
-        """From the file; what the disk refused, from the staging that it still lies in."""
+        """From the file; what the disk rejected, from the staging buffer that still has it."""
         if self.stored.done and self._extent.home is not None:
             return self._at_home(self._extent.home, records)
         try:
@@ -346,7 +346,7 @@ class Bounces:
         self._free.append(bounce)
 
     def give_pages_back(self) -> None:
-        """Those that nobody uses occupy no memory until they are written again."""
+        """Pages of unused buffers are freed until they are written again."""
         idle, self._free = self._free, []
         for bounce in idle:
             bounce.give_pages_back()

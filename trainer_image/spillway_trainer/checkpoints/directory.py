@@ -43,7 +43,8 @@ _TEMPORARY = re.compile(r"(?:step-[0-9]+\.e|epoch-)(?P<epoch>[0-9]+)(?:\.json)?\
 
 
 class CheckpointNotWritten(UserError):
-    """The disk refused a checkpoint or the removal of old ones; committed ones stand and training can go on."""
+    """The disk rejected a checkpoint or the removal of old ones; committed ones are intact and training can
+    continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Pending:
         self._epoch = epoch
 
     def commit(self, state: TrainingState) -> StoredCheckpoint:
-        """Make it a checkpoint. After the return it survives a power cut; before the rename it does not exist."""
+        """Commits the checkpoint. After the return it survives a power cut; before the rename it does not exist."""
         assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
         epoch, target = self._epoch, self._epoch.directory / str(self.name)
         manifest = Manifest(
@@ -196,7 +197,7 @@ class Epoch:
         return epoch
 
     def check_fence(self) -> None:
-        """Raises Fenced when a later epoch has begun: whatever this one would still write, nobody would read."""
+        """Raises Fenced if a later epoch has begun: nothing would read what this one still writes."""
         if any(seen > self.number for seen in _epochs_seen(self.directory)):
             raise _fenced(self.directory, self.number)
 

@@ -90,7 +90,7 @@ class DurableFiles:
 
 
 def open_regular(path: Path) -> FileIO:
-    """For reading. Raises OSError, also for a pipe, whose reader would wait for ever."""
+    """Opens for reading. Raises OSError, also for a pipe, whose reader would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -43,7 +43,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is not as the manifest says."""
+    """One difference between a file and the manifest."""
 
     checkpoint: str
     file: str
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """All that a run needs beside its tensors to go on as if it had never stopped."""
+    """Everything apart from tensors that a run needs to resume as if it had never stopped."""
 
     step: int
     """Optimizer steps completed."""
@@ -168,7 +168,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A committed checkpoint whose manifest is intact; `verify_checkpoint` says whether its files are, too."""
+    """A committed checkpoint with an intact manifest; `verify_checkpoint` checks its files."""
 
     path: Path
     manifest: Manifest

@@ -13,7 +13,7 @@ _SEAL = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 
 
 class Unsealed(Exception):
-    """A sealed file whose bytes are not what was written; the text says what was found."""
+    """A sealed file with other bytes than were written; the text says what was found."""
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 
 
 def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> StoredCheckpoint:
-    """Commit one checkpoint. Raises CheckpointNotWritten (training can go on) or Fenced (it must end)."""
+    """Commits one checkpoint. Raises CheckpointNotWritten (training can continue) or Fenced (it must end)."""
     with epoch.pending(state.step) as pending:
         write_tensors(pending, tensors)
         return pending.commit(state)
@@ -197,5 +197,5 @@ def _check_shapes(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements, contiguous, little-endian; no copy when it lies so in host memory already."""
+    """The tensor's elements, contiguous, little-endian; no copy if host memory already has them so."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

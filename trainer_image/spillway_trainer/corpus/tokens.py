@@ -144,10 +144,11 @@ class Corpus:
         return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start .. stop-1 of the corpus as a fresh array; stop is cut to the end of the corpus.
+        """Tokens start .. stop-1 of the corpus as a new array; stop is limited to the end of the corpus.
 
         A shard is hashed before its first use: all of them at the start would keep a large corpus waiting. Raises
-        UserError when one is not as it was built."""
+        UserError when one is not as it was built.
+        """
         parts = []
         stop = min(stop, self.index.num_tokens)
         while start < stop:
@@ -185,7 +186,7 @@ def prepare_corpus(
 
 
 def has_corpus(directory: Path) -> bool:
-    """Whether there is one, intact or not: a directory with anything in it is never built anew."""
+    """Whether there is one, intact or not: a directory that contains anything is never overwritten."""
     return directory.exists() and any(directory.iterdir())
 
 
@@ -390,7 +391,7 @@ def train_tokenizer(
 
 
 def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[str]:
-    """`sample`, and how far it is. When it ends, the library chooses the tokens, and says nothing of it."""
+    """`sample`, with progress. At its end the library chooses the tokens, without any progress."""
     told = ProgressPrinter(report, "tokenizer: reading text", source.nbytes)
     for text in sample(source):
         told.more(text)

@@ -83,7 +83,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Rebuilds what lies in `_ALLOWED`, and refuses everything else before it exists."""
+    """Rebuilds the types in `_ALLOWED`, and rejects everything else before it exists."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -153,7 +153,7 @@ def find_keys(keys: Collection[str], directory: Path) -> Keys:
 
 
 def _model_prefix(keys: Collection[str], names: Sequence[str], optimizer_prefix: str, directory: Path) -> str:
-    """What stands before every parameter's name where its weights are."""
+    """The prefix of every parameter's name in the weights."""
     ends = (key.removesuffix(names[0]) for key in keys if key.endswith(names[0]))
     candidates = [end for end in ends if (not end or end.endswith(".")) and not end.endswith("state.")]
     fitting = sorted(end for end in candidates if all(f"{end}{name}" in keys for name in names))
@@ -251,7 +251,7 @@ class _Stored:
 
 
 def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Sorted by offset, so that the usual cut along one dimension needs a look at neighbours only."""
+    """Sorted by offset, so that for the usual split along one dimension only neighbours are compared."""
     ordered = sorted(boxes)
     for index, (offsets, sizes) in enumerate(ordered):
         for other_offsets, other_sizes in ordered[index + 1 :]:

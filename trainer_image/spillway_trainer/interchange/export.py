@@ -57,7 +57,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What goes into the directory, beside the tokenizer."""
+    """Contents of the directory, apart from the tokenizer."""
 
     weights: tuple[WeightFile, ...]
     documents: Mapping[str, dict[str, Any]]

@@ -107,7 +107,7 @@ def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
 
 
 def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[float, float] | None) -> None:
-    """A step alone says the bias correction only if every update had the same betas."""
+    """A step count implies the bias correction only if every update had the same betas."""
     scalars = checkpoint.manifest.state.scalars
     if betas is None:
         return
@@ -132,7 +132,7 @@ def _values(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _aliases(checkpoint: StoredCheckpoint, names: Sequence[str]) -> Mapping[str, str]:
-    """Names that a model's state_dict() has for tied parameters, beside the owner's."""
+    """Additional names in a model's state_dict() for tied parameters."""
     model = checkpoint.manifest.state.model
     naming = class_names(model)
     if "config" in model and "lora" not in model:

@@ -90,7 +90,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Whatever a file that somebody else wrote does to its readers becomes a UserError that names it."""
+    """Turns any error that a foreign file causes in its readers into a UserError that names the file."""
     try:
         yield
     except UserError:

@@ -54,7 +54,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where a parameter lies in the flat groups."""
+    """Where a parameter is in the flat groups."""
 
     group: int
     start: int

@@ -206,7 +206,7 @@ def tensor_pool_bytes() -> tuple[int, int]:
 
 @functools.cache
 def load_library() -> CDLL | None:
-    """The library beside this package, or None where it was not built (no C++ compiler)."""
+    """The library next to this package, or None if it was not built (no C++ compiler)."""
     path = resources.files("spillway_trainer").joinpath(LIBRARY_NAME)
     if not path.is_file():
         return None

@@ -221,7 +221,7 @@ def kept_elements(num_values: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Map:
-    """Which number a code of 8 bits stands for, as a fraction of its block's scale, and which code a number gets."""
+    """The number of each 8-bit code, as a fraction of its block's scale, and the code of each number."""
 
     values: Tensor
     """256 float32, ascending"""
@@ -314,7 +314,7 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SquareSum:
-    """The exact sum of the squares of float32 values: the same for every order, cut and number of threads."""
+    """The exact sum of the squares of float32 values, the same for every order, division and number of threads."""
 
     total: int = 0
     """In units of 2^-298, the square of the smallest denormal float32."""

@@ -124,7 +124,7 @@ def node_rank(layout: LaunchSettings, environment: Mapping[str, str]) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody holds; all are held until the last is found, so that no two are the same."""
+    """Free ports of 127.0.0.1; all are held until the last is found, so that no two are the same."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -133,7 +133,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def torchrun_variables(layout: LaunchSettings, node: int, local_rank: int, master_port: int) -> dict[str, str]:
-    """What torchrun tells its workers, so that any script for it runs here."""
+    """The variables that torchrun sets for its workers, so that any script for it runs here."""
     rank = node * layout.ranks_per_node + local_rank
     return {
         "RANK": str(rank),
@@ -359,8 +359,8 @@ def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
 
 
 def not_launched(error: Exception) -> tuple[int, bytes]:
-    """Exit code and termination message when no rank's end is to be told: the job is wrong, the system refused a
-    process, or the launcher itself failed."""
+    """Exit code and termination message if no rank ran: the job is wrong, the system refused a process, or the launcher
+    failed."""
     ending = Ending(RANK_CRASHED, CRASHED, f"the launcher failed: {type(error).__name__}: {error}")
     if isinstance(error, UserError):
         ending = Ending(error.exit_code.reason, error.exit_code, str(error))
@@ -373,7 +373,7 @@ def not_launched(error: Exception) -> tuple[int, bytes]:
 
 
 def write_message(path: Path, message: bytes) -> None:
-    """In place: in a pod the path is a mounted file. Best effort: the exit code says it, too."""
+    """Writes in place: in a pod the path is a mounted file. Best effort, because the exit code says the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(message)

@@ -30,8 +30,8 @@ class Stream:
 
 @dataclass(slots=True)
 class PrefixedOutput:
-    """Pipes from the ranks to stdout and stderr. Nothing is lost while `finish` waits, but what a full disk refuses; a
-    target without a reader is given up, and its ranks go on."""
+    """Pipes from the ranks to stdout and stderr. Nothing is lost while `finish` waits, except what a full disk rejects;
+    a target without a reader is dropped, and its ranks continue."""
 
     streams: list[Stream] = field(default_factory=list)
     last_lines: dict[int, str] = field(default_factory=dict)

@@ -157,7 +157,7 @@ def _function(entrypoint: str, where: str) -> Callable[[], object]:
 
 
 def _checked(chain: Chain, where: str) -> Chain:
-    """A user's own Chain keeps the contract of this module. Raises UserError that says what it breaks."""
+    """Checks a user's own Chain against this module's contract. Raises UserError that says what it breaks."""
     running_statistics.allocate(chain)
     real = [name for name, parameter in chain.named_parameters() if not parameter.is_meta]
     unset = [name for name, buffer in chain.named_buffers() if buffer.is_meta]
@@ -209,7 +209,7 @@ def _check_length(chain: Chain, sequence_length: int) -> None:
 
 @contextmanager
 def without_memory(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters are on device meta and, unless told otherwise, of type `dtype`."""
+    """New parameters are on device meta and, by default, of type `dtype`."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -54,7 +54,7 @@ class Chain(nn.Module):
         return {}
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
-        """What `segment` gets beside the carried tensors, for one micro-batch."""
+        """What `segment` gets in addition to the carried tensors, for one micro-batch."""
         raise NotImplementedError
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +104,7 @@ class Chain(nn.Module):
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Also of one that ZeRO-3 has divided (zero/): its own tensor is empty while nobody uses it."""
+    """Also of one that ZeRO-3 has sharded (parallel/deepspeed/): its own tensor is empty while unused."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

@@ -24,7 +24,7 @@ from .source import PREFIX, Weights, stored_name
 
 
 class HuggingFaceChain(Chain):
-    """A PreTrainedModel of one family. A subclass per family says what the segments are."""
+    """A PreTrainedModel of one family. Subclasses define the segments."""
 
     def __init__(self, model: PreTrainedModel, compute: torch.dtype, *, tie_head: bool = True) -> None:
         """`model` has its parameters on device meta; the frozen ones and those that are not adapters get type

@@ -67,7 +67,8 @@ class SequentialChain(Chain):
     """Its parameters are called layers.<segment>.<name in the nn.Sequential>."""
 
     def __init__(self, model: nn.Sequential, where: str) -> None:
-        """Takes the children over. Raises UserError when they are no chain from tokens on; `where` says whose."""
+        """Takes ownership of the children. Raises UserError if they are no chain that starts at tokens; `where` says
+        whose."""
         super().__init__()
         groups = grouped(model, where)
         self._vocab_size = tokens_of(groups[0], where)

@@ -422,7 +422,7 @@ class Peers:
         return bool((every == value).all())
 
     def any(self, own: Sequence[bool]) -> list[bool]:
-        """By place, whether one rank at least says yes; equally many on each."""
+        """By position, whether any rank says yes; all ranks pass equally many."""
         found = torch.tensor(own, dtype=torch.uint8)
         with peers("the other ranks' gradients"):
             dist.all_reduce(found, dist.ReduceOp.MAX)

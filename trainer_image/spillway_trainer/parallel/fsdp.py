@@ -56,7 +56,7 @@ def padded_rows_bytes(parameter: Tensor, world_size: int) -> int:
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError for what FSDP2 cannot divide, before it has memory."""
+    """Raises UserError for what FSDP2 cannot shard, before it has memory."""
     where = "spec.parallelism.strategy = Fsdp"
     if world.size == 1:
         raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
@@ -103,7 +103,7 @@ class Called(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class FsdpShards:
-    """A model as FSDP2 has divided it. Implements shards.Division."""
+    """A model sharded by FSDP2. Implements shards.Division."""
 
     layout: Layout
     """Of the trained parameters that have states."""

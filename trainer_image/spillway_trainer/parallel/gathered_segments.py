@@ -55,7 +55,7 @@ class GatheredSegments:
         return send
 
     def changed(self) -> None:
-        """All parameters have new values: a backward of before must not go on unnoticed."""
+        """All parameters have new values: an earlier graph's backward must not go unnoticed."""
         for whole in self._whole.values():
             increment_version(whole)
 

@@ -96,7 +96,7 @@ class ReducedGradients:
         self._held_bytes = 0
 
     def _exchange(self) -> None:
-        """All that is in the bucket. A gradient that is still being cut stays charged."""
+        """Exchanges the bucket. A gradient that is still being divided stays charged."""
         slices, self._slices, self._room = self._slices, [], self._bucket
         self._check_same(slices)
         if slices:

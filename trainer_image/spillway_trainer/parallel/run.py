@@ -56,7 +56,7 @@ class DividedModel:
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError for what a divided model cannot be, before it has memory."""
+    """Raises UserError for what a sharded model does not support, before it has memory."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
         raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
@@ -93,7 +93,7 @@ def divide(
     make: MakeOptimizer,
     wire: torch.dtype,
 ) -> DividedModel:
-    """Memory for `model`, which has none yet, divided as the plan's strategy says. Every rank calls it."""
+    """Allocates memory for `model`, which has none yet, sharded as the plan's strategy says. Every rank calls it."""
     refuse(plan, model, world)
     deepspeed, adopt = _deepspeed()
     tie(model)
@@ -176,7 +176,7 @@ def engine_config(stage: int, plan: MemoryPlan, dtype: torch.dtype) -> dict[str,
 
 
 def _deepspeed() -> tuple[Any, Any]:
-    """DeepSpeed, and `adopt`, which stands on it. Raises UserError where it is missing or another version."""
+    """DeepSpeed, and `adopt`, which uses it. Raises UserError if it is missing or another version."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     need("deepspeed")

@@ -33,7 +33,7 @@ class PartOptimizer(StepOptimizer, Protocol):
 
 
 class Division(Protocol):
-    """How the model's parameters are divided, and where they are: adopted.py for DeepSpeed, fsdp.py for FSDP2."""
+    """How the model's parameters are sharded, and where they are: adopted.py for DeepSpeed, fsdp.py for FSDP2."""
 
     @property
     def layout(self) -> Layout:
@@ -64,8 +64,8 @@ class ShardedOptimizer:
         *,
         flushes: bool = True,
     ) -> None:
-        """`flushes`: `step` returns when all is done; else whoever reads a parameter asks `wait` for it. Raises
-        UserError for moments whose blocks the pieces would cut."""
+        """`flushes`: `step` returns when all is done; else readers of a parameter call `wait` for it. Raises UserError
+        for moments whose blocks the pieces would split."""
         if settings.moments is MomentType.INT8:
             raise UserError(
                 "training.optimizer.moments: int8: 256 consecutive values of a parameter share a scale, "
@@ -79,7 +79,7 @@ class ShardedOptimizer:
         """Of all ranks: each has seen the same ones."""
 
     def mark(self, name: str) -> None:
-        """A gradient of the parameter has come on every rank, whoever's its pieces are."""
+        """A gradient of the parameter has arrived on every rank, whichever rank owns its pieces."""
         self._arrived[name] = None
 
     def take(self, name: str, gradient: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""What a run says while it goes on: run.jsonl, /metrics, progress to the operator."""
+"""A run's reports: run.jsonl, /metrics, progress to the operator."""

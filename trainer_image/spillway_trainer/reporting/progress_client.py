@@ -90,7 +90,7 @@ def bearer_token(path: Path) -> str:
 
 
 def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
-    """None without a URL. Raises UserError for one that would send the token in the clear, or to nobody."""
+    """None without a URL. Raises UserError for one that would send the token unencrypted, or nowhere."""
     text = environment.get(URL_VARIABLE, "")
     if not text:
         return None
@@ -271,7 +271,7 @@ class ProgressClient:
         return ""
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
-        """One request; a connection that was kept and is gone is opened anew, once."""
+        """One request; a kept connection that was lost is reopened once."""
         kept = self._connection is not None
         try:
             return self._request(body)
@@ -299,8 +299,8 @@ class ProgressClient:
         self._connection = None
 
     def _hear(self, answer: ProgressAnswer) -> None:
-        """A newer attempt is only news here: the checkpoint directory decides who is fenced. What is said to another
-        attempt is nothing to this one."""
+        """A newer attempt is only logged: the checkpoint directory decides who is fenced. Answers to another attempt
+        are ignored."""
         if answer.epoch == self._job.epoch and answer.activations not in (None, self._heard):
             self._heard = answer.activations
             self._lower(answer.activations)
@@ -329,7 +329,7 @@ def reporting(
     *,
     built_in_bytes: int = 0,
 ) -> Iterator[ProgressClient | None]:
-    """The client while the run goes on, closed with the last figures however the run ends; None without an operator."""
+    """The client during the run, closed with the last figures however the run ends; None without an operator."""
     client = ProgressClient.from_environment(
         environment, job, plan, resumed_step, report, built_in_bytes=built_in_bytes
     )

@@ -17,11 +17,11 @@ from spillway.plan import Tier
 
 
 class OutputNotWritten(UserError):
-    """The disk refused what the run says of itself."""
+    """The disk rejected the run's reports."""
 
 
 class Sink(Protocol):
-    """Shows the run to somebody else: /metrics, the operator. Never makes the step loop wait."""
+    """Shows the run elsewhere: /metrics, the operator. Never makes the step loop wait."""
 
     def step(self, step: StepMetrics) -> None: ...
 
@@ -47,7 +47,7 @@ class Recorder:
         self._sinks: tuple[Sink, ...] = ()
 
     def show(self, *sinks: Sink) -> None:
-        """From now on `sinks` are told of every step, evaluation and checkpoint, too."""
+        """Adds `sinks` for every step, evaluation and checkpoint from now on."""
         self._sinks = sinks
 
     def preparing(self, doing: str) -> None:
@@ -103,7 +103,7 @@ class Recorder:
         self._write("checkpoint", {"step": step, "bytes": nbytes, "seconds": seconds})
 
     def checkpoint_missed(self, step: int, problem: str) -> None:
-        """The disk refused a checkpoint; training goes on from the ones before it."""
+        """The disk rejected a checkpoint; training continues, with the earlier ones."""
         self._write("checkpoint_missed", {"step": step, "problem": problem})
 
     def end(self, step: int, reason: str, exit_code: int, message: str) -> None:

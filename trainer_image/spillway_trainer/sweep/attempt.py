@@ -192,7 +192,7 @@ class Sweep:
                 self._turn(turn)
 
     def _begin(self) -> None:
-        """Every member's epoch begins with the attempt: what an earlier one still writes, nobody reads."""
+        """Every member's epoch begins with the attempt, which fences earlier writers."""
         self.recorder.sweep(self.job.epoch)
         self.record = SweepRecord.read(self.record.directory, self.job.epoch, self.objective.metric)
         named = {one.name for one in self.job.spec.members}  # members may join and leave between attempts

@@ -22,7 +22,7 @@ from ..reporting.recorder import Recorder, Sink
 
 
 class SweepSink(Protocol):
-    """Shows a sweep to somebody else: /metrics, the operator. Never makes a step wait."""
+    """Shows a sweep elsewhere: /metrics, the operator. Never makes a step wait."""
 
     def step(self, step: StepMetrics) -> None: ...
 
@@ -51,7 +51,7 @@ class SweepRecorder(Recorder):
         return tuple(self._rows.values())
 
     def show_sweep(self, *sinks: SweepSink) -> None:
-        """From now on `sinks` are told of every change of a member, and of every step of any."""
+        """Adds `sinks` for every change of a member, and every step of any, from now on."""
         self._sweep_sinks = sinks
         self._tell()
 

@@ -52,7 +52,7 @@ class Ring:
 
 
 class MemorySlice(Region):
-    """A part of memory that somebody else holds: `tensor` is uint8."""
+    """A part of memory that something else holds: `tensor` is uint8."""
 
     __slots__ = ("tensor",)
 

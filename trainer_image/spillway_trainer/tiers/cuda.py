@@ -51,9 +51,9 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
 
 
 def reserve(device: torch.device, nbytes: int) -> None:
-    """Have torch's allocator take so many bytes in all, in one piece beside what is there: what steps need is cut from
-    it, whatever their order. Before it grows by a block it asks for room for all of it, beside what it could extend.
-    Raises OutOfMemoryError where others have the memory."""
+    """Makes torch's allocator take so many bytes in one piece, from which steps allocate in any order. Before it grows
+    by a block it requests space for all of it, in addition to what it could extend. Raises OutOfMemoryError if others
+    have the memory."""
     torch.cuda.empty_cache()  # of what was there before, such as memory of tied parameters
     pages = (nbytes - torch.cuda.memory_reserved(device) - SMALL_BLOCKS_BYTES) // PAGE_BYTES
     if pages > 0:
@@ -89,7 +89,7 @@ def allocator_retries(device: torch.device) -> int:
 
 
 class PooledEvent:
-    """A mark in a stream; torch's event is used again when nobody refers to the mark."""
+    """A mark in a stream; torch's event is reused once the mark is unreferenced."""
 
     __slots__ = ("_pool", "event")
 

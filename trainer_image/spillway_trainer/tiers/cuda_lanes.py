@@ -80,7 +80,7 @@ class Streams(Protocol):
         """An event that is complete when `stream` has done all it was given until now; `timed`: for seconds_between."""
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """What `stream` is given from now on runs after `event`; the host goes on."""
+        """Whatever `stream` is given from now on runs after `event`; the host continues."""
 
     def seconds_between(self, first: DeviceEvent, second: DeviceEvent) -> float:
         """On the device; both are timed and complete."""

@@ -147,7 +147,7 @@ class Lanes(Protocol):
         """
 
     def reclaim(self) -> bool:
-        """Wait for the oldest release in flight; False when there is none. For whoever is out of memory."""
+        """Wait for the oldest release in flight; False if there is none. For callers that are out of memory."""
 
     def submit(
         self,
@@ -173,7 +173,7 @@ class Lanes(Protocol):
         """An event that is complete when the compute lane has done everything it was given until now."""
 
     def wait(self, event: Event) -> None:
-        """The compute lane goes on only after `event`; on a CPU device this blocks the host."""
+        """The compute lane continues only after `event`; on a CPU device this blocks the host."""
 
     def moved_bytes(self) -> dict[str, int]:
         """Bytes submitted per lane since the lanes were made."""
@@ -182,8 +182,7 @@ class Lanes(Protocol):
         """Seconds the compute lane has stood still in `wait` and for memory, since the lanes were made."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds that operations worked, waiting left out, per lane since the lanes were made; empty where nobody
-        timed them."""
+        """Busy seconds per lane, without waiting, since the lanes were made; empty if they are not timed."""
 
     def close(self) -> None:
         """Finish what is queued, stop the threads, free the memory. Idempotent."""
@@ -205,7 +204,7 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
 
 
 class LentBuffer(Buffer):
-    """Device memory of a CPU whose storage comes back by itself, when nobody shares it."""
+    """Device memory of a CPU whose storage is returned once no tensor shares it."""
 
     __slots__ = ("_ledger",)
 
@@ -296,7 +295,7 @@ def kept_error(error: AnyError) -> AnyError:
 
 
 class QueuedOperation(Operation):
-    """Run by a lane's worker, or by a compute lane that waits for it; anybody may wait."""
+    """Run by a lane's worker, or by a compute lane that waits for it; any thread may wait."""
 
     __slots__ = ("_finished", "is_awaited", "lane", "taken")
 
@@ -323,7 +322,7 @@ class QueuedOperation(Operation):
 
 
 class LaneQueue:
-    """Operations of one lane, first in, first out: taken by its worker, or by somebody who waits for one of them."""
+    """Operations of one lane, first in, first out: taken by its worker, or by a thread that waits for one of them."""
 
     def __init__(self) -> None:
         self._operations: deque[QueuedOperation] = deque()
@@ -349,7 +348,7 @@ class LaneQueue:
         return None
 
     def take_ahead_of(self, last: QueuedOperation) -> QueuedOperation | None:
-        """The next one, for somebody who waits for `last`; None when `last` is taken or the next one would wait."""
+        """The next one, for a thread that waits for `last`; None if `last` is taken or the next one would wait."""
         with self._taking:
             if last.taken or not self._operations[0].ready:
                 return None

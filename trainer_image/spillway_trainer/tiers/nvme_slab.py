@@ -55,8 +55,8 @@ class ScratchFile(Protocol):
         """Fill each tensor from its offset and check its CRC32C. Raises SpillIOError with the label, never zeros."""
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
-        """The volume has the bytes of these (offset, size) again: none of them is used any more. Raises SpillIOError
-        where it does not."""
+        """Returns the bytes of these (offset, size) to the volume: none of them is used any more. Raises SpillIOError
+        if that fails."""
 
     def close(self) -> None: ...
 
@@ -322,8 +322,8 @@ class NvmeSlab:
         return dict(self._faults)
 
     def give_back(self, nbytes: int) -> int:
-        """Become smaller by `nbytes`, divided among the devices, or by what is free of them; returns by how much. Their
-        volumes have it again; what is held stays where it is."""
+        """Shrinks by `nbytes`, divided among the devices, or by what is free of them; returns by how much. Bytes in use
+        do not move."""
         left = nbytes
         by_room = sorted(self._devices, key=lambda each: each.extents.capacity_bytes - each.extents.held_bytes)
         for num_before, device in enumerate(by_room):

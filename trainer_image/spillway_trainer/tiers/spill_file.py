@@ -118,8 +118,8 @@ class SpillFile:
         self._perform(Direction.READ, transfers, [request.label for request in named])
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
-        """The volume has the bytes of these (offset, size) again: the end of the file is cut off, the rest becomes
-        holes. No transfer may touch them any more. Raises SpillIOError."""
+        """Returns the bytes of these (offset, size) to the volume: the end of the file is truncated, the rest becomes
+        holes. No transfer may use them any more. Raises SpillIOError."""
         for offset, nbytes in sorted(runs, reverse=True):
             try:
                 if offset + nbytes == self.nbytes:

@@ -14,7 +14,7 @@ MOUNTS = Path("/proc/self/mounts")
 
 
 def refuse_memory(directory: Path, said: str, advice: str = "name a directory on a disk") -> None:
-    """Raises UserError, which begins with `said`, for a spill directory that lies in memory."""
+    """Raises UserError, starting with `said`, for a spill directory in memory."""
     kind = memory_kind(directory)
     if kind:
         raise UserError(
@@ -23,7 +23,7 @@ def refuse_memory(directory: Path, said: str, advice: str = "name a directory on
 
 
 def memory_kind(directory: Path) -> str:
-    """The file system of `directory` where it lies in memory, else ""."""
+    """The file system of `directory` if it is in memory, else ""."""
     kind = file_system(directory.resolve(), read_text(MOUNTS))
     return kind if kind in IN_MEMORY else ""
 
